@@ -1,0 +1,67 @@
+"""Token batches and the description of one pass, as they travel from the driver to every worker.
+
+numpy only: the driver's side of a step holds token ids and scalars, never activations.
+Shapes: b rows, s tokens per row (right-padded), all int64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+IGNORE = -100  # label of a token that is not trained, as in torch.nn.functional.cross_entropy
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that pass a layer together.
+
+    Attributes:
+        input_ids: [b, s] token ids, right-padded.
+        labels: [b, s] the token itself where it is trained, IGNORE elsewhere (not shifted).
+        lengths: [b] valid tokens of each row.
+        sample_ids: [b] index of each row in its data set: the key of counter-based dropout.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    lengths: np.ndarray
+    sample_ids: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        """Valid (not padded) tokens."""
+        return int(self.lengths.sum())
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens that contribute to the loss (labels after the shift)."""
+        return int((self.labels[:, 1:] != IGNORE).sum())
+
+
+@dataclass(frozen=True)
+class PassSpec:
+    """One pass of all micro-batches through all layers.
+
+    Attributes:
+        number: increases by one with every pass of a run (train and eval alike): names messages.
+        step: optimizer step (0-based): the counter of dropout.
+        kind: "train" (forward and backward) or "eval" (forward and loss).
+        seed: the run's seed.
+        waves: per replica, per group, the micro-batches; a replica may have empty groups.
+        loss_tokens: the divisor of the loss: all trained tokens of the step, over all replicas.
+        return_logits: eval only: workers of the last stage hand back float32 logits (tests, small runs).
+    """
+
+    number: int
+    step: int
+    kind: str
+    seed: int
+    waves: tuple[tuple[tuple[MicroBatch, ...], ...], ...]
+    loss_tokens: int
+    return_logits: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(mb.tokens for wave in self.waves for group in wave for mb in group)

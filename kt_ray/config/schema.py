@@ -1,0 +1,318 @@
+"""The options of kt_ray as frozen dataclasses: one class per Hydra group.
+
+The YAML files under `conf/` hold the defaults that users see; these classes hold the types and
+the meaning. Checks that involve several fields live in `kt_ray.config.checks`. Nothing here
+imports torch, ray or transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which checkpoint is trained.
+
+    Attributes:
+        name: a label for logs and run names.
+        path: Hugging Face directory with config.json, *.safetensors and a tokenizer; None = only
+            a plan can be made from `config`, or (with `build`) the model is built locally.
+        config: the released config.json, inline, so that `mode=plan` works without a checkpoint.
+            Ignored when `path` holds a config.json.
+        build: "demo" or "mini" = build this small model from `seed` on first use; None = `path` must exist.
+        seed: seed of a locally built model.
+        dtype: compute type of attention, norms, router and shared experts: "auto" takes the
+            checkpoint's torch_dtype; "bfloat16"; "float32". Experts stay in the checkpoint's type.
+        attn_implementation: "sdpa" or "eager", as transformers names them.
+        tokenizer: directory of the tokenizer; None = `path`.
+        chat_template: a Jinja chat template file overriding the tokenizer's own; None = the tokenizer's.
+    """
+
+    name: str
+    path: str | None = None
+    config: dict[str, Any] | None = None
+    build: str | None = None
+    seed: int = 0
+    dtype: str = "auto"
+    attn_implementation: str = "sdpa"
+    tokenizer: str | None = None
+    chat_template: str | None = None
+
+
+@dataclass(frozen=True)
+class ExpertsRule:
+    """Where the routed experts live and how they compute.
+
+    Attributes:
+        sockets: number of expert actors, one per NUMA socket; "auto" = every socket of the host.
+        backend: "auto", "AMXBF16", "AMXINT8", "AMXINT4" or "llamafile" (the reference system's names).
+        isa: "auto", "reference", "avx2", "avx512", "avx512_bf16" or "amx"; a forced one that the
+            machine lacks is an error.
+        threads: engine threads per expert actor; "auto" = the socket's physical cores.
+        activations: "retain" keeps x, gate and up for backward; "recompute" keeps x only.
+    """
+
+    sockets: int | str = "auto"
+    backend: str = "auto"
+    isa: str = "auto"
+    threads: int | str = "auto"
+    activations: str = "retain"
+
+
+@dataclass(frozen=True)
+class RayRule:
+    """Ray resources that a rule asks for.
+
+    Attributes:
+        worker_cpus: CPUs each attention worker reserves ("auto" = its torch threads).
+        expert_cpus: CPUs each expert actor reserves ("auto" = its engine threads).
+        strategy: placement-group strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
+    """
+
+    worker_cpus: float | str = "auto"
+    expert_cpus: float | str = "auto"
+    strategy: str = "PACK"
+
+
+@dataclass(frozen=True)
+class RuleConfig:
+    """Placement: layers to attention workers, experts to sockets.
+
+    Attributes:
+        name: label.
+        device: "auto" (GPUs if there are any), "cpu" or "cuda".
+        stages: pipeline stages per replica; "auto" = one per GPU divided by replicas (1 on CPU).
+        replicas: data-parallel copies of the attention side; all share the expert actors.
+        layers: how layers go to stages. None = balanced by parameters; a list of counts [16, 15, ...];
+            a list of ranges ["0-15", "16-30", ...] (inclusive); or a list of
+            {"match": regex over module names, "device": "cuda:i"} as the reference system's
+            optimize rules have them.
+        worker_threads: torch threads per attention worker; "auto".
+        groups: micro-batch groups in flight (ping-pong); "auto".
+        experts: see ExpertsRule.
+        ray: see RayRule.
+    """
+
+    name: str
+    device: str = "auto"
+    stages: int | str = "auto"
+    replicas: int = 1
+    layers: list[Any] | None = None
+    worker_threads: int | str = "auto"
+    groups: int | str = "auto"
+    experts: ExpertsRule = field(default_factory=ExpertsRule)
+    ray: RayRule = field(default_factory=RayRule)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Training and held-out rows.
+
+    Attributes:
+        name: label.
+        path: jsonl, json or parquet file, or a list of them; None with `builtin`.
+        builtin: "demo" = the data set inside the package.
+        format: "auto", "alpaca" ({instruction, input, output[, system, history]}) or "messages" ({messages: [...]}).
+        eval_path: file with held-out rows; None = `eval_fraction` of `path`.
+        eval_fraction: share of rows held out when `eval_path` is None (0 = no evaluation).
+        max_length: tokens per row; longer rows are truncated and reported, or dropped.
+        overflow: "truncate" or "drop" for rows longer than max_length.
+        system: system prompt put before rows that have none; None = none.
+        shuffle: shuffle rows each epoch (by the run's seed).
+        limit: use the first N rows only; None = all.
+    """
+
+    name: str
+    path: str | list[str] | None = None
+    builtin: str | None = None
+    format: str = "auto"
+    eval_path: str | list[str] | None = None
+    eval_fraction: float = 0.05
+    max_length: int = 512
+    overflow: str = "truncate"
+    system: str | None = None
+    shuffle: bool = True
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """LoRA (Hu et al. 2021) on attention, shared experts, dense MLPs and routed experts.
+
+    Attributes:
+        rank: rank r of every adapter, 1..256.
+        alpha: scale numerator; the update is B A x * alpha / r (alpha / sqrt(r) with rslora).
+        rslora: rank-stabilised scale (Kalajdzievski 2023).
+        dropout: dropout on the adapter's input, as PEFT defines it; 0 <= p < 1.
+        target_modules: "auto" (attention projections, shared experts, dense MLPs), "none", a list of module
+            name suffixes, or a regex (full match) over module names of the non-expert part.
+        experts: train LoRA on gate, up and down of every routed expert.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    rslora: bool = False
+    dropout: float = 0.0
+    target_modules: str | list[str] = "auto"
+    experts: bool = True
+
+    @property
+    def scale(self) -> float:
+        return float(self.alpha) / (self.rank**0.5 if self.rslora else self.rank)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its schedule.
+
+    Attributes:
+        name: "adamw".
+        lr: peak learning rate.
+        betas: moment decay rates.
+        eps: denominator term.
+        weight_decay: decoupled weight decay.
+        max_grad_norm: global norm (GPU and expert LoRA together) that gradients are clipped to; 0 = no clipping.
+        schedule: "cosine", "linear" or "constant", after warm-up.
+        warmup: warm-up steps (int >= 1) or share of all steps (float < 1).
+        min_lr_ratio: final learning rate as a share of `lr` for cosine and linear.
+    """
+
+    name: str = "adamw"
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    schedule: str = "cosine"
+    warmup: float = 0.03
+    min_lr_ratio: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The loop.
+
+    Attributes:
+        epochs: passes over the data; ignored when max_steps is set.
+        max_steps: optimizer steps; None = from epochs.
+        batch_size: rows per optimizer step, over all replicas.
+        micro_batch_size: rows per forward of an attention worker.
+        eval_every: steps between evaluations (also at start and end); 0 = never.
+        save_every: steps between checkpoints (also at the end); 0 = only at the end.
+        keep_checkpoints: newest checkpoints kept; 0 = all.
+        resume: None, "latest", or a checkpoint directory.
+        preview: decode and print this many rows with the trained tokens marked, before training.
+        loss_chunk: rows of logits per cross-entropy chunk; "auto" = only when logits would dominate, 0 = never.
+        step_timeout: seconds without progress after which a step is given up with a report.
+        log_every: steps between log lines on a terminal without a progress bar.
+    """
+
+    epochs: float = 1.0
+    max_steps: int | None = None
+    batch_size: int = 8
+    micro_batch_size: int = 1
+    eval_every: int = 0
+    save_every: int = 0
+    keep_checkpoints: int = 2
+    resume: str | None = None
+    preview: int = 0
+    loss_chunk: int | str = "auto"
+    step_timeout: float = 1800.0
+    log_every: int = 1
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """Where figures go. jsonl is always written; wandb is added on request.
+
+    Attributes:
+        name: "jsonl" or "wandb".
+        project: W&B project.
+        entity: W&B team or user; None = the default one.
+        mode: W&B mode: "auto" (online with a key, else offline), "online", "offline".
+        tags: W&B tags.
+        upload_adapter: log the adapter as a W&B artifact at the end.
+        progress: rich progress bar on a terminal.
+        plot: write loss.png.
+    """
+
+    name: str = "jsonl"
+    project: str = "kt_ray"
+    entity: str | None = None
+    mode: str = "auto"
+    tags: list[str] = field(default_factory=list)
+    upload_adapter: bool = True
+    progress: bool = True
+    plot: bool = True
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """How actors run.
+
+    Attributes:
+        name: "ray" or "local" (the same classes in one process, without Ray).
+        address: Ray address; "auto" = a running cluster if there is one, else a local one; "local" = always a new local one.
+        namespace: Ray namespace of the named actors; None = one per run.
+        dashboard: start the dashboard with a local cluster.
+        dashboard_host: address the dashboard listens on.
+        dashboard_port: port of the dashboard (the next free one is taken).
+        start_timeout: seconds to wait for resources before giving up with `ray status`.
+        load_timeout: seconds allowed for loading the model.
+    """
+
+    name: str = "ray"
+    address: str = "auto"
+    namespace: str | None = None
+    dashboard: bool = True
+    dashboard_host: str = "127.0.0.1"
+    dashboard_port: int = 8265
+    start_timeout: float = 120.0
+    load_timeout: float = 7200.0
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """`mode=plan` only.
+
+    Attributes:
+        hardware: YAML file describing other hardware to plan for; None = the rule's nominal
+            hardware if it names GPUs this host lacks, else this host.
+    """
+
+    hardware: str | None = None
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run's files go.
+
+    Attributes:
+        name: directory name under root; None = "<model>-<date>-<time>".
+        root: directory that holds runs (made absolute).
+        overwrite: allow a run directory that already holds a run (never needed with trainer.resume).
+    """
+
+    name: str | None = None
+    root: str = "runs"
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything. `mode` is one of "train", "plan", "doctor", "preview"."""
+
+    mode: str
+    seed: int
+    model: ModelConfig
+    rule: RuleConfig
+    data: DataConfig
+    lora: LoraConfig
+    optim: OptimConfig
+    trainer: TrainerConfig
+    tracking: TrackingConfig
+    cluster: ClusterConfig
+    plan: PlanConfig
+    run: RunConfig
