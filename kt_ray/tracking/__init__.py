@@ -1,0 +1,31 @@
+"""Where the figures of a run go: metrics.jsonl always, W&B on request, a plot, the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kt_ray.config.schema import Config
+from kt_ray.rundir import RunDir
+from kt_ray.tracking.base import MultiTracker, Tracker
+from kt_ray.tracking.jsonl import JsonlTracker, read_jsonl
+from kt_ray.tracking.metrics import METRICS, StepMetrics
+from kt_ray.tracking.wandb_tracker import WandbTracker
+
+__all__ = [
+    "METRICS",
+    "JsonlTracker",
+    "MultiTracker",
+    "StepMetrics",
+    "Tracker",
+    "WandbTracker",
+    "make_tracker",
+    "read_jsonl",
+]
+
+
+def make_tracker(config: Config, run: RunDir, extra: Sequence[Tracker] = ()) -> MultiTracker:
+    """The trackers of a run: metrics.jsonl, W&B with `tracking=wandb`, and `extra` (the Ray exporter)."""
+    trackers: list[Tracker] = [JsonlTracker()]
+    if config.tracking.name == "wandb":
+        trackers.append(WandbTracker(config.tracking, run))
+    return MultiTracker([*trackers, *extra])

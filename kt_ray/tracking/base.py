@@ -1,0 +1,68 @@
+"""The tracker protocol, and several trackers behind one that cannot stop training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from kt_ray.tracking.metrics import Value
+
+log = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Takes the figures of a run somewhere."""
+
+    def start(
+        self, run_dir: Path, config: Mapping[str, Any], run_id: str | None = None, *, first_step: int = 0
+    ) -> None:
+        """Called once, before any figure.
+
+        Args:
+            run_dir: the run's directory.
+            config: the resolved configuration, plain dicts, lists and scalars.
+            run_id: the tracker's own name of the run that is resumed; None = a new one.
+            first_step: the smallest step that will be logged. Greater than 0 on resume: what was
+                logged for this step or later is replaced.
+        """
+
+    def log(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Figures of one step, in the order of steps. A step may come twice (an evaluation of its own)."""
+
+    def artifact(self, path: Path) -> None:
+        """A result: a file, or a directory with all its files."""
+
+    def finish(self, status: str) -> None:
+        """Called once, last. `status` is "finished", "interrupted" or "failed"."""
+
+
+class MultiTracker:
+    """Passes everything on to several trackers; one that raises is reported once and left out thereafter."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self.trackers = list(trackers)
+
+    def start(
+        self, run_dir: Path, config: Mapping[str, Any], run_id: str | None = None, *, first_step: int = 0
+    ) -> None:
+        self._each("start", lambda t: t.start(run_dir, config, run_id, first_step=first_step))
+
+    def log(self, step: int, metrics: Mapping[str, Value]) -> None:
+        self._each("log", lambda t: t.log(step, metrics))
+
+    def artifact(self, path: Path) -> None:
+        self._each("artifact", lambda t: t.artifact(path))
+
+    def finish(self, status: str) -> None:
+        self._each("finish", lambda t: t.finish(status))
+
+    def _each(self, what: str, call: Callable[[Tracker], None]) -> None:
+        for tracker in list(self.trackers):
+            try:
+                call(tracker)
+            except Exception as error:
+                name = type(tracker).__name__
+                log.warning("%s failed in %s and is switched off; training goes on: %r", name, what, error)
+                self.trackers.remove(tracker)

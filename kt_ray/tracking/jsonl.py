@@ -1,0 +1,76 @@
+"""metrics.jsonl: one JSON object per line, always written."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from kt_ray.rundir import write_atomic
+from kt_ray.tracking.metrics import Value
+
+FILE = "metrics.jsonl"
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Records of a metrics file, in order.
+
+    A line that is no JSON object is left out: a process killed while writing leaves its last line
+    incomplete. A missing file has no records.
+    """
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def encode(step: int, metrics: Mapping[str, Value]) -> str:
+    """One line, without its end. NaN and infinities, which JSON lacks, become null."""
+    record: dict[str, Any] = {"step": step}
+    for key, value in metrics.items():
+        # numpy and torch scalars print as JSON only after .item().
+        plain = value.item() if hasattr(value, "item") else value
+        record[key] = None if isinstance(plain, float) and not math.isfinite(plain) else plain
+    record["step"] = step
+    return json.dumps(record, ensure_ascii=False)
+
+
+class JsonlTracker:
+    """Appends to `metrics.jsonl`; a line is on its way to the disk when `log` returns."""
+
+    def __init__(self) -> None:
+        self._file: TextIO | None = None
+
+    def start(
+        self, run_dir: Path, config: Mapping[str, Any], run_id: str | None = None, *, first_step: int = 0
+    ) -> None:
+        path = run_dir / FILE
+        if path.exists():
+            # Records of steps that will be run again go, so that the curve has each step once. The
+            # whole file is replaced by renaming: a crash here leaves the old file or the new one.
+            kept = [r for r in read_jsonl(path) if isinstance(r.get("step"), int) and r["step"] < first_step]
+            write_atomic(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, Value]) -> None:
+        if self._file is None:
+            raise ValueError("JsonlTracker.log before start or after finish")
+        self._file.write(encode(step, metrics) + "\n")
+        self._file.flush()
+
+    def artifact(self, path: Path) -> None:
+        """Nothing: artifacts lie in the run directory already."""
+
+    def finish(self, status: str) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,281 @@
+"""What is measured per step, how it is computed, and what the figures are called outside.
+
+`StepMetrics` is one line of `metrics.jsonl`. `METRICS` is the one table of exported metrics: the
+Ray exporter (`kt_ray.actors.ray_metrics`), the Grafana dashboard and `docs/metrics.md` all follow
+it. The rest are pure functions, with the formulas beside them. Standard library only.
+
+Legend: T tokens, k experts per token, H hidden size, I expert intermediate size, r LoRA rank,
+slots = (token, expert) pairs computed, T * k per layer when nothing is padded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Value = float | int | str
+"""One figure of a record."""
+
+Direction = Literal["forward", "backward"]
+
+REFERENCE_MATMULS: Mapping[str, int] = {"forward": 6, "backward": 10}
+"""Multiply-adds per slot, in units of H * I, as KTransformers counts them for its published TFLOPS."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step.
+
+    Attributes:
+        step: optimizer steps completed, this one included (1 = the first; 0 is kept for an
+            evaluation before training). A checkpoint step_000300 holds the state after step 300.
+        epoch: passes over the data so far, fractional.
+        loss: mean over all trained tokens of the step.
+        grad_norm: global L2 norm over GPU and expert LoRA, before clipping.
+        lr: learning rate used.
+        tokens: valid (not padded) tokens of the step.
+        loss_tokens: tokens that contributed to the loss.
+        tokens_per_s: tokens / seconds.
+        seconds: wall time of the step.
+        seconds_attention: time the busiest attention worker computed (attention, norms, router,
+            shared experts, loss).
+        seconds_experts: time the busiest expert actor computed.
+        seconds_transport: time an attention worker waited for experts or other stages, mean over workers.
+        seconds_optimizer: both phases of the commit, weights back included.
+        expert_tflops_forward: operations carried out by the expert kernels, LoRA included, over the
+            busiest actor's time in forward calls; 1e12 per second. See `expert_flops`.
+        expert_tflops_backward: the same for backward.
+        expert_tflops_forward_reference: the same time, with the reference system's count (6 k T H I).
+        expert_tflops_backward_reference: the same time, with the reference system's count (10 k T H I).
+        host_rss_bytes: resident memory by kind of process ("driver", "worker", "expert"), summed over
+            its processes; shared memory counts in each process that maps it.
+        gpu_memory_bytes: peak allocated bytes of the step by device ("cuda:0").
+        expert_load_imbalance: see `expert_load_imbalance`.
+        eval_loss: held-out loss after this step, where one was measured.
+    """
+
+    step: int
+    epoch: float
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_s: float
+    seconds: float
+    loss_tokens: int | None = None
+    seconds_attention: float | None = None
+    seconds_experts: float | None = None
+    seconds_transport: float | None = None
+    seconds_optimizer: float | None = None
+    expert_tflops_forward: float | None = None
+    expert_tflops_backward: float | None = None
+    expert_tflops_forward_reference: float | None = None
+    expert_tflops_backward_reference: float | None = None
+    host_rss_bytes: Mapping[str, int] = field(default_factory=dict)
+    gpu_memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    expert_load_imbalance: float | None = None
+    eval_loss: float | None = None
+
+    def to_dict(self) -> dict[str, Value]:
+        """The flat record: what was not measured is absent; mappings become one key per entry.
+
+        `host_rss_bytes={"driver": 1}` gives `host_rss_bytes_driver`; `gpu_memory_bytes={"cuda:0": 1}`
+        gives `gpu_memory_bytes_cuda0`.
+        """
+        record: dict[str, Value] = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Mapping):
+                for key, entry in value.items():
+                    record[f"{item.name}_{key.replace(':', '')}"] = entry
+            elif value is not None:
+                record[item.name] = value
+        return record
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """One exported metric.
+
+    Attributes:
+        name: as given to `ray.util.metrics`; Prometheus shows it as "ray_" + name.
+        kind: "gauge" (last value) or "counter" (only grows).
+        unit: unit of the value, "1" for a pure number.
+        description: one sentence.
+        fields: record key -> value of `tag`; an untagged metric has one key and the value "".
+            A key that ends in "_*" stands for all keys of that prefix, the rest being the tag's value.
+        tag: the tag that tells entries apart; None = none. Every metric also has the tag "run".
+    """
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    unit: str
+    description: str
+    fields: Mapping[str, str]
+    tag: str | None = None
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """All tag keys."""
+        return ("run",) if self.tag is None else ("run", self.tag)
+
+
+METRICS: tuple[MetricSpec, ...] = (
+    MetricSpec("kt_ray_step", "gauge", "steps", "Optimizer steps completed.", {"step": ""}),
+    MetricSpec("kt_ray_epoch", "gauge", "epochs", "Passes over the training data.", {"epoch": ""}),
+    MetricSpec("kt_ray_loss", "gauge", "nats/token", "Training loss of the step.", {"loss": ""}),
+    MetricSpec("kt_ray_eval_loss", "gauge", "nats/token", "Latest held-out loss.", {"eval_loss": ""}),
+    MetricSpec("kt_ray_grad_norm", "gauge", "1", "Global gradient norm before clipping.", {"grad_norm": ""}),
+    MetricSpec("kt_ray_learning_rate", "gauge", "1", "Learning rate of the step.", {"lr": ""}),
+    MetricSpec("kt_ray_tokens_per_second", "gauge", "tokens/s", "Training throughput.", {"tokens_per_s": ""}),
+    MetricSpec(
+        "kt_ray_tokens_total", "counter", "tokens", "Tokens trained on by this process.", {"tokens": ""}
+    ),
+    MetricSpec(
+        "kt_ray_seconds",
+        "gauge",
+        "s",
+        "Seconds of the step, in total and by term.",
+        {
+            "seconds": "total",
+            "seconds_attention": "attention",
+            "seconds_experts": "experts",
+            "seconds_transport": "transport",
+            "seconds_optimizer": "optimizer",
+        },
+        "term",
+    ),
+    MetricSpec(
+        "kt_ray_expert_tflops",
+        "gauge",
+        "TFLOPS",
+        "Operations per second of the expert kernels while busy.",
+        {
+            "expert_tflops_forward": "forward",
+            "expert_tflops_backward": "backward",
+            "expert_tflops_forward_reference": "forward_reference",
+            "expert_tflops_backward_reference": "backward_reference",
+        },
+        "direction",
+    ),
+    MetricSpec(
+        "kt_ray_host_rss_bytes",
+        "gauge",
+        "bytes",
+        "Resident host memory by kind of process.",
+        {"host_rss_bytes_*": ""},
+        "actor",
+    ),
+    MetricSpec(
+        "kt_ray_gpu_memory_bytes",
+        "gauge",
+        "bytes",
+        "Peak allocated GPU memory of the step.",
+        {"gpu_memory_bytes_*": ""},
+        "device",
+    ),
+    MetricSpec(
+        "kt_ray_expert_load_imbalance",
+        "gauge",
+        "1",
+        "Tokens of the fullest expert over the mean, averaged over layers.",
+        {"expert_load_imbalance": ""},
+    ),
+)
+"""Every exported metric."""
+
+
+def samples(record: Mapping[str, Value]) -> Iterator[tuple[MetricSpec, float, dict[str, str]]]:
+    """(metric, value, tags without "run") for each exported figure that a record holds."""
+    for spec in METRICS:
+        for key, tag_value in _entries(spec, record):
+            value = record[key]
+            if isinstance(value, int | float):
+                yield spec, float(value), {} if spec.tag is None else {spec.tag: tag_value}
+
+
+def _entries(spec: MetricSpec, record: Mapping[str, Value]) -> Iterator[tuple[str, str]]:
+    for key, tag_value in spec.fields.items():
+        if key.endswith("*"):
+            prefix = key[:-1]
+            yield from ((name, name.removeprefix(prefix)) for name in record if name.startswith(prefix))
+        elif key in record:
+            yield key, tag_value
+
+
+def expert_flops(
+    slots: int,
+    hidden: int,
+    intermediate: int,
+    direction: Direction,
+    *,
+    rank: int = 0,
+    recompute: bool = False,
+) -> int:
+    """Floating-point operations of the routed experts in one direction (a multiply-add is two).
+
+    Base, weights frozen, so backward computes no weight gradient:
+        forward   gate, up: W x; down: W act                  3 * 2HI = 6HI per slot
+        backward  dact = W_down' dy; dx = W_gate' dg + W_up' du   6HI per slot
+    LoRA of a projection in -> out (gate and up H -> I, down I -> H):
+        forward   A x, then B (A x)                            2r(in + out), together  6r(H + I)
+        backward  ds = B' dy, dB += dy s', dx += A' ds, dA += ds x'   4r(in + out), together 12r(H + I)
+    Element-wise work (activation, dropout, routing weights) is not counted.
+
+    Args:
+        slots: (token, expert) pairs, summed over layers.
+        hidden: H.
+        intermediate: I.
+        direction: "forward" or "backward".
+        rank: LoRA rank on gate, up and down; 0 = no expert LoRA.
+        recompute: `rule.experts.activations=recompute`: backward also redoes gate and up of the
+            forward, 4HI + 4r(H + I) per slot.
+    """
+    h, i = hidden, intermediate
+    if direction == "forward":
+        return slots * (6 * h * i + 6 * rank * (h + i))
+    if direction == "backward":
+        again = 4 * h * i + 4 * rank * (h + i) if recompute else 0
+        return slots * (6 * h * i + 12 * rank * (h + i) + again)
+    raise ValueError(f"direction must be 'forward' or 'backward', not {direction!r}")
+
+
+def expert_flops_reference(slots: int, hidden: int, intermediate: int, direction: Direction) -> int:
+    """The same in the reference system's convention: 6 forward, 10 backward, times H * I per slot.
+
+    Only for comparison with its published figures: its backward count does not depend on the rank.
+    """
+    return REFERENCE_MATMULS[direction] * slots * hidden * intermediate
+
+
+def tflops(flops: int, busy_seconds: Sequence[float]) -> float:
+    """1e12 operations per second of all expert actors together.
+
+    Args:
+        flops: operations of all actors.
+        busy_seconds: time that each actor spent in kernel calls. They work side by side, so the
+            busiest one counts. No time at all gives 0.
+    """
+    busy = max(busy_seconds, default=0.0)
+    return flops / busy / 1e12 if busy > 0 else 0.0
+
+
+def expert_load_imbalance(tokens_per_expert: Iterable[Sequence[int]]) -> float | None:
+    """Mean over layers of (tokens of the fullest expert / mean tokens per expert).
+
+    1 = even, E = one expert takes all.
+
+    Args:
+        tokens_per_expert: per MoE layer, the [E] histogram of slots. Layers without tokens are left out.
+
+    Returns:
+        None when no layer had tokens.
+    """
+    ratios: list[float] = []
+    for counts in tokens_per_expert:
+        total = float(sum(counts))
+        if total > 0:
+            ratios.append(float(max(counts)) * len(counts) / total)
+    return sum(ratios) / len(ratios) if ratios else None

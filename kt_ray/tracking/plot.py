@@ -1,0 +1,95 @@
+"""loss.png, drawn from metrics.jsonl. Never raises: a plot is not worth a training run."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kt_ray.tracking.jsonl import read_jsonl
+
+log = logging.getLogger(__name__)
+
+_TRAIN, _HELD_OUT, _INK, _GRID = "#2a6fb0", "#c2571a", "#444444", "#dddddd"
+
+
+def plot_loss(metrics_file: Path, image: Path, *, title: str = "") -> bool:
+    """Draw training loss (raw and smoothed) and held-out loss over steps.
+
+    Args:
+        metrics_file: metrics.jsonl; lines without a finite loss are passed over.
+        image: the PNG to write; an older one is replaced when the new one is whole.
+        title: usually the run's name.
+
+    Returns:
+        Whether an image was written; the reason why not is in the log.
+    """
+    beside = image.with_name(f".{image.name}.part")
+    try:
+        records = read_jsonl(metrics_file)
+        train, held_out = _series(records, "loss"), _series(records, "eval_loss")
+        if not train and not held_out:
+            log.info("no loss to plot yet in %s", metrics_file)
+            return False
+        _draw(train, held_out, beside, title)
+        os.replace(beside, image)
+        return True
+    except Exception as error:
+        log.warning("loss.png was not written: %r", error)
+        beside.unlink(missing_ok=True)
+        return False
+
+
+def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
+    """Exponential moving average, divided by the weights seen so far so that it does not start at zero."""
+    smoothed, average, seen = [], 0.0, 0.0
+    for value in values:
+        average = weight * average + (1 - weight) * value
+        seen = weight * seen + (1 - weight)
+        smoothed.append(average / seen)
+    return smoothed
+
+
+def _series(records: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]:
+    return [
+        (r["step"], float(r[key]))
+        for r in records
+        if isinstance(r.get("step"), int) and isinstance(r.get(key), int | float)
+    ]
+
+
+def _draw(train: list[tuple[int, float]], held_out: list[tuple[int, float]], file: Path, title: str) -> None:
+    # Figure and Agg directly: pyplot keeps global state and looks for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if train:
+        steps, losses = [s for s, _ in train], [v for _, v in train]
+        dots = "o" if len(train) < 30 else ""
+        if len(train) < 5:
+            axes.plot(steps, losses, color=_TRAIN, marker="o", linewidth=1.5, label="training loss")
+        else:
+            axes.plot(steps, losses, color=_TRAIN, alpha=0.35, linewidth=1, marker=dots, markersize=3)
+            axes.plot(steps, smooth(losses), color=_TRAIN, linewidth=2, label="training loss, smoothed")
+    if held_out:
+        steps, losses = [s for s, _ in held_out], [v for _, v in held_out]
+        axes.plot(
+            steps, losses, color=_HELD_OUT, marker="o", markersize=5, linewidth=1.5, label="held-out loss"
+        )
+    axes.set_xlabel("step", color=_INK)
+    axes.set_ylabel("loss per trained token (nats)", color=_INK)
+    axes.set_title(title, loc="left", color=_INK, fontsize=11)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.legend(frameon=False, labelcolor=_INK)
+    figure.savefig(file, format="png")

@@ -1,0 +1,264 @@
+"""What a person at the terminal sees: load progress, the training bar, the summary at the end.
+
+On a terminal these are live bars; into a file or a pipe they are plain lines, one per event.
+Every line also goes to train.log, through the logger.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from kt_ray.tracking.console import console as shared_console
+from kt_ray.tracking.metrics import Value
+
+log = logging.getLogger(__name__)
+
+
+class _Display:
+    """A live display that is started and stopped once, or nothing where there is no terminal."""
+
+    def __init__(self, screen: Console | None, live: bool) -> None:
+        self.console = screen or shared_console()
+        self.live = live and self.console.is_terminal
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop drawing; what was drawn stays. May be called twice."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def line(self, text: str, *, shown: bool = True) -> None:
+        """One line to train.log and, if `shown`, to the console."""
+        log.info("%s", text)
+        if shown:
+            self.console.print(text, markup=False, soft_wrap=True)
+
+
+class TrainProgress(_Display):
+    """The bar of the training loop: step, loss, tokens/s, time left.
+
+    Args:
+        total_steps: steps of the whole run.
+        done_steps: steps done before this process (resume).
+        live: `tracking.progress`; without it, or without a terminal, plain lines.
+        log_every: steps between plain lines on the console; train.log has all.
+        screen: where to draw; None = standard output.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        done_steps: int = 0,
+        *,
+        live: bool = True,
+        log_every: int = 1,
+        screen: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(screen, live)
+        self.total_steps = total_steps
+        self.log_every = max(1, log_every)
+        self._clock = clock
+        self._first = done_steps
+        self._began = clock()
+        self._task: TaskID | None = None
+        if self.live:
+            self._progress = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeElapsedColumn(),
+                console=self.console,
+            )
+            self._task = self._progress.add_task("", total=total_steps, completed=done_steps, figures="")
+            self._progress.start()
+
+    def update(self, record: Mapping[str, Value]) -> None:
+        """Show one record of metrics.jsonl (`StepMetrics.to_dict`)."""
+        step = int(record["step"])
+        left = self.eta(step)
+        figures = [
+            f"{label} {record[key]:.4g}" for key, label in _SHOWN if isinstance(record.get(key), int | float)
+        ]
+        if left is not None:
+            figures.append(f"{duration(left)} left")
+        text = "  ".join(figures)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=step, figures=text)
+        due = step % self.log_every == 0 or step in (self._first + 1, self.total_steps)
+        self.line(f"step {step}/{self.total_steps}  {text}", shown=not self.live and due)
+
+    def eta(self, step: int) -> float | None:
+        """Seconds left after `step`, from the mean step time of this process; None before the first."""
+        done = step - self._first
+        return (self._clock() - self._began) / done * (self.total_steps - step) if done > 0 else None
+
+
+_SHOWN = (("loss", "loss"), ("eval_loss", "held-out"), ("grad_norm", "grad"), ("tokens_per_s", "tokens/s"))
+
+
+@dataclass
+class _Actor:
+    began: float
+    done: int
+    total: int
+    layer: int | None
+    task: TaskID | None
+
+
+class LoadProgress(_Display):
+    """Loading, per actor: GB read, GB/s, time left. Updates may come from any thread.
+
+    Args:
+        live: as for TrainProgress.
+        every: seconds between plain lines.
+        screen: where to draw; None = standard output.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        *,
+        live: bool = True,
+        every: float = 5.0,
+        screen: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(screen, live)
+        self.every = every
+        self._clock = clock
+        self._began = clock()
+        self._last_line = clock()
+        self._actors: dict[str, _Actor] = {}
+        self._lock = threading.Lock()
+        if self.live:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[figures]}"),
+                console=self.console,
+            )
+            self._progress.start()
+
+    def update(self, actor: str, bytes_done: int, bytes_total: int, layer: int | None = None) -> None:
+        """An actor has read `bytes_done` of `bytes_total` bytes and is at `layer`."""
+        with self._lock:
+            now = self._clock()
+            entry = self._actors.get(actor)
+            if entry is None:
+                task = None
+                if self._progress is not None:
+                    task = self._progress.add_task(f"loading {actor}", total=bytes_total, figures="")
+                # Counted from the display's start: the first report already has bytes behind it.
+                entry = self._actors[actor] = _Actor(self._began, 0, bytes_total, None, task)
+            entry.done, entry.total, entry.layer = bytes_done, bytes_total, layer
+            if self._progress is not None and entry.task is not None:
+                self._progress.update(
+                    entry.task, completed=bytes_done, total=bytes_total, figures=self._figures(entry, now)
+                )
+            finished = bytes_done >= bytes_total
+            if finished or now - self._last_line >= self.every:
+                self._last_line = now
+                self.line(f"loading {actor}: {self._figures(entry, now)}", shown=not self.live)
+
+    def rate(self) -> float:
+        """Bytes per second of all actors together so far."""
+        seconds = self._clock() - self._began
+        return sum(a.done for a in self._actors.values()) / seconds if seconds > 0 else 0.0
+
+    def _figures(self, entry: _Actor, now: float) -> str:
+        seconds = now - entry.began
+        rate = entry.done / seconds if seconds > 0 else 0.0
+        text = f"{size(entry.done)} of {size(entry.total)}, {rate / 1e9:.2f} GB/s"
+        if entry.layer is not None:
+            text += f", layer {entry.layer}"
+        if entry.done >= entry.total:
+            return f"{text}, done in {duration(seconds)}"
+        return f"{text}, {duration((entry.total - entry.done) / rate)} left" if rate > 0 else text
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the final panel says. Losses are None where there was none."""
+
+    run_dir: Path
+    steps: int
+    first_loss: float | None
+    last_loss: float | None
+    eval_before: float | None = None
+    eval_after: float | None = None
+    adapter: Path | None = None
+    base_model: str | None = None
+
+    def text(self) -> str:
+        """The panel's lines."""
+        lines = [f"steps          {self.steps}"]
+        for label, before, after in (
+            ("training loss ", self.first_loss, self.last_loss),
+            ("held-out loss ", self.eval_before, self.eval_after),
+        ):
+            if before is not None and after is not None:
+                change = f"  ({100 * (after - before) / before:+.0f} %)" if before > 0 else ""
+                lines.append(f"{label} {before:.4f} → {after:.4f}{change}")
+        lines.append(f"run directory  {self.run_dir}")
+        if self.adapter is not None:
+            lines += [
+                f"adapter        {self.adapter}",
+                "",
+                "Load it with:",
+                "  from transformers import AutoModelForCausalLM",
+                "  from peft import PeftModel",
+                f"  model = AutoModelForCausalLM.from_pretrained({(self.base_model or '<base model>')!r})",
+                f"  model = PeftModel.from_pretrained(model, {str(self.adapter)!r})",
+            ]
+        return "\n".join(lines)
+
+
+def show_summary(summary: Summary, screen: Console | None = None) -> None:
+    """Print the final panel; its text also goes to train.log."""
+    target = screen or shared_console()
+    log.info("finished\n%s", summary.text())
+    if target.is_terminal:
+        target.print(Panel(Text(summary.text()), title="finished", title_align="left", expand=False))
+    else:
+        # Without a terminal a box would wrap, and nothing in it could be copied.
+        target.print(summary.text(), markup=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """ "42 s", "3:05", "2:03:05"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def size(count: int) -> str:
+    """Decimal bytes: "812 kB", "3.2 MB", "45.1 GB"."""
+    if count < 1e6:
+        return f"{count / 1e3:.0f} kB"
+    return f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"
