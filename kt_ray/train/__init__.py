@@ -1,0 +1,1 @@
+"""The training loop, against a `Cluster` protocol."""

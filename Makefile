@@ -1,0 +1,53 @@
+# kt_ray: `make demo` sets up and trains the demo, `make test` passes the tests.
+# The environment lives in .venv; VENV=/path/to/env uses another one and leaves its torch alone.
+
+VENV   ?= .venv
+PYTHON ?= python3
+PY      = $(VENV)/bin/python
+STAMP   = $(VENV)/.kt_ray-installed
+NATIVE  = $(shell find kt_ray/native/src -type f 2>/dev/null)
+CPP     = $(shell find kt_ray/native/src tests -name '*.cpp' -o -name '*.h' -o -name '*.inl' 2>/dev/null)
+TESTS  ?= tests
+PYTEST ?= -q
+
+.PHONY: help demo test check format bench docs clean
+
+help:  ## what can be made
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
+
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+
+# torch first, alone: the resolver then keeps whichever build is there (the constraints' or the user's own).
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE) | $(PY)
+	@if $(PY) -c 'import torch' 2>/dev/null; then grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt; \
+	 else cp constraints.txt $(VENV)/constraints.txt; $(PY) -m pip install -q -c constraints.txt torch; fi
+	$(PY) -m pip install -q -c $(VENV)/constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## set up, build, and fine-tune the demo model to the end
+	$(PY) launch.py
+
+test: $(STAMP)  ## pass the tests
+	$(PY) -m pytest $(PYTEST) $(TESTS)
+
+check: $(STAMP)  ## formatting, lint, types
+	$(PY) -m ruff format --check kt_ray tests benchmarks launch.py
+	$(PY) -m ruff check kt_ray tests benchmarks launch.py
+	$(PY) -m mypy kt_ray launch.py
+	@if [ -n "$(CPP)" ]; then $(VENV)/bin/clang-format --dry-run --Werror $(CPP); fi
+
+format: $(STAMP)  ## write the formatting that `make check` wants
+	$(PY) -m ruff format kt_ray tests benchmarks launch.py
+	$(PY) -m ruff check --fix kt_ray tests benchmarks launch.py
+	@if [ -n "$(CPP)" ]; then $(VENV)/bin/clang-format -i $(CPP); fi
+
+bench: $(STAMP)  ## the short benchmarks, JSON into benchmarks/results/
+	$(PY) benchmarks/moe_layer.py --shape deepseek_v2_lite --tokens 512 --rank 8 --threads 2 --json benchmarks/results/moe_layer.json
+	$(PY) benchmarks/train_step.py --against hf,peft --json benchmarks/results/train_step.json
+
+docs: $(STAMP)  ## regenerate the configuration reference
+	$(PY) -m kt_ray.config.reference > docs/configuration.md
+
+clean:  ## remove what the targets made, except runs/
+	rm -rf $(VENV) build dist

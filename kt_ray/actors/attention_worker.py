@@ -1,0 +1,386 @@
+"""The attention worker of one stage: a plain class; Ray or a thread calls it.
+
+It owns the layer loop: during a pass it walks its planned program of operations on a
+`kt_ray.model.Stage`. Worker 0 also holds the float32 masters and the optimizer of the non-expert
+LoRA of all stages: gradients are reduced to it in rank order, updated weights go back.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket as sockets
+import time
+from typing import Any
+
+import torch
+
+from kt_ray.actors.exchange import MessageExchange
+from kt_ray.actors.mailbox import Address, Mailbox, Message
+from kt_ray.actors.port import Port
+from kt_ray.train.reports import WorkerPassReport
+from kt_ray.batch import PassSpec
+from kt_ray.checkpoint import ShardInfo, read_named, write_shard, write_tensors
+from kt_ray.config.schema import OptimConfig
+from kt_ray.model import Stage, StageSpec
+from kt_ray.optim import LoraOptimizer, squared_norm
+from kt_ray.placement.order import Op, worker_program
+from kt_ray.placement.types import Plan
+
+ROOT: Address = ("worker", 0)
+
+
+class AttentionWorker:
+    """One stage of one replica, driven by messages.
+
+    Args:
+        plan: the whole plan.
+        rank: this worker's number: replica * stages + stage.
+        spec: what to build; its device is the one this process sees (cuda:0 inside a Ray actor).
+        optim: AdamW settings (worker 0).
+        timeout: seconds to wait for a message before giving the pass up.
+    """
+
+    def __init__(self, plan: Plan, rank: int, spec: StageSpec, optim: OptimConfig, timeout: float) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.here = plan.workers[rank]
+        self.spec = spec
+        self.optim = optim
+        self.timeout = timeout
+        self.mailbox = Mailbox(f"attention worker {rank}")
+        self.port: Port | None = None
+        self.doing = "starting"
+        self.load_seconds = 0.0
+        self._stage: Stage | None = None
+        self._committed = -1
+        self._masters: _Masters | None = None
+        self._set_threads()
+
+    def _set_threads(self) -> None:
+        # Per thread and per process: the same number under Ray and in one process gives the same bits.
+        torch.set_num_threads(max(1, self.here.threads))
+
+    @property
+    def stage(self) -> Stage:
+        assert self._stage is not None, "load() comes first"
+        return self._stage
+
+    # -- control -----------------------------------------------------------------------------
+
+    def deliver(self, message: Message) -> None:
+        self.mailbox.put(message)
+
+    def abort(self, reason: str) -> None:
+        self.mailbox.fail(reason)
+
+    def status(self) -> str:
+        waiting = self.mailbox.waiting_for
+        return f"attention worker {self.rank}: {self.doing}" + (f", waiting for {waiting}" if waiting else "")
+
+    def progress(self) -> tuple[int, int, int]:
+        return (0, 0, 0)
+
+    # -- life --------------------------------------------------------------------------------
+
+    def load(self) -> dict[str, Any]:
+        """Build the stage, probe its MoE layers. Returns facts about this worker for env.json."""
+        self._set_threads()
+        self.doing = "loading"
+        start = time.monotonic()
+        self._stage = Stage(self.spec)
+        probe = self._stage.probe()
+        self.load_seconds = time.monotonic() - start
+        self.doing = "idle"
+        return {**self.info(), "affine_scale": probe}
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "actor": f"worker-{self.rank}",
+            "pid": os.getpid(),
+            "host": sockets.gethostname(),
+            "device": str(self.spec.device),
+            "plan_device": self.here.device,
+            "replica": self.here.replica,
+            "stage": self.here.stage,
+            "layers": list(self.here.layers),
+            "threads": self.here.threads,
+            "weight_bytes": self.stage.weight_bytes,
+            "trainable_parameters": sum(p.numel() for p in self.stage.parameters.values()),
+            "load_seconds": self.load_seconds,
+        }
+
+    def close(self) -> None:
+        self._stage = None
+        self._masters = None
+
+    # -- a pass ------------------------------------------------------------------------------
+
+    def run_pass(self, spec: PassSpec) -> WorkerPassReport:
+        """Walk this worker's program of the pass."""
+        assert self.port is not None
+        self._set_threads()
+        self.port.release_all()
+        start = time.monotonic()
+        exchange = MessageExchange(
+            self.mailbox,
+            self.port,
+            replica=self.here.replica,
+            experts=len(self.plan.experts),
+            number=spec.number,
+            timeout=self.timeout,
+        )
+        stage = self.stage
+        stage.begin(spec, self.here.replica, exchange)
+        loss_sum = 0.0
+        seconds = {"head": 0.0, "stages": 0.0}
+        for op in worker_program(self.plan, self.here.replica, self.here.stage, spec.kind):
+            self.doing = f"pass {spec.number}, {op.kind}, layer {op.layer}, group {op.group}"
+            began = time.monotonic()
+            loss_sum += self._run(op, spec)
+            if op.kind == "loss":
+                seconds["head"] += time.monotonic() - began
+            elif op.kind.startswith(("recv", "send")):
+                seconds["stages"] += time.monotonic() - began
+        self.doing = "idle"
+        total = time.monotonic() - start
+        terms = {**seconds, "experts": exchange.seconds_waiting}
+        terms["attention"] = max(0.0, total - sum(terms.values()))
+        on_gpu = torch.device(self.spec.device).type == "cuda"
+        logits = stage.logits() if spec.return_logits and stage.last else []
+        return WorkerPassReport(
+            rank=self.rank,
+            seconds=total,
+            loss_sum=loss_sum,
+            terms=terms,
+            host_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            gpu_bytes=torch.cuda.max_memory_allocated(self.spec.device) if on_gpu else 0,
+            pid=os.getpid(),
+            logits=logits,
+        )
+
+    def _run(self, op: Op, spec: PassSpec) -> float:
+        stage, group = self.stage, op.group
+        if op.kind == "embed":
+            stage.embed(group)
+        elif op.kind == "forward":
+            stage.forward(op.layer, group)
+        elif op.kind == "join":
+            stage.join(op.layer, group)
+        elif op.kind == "recompute":
+            stage.recompute(op.layer, group)
+        elif op.kind == "backward":
+            stage.backward(op.layer, group)
+        elif op.kind == "loss":
+            return stage.loss(group)
+        elif op.kind == "send_hidden":
+            self._send("hidden", spec.number, group, +1, stage.hidden(group))
+        elif op.kind == "recv_hidden":
+            stage.receive_hidden(group, self._receive("hidden", spec.number, group))
+        elif op.kind == "send_grad":
+            self._send("grad", spec.number, group, -1, stage.grad(group))
+        elif op.kind == "recv_grad":
+            stage.receive_grad(group, self._receive("grad", spec.number, group))
+        else:
+            raise ValueError(f"operation {op} is not known to the attention worker")
+        return 0.0
+
+    def _send(self, what: str, number: int, group: int, to: int, tensors: list[torch.Tensor]) -> None:
+        assert self.port is not None
+        named = {str(i): t.detach().to("cpu") for i, t in enumerate(tensors)}
+        # Freed at the next pass: stages exchange one wave's hidden states at the most.
+        self.port.send([("worker", self.rank + to)], Message((what, number, group), named))
+
+    def _receive(self, what: str, number: int, group: int) -> list[torch.Tensor]:
+        message = self.mailbox.take((what, number, group), self.timeout)
+        return [message.tensors[str(i)].clone() for i in range(len(message.tensors))]
+
+    # -- a step's end ------------------------------------------------------------------------
+
+    def collect_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of this stage's LoRA parameters."""
+        return {name: tuple(p.shape) for name, p in self.stage.parameters.items()}
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """As `collect_shapes` for replica 0; other replicas hold the same names, so nothing."""
+        return self.collect_shapes() if self.here.replica == 0 else {}
+
+    def hold_masters(self, shapes: list[dict[str, tuple[int, ...]]]) -> None:
+        """Worker 0: make the optimizer for all stages' LoRA (one flat float32 vector per stage)."""
+        assert self.rank == 0
+        self._masters = _Masters(shapes, self.optim, self.spec.device)
+
+    def publish(self, token: int) -> None:
+        """Worker 0 sends every worker the current masters; the others take them."""
+        self._exchange_parameters(("params", token))
+
+    def start_masters(self, token: int) -> None:
+        """Stages of replica 0 send their initial LoRA to worker 0."""
+        tag = ("initial", token, self.here.stage)
+        if self.rank == 0:
+            assert self._masters is not None
+            for stage in range(self.plan.stages):
+                flat = (
+                    self._flat(grad=False)
+                    if stage == 0
+                    else self.mailbox.take(("initial", token, stage), self.timeout).tensors["flat"]
+                )
+                self._masters.set(stage, flat)
+        elif self.here.replica == 0:
+            assert self.port is not None
+            self.port.send([ROOT], Message(tag, {"flat": self._flat(grad=False)}))
+
+    def prepare(self, step: int) -> float:
+        """Phase one: reduce gradients to worker 0; returns their squared norm there, 0 elsewhere."""
+        self._set_threads()
+        assert self.port is not None
+        if self.rank != 0:
+            self.port.send([ROOT], Message(("grads", step, self.rank), {"flat": self._flat(grad=True)}))
+            return 0.0
+        assert self._masters is not None
+        self.doing = f"step {step}, reducing gradients"
+        for stage in range(self.plan.stages):
+            total: torch.Tensor | None = None
+            for replica in range(self.plan.replicas):  # rank order: the sum is the same every time
+                rank = self.plan.worker(replica, stage).rank
+                if rank == 0:
+                    part = self._flat(grad=True)
+                else:
+                    part = self.mailbox.take(("grads", step, rank), self.timeout).tensors["flat"]
+                total = part.clone() if total is None else total.add_(part)
+            assert total is not None
+            self._masters.set_grad(stage, total)
+        self.doing = "idle"
+        return squared_norm(self._masters.optimizer.gradients())
+
+    def commit(self, step: int, lr: float, clip: float) -> float:
+        """Phase two, idempotent: step at worker 0, updated weights to all. Returns seconds spent."""
+        if step <= self._committed:
+            return 0.0
+        self._set_threads()
+        start = time.monotonic()
+        if self.rank == 0:
+            assert self._masters is not None
+            self._masters.optimizer.apply(lr, clip)
+        self._exchange_parameters(("updated", step))
+        self.stage.zero_grad()
+        self._committed = step
+        return time.monotonic() - start
+
+    def _exchange_parameters(self, tag: tuple[str, int]) -> None:
+        assert self.port is not None
+        if self.rank == 0:
+            assert self._masters is not None
+            for stage in range(self.plan.stages):
+                flat = self._masters.get(stage)
+                others: list[Address] = [
+                    ("worker", w.rank) for w in self.plan.workers if w.stage == stage and w.rank != 0
+                ]
+                if others:
+                    self.port.send(others, Message((*tag, stage), {"flat": flat.cpu()}))
+                if stage == 0:
+                    self._set_flat(flat)
+        else:
+            self._set_flat(self.mailbox.take((*tag, self.here.stage), self.timeout).tensors["flat"])
+
+    def _flat(self, *, grad: bool) -> torch.Tensor:
+        parts = []
+        for parameter in self.stage.parameters.values():
+            value = parameter.grad if grad else parameter.data
+            parts.append(torch.zeros_like(parameter).flatten() if value is None else value.detach().flatten())
+        flat = torch.cat(parts) if parts else torch.zeros(0)
+        return flat.to("cpu", torch.float32)
+
+    def _set_flat(self, flat: torch.Tensor) -> None:
+        begin = 0
+        for parameter in self.stage.parameters.values():
+            count = parameter.numel()
+            parameter.data.copy_(flat[begin : begin + count].view_as(parameter))
+            begin += count
+
+    def discard(self) -> None:
+        """Forget gradients and messages of a step that was given up."""
+        self.mailbox.clear()
+        self.stage.zero_grad()
+
+    # -- by name -----------------------------------------------------------------------------
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """This stage's LoRA gradients by name, as they are now (tests)."""
+        zero = torch.zeros(())
+        return {
+            name: (p.grad if p.grad is not None else zero.expand_as(p)).detach().cpu().clone()
+            for name, p in self.stage.parameters.items()
+        }
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().cpu().clone() for name, p in self.stage.parameters.items()}
+
+    def set_parameters(self, values: dict[str, torch.Tensor]) -> None:
+        """Worker 0: overwrite masters by name (names of experts are ignored); then `publish`."""
+        if self._masters is not None:
+            for name, tensor in self._masters.named("param"):
+                if name in values:
+                    tensor.copy_(values[name])
+
+    def save_shard(self, directory: str) -> ShardInfo | None:
+        """Worker 0: write masters and moments of all stages. None elsewhere or when nothing trains."""
+        if self._masters is None:
+            return None
+        tensors = {
+            f"{what}/{name}": tensor.cpu().contiguous()
+            for what in ("param", "exp_avg", "exp_avg_sq")
+            for name, tensor in self._masters.named(what)
+        }
+        return write_shard(directory, "worker-0.safetensors", tensors) if tensors else None
+
+    def restore(self, directory: str, step: int) -> None:
+        """Worker 0: take masters and moments by name from a checkpoint; then `publish`."""
+        self.discard()
+        self._committed = step - 1
+        if self._masters is None:
+            return
+        for what in ("param", "exp_avg", "exp_avg_sq"):
+            own = {f"{what}/{name}": tensor for name, tensor in self._masters.named(what)}
+            for key, value in read_named(directory, list(own)).items():
+                own[key].copy_(value)
+        self._masters.optimizer.set_step(step)
+
+    def write_adapter(self, directory: str, layout: Any) -> int:
+        """Write this stage's byte ranges of the adapter file (replica 0). Returns the number of tensors."""
+        if self.here.replica != 0:
+            return 0
+        tensors = self.parameters()
+        write_tensors(directory, layout, tensors)
+        return len(tensors)
+
+
+class _Masters:
+    """Float32 masters of the non-expert LoRA of all stages: one flat parameter per stage, with names."""
+
+    def __init__(self, shapes: list[dict[str, tuple[int, ...]]], optim: OptimConfig, device: str) -> None:
+        self._shapes = shapes
+        sizes = [sum(torch.Size(shape).numel() for shape in stage.values()) for stage in shapes]
+        self._flat = [torch.nn.Parameter(torch.zeros(size, device=device)) for size in sizes]
+        self.optimizer = LoraOptimizer(self._flat, optim)
+
+    def set(self, stage: int, flat: torch.Tensor) -> None:
+        self._flat[stage].data.copy_(flat)
+
+    def get(self, stage: int) -> torch.Tensor:
+        return self._flat[stage].data
+
+    def set_grad(self, stage: int, flat: torch.Tensor) -> None:
+        grad = self._flat[stage].grad
+        assert grad is not None
+        grad.copy_(flat)
+
+    def named(self, what: str) -> Any:
+        """Yield (name, live view) for "param", "exp_avg" or "exp_avg_sq"."""
+        for shapes, flat in zip(self._shapes, self._flat, strict=True):
+            source = flat.data if what == "param" else self.optimizer.moments(flat)[what == "exp_avg_sq"]
+            begin = 0
+            for name, shape in shapes.items():
+                count = torch.Size(shape).numel()
+                yield name, source[begin : begin + count].view(shape)
+                begin += count

@@ -1,0 +1,259 @@
+"""A cluster as a set of actor handles: everything that Ray and one process have in common."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kt_ray.actors.mailbox import Aborted, Address
+from kt_ray.actors.specs import ActorSpecs
+from kt_ray.batch import PassSpec
+from kt_ray.errors import UserError
+from kt_ray.placement.types import Plan
+from kt_ray.train.reports import PassReport
+
+LoadNote = Callable[[str, int, int, int], None]  # (actor, layer, bytes done, bytes in total)
+GRACE = 15.0  # seconds the other actors get to notice an abort
+POLL = 0.5  # seconds between looks at load progress
+
+
+class ActorDied(RuntimeError):
+    """An actor's process is gone."""
+
+
+class Handle(ABC):
+    """One actor. `start` runs a method on its compute thread, `control` beside it."""
+
+    address: Address
+
+    @property
+    def name(self) -> str:
+        kind, rank = self.address
+        return f"{'attention worker' if kind == 'worker' else 'expert actor'} {rank}"
+
+    @abstractmethod
+    def start(self, method: str, *args: Any) -> Any:
+        """Call on the compute thread; returns a future."""
+
+    @abstractmethod
+    def control(self, method: str, *args: Any) -> Any:
+        """Call on the control thread; returns a future."""
+
+
+class ActorCluster(ABC):
+    """`kt_ray.train.Cluster` over handles."""
+
+    def __init__(self, plan: Plan, specs: ActorSpecs, on_load: LoadNote | None = None) -> None:
+        self.plan = plan
+        self.specs = specs
+        self.workers: list[Handle] = []
+        self.experts: list[Handle] = []
+        self._on_load = on_load
+        self._token = 0
+        self._closed = False
+
+    # -- what a subclass provides -------------------------------------------------------------
+
+    @abstractmethod
+    def _spawn(self) -> None:
+        """Fill `workers` and `experts`, and connect their ports."""
+
+    @abstractmethod
+    def _wait(self, futures: Sequence[Any], timeout: float) -> list[Any]:
+        """Block until at least one is done or `timeout` seconds passed; returns those done."""
+
+    @abstractmethod
+    def _result(self, future: Any) -> Any:
+        """A done future's value, or its error raised (`ActorDied` when the process is gone)."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Stop the actors and what was started for them."""
+
+    # -- calling ------------------------------------------------------------------------------
+
+    @property
+    def handles(self) -> list[Handle]:
+        return [*self.workers, *self.experts]
+
+    def _gather(
+        self,
+        calls: Sequence[tuple[Handle, str, tuple[Any, ...]]],
+        timeout: float,
+        while_waiting: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Run calls in parallel; all results in order, or the error that came first in cause."""
+        futures = [handle.start(method, *args) for handle, method, args in calls]
+        position = {id(future): i for i, future in enumerate(futures)}
+        results: list[Any] = [None] * len(futures)
+        pending = list(futures)
+        errors: list[tuple[Handle, BaseException]] = []
+        deadline = time.monotonic() + timeout
+        while pending:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            done = self._wait(pending, min(left, POLL) if while_waiting else left)
+            if while_waiting is not None and not errors:
+                while_waiting()
+            for future in done:
+                i = position[id(future)]
+                try:
+                    results[i] = self._result(future)
+                except Exception as error:
+                    if not errors:
+                        reason = f"{calls[i][0].name} failed in {calls[i][1]}: {type(error).__name__}: {error}"
+                        self._abort(reason)
+                        deadline = min(deadline, time.monotonic() + GRACE)
+                    errors.append((calls[i][0], error))
+            pending = [future for future in pending if not any(future is d for d in done)]
+        if errors:
+            raise self._cause(errors)
+        if pending:
+            raise self._overdue(calls, timeout)
+        return results
+
+    def _cause(self, errors: list[tuple[Handle, BaseException]]) -> BaseException:
+        """The error that the others follow from: a user's error, then a death, then any but Aborted."""
+
+        def order(item: tuple[Handle, BaseException]) -> int:
+            error = item[1]
+            if isinstance(error, UserError):
+                return 0
+            if isinstance(error, ActorDied):
+                return 1
+            return 3 if isinstance(error, Aborted) else 2
+
+        handle, error = min(errors, key=order)
+        if isinstance(error, ActorDied):
+            return UserError(
+                f"{handle.name} died",
+                observed=str(error),
+                remedy="look for the kernel's out-of-memory killer (dmesg) and the actor's log, then continue "
+                "from the last checkpoint with trainer.resume=latest",
+            )
+        return error
+
+    def _overdue(self, calls: Sequence[tuple[Handle, str, tuple[Any, ...]]], timeout: float) -> UserError:
+        states = self._states()
+        self._abort("deadline passed")
+        return UserError(
+            f"no answer to {calls[0][1]} within {timeout:.0f} s",
+            observed=" | ".join(states),
+            remedy="if the work is merely slow, raise trainer.step_timeout (loading: cluster.load_timeout)",
+        )
+
+    def _states(self) -> list[str]:
+        states = []
+        for handle in self.handles:
+            future = handle.control("status")
+            done = self._wait([future], 5.0)
+            try:
+                states.append(self._result(future) if done else f"{handle.name}: does not answer")
+            except Exception as error:
+                states.append(f"{handle.name}: {error}")
+        return states
+
+    def _abort(self, reason: str) -> None:
+        for handle in self.handles:
+            handle.control("abort", reason)
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return self._gather([(h, method, args) for h in self.handles], self.specs.timeout)
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def start(self) -> list[dict[str, Any]]:
+        self._spawn()
+        facts = self._gather(
+            [(h, "load", ()) for h in self.handles], self.specs.load_timeout, self._note_load if self._on_load else None
+        )
+        shapes = self._gather([(h, "collect_shapes", ()) for h in self.workers], self.specs.timeout)
+        root = self.workers[0]
+        self._gather([(root, "hold_masters", (shapes[: self.plan.stages],))], self.specs.timeout)
+        self._token += 1
+        self._gather([(h, "start_masters", (self._token,)) for h in self.workers], self.specs.timeout)
+        self._publish()
+        return facts
+
+    def _note_load(self) -> None:
+        assert self._on_load is not None
+        futures = [(h, h.control("progress")) for h in self.experts]
+        for handle, future in futures:
+            if self._wait([future], 1.0):
+                try:
+                    layer, done, total = self._result(future)
+                except Exception:
+                    continue  # its load call carries the error
+                if total:
+                    self._on_load(handle.name, layer, done, total)
+
+    def _publish(self) -> None:
+        self._token += 1
+        self._gather([(h, "publish", (self._token,)) for h in self.workers], self.specs.timeout)
+
+    def info(self) -> list[dict[str, Any]]:
+        return self._all("info")
+
+    def shutdown(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._close()
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def run_pass(self, spec: PassSpec) -> PassReport:
+        start = time.monotonic()
+        # The actors' own deadlines fire first and say what they waited for.
+        reports = self._gather([(h, "run_pass", (spec,)) for h in self.handles], 2 * self.specs.timeout + GRACE)
+        workers = tuple(reports[: len(self.workers)])
+        loss = sum(w.loss_sum for w in workers) / max(1, spec.loss_tokens)
+        return PassReport(loss, time.monotonic() - start, workers, tuple(reports[len(self.workers) :]))
+
+    def prepare(self, step: int) -> float:
+        return float(sum(self._all("prepare", step)))
+
+    def commit(self, step: int, lr: float, clip: float) -> float:
+        return float(max(self._all("commit", step, lr, clip)))
+
+    def discard(self) -> None:
+        self._all("discard")
+
+    # -- by name ------------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        merged: dict[str, torch.Tensor] = {}
+        for values in self._all("parameters"):
+            merged.update(values)
+        return merged
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        total: dict[str, torch.Tensor] = {}
+        for values in self._all("gradients"):
+            for name, value in values.items():
+                total[name] = total[name] + value if name in total else value
+        return total
+
+    def set_parameters(self, values: dict[str, torch.Tensor]) -> None:
+        self._all("set_parameters", values)
+        self._publish()
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        merged: dict[str, tuple[int, ...]] = {}
+        for shapes in self._all("parameter_shapes"):
+            merged.update(shapes)
+        return merged
+
+    def save_shards(self, directory: str) -> list[Any]:
+        return [shard for shard in self._all("save_shard", directory) if shard is not None]
+
+    def restore(self, directory: str, step: int) -> None:
+        self._all("restore", directory, step)
+        self._publish()
+
+    def write_adapter(self, directory: str, layout: Any) -> int:
+        return int(sum(self._all("write_adapter", directory, layout)))

@@ -1,0 +1,216 @@
+"""The expert actor of one socket: a plain class; Ray or a thread calls it.
+
+During a pass it walks the planned order of (layer, direction, group), takes each item's messages
+from all replicas out of its mailbox, computes them as one engine call, and sends each replica its
+part back. Early arrivals wait in the mailbox, so the order of float32 accumulation never depends
+on who was faster.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket as sockets
+import time
+from typing import Any
+
+import torch
+
+from kt_ray.actors.mailbox import Address, Mailbox, Message
+from kt_ray.actors.port import Lease, Port
+from kt_ray.train.reports import ExpertPassReport
+from kt_ray.batch import PassSpec
+from kt_ray.checkpoint import ShardInfo, read_named, write_shard, write_tensors
+from kt_ray.experts import ExpertHost, ExpertHostSpec
+from kt_ray.placement.order import expert_order
+from kt_ray.placement.types import Plan
+
+
+class ExpertActor:
+    """One socket's experts, driven by messages.
+
+    Args:
+        plan: the whole plan (order and addresses are pure functions of it).
+        spec: this actor's share.
+        timeout: seconds to wait for a message before giving the pass up.
+    """
+
+    def __init__(self, plan: Plan, spec: ExpertHostSpec, timeout: float) -> None:
+        self.plan = plan
+        self.rank = spec.rank
+        self.timeout = timeout
+        self.mailbox = Mailbox(f"expert actor {spec.rank}")
+        self.port: Port | None = None
+        self.doing = "starting"
+        self.load_progress = (0, 0, 0)  # (layer, bytes done, bytes in total)
+        self._committed = -1
+        torch.set_num_threads(max(1, spec.threads))
+        self.host = ExpertHost(spec)
+
+    # -- control -----------------------------------------------------------------------------
+
+    def deliver(self, message: Message) -> None:
+        self.mailbox.put(message)
+
+    def abort(self, reason: str) -> None:
+        self.mailbox.fail(reason)
+
+    def status(self) -> str:
+        waiting = self.mailbox.waiting_for
+        return f"expert actor {self.rank}: {self.doing}" + (f", waiting for {waiting}" if waiting else "")
+
+    def progress(self) -> tuple[int, int, int]:
+        return self.load_progress
+
+    # -- life --------------------------------------------------------------------------------
+
+    def load(self) -> dict[str, Any]:
+        """Read weights, make LoRA. Returns facts about this actor for env.json."""
+        torch.set_num_threads(max(1, self.host.spec.threads))
+        self.doing = "loading"
+
+        def note(layer: int, done: int, total: int) -> None:
+            self.load_progress = (layer, done, total)
+
+        self.host.load(note)
+        self.doing = "idle"
+        return self.info()
+
+    def info(self) -> dict[str, Any]:
+        host = self.host
+        return {
+            "actor": f"experts-{self.rank}",
+            "pid": os.getpid(),
+            "host": sockets.gethostname(),
+            "isa": host.engine.isa,
+            "isa_reason": host.engine.isa_reason,
+            "threads": host.engine.threads,
+            "cpus": sorted(os.sched_getaffinity(0)),
+            "experts": len(host.spec.experts),
+            "weight_bytes": host.weight_bytes,
+            "load_seconds": host.load_seconds,
+            "kernel_calls": host.engine.calls,
+            "kernel_busy_seconds": host.engine.busy_seconds,
+        }
+
+    def close(self) -> None:
+        self.host.close()
+
+    # -- a pass ------------------------------------------------------------------------------
+
+    def run_pass(self, spec: PassSpec) -> ExpertPassReport:
+        """Serve every item of the planned order. Shapes and steps come with the messages."""
+        assert self.port is not None
+        self.port.release_all()
+        self.mailbox.seconds_waited = 0.0
+        train = spec.kind == "train"
+        self.host.begin_pass(spec.step, train)
+        leases: dict[tuple[int, int], Lease] = {}
+        start = time.monotonic()
+        for layer, direction, group in expert_order(self.plan, spec.kind):
+            self.doing = f"pass {spec.number}, layer {layer}, {direction}, group {group}"
+            parts = [
+                self.mailbox.take((direction, spec.number, layer, group, replica), self.timeout)
+                for replica in range(self.plan.replicas)
+            ]
+            # cat copies, so nothing below keeps pointing into a sender's memory.
+            joined = {name: torch.cat([p.tensors[name] for p in parts]) for name in parts[0].tensors}
+            if direction == "forward":
+                ids = self.host.local_ids(joined["ids"], self.plan.dims.num_experts)
+                results = {
+                    "y": self.host.forward(
+                        layer, group, joined["x"], ids, joined["weights"], joined["keys"], keep=train
+                    )
+                }
+            else:
+                dx, dw = self.host.backward(layer, group, joined["dy"])
+                results = {"dx": dx, "dw": dw}
+            begin = 0
+            for replica, part in enumerate(parts):
+                rows = next(iter(part.tensors.values())).shape[0]
+                mine = {name: tensor[begin : begin + rows] for name, tensor in results.items()}
+                begin += rows
+                # This replica's next request of the group proves that the reply before it was read.
+                if (replica, group) in leases:
+                    self.port.release(leases[replica, group])
+                reply = Message(("reply", direction, spec.number, layer, group, self.rank), mine)
+                leases[replica, group] = self.port.send([self._asker(layer, replica)], reply)
+        self.doing = "idle"
+        return ExpertPassReport(
+            rank=self.rank,
+            seconds=time.monotonic() - start,
+            seconds_waiting=self.mailbox.seconds_waited,
+            counters=self.host.take_counters(),
+            host_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            pid=os.getpid(),
+            kernel_calls=self.host.engine.calls,
+        )
+
+    def _asker(self, layer: int, replica: int) -> Address:
+        for worker in self.plan.workers:
+            if worker.replica == replica and worker.layers[0] <= layer < worker.layers[1]:
+                return ("worker", worker.rank)
+        raise ValueError(f"no worker of replica {replica} owns layer {layer}")
+
+    # -- a step's end ------------------------------------------------------------------------
+
+    def prepare(self, step: int) -> float:
+        """Phase one: the squared norm of this actor's gradients (float64)."""
+        return self.host.gradient_norm_squared()
+
+    def commit(self, step: int, lr: float, clip: float) -> float:
+        """Phase two, idempotent: apply the gradients of `step`. Returns seconds spent."""
+        if step <= self._committed:
+            return 0.0
+        start = time.monotonic()
+        self.host.apply_gradients(lr, clip)
+        self._committed = step
+        return time.monotonic() - start
+
+    def discard(self) -> None:
+        """Forget gradients and messages of a step that was given up."""
+        self.mailbox.clear()
+        self.host.discard_gradients()
+
+    # -- by name -----------------------------------------------------------------------------
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.host.named("param")}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """LoRA gradients by name (tests: a copy of what the next commit would apply)."""
+        return {name: tensor.clone() for name, tensor in self.host.named("grad")}
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.host.named("param")}
+
+    def set_parameters(self, values: dict[str, torch.Tensor]) -> None:
+        """Overwrite LoRA parameters by name; names held by others are ignored."""
+        for name, tensor in self.host.named("param"):
+            if name in values:
+                tensor.copy_(values[name])
+
+    def save_shard(self, directory: str) -> ShardInfo | None:
+        """Write this actor's parameters and moments. None when it trains nothing."""
+        tensors = {
+            f"{what}/{name}": tensor
+            for what in ("param", "exp_avg", "exp_avg_sq")
+            for name, tensor in self.host.named(what)
+        }
+        return write_shard(directory, f"experts-{self.rank}.safetensors", tensors) if tensors else None
+
+    def restore(self, directory: str, step: int) -> None:
+        """Take parameters and moments by name from a checkpoint; `step` updates were taken so far."""
+        for what in ("param", "exp_avg", "exp_avg_sq"):
+            own = {f"{what}/{name}": tensor for name, tensor in self.host.named(what)}
+            for key, value in read_named(directory, list(own)).items():
+                own[key].copy_(value)
+        self.host.set_step(step)
+        self.discard()
+        self._committed = step - 1
+
+    def write_adapter(self, directory: str, layout: Any) -> int:
+        """Write this actor's byte ranges of the adapter file. Returns the number of tensors."""
+        tensors = dict(self.host.named("param"))
+        write_tensors(directory, layout, tensors)
+        return len(tensors)

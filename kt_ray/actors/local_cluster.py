@@ -1,0 +1,68 @@
+"""All actors in one process, one thread each, without Ray. Same classes, same plan, same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from kt_ray.actors.attention_worker import AttentionWorker
+from kt_ray.actors.cluster import ActorCluster, Handle
+from kt_ray.actors.expert_actor import ExpertActor
+from kt_ray.actors.mailbox import Address, Message
+from kt_ray.actors.port import LocalPort
+
+
+class LocalHandle(Handle):
+    """A plain actor and its one compute thread."""
+
+    def __init__(self, address: Address, actor: AttentionWorker | ExpertActor, compute: ThreadPoolExecutor) -> None:
+        self.address = address
+        self.actor = actor
+        self.compute = compute
+
+    def start(self, method: str, *args: Any) -> Future[Any]:
+        return self.compute.submit(getattr(self.actor, method), *args)
+
+    def control(self, method: str, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(getattr(self.actor, method)(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class LocalCluster(ActorCluster):
+    """`cluster=local`."""
+
+    def _spawn(self) -> None:
+        specs = self.specs
+        deliver: dict[Address, Callable[[Message], None]] = {}
+        port = LocalPort(deliver)
+        for rank, stage in enumerate(specs.stages):
+            self._add(self.workers, ("worker", rank), AttentionWorker, self.plan, rank, stage, specs.optim, specs.timeout)
+        for host in specs.experts:
+            self._add(self.experts, ("experts", host.rank), ExpertActor, self.plan, host, specs.timeout)
+        for handle in self.handles:
+            assert isinstance(handle, LocalHandle)
+            handle.actor.port = port
+            deliver[handle.address] = handle.actor.deliver
+
+    def _add(self, to: list[Handle], address: Address, build: Callable[..., Any], *args: Any) -> None:
+        # Built on its own thread: torch's thread count is a property of the calling thread.
+        compute = ThreadPoolExecutor(1, thread_name_prefix=f"{address[0]}-{address[1]}")
+        to.append(LocalHandle(address, compute.submit(build, *args).result(), compute))
+
+    def _wait(self, futures: Sequence[Future[Any]], timeout: float) -> list[Future[Any]]:
+        return list(wait(futures, timeout=timeout, return_when=FIRST_COMPLETED).done)
+
+    def _result(self, future: Future[Any]) -> Any:
+        return future.result()
+
+    def _close(self) -> None:
+        for handle in self.handles:
+            assert isinstance(handle, LocalHandle)
+            handle.actor.abort("the cluster was shut down")
+            handle.compute.submit(handle.actor.close)
+            handle.compute.shutdown(wait=True)

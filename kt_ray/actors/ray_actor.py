@@ -1,0 +1,62 @@
+"""The plain actors as Ray actors: the wrapping, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import ray
+
+from kt_ray.actors.arena import ArenaReader
+from kt_ray.actors.attention_worker import AttentionWorker
+from kt_ray.actors.expert_actor import ExpertActor
+from kt_ray.actors.mailbox import Address
+from kt_ray.actors.ray_port import Packed, Peer, RayPort, unpack
+from kt_ray.experts import bind_to_cpus
+
+logger = logging.getLogger(__name__)
+
+
+class RayActor:
+    """One actor in its own process.
+
+    Methods of the compute group run one at a time, in the order they were called; those of the
+    control group run beside them, so a busy actor still takes messages and answers questions.
+    """
+
+    def __init__(self, kind: str, rank: int, cpus: tuple[int, ...], *args: Any) -> None:
+        # Before torch allocates or starts threads: memory is then first touched on the right node.
+        if cpus:
+            bind_to_cpus(cpus)
+        self._name = f"{kind}-{rank}"
+        self._reader = ArenaReader()
+        self.actor: AttentionWorker | ExpertActor
+        self.actor = AttentionWorker(*args) if kind == "worker" else ExpertActor(*args)
+
+    @ray.method(concurrency_group="control")
+    def node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    @ray.method(concurrency_group="control")
+    def connect(self, peers: dict[Address, Peer]) -> None:
+        self.actor.port = RayPort(self._name, str(ray.get_runtime_context().get_node_id()), peers)
+
+    @ray.method(concurrency_group="control")
+    def deliver(self, packed: Packed) -> None:
+        try:
+            self.actor.deliver(unpack(packed, self._reader))
+        except Exception as error:  # nobody waits for this call: the compute thread must hear of it
+            logger.exception("message %s was lost", packed.tag)
+            self.actor.abort(f"{self._name} could not take message {packed.tag}: {type(error).__name__}: {error}")
+
+    @ray.method(concurrency_group="control")
+    def control(self, method: str, *args: Any) -> Any:
+        return getattr(self.actor, method)(*args)
+
+    @ray.method(concurrency_group="compute")
+    def compute(self, method: str, *args: Any) -> Any:
+        return getattr(self.actor, method)(*args)
+
+
+# Two control threads: a large message being copied must not hide an abort.
+RemoteActor = ray.remote(concurrency_groups={"compute": 1, "control": 2})(RayActor)

@@ -1,0 +1,267 @@
+"""What one socket holds: its routed experts, their LoRA, gradients and optimizer.
+
+Weights stay in the checkpoint's type and are computed by the native engine; LoRA masters,
+gradients and moments are float32. Everything is addressed by global expert ids from outside and
+by local ids (0..n-1) inside.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
+from kt_ray.config.schema import LoraConfig, OptimConfig
+from kt_ray.experts.memory import PreferNode
+from kt_ray.model.lora import init_lora_a
+from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights, Saved
+from kt_ray.optim import LoraOptimizer, squared_norm
+
+PROJECTIONS = ("gate", "up", "down")
+Progress = Callable[[int, int, int], None]  # (layer, bytes done, bytes in total)
+
+
+@dataclass(frozen=True)
+class ExpertHostSpec:
+    """One expert actor's share of the plan.
+
+    Attributes:
+        rank: number of the expert actor.
+        model_dir: Hugging Face directory.
+        experts: global ids of the experts held here, the same in every MoE layer.
+        lora, optim: as configured.
+        seed: the run's seed (LoRA initialisation, dropout).
+        isa: requested ISA or "auto".
+        threads: engine threads.
+        cpus: CPUs the engine may use; empty = the process' affinity mask.
+        node: NUMA node to allocate from; -1 = no binding.
+        activations: "retain" or "recompute".
+    """
+
+    rank: int
+    model_dir: str
+    experts: tuple[int, ...]
+    lora: LoraConfig
+    optim: OptimConfig
+    seed: int
+    isa: str
+    threads: int
+    cpus: tuple[int, ...]
+    node: int
+    activations: str
+
+
+@dataclass
+class HostCounters:
+    """Since the last `take_counters`: seconds in the engine by direction, routed slots, FLOPs' inputs."""
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+    forward_slots: int = 0
+    backward_slots: int = 0
+    recomputed_slots: int = 0
+    kept_bytes_peak: int = 0
+    tokens_per_expert: dict[int, list[int]] = field(default_factory=dict)  # layer -> per local expert
+
+
+class ExpertHost:
+    """Load, forward, backward, LoRA and optimizer step of one socket's experts."""
+
+    def __init__(self, spec: ExpertHostSpec) -> None:
+        self.spec = spec
+        self.engine = Engine(isa=spec.isa, threads=spec.threads, cpus=spec.cpus or None)
+        self.weights: dict[int, ExpertWeights] = {}
+        self.lora: dict[int, ExpertLora] = {}
+        self.names: dict[int, list[dict[str, str]]] = {}  # layer -> local expert -> projection -> name prefix
+        self.counters = HostCounters()
+        self.load_seconds = 0.0
+        self.weight_bytes = 0
+        self._grads: dict[int, ExpertLora] = {}
+        self._saved: dict[tuple[int, int], Saved] = {}
+        self._dropout: DropoutSpec | None = None
+        self._optimizer: LoraOptimizer | None = None
+        self._parameters: dict[int, dict[str, torch.nn.Parameter]] = {}
+
+    # -- loading -----------------------------------------------------------------------------
+
+    def load(self, progress: Progress | None = None) -> None:
+        """Read this socket's experts of every MoE layer, then make the LoRA and its optimizer."""
+        start = time.monotonic()
+        spec = self.spec
+        index = CheckpointIndex.open(spec.model_dir)
+        layout = ExpertLayout.detect(index)
+        outside = [e for e in spec.experts if e >= layout.num_experts]
+        if outside:
+            raise ValueError(f"expert actor {spec.rank}: experts {outside} but the checkpoint has {layout.num_experts}")
+        layers = layout.moe_layers
+        element = 2 if layout.dtype == torch.bfloat16 else 4
+        per_layer = 3 * len(spec.experts) * layout.hidden * layout.intermediate * element
+        with PreferNode(spec.node):
+            for done, layer in enumerate(layers):
+                gate, up, down = load_experts(index, layout, layer, spec.experts, threads=min(4, spec.threads))
+                self.weights[layer] = ExpertWeights(gate, up, down, layer=layer, expert_ids=spec.experts)
+                self.names[layer] = [layout.names(layer, e) for e in spec.experts]
+                if progress is not None:
+                    progress(layer, (done + 1) * per_layer, len(layers) * per_layer)
+            self.weight_bytes = per_layer * len(layers)
+            self.load_seconds = time.monotonic() - start
+            if spec.lora.experts:
+                self._make_lora()
+
+    def _make_lora(self) -> None:
+        spec, rank = self.spec, self.spec.lora.rank
+        parameters: list[torch.nn.Parameter] = []
+        for layer, weights in self.weights.items():
+            matrices: dict[str, torch.nn.Parameter] = {}
+            for projection in PROJECTIONS:
+                experts, out_features, in_features = getattr(weights, projection).shape
+                a = torch.empty(experts, rank, in_features)
+                for i, names in enumerate(self.names[layer]):
+                    a[i] = init_lora_a(spec.seed, f"{names[projection]}.lora_A.weight", (rank, in_features))
+                matrices[f"{projection}_a"] = torch.nn.Parameter(a)
+                matrices[f"{projection}_b"] = torch.nn.Parameter(torch.zeros(experts, out_features, rank))
+            self._parameters[layer] = matrices
+            parameters.extend(matrices.values())
+        self._optimizer = LoraOptimizer(parameters, spec.optim)
+        for layer, matrices in self._parameters.items():
+            self.lora[layer] = ExpertLora(**{k: p.data for k, p in matrices.items()}, scale=spec.lora.scale)
+            grads = {k: p.grad for k, p in matrices.items() if p.grad is not None}
+            self._grads[layer] = ExpertLora(**grads, scale=spec.lora.scale)
+
+    # -- computing ---------------------------------------------------------------------------
+
+    def begin_pass(self, step: int, train: bool) -> None:
+        """Forget kept activations; dropout is on in training passes only."""
+        self._saved.clear()
+        p = self.spec.lora.dropout
+        self._dropout = DropoutSpec(p=p, seed=self.spec.seed, step=step) if train and p > 0 and self.lora else None
+
+    def local_ids(self, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+        """Global expert ids [T, K] to local ones; experts held elsewhere become n (no expert)."""
+        table = torch.full((num_experts + 1,), len(self.spec.experts), dtype=torch.int64)
+        table[list(self.spec.experts)] = torch.arange(len(self.spec.experts))
+        return table[ids.long().clamp(max=num_experts)]
+
+    def forward(
+        self,
+        layer: int,
+        group: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        router_weights: torch.Tensor,
+        keys: torch.Tensor,
+        *,
+        keep: bool,
+    ) -> torch.Tensor:
+        """Weighted sum over this host's experts.
+
+        Args:
+            x: [T, H] float32 or bfloat16. ids: [T, K] local ids. router_weights: [T, K] float32.
+            keys: [T] int64 dropout keys. keep: a backward of (layer, group) follows.
+
+        Returns:
+            y [T, H] float32.
+        """
+        start = time.monotonic()
+        save: bool | str = False
+        if keep:
+            save = "recompute" if self.spec.activations == "recompute" else True
+        y, saved = self.engine.forward(
+            self.weights[layer],
+            x,
+            ids,
+            router_weights,
+            lora=self.lora.get(layer),
+            dropout=self._dropout,
+            keys=keys,
+            save=save,
+        )
+        if saved is not None:
+            self._saved[layer, group] = saved
+            kept = sum(s.bytes for s in self._saved.values())
+            self.counters.kept_bytes_peak = max(self.counters.kept_bytes_peak, kept)
+        held = len(self.spec.experts)
+        counts = torch.bincount(ids.reshape(-1), minlength=held + 1)[:held].tolist()
+        self.counters.forward_slots += sum(counts)
+        seen = self.counters.tokens_per_expert.setdefault(layer, [0] * held)
+        for i, count in enumerate(counts):
+            seen[i] += count
+        self.counters.forward_seconds += time.monotonic() - start
+        return y
+
+    def backward(self, layer: int, group: int, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of the forward of (layer, group): dx [T, H] and d(router weights) [T, K], float32.
+
+        LoRA gradients are added to the ones kept here.
+        """
+        start = time.monotonic()
+        saved = self._saved.pop((layer, group))
+        dx, dw = self.engine.backward(
+            self.weights[layer], saved, dy, lora=self.lora.get(layer), lora_grads=self._grads.get(layer)
+        )
+        self.counters.backward_slots += saved.slots
+        if self.spec.activations == "recompute":
+            self.counters.recomputed_slots += saved.slots
+        self.counters.backward_seconds += time.monotonic() - start
+        return dx, dw
+
+    # -- optimizer ---------------------------------------------------------------------------
+
+    def gradient_norm_squared(self) -> float:
+        """Sum of squares of this host's LoRA gradients, in float64."""
+        return squared_norm(self._optimizer.gradients()) if self._optimizer is not None else 0.0
+
+    def apply_gradients(self, lr: float, clip: float) -> None:
+        """Clip, AdamW, zero the gradients."""
+        start = time.monotonic()
+        if self._optimizer is not None:
+            self._optimizer.apply(lr, clip)
+        self.counters.optimizer_seconds += time.monotonic() - start
+
+    def discard_gradients(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+
+    # -- by name -----------------------------------------------------------------------------
+
+    def named(self, what: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """(parameter name, live view) for what = "param", "grad", "exp_avg" or "exp_avg_sq"."""
+        for layer, matrices in self._parameters.items():
+            for key, parameter in matrices.items():
+                if what == "param":
+                    stacked = parameter.data
+                elif what == "grad":
+                    assert parameter.grad is not None
+                    stacked = parameter.grad
+                else:
+                    assert self._optimizer is not None
+                    stacked = self._optimizer.moments(parameter)[what == "exp_avg_sq"]
+                projection, side = key.split("_")
+                for i, names in enumerate(self.names[layer]):
+                    yield f"{names[projection]}.lora_{side.upper()}.weight", stacked[i]
+
+    def set_step(self, step: int) -> None:
+        """Number of updates taken so far, on resume."""
+        if self._optimizer is not None:
+            self._optimizer.set_step(step)
+
+    def take_counters(self) -> HostCounters:
+        """The counters since the last call; they start again at zero."""
+        counters, self.counters = self.counters, HostCounters()
+        return counters
+
+    def close(self) -> None:
+        self._saved.clear()
+        self.engine.close()
+
+
+def bind_to_cpus(cpus: tuple[int, ...]) -> None:
+    """Restrict this process to `cpus` (those of them it may use), before anything is allocated."""
+    allowed = set(cpus) & os.sched_getaffinity(0)
+    if allowed:
+        os.sched_setaffinity(0, allowed)

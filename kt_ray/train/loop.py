@@ -1,0 +1,182 @@
+"""The training loop: token ids in, scalars out.
+
+One optimizer step = one training pass of all micro-batches, then two phases: `prepare` (gradients
+reduced, squared norms), a look at loss and norm, `commit` (clip, AdamW, weights back). Nothing is
+random but by counters, so a step is a pure function of (configuration, step number, parameters).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kt_ray.batch import MicroBatch, PassSpec
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+from kt_ray.optim import learning_rate
+from kt_ray.train.cluster import Cluster
+from kt_ray.train.figures import step_metrics
+from kt_ray.train.reports import PassReport
+
+logger = logging.getLogger(__name__)
+
+Waves = tuple[tuple[tuple[MicroBatch, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the loop walks through.
+
+    Attributes:
+        total_steps: optimizer steps of the whole run.
+        steps_per_epoch: for the epoch figure.
+        train: step (0-based) -> the step's micro-batches, per replica and group.
+        evaluate: the held-out passes, each as waves; empty = no evaluation.
+    """
+
+    total_steps: int
+    steps_per_epoch: int
+    train: Callable[[int], Waves]
+    evaluate: Sequence[Waves] = ()
+
+
+@dataclass
+class Summary:
+    """What a run came to. Losses are token means in nats; eval_losses maps steps taken -> held-out loss."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    eval_losses: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Events:
+    """What the loop tells the world; every callable is optional.
+
+    on_step gets the metrics of each step, on_eval (steps taken, loss), on_save (steps taken).
+    """
+
+    on_step: Callable[[Any], None] = lambda _: None
+    on_eval: Callable[[int, float], None] = lambda *_: None
+    save: Callable[[int], None] = lambda _: None
+
+
+class Trainer:
+    """Runs a schedule on a cluster.
+
+    Args:
+        config: the run's configuration.
+        cluster: started.
+        schedule: batches and their number.
+        events: where figures and checkpoints go.
+        first_step: number of steps already taken (resume).
+        first_pass: number of passes already run in this cluster (message tags must be unique).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        schedule: Schedule,
+        events: Events | None = None,
+        *,
+        first_step: int = 0,
+    ) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.schedule = schedule
+        self.events = events or Events()
+        self.first_step = first_step
+        self.summary = Summary()
+        self._passes = 0
+
+    def run(self) -> Summary:
+        """All steps from `first_step` on, with evaluations and checkpoints in between."""
+        trainer, total = self.config.trainer, self.schedule.total_steps
+        start = time.monotonic()
+        if self._evaluates and self.first_step == 0:
+            self._evaluate(0)
+        for step in range(self.first_step, total):
+            self._step(step)
+            taken = step + 1
+            last = taken == total
+            if self._evaluates and (last or taken % trainer.eval_every == 0):
+                self._evaluate(taken)
+            if last or (trainer.save_every and taken % trainer.save_every == 0):
+                self.events.save(taken)
+        self.summary.seconds = time.monotonic() - start
+        return self.summary
+
+    @property
+    def _evaluates(self) -> bool:
+        return bool(self.config.trainer.eval_every) and bool(self.schedule.evaluate)
+
+    def _pass(self, step: int, kind: str, waves: Waves) -> tuple[PassSpec, PassReport]:
+        self._passes += 1
+        loss_tokens = sum(mb.loss_tokens for wave in waves for group in wave for mb in group)
+        spec = PassSpec(
+            number=self._passes, step=step, kind=kind, seed=self.config.seed, waves=waves, loss_tokens=loss_tokens
+        )
+        return spec, self.cluster.run_pass(spec)
+
+    def _step(self, step: int) -> None:
+        optim = self.config.optim
+        start = time.monotonic()
+        spec, report = self._pass(step, "train", self.schedule.train(step))
+        if not math.isfinite(report.loss):
+            self.cluster.discard()
+            raise _not_finite("loss", report.loss, step)
+        norm = math.sqrt(self.cluster.prepare(step))
+        if not math.isfinite(norm):
+            self.cluster.discard()
+            raise _not_finite("gradient norm", norm, step)
+        clip = 1.0
+        if optim.max_grad_norm > 0 and norm > optim.max_grad_norm:
+            clip = optim.max_grad_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        lr = learning_rate(optim, step, self.schedule.total_steps)
+        committed = time.monotonic()
+        self.cluster.commit(step, lr, clip)
+        now = time.monotonic()
+        self.summary.steps += 1
+        self.summary.tokens += spec.tokens
+        self.summary.losses.append(report.loss)
+        metrics = step_metrics(
+            self.cluster.plan,
+            self.config,
+            spec,
+            report,
+            step=step + 1,
+            epoch=(step + 1) / self.schedule.steps_per_epoch,
+            grad_norm=norm,
+            lr=lr,
+            seconds=now - start,
+            optimizer_seconds=now - committed,
+        )
+        logger.info("step %d loss %.6f grad_norm %.4f lr %.3e", step + 1, report.loss, norm, lr)
+        self.events.on_step(metrics)
+
+    def _evaluate(self, taken: int) -> None:
+        total, tokens = 0.0, 0
+        for waves in self.schedule.evaluate:
+            spec, report = self._pass(taken, "eval", waves)
+            total += report.loss * spec.loss_tokens
+            tokens += spec.loss_tokens
+        loss = total / max(1, tokens)
+        self.summary.eval_losses[taken] = loss
+        logger.info("after step %d: held-out loss %.6f over %d tokens", taken, loss, tokens)
+        self.events.on_eval(taken, loss)
+
+
+def _not_finite(what: str, value: float, step: int) -> UserError:
+    return UserError(
+        f"the {what} of step {step + 1} is {value}; the step was not applied",
+        required="a finite number",
+        remedy="lower optim.lr or optim.max_grad_norm and continue from the last checkpoint with "
+        "trainer.resume=latest; if it is the first step, look at the data with mode=preview",
+    )
