@@ -16,12 +16,12 @@ class ModelConfig:
     """Which checkpoint is trained.
 
     Attributes:
-        name: a label for logs and run names.
+        name: a label for logs and run names; "custom" is replaced by the directory's name.
         path: Hugging Face directory with config.json, *.safetensors and a tokenizer; None = only
             a plan can be made from `config`, or (with `build`) the model is built locally.
         config: the released config.json, inline, so that `mode=plan` works without a checkpoint.
             Ignored when `path` holds a config.json.
-        build: "demo" or "mini" = build this small model from `seed` on first use; None = `path` must exist.
+        build: "demo" or "mini" = build this small model from `seed` on first use; ignored when `path` is given.
         seed: seed of a locally built model.
         dtype: compute type of attention, norms, router and shared experts: "auto" takes the
             checkpoint's torch_dtype; "bfloat16"; "float32". Experts stay in the checkpoint's type.
@@ -30,7 +30,7 @@ class ModelConfig:
         chat_template: a Jinja chat template file overriding the tokenizer's own; None = the tokenizer's.
     """
 
-    name: str
+    name: str = "custom"
     path: str | None = None
     config: dict[str, Any] | None = None
     build: str | None = None
@@ -95,7 +95,7 @@ class RuleConfig:
         ray: see RayRule.
     """
 
-    name: str
+    name: str = "auto"
     device: str = "auto"
     stages: int | str = "auto"
     replicas: int = 1
@@ -111,7 +111,7 @@ class DataConfig:
     """Training and held-out rows.
 
     Attributes:
-        name: label.
+        name: label; "jsonl" is replaced by the file's name.
         path: jsonl, json or parquet file, or a list of them; None with `builtin`.
         builtin: "demo" = the data set inside the package.
         format: "auto", "alpaca" ({instruction, input, output[, system, history]}) or "messages" ({messages: [...]}).
@@ -124,7 +124,7 @@ class DataConfig:
         limit: use the first N rows only; None = all.
     """
 
-    name: str
+    name: str = "jsonl"
     path: str | list[str] | None = None
     builtin: str | None = None
     format: str = "auto"
@@ -202,7 +202,8 @@ class TrainerConfig:
         eval_every: steps between evaluations (also at start and end); 0 = never.
         save_every: steps between checkpoints (also at the end); 0 = only at the end.
         keep_checkpoints: newest checkpoints kept; 0 = all.
-        resume: None, "latest", or a checkpoint directory.
+        resume: None; "latest" = go on where the run stopped (run.name, else the newest run); or a
+            checkpoint directory.
         preview: decode and print this many rows with the trained tokens marked, before training.
         loss_chunk: rows of logits per cross-entropy chunk; "auto" = only when logits would dominate, 0 = never.
         step_timeout: seconds without progress after which a step is given up with a report.
@@ -302,17 +303,32 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything. `mode` is one of "train", "plan", "doctor", "preview"."""
+    """Everything.
 
-    mode: str
-    seed: int
-    model: ModelConfig
-    rule: RuleConfig
-    data: DataConfig
-    lora: LoraConfig
-    optim: OptimConfig
-    trainer: TrainerConfig
-    tracking: TrackingConfig
-    cluster: ClusterConfig
-    plan: PlanConfig
-    run: RunConfig
+    Attributes:
+        mode: "train", "plan" (placement and memory), "doctor" (this machine) or "preview" (tokenized rows).
+        seed: seed of data order, LoRA initialisation and dropout.
+        model: see ModelConfig.
+        rule: see RuleConfig.
+        data: see DataConfig.
+        lora: see LoraConfig.
+        optim: see OptimConfig.
+        trainer: see TrainerConfig.
+        tracking: see TrackingConfig.
+        cluster: see ClusterConfig.
+        plan: see PlanConfig.
+        run: see RunConfig.
+    """
+
+    mode: str = "train"
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    rule: RuleConfig = field(default_factory=RuleConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    run: RunConfig = field(default_factory=RunConfig)

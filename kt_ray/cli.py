@@ -1,0 +1,178 @@
+"""The command line: `python launch.py …` and the installed command `kt-ray`.
+
+Hydra composes, `kt_ray.config` checks, and only then the module of the chosen mode is imported, so
+that `--help`, `--cfg job` and a wrong key answer without loading torch or Ray.
+
+Exit codes: 0 done; 1 a fault in kt_ray (with a traceback); 2 bad input (one line `error: …` on
+stderr); 130 interrupted. KT_RAY_DEBUG=1 prints the traceback of bad input, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import kt_ray
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+
+OK, BUG, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+# Hydra's flags (and ours, --version).
+FLAGS = (
+    "--help",
+    "--version",
+    "--cfg",
+    "--resolve",
+    "--package",
+    "--run",
+    "--multirun",
+    "--config-dir",
+    "--config-name",
+    "--config-path",
+    "--info",
+    "--hydra-help",
+    "--shell-completion",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code.
+
+    Args:
+        argv: arguments after the program's name; None = those of this process.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--version" in arguments:
+        print(f"kt_ray {version()}")
+        return OK
+    return guard(lambda: _run_hydra(arguments))
+
+
+def version() -> str:
+    """The version of the installed package, or of the source tree."""
+    try:
+        return importlib.metadata.version("kt_ray")
+    except importlib.metadata.PackageNotFoundError:
+        return kt_ray.__version__
+
+
+def guard(action: Callable[[], int]) -> int:
+    """Runs `action` and turns what it raises into a message and an exit code."""
+    try:
+        return _report(action)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _report(action: Callable[[], int]) -> int:
+    """As `guard`, but an interrupt passes: it ends a whole multirun, not one job of it."""
+    try:
+        return action()
+    except UserError as error:
+        if os.environ.get("KT_RAY_DEBUG") == "1":
+            traceback.print_exc()
+        print(f"error: {error.line()}", file=sys.stderr)
+        return BAD_INPUT
+    except BrokenPipeError:  # `… | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BUG
+    except Exception as error:
+        traceback.print_exc()
+        print(
+            f"error: {type(error).__name__}: this is a bug in kt_ray, not in your input; "
+            "please report it with the traceback above and the output of mode=doctor",
+            file=sys.stderr,
+        )
+        return BUG
+
+
+def dispatch(config: Config) -> int:
+    """Imports the module of `config.mode` and runs it."""
+    return int(importlib.import_module(f"kt_ray.modes.{config.mode}").run(config))
+
+
+def _run_hydra(arguments: list[str]) -> int:
+    """Composes the configuration and runs every job; the first non-zero exit code counts."""
+    import hydra
+    import yaml
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from kt_ray.config.compose import HYDRA_VERSION_BASE, conf_dir, expand, register_resolvers, translate
+
+    _check_flags(arguments)
+    register_resolvers()
+    arguments = expand(arguments)
+    codes: list[int] = []
+
+    # Hydra prints lines of its own about exceptions that leave a job; none does.
+    def job(composed: Any) -> None:
+        codes.append(_report(lambda: _run_job(composed)))
+
+    entry = hydra.main(str(conf_dir()), "config", HYDRA_VERSION_BASE)(job)
+    with _as_process_arguments(arguments):
+        try:
+            entry()
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+            raise translate(error, [a for a in arguments if not a.startswith("-")]) from error
+        except SystemExit as stop:  # --help, and argparse about an unknown flag
+            return stop.code if isinstance(stop.code, int) else OK if stop.code is None else BAD_INPUT
+    return next((code for code in codes if code), OK)
+
+
+def _check_flags(arguments: Sequence[str]) -> None:
+    """Refuses unknown --flags; whoever writes --lora.rank=8 learns to leave the dashes out."""
+    from kt_ray.config.fields import closest, closest_key, fields, groups
+
+    for argument in arguments:
+        flag, _, value = argument.partition("=")
+        if not flag.startswith("--") or any(known.startswith(flag) for known in FLAGS):
+            continue
+        name = flag[2:].replace("-", "_")
+        key = name if name in fields() or name in groups() else closest_key(name)
+        match = closest(flag, FLAGS)
+        if match and name not in fields():
+            remedy = f"write {match}"
+        elif key:
+            remedy = f"write {key}={value or '<value>'}, without dashes"
+        else:
+            remedy = "write KEY=VALUE, without dashes"
+        raise UserError(f"unknown flag {argument}", required="one of " + ", ".join(FLAGS), remedy=remedy)
+
+
+def _run_job(composed: Any) -> int:
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from kt_ray.config.compose import to_mapping
+    from kt_ray.config.load import load
+
+    hydra_config = HydraConfig.get()
+    number = hydra_config.job.num if hydra_config.mode == RunMode.MULTIRUN else None
+    if number is not None:
+        print(f"== job {number}: {' '.join(hydra_config.overrides.task)}", flush=True)
+    return dispatch(load(to_mapping(composed), job=number))
+
+
+@contextmanager
+def _as_process_arguments(arguments: list[str]) -> Iterator[None]:
+    """Hydra reads sys.argv, and with HYDRA_FULL_ERROR lets exceptions through; both are put back."""
+    argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [argv[0], *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        if full is None:
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full

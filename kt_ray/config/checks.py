@@ -1,0 +1,431 @@
+"""Every check of a configuration that needs neither files nor hardware.
+
+Three tables (allowed words, numeric bounds, "auto or a number") cover single keys; the functions
+below them cover keys that must go together. The first fault found is raised; each names the key,
+the value, the reason and what to write instead.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from kt_ray.config.fields import closest, default_of_key, show
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+
+# Words a key may have. Keys whose type also allows null or a number take those as well.
+WORDS: dict[str, tuple[str, ...]] = {
+    "mode": ("train", "plan", "doctor", "preview"),
+    "model.build": ("demo", "mini"),
+    "model.dtype": ("auto", "bfloat16", "float32"),
+    "model.attn_implementation": ("sdpa", "eager"),
+    "rule.device": ("auto", "cpu", "cuda"),
+    "rule.stages": ("auto",),
+    "rule.worker_threads": ("auto",),
+    "rule.groups": ("auto",),
+    "rule.experts.sockets": ("auto",),
+    "rule.experts.backend": ("auto", "AMXBF16", "AMXINT8", "AMXINT4", "llamafile"),
+    "rule.experts.isa": ("auto", "reference", "avx2", "avx512", "avx512_bf16", "amx"),
+    "rule.experts.threads": ("auto",),
+    "rule.experts.activations": ("retain", "recompute"),
+    "rule.ray.worker_cpus": ("auto",),
+    "rule.ray.expert_cpus": ("auto",),
+    "rule.ray.strategy": ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
+    "data.builtin": ("demo",),
+    "data.format": ("auto", "alpaca", "messages"),
+    "data.overflow": ("truncate", "drop"),
+    "optim.name": ("adamw",),
+    "optim.schedule": ("cosine", "linear", "constant"),
+    "trainer.loss_chunk": ("auto",),
+    "tracking.name": ("jsonl", "wandb"),
+    "tracking.mode": ("auto", "online", "offline"),
+    "cluster.name": ("ray", "local"),
+}
+
+# Reference system's backends that this version names but does not have.
+UNAVAILABLE_BACKENDS = ("AMXINT8", "AMXINT4", "llamafile")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Numbers a key may have: low <= value <= high, or strict where `open_low` / `open_high`."""
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+
+    def holds(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        return above and below and math.isfinite(value)
+
+    def __str__(self) -> str:
+        low = f"{'more than' if self.open_low else 'at least'} {self.low:g}"
+        if math.isinf(self.high):
+            return low
+        return f"{low} and {'less than' if self.open_high else 'at most'} {self.high:g}"
+
+
+BOUNDS: dict[str, Bound] = {
+    "rule.stages": Bound(1),
+    "rule.replicas": Bound(1),
+    "rule.worker_threads": Bound(1),
+    "rule.groups": Bound(1, 8),
+    "rule.experts.sockets": Bound(1),
+    "rule.experts.threads": Bound(1),
+    "rule.ray.worker_cpus": Bound(0),
+    "rule.ray.expert_cpus": Bound(0),
+    "data.eval_fraction": Bound(0, 1, open_high=True),
+    "data.max_length": Bound(2),  # the first token predicts, the second is predicted
+    "data.limit": Bound(1),
+    "lora.rank": Bound(1, 256),
+    "lora.alpha": Bound(0, open_low=True),
+    "lora.dropout": Bound(0, 1, open_high=True),
+    "optim.lr": Bound(0, 1, open_low=True),
+    "optim.eps": Bound(0, open_low=True),
+    "optim.weight_decay": Bound(0),
+    "optim.max_grad_norm": Bound(0),
+    "optim.warmup": Bound(0),
+    "optim.min_lr_ratio": Bound(0, 1),
+    "trainer.epochs": Bound(0, open_low=True),
+    "trainer.max_steps": Bound(1),
+    "trainer.batch_size": Bound(1),
+    "trainer.micro_batch_size": Bound(1),
+    "trainer.eval_every": Bound(0),
+    "trainer.save_every": Bound(0),
+    "trainer.keep_checkpoints": Bound(0),
+    "trainer.preview": Bound(0),
+    "trainer.loss_chunk": Bound(0),
+    "trainer.step_timeout": Bound(0, open_low=True),
+    "trainer.log_every": Bound(1),
+    "cluster.dashboard_port": Bound(1, 65535),
+    "cluster.start_timeout": Bound(0, open_low=True),
+    "cluster.load_timeout": Bound(0, open_low=True),
+}
+
+# Seeds are 64-bit counters of the random streams; the sign bit stays free.
+SEED_LIMIT = 2**63
+
+_RANGE = re.compile(r"(\d+)-(\d+)")
+_DEVICE = re.compile(r"cpu|cuda:\d+")
+_ADDRESS = re.compile(r"auto|local|(ray://)?[^\s/:]+:\d+")
+
+
+def check(config: Config) -> None:
+    """Raises UserError for the first value, or combination of values, that cannot work."""
+    for key, words in WORDS.items():
+        _check_word(key, value_of(config, key), words)
+    for key, bound in BOUNDS.items():
+        value = value_of(config, key)
+        if value is not None and not isinstance(value, str) and not bound.holds(value):
+            raise fault(key, value, "is out of range", str(bound))
+    for key in ("seed", "model.seed"):
+        if not 0 <= value_of(config, key) < SEED_LIMIT:
+            raise fault(key, value_of(config, key), "is out of range", "at least 0 and less than 2**63")
+    for part in (_model, _rule, _layers, _data, _lora, _optim, _trainer, _cluster, _run):
+        part(config)
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def fault(key: str, value: Any, reason: str, required: object, remedy: str | None = None) -> UserError:
+    """The error for one key; without a remedy, setting the default is proposed."""
+    if remedy is None:
+        remedy = f"set {key}={show(default_of_key(key))} (the default) or another allowed value"
+    return UserError(f"{key}={show(value)} {reason}", required=required, remedy=remedy)
+
+
+def _check_word(key: str, value: Any, words: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value in words:
+        return
+    match = closest(value, words)
+    numeric = key in BOUNDS
+    allowed = " or ".join([*words, f"a number {BOUNDS[key]}"] if numeric else words)
+    reason = "is not known" + (f"; did you mean {match}?" if match else "")
+    raise fault(key, value, reason, allowed, f"set {key}={match or words[0]}")
+
+
+def _model(config: Config) -> None:
+    model = config.model
+    if not model.name:
+        raise fault("model.name", "''", "is empty", "a label", "set model.name=custom")
+    if model.path == "":
+        raise fault("model.path", "''", "is empty", "a directory", "set model.path=<directory>")
+    if model.path is None and model.build is None:
+        if config.mode == "train" or (config.mode == "preview" and model.tokenizer is None):
+            raise fault(
+                "model.path",
+                None,
+                f"but mode={config.mode} needs the checkpoint of model={model.name}",
+                "a Hugging Face directory with config.json, *.safetensors and a tokenizer",
+                "set model.path=<directory>"
+                + (", or mode=plan to see the placement without weights" if model.config else ""),
+            )
+        if config.mode == "plan" and model.config is None:
+            raise fault(
+                "model.path",
+                None,
+                "and model.config is empty, so there is nothing to plan",
+                "a checkpoint directory or a model with known dimensions",
+                "set model.path=<directory> or model=deepseek_v3",
+            )
+
+
+def _rule(config: Config) -> None:
+    rule, backend = config.rule, config.rule.experts.backend
+    if backend in UNAVAILABLE_BACKENDS:
+        raise fault(
+            "rule.experts.backend",
+            backend,
+            "is not available yet",
+            "auto or AMXBF16",
+            "set rule.experts.backend=auto (the checkpoint's own format)",
+        )
+    if rule.replicas > config.trainer.batch_size:
+        raise fault(
+            "rule.replicas",
+            rule.replicas,
+            f"is more than trainer.batch_size={config.trainer.batch_size}: a replica would never have a row",
+            f"at most {config.trainer.batch_size}",
+            f"set rule.replicas={config.trainer.batch_size} or trainer.batch_size={rule.replicas}",
+        )
+
+
+def _layers(config: Config) -> None:
+    """rule.layers: counts, ranges or patterns, all entries of one style."""
+    layers = config.rule.layers
+    if layers is None:
+        return
+    styles = "counts [31,30], ranges ['0-30','31-60'] or patterns [{match: REGEX, device: 'cuda:0'}]"
+    if not layers:
+        raise fault("rule.layers", layers, "is empty", styles, "set rule.layers=null for a balanced split")
+    if all(isinstance(entry, dict) for entry in layers):
+        _patterns(config, layers)
+        return
+    if all(isinstance(entry, int) and not isinstance(entry, bool) for entry in layers):
+        if min(layers) < 1:
+            raise fault("rule.layers", layers, "has a stage without layers", "counts of at least 1")
+    elif all(isinstance(entry, str) for entry in layers):
+        _ranges(layers)
+    else:
+        raise fault("rule.layers", layers, "mixes styles or has entries of no style", styles)
+    stages = config.rule.stages
+    if isinstance(stages, int) and stages != len(layers):
+        raise fault(
+            "rule.layers",
+            layers,
+            f"has {len(layers)} entries for rule.stages={stages}",
+            f"{stages} entries, one per stage",
+            f"set rule.stages={len(layers)} or rule.layers=null",
+        )
+
+
+def _ranges(layers: list[str]) -> None:
+    start = 0
+    for entry in layers:
+        match = _RANGE.fullmatch(entry.strip())
+        if not match:
+            raise fault("rule.layers", layers, f"has the entry '{entry}'", "ranges such as '0-15'")
+        first, last = int(match[1]), int(match[2])
+        if first != start or last < first:
+            raise fault(
+                "rule.layers",
+                layers,
+                f"has the range '{entry}' where layer {start} must begin a range",
+                "ascending ranges from layer 0, both ends included, without gap or overlap",
+                f"begin that range with {start} and end it at {max(start, last)} or later, or set rule.layers=null",
+            )
+        start = last + 1
+
+
+def _patterns(config: Config, layers: list[dict[str, Any]]) -> None:
+    for entry in layers:
+        if set(entry) != {"match", "device"}:
+            raise fault("rule.layers", entry, "is not a pattern", "exactly the keys match and device")
+        _compile("rule.layers", entry["match"])
+        if not isinstance(entry["device"], str) or not _DEVICE.fullmatch(entry["device"]):
+            raise fault(
+                "rule.layers",
+                entry["device"],
+                f"is not a device (pattern {entry['match']})",
+                "cuda:0, cuda:1, … or cpu",
+                "write device: 'cuda:0'",
+            )
+        kind = entry["device"].partition(":")[0]
+        if config.rule.device not in ("auto", kind):
+            raise fault(
+                "rule.layers",
+                entry["device"],
+                f"clashes with rule.device={config.rule.device}",
+                f"devices of kind {config.rule.device}",
+                f"set rule.device={kind} or rule.layers=null",
+            )
+
+
+def _compile(key: str, pattern: object) -> None:
+    try:
+        re.compile(pattern)  # type: ignore[call-overload]
+    except (re.error, TypeError) as error:
+        raise fault(
+            key,
+            pattern,
+            f"is not a regular expression ({error})",
+            "a Python regular expression",
+            f"correct {key}; in a shell put it in single quotes",
+        ) from None
+
+
+def _data(config: Config) -> None:
+    data = config.data
+    for key, value in (("data.path", data.path), ("data.eval_path", data.eval_path)):
+        if value is not None and (not value or not all(value)):
+            raise fault(key, value, "names no file", "a file or a list of files", f"set {key}=<file.jsonl>")
+    if data.path is None and data.builtin is None and config.mode in ("train", "preview"):
+        raise fault(
+            "data.path",
+            None,
+            f"but mode={config.mode} needs rows",
+            "a jsonl, json or parquet file",
+            "set data.path=<file.jsonl> or data=demo",
+        )
+    if (
+        config.mode == "train"
+        and config.trainer.eval_every
+        and not data.eval_fraction
+        and data.eval_path is None
+    ):
+        raise fault(
+            "trainer.eval_every",
+            config.trainer.eval_every,
+            "needs held-out rows, but data.eval_fraction=0 and data.eval_path=null",
+            "held-out rows, or 0",
+            "set trainer.eval_every=0 or data.eval_fraction=0.05",
+        )
+
+
+def _lora(config: Config) -> None:
+    target = config.lora.target_modules
+    if isinstance(target, list):
+        if not target or not all(target):
+            raise fault(
+                "lora.target_modules",
+                target,
+                "names no module",
+                "auto, none, names or a regex",
+                "set lora.target_modules=auto, or none to leave the non-expert part frozen",
+            )
+    elif target not in ("auto", "none"):
+        if not target:
+            raise fault("lora.target_modules", "''", "is empty", "auto, none, names or a regex")
+        _compile("lora.target_modules", target)
+    if target == "none" and not config.lora.experts:
+        raise fault(
+            "lora.target_modules",
+            target,
+            "with lora.experts=false leaves nothing to train",
+            "LoRA on the experts, elsewhere, or both",
+            "set lora.target_modules=auto or lora.experts=true",
+        )
+
+
+def _optim(config: Config) -> None:
+    optim, steps = config.optim, config.trainer.max_steps
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        raise fault("optim.betas", optim.betas, "is out of range", "two numbers at least 0 and less than 1")
+    if optim.warmup > 1 and optim.warmup != int(optim.warmup):
+        raise fault(
+            "optim.warmup",
+            optim.warmup,
+            "is neither a share nor a whole number of steps",
+            "less than 1 (a share) or a whole number",
+            f"set optim.warmup={int(optim.warmup)}",
+        )
+    if steps is not None and optim.warmup >= 1 and optim.warmup > steps:
+        raise fault(
+            "optim.warmup",
+            optim.warmup,
+            f"is more steps than trainer.max_steps={steps}",
+            f"at most {steps}, or a share below 1",
+            "set optim.warmup=0.03 or raise trainer.max_steps",
+        )
+
+
+def _trainer(config: Config) -> None:
+    trainer = config.trainer
+    if trainer.micro_batch_size > trainer.batch_size:
+        raise fault(
+            "trainer.micro_batch_size",
+            trainer.micro_batch_size,
+            f"is more than trainer.batch_size={trainer.batch_size}",
+            f"at most {trainer.batch_size}",
+            f"set trainer.micro_batch_size={trainer.batch_size} or raise trainer.batch_size",
+        )
+    resume = trainer.resume
+    if resume is None:
+        return
+    if config.run.overwrite:
+        raise fault(
+            "run.overwrite",
+            True,
+            f"with trainer.resume={resume} would delete the run to resume",
+            "one of the two",
+            "set run.overwrite=false to resume, or trainer.resume=null to begin anew",
+        )
+    match = closest(resume, ("latest",))
+    if resume != "latest" and "/" not in resume and (match or not resume):
+        raise fault(
+            "trainer.resume",
+            resume or "''",
+            "is neither latest nor a directory; did you mean latest?",
+            "latest or a checkpoint directory",
+            "set trainer.resume=latest, or ./NAME for a directory",
+        )
+
+
+def _cluster(config: Config) -> None:
+    address = config.cluster.address
+    if not _ADDRESS.fullmatch(address):
+        match = closest(address, ("auto", "local"))
+        raise fault(
+            "cluster.address",
+            address,
+            "is no address" + (f"; did you mean {match}?" if match else ""),
+            "auto, local or HOST:PORT",
+            f"set cluster.address={match or 'auto'}",
+        )
+    if config.cluster.namespace == "":
+        raise fault("cluster.namespace", "''", "is empty", "a name or null")
+    if config.tracking.name == "wandb" and not config.tracking.project:
+        raise fault("tracking.project", "''", "is empty", "a W&B project name")
+
+
+def _run(config: Config) -> None:
+    name = config.run.name
+    if name is not None and (not name.strip() or re.search(r"[/\\\x00-\x1f]", name) or name in (".", "..")):
+        raise fault(
+            "run.name",
+            name or "''",
+            "cannot be a directory name",
+            "a name without slashes",
+            "set run.name=<name> and put the directory into run.root",
+        )
+    if not config.run.root:
+        raise fault("run.root", "''", "is empty", "a directory")
+    if config.plan.hardware is not None and config.mode != "plan":
+        raise fault(
+            "plan.hardware",
+            config.plan.hardware,
+            f"has no meaning with mode={config.mode}",
+            "mode=plan",
+            "set mode=plan, or plan.hardware=null",
+        )

@@ -1,0 +1,307 @@
+"""Composition of conf/ by Hydra: where conf/ is, short forms, and Hydra's errors in our words."""
+
+from __future__ import annotations
+
+import atexit
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException, SearchPathException
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from kt_ray.config.fields import closest, fields, groups, show
+from kt_ray.config.load import load, unknown_key
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+
+HYDRA_VERSION_BASE = "1.3"
+
+# A path without a group choice means the generic option: model.path=DIR is model=custom model.path=DIR.
+_IMPLIED = {"model": "custom", "data": "jsonl"}
+
+_MISSING_KEY = re.compile(r"Could not override '([^']+)'")
+_IN_FILE = re.compile(r"In '([^']+)':")
+
+
+def conf_dir(package: Path | None = None) -> Path:
+    """The directory of YAML files: kt_ray/conf in an installed wheel, else conf/ beside the package.
+
+    Args:
+        package: directory of the kt_ray package; None = where this module was imported from.
+
+    Raises:
+        UserError: neither exists.
+    """
+    package = package or Path(__file__).resolve().parents[1]
+    candidates = (package / "conf", package.parent / "conf")
+    for candidate in candidates:
+        if (candidate / "config.yaml").is_file():
+            return candidate
+    raise UserError(
+        "the configuration files are missing",
+        where=" and ".join(str(c) for c in candidates),
+        required="a directory with config.yaml",
+        remedy="install kt_ray again (pip install --force-reinstall kt_ray), or run from a complete source tree",
+    )
+
+
+@cache
+def register_resolvers() -> None:
+    """Registers `${kt_ray.scratch:}`: a directory that is deleted at exit, for what Hydra insists on writing."""
+    OmegaConf.register_new_resolver("kt_ray.scratch", _scratch, replace=True, use_cache=True)
+
+
+@cache
+def _scratch() -> str:
+    path = tempfile.mkdtemp(prefix="kt_ray_")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+def expand(overrides: Sequence[str]) -> list[str]:
+    """`overrides` with the group choices that model.path and data.path imply, where none is made.
+
+    An experiment chooses its own groups, so nothing is implied beside one.
+    """
+    keys = [o.lstrip("+~").partition("=")[0] for o in overrides]
+    if "experiment" in keys:
+        return list(overrides)
+    implied = [
+        f"{group}={option}"
+        for group, option in _IMPLIED.items()
+        if f"{group}.path" in keys and group not in keys
+    ]
+    return implied + list(overrides)
+
+
+def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> Config:
+    """The configuration that `python launch.py <overrides>` would run with, for tests and notebooks.
+
+    Raises:
+        UserError: as the command line would print it.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    register_resolvers()
+    given = expand(overrides)
+    if config_dir is not None:
+        given.append(f"hydra.searchpath=[file://{Path(config_dir).resolve()}]")
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base=HYDRA_VERSION_BASE):
+            return load(to_mapping(hydra_compose("config", given)))
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        raise translate(error, given) from error
+
+
+def to_mapping(composed: Any) -> dict[str, Any]:
+    """A composed DictConfig as plain values, interpolations resolved.
+
+    Raises:
+        UserError: an interpolation (for instance of an environment variable) cannot be resolved.
+    """
+    try:
+        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise translate(error, ()) from error
+    assert isinstance(plain, dict)
+    plain.pop("hydra", None)
+    return {str(key): value for key, value in plain.items()}
+
+
+def translate(error: Exception, overrides: Sequence[str]) -> UserError:
+    """An exception of Hydra, OmegaConf or the YAML parser as a UserError in terms of the command line."""
+    if isinstance(error, OverrideParseException):
+        return _malformed(error.override)
+    if isinstance(error, MissingConfigException):
+        return _missing_option(error, overrides)
+    if isinstance(error, SearchPathException):
+        return UserError(_first_line(error), remedy="give --config-dir an existing directory")
+    if isinstance(error, yaml.YAMLError):
+        mark = getattr(error, "problem_mark", None)
+        return UserError(
+            f"malformed YAML: {getattr(error, 'problem', None) or _first_line(error)}",
+            where=f"{mark.name} line {mark.line + 1}" if mark else "",
+            remedy="correct that line",
+        )
+    text = str(error)
+    if text.startswith("Ambiguous value for argument"):
+        return _ambiguous(text, overrides)
+    missing = _MISSING_KEY.search(text)
+    if missing:
+        in_file = _IN_FILE.search(text)
+        if in_file:
+            return UserError(
+                f"'override /{missing[1]}' matches no group",
+                where=f"{in_file[1]}.yaml",
+                required="one of " + ", ".join(option_groups()),
+                remedy="correct the defaults list of that file",
+            )
+        return _unknown(missing[1], overrides)
+    present = re.search(r"An item is already at '([^']+)'", text)
+    if present:
+        value = show(_value_given(present[1], overrides))
+        return UserError(
+            f"{present[1]} exists, + adds keys that do not",
+            observed=f"+{present[1]}={value}",
+            remedy=f"write {present[1]}={value}",
+        )
+    if text.startswith("Config group override must be"):
+        group = next(g for g in option_groups() if _is_plain_value(_value_given(g, overrides)))
+        return _no_option(group, show(_value_given(group, overrides)), option_names(group))
+    cause = error.__cause__
+    if isinstance(error, OmegaConfBaseException):
+        return _omegaconf(error, overrides)
+    if isinstance(cause, OmegaConfBaseException):
+        return _omegaconf(cause, overrides)
+    return UserError(_first_line(error), remedy="see `python launch.py --help` for groups, options and keys")
+
+
+def option_names(group: str) -> list[str]:
+    """The options of a group: the YAML files in conf/<group>."""
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def option_groups() -> list[str]:
+    """The groups that an option can be chosen for (conf/hardware holds no options, but files for plan.hardware)."""
+    return sorted(p.name for p in conf_dir().iterdir() if p.is_dir() and p.name in {*groups(), "experiment"})
+
+
+def _is_plain_value(value: Any) -> bool:
+    return value is not None and not isinstance(value, str | list)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def _value_given(key: str, overrides: Sequence[str]) -> Any:
+    """What the command line gives `key`; the last one counts, as it does for Hydra."""
+    for override in reversed(overrides):
+        name, equals, text = override.lstrip("+~").partition("=")
+        if equals and name == key:
+            try:
+                return OverridesParser.create().parse_override(override).value()
+            except HydraException:
+                return text
+    return None
+
+
+def _unknown(key: str, overrides: Sequence[str]) -> UserError:
+    value = _value_given(key, overrides)
+    if key.startswith("model.config."):
+        return UserError(
+            f"{key} is not in this model's config",
+            observed=f"{key}={show(value)}",
+            remedy=f"write +{key}={show(value)} to add it",
+        )
+    if key in fields() or key in groups():  # present in the schema, absent from a file that replaced ours
+        return UserError(
+            f"{key} is not in the composed configuration",
+            observed=f"{key}={show(value)}",
+            remedy=f"write ++{key}={show(value)}",
+        )
+    parent = next((p for p in _parents(key) if p in fields()), None)
+    if parent:
+        return UserError(
+            f"{parent} is a value, it has no keys",
+            observed=f"{key}={show(value)}",
+            remedy=f"write {parent}={show(value)}",
+        )
+    if "." not in key:
+        group = closest(key, option_groups())
+        if group and value is not None:
+            options = option_names(group)
+            option = closest(str(value), options)
+            return UserError(
+                f"unknown group {key}; did you mean {group}?",
+                observed=f"{key}={show(value)}",
+                required="one of " + ", ".join(option_groups()),
+                remedy=f"write {group}={option or options[0]}",
+            )
+    return unknown_key(key, value)
+
+
+def _parents(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts))]
+
+
+def _malformed(override: str) -> UserError:
+    key, equals, value = override.partition("=")
+    if not equals:
+        match = closest(key, [*option_groups(), *fields()])
+        remedy = f"write {match or key}=<value>"
+    elif not key.strip():
+        remedy = "write the key before the equals sign, without spaces around it"
+    else:
+        remedy = f"quote the value: '{key}=\"{value}\"'"
+    return UserError(f"malformed argument {override}", required="KEY=VALUE or GROUP=OPTION", remedy=remedy)
+
+
+def _ambiguous(text: str, overrides: Sequence[str]) -> UserError:
+    override = next((o for o in overrides if f"'{o}'" in text.splitlines()[0]), "")
+    key, _, value = override.partition("=")
+    return UserError(
+        f"{override} gives several values",
+        required="one value without -m",
+        remedy=f"write {key}=[{value}] for a list, '{key}=\"{value}\"' for a text, or add -m for one run per value",
+    )
+
+
+def _missing_option(error: MissingConfigException, overrides: Sequence[str]) -> UserError:
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    if not group:
+        return UserError(
+            f"there is no primary configuration '{option}'",
+            where="--config-name",
+            required=f"a file {option}.yaml in conf/ or --config-dir",
+            remedy="leave out --config-name",
+        )
+    given = _value_given(group, overrides)
+    name = show(given) if given is not None else option
+    options = list(error.options or option_names(group))
+    return _no_option(group, name, options)
+
+
+def _no_option(group: str, name: str, options: list[str]) -> UserError:
+    match = closest(name, options)
+    # Someone who names a directory or a file where an option belongs means its path.
+    if group in _IMPLIED and ("/" in name or re.search(r"\.(jsonl?|parquet)$", name)):
+        remedy = f"write {group}.path={name}"
+    else:
+        remedy = f"write {group}={match or options[0]}"
+    return UserError(
+        f"{group}={name} is not an option" + (f"; did you mean {group}={match}?" if match else ""),
+        required="one of " + ", ".join(options),
+        remedy=remedy,
+    )
+
+
+def _omegaconf(error: OmegaConfBaseException, overrides: Sequence[str]) -> UserError:
+    key = str(getattr(error, "full_key", None) or getattr(error, "key", None) or "")
+    variable = re.search(r"Environment variable '(\w+)' not found", str(error))
+    if variable:
+        return UserError(
+            f"{key} takes the environment variable {variable[1]}, which is not set",
+            where=key,
+            required=f"a value of {variable[1]}",
+            remedy=f"export {variable[1]}=<value>, or set {key}=<value>",
+        )
+    if isinstance(error, ConfigAttributeError | ConfigKeyError) and key:
+        return _unknown(key, overrides)
+    return UserError(
+        f"{key or 'the configuration'} cannot be composed: {_first_line(error)}",
+        observed=f"{key}={show(_value_given(key, overrides))}"
+        if _value_given(key, overrides) is not None
+        else None,
+        remedy=f"set {key}=<value>" if key else "see `python launch.py --help`",
+    )

@@ -1,0 +1,250 @@
+"""From a plain mapping to the frozen configuration and back.
+
+`load` is what the command line calls: types (`from_dict`), then cross-field checks (`check`), then
+the names and absolute paths that follow from them (`settle`). Errors name the command-line key, the
+value found, what was required and what to write instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kt_ray.config.checks import check
+from kt_ray.config.fields import closest_key, default_of, groups, hints, show, type_name
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+
+
+def load(mapping: Mapping[str, Any], *, job: int | None = None) -> Config:
+    """The checked and settled configuration of one run.
+
+    Args:
+        mapping: nested plain values, as composed by Hydra or read from a run's config.yaml.
+        job: number of this job in a multirun; None outside one.
+
+    Raises:
+        UserError: unknown key, wrong type, or values that do not go together.
+    """
+    config = from_dict(mapping)
+    check(config)
+    return settle(config, job=job)
+
+
+def from_dict(mapping: Mapping[str, Any]) -> Config:
+    """Builds the frozen dataclasses from nested plain values; absent keys take their defaults.
+
+    Coercions: whole floats to int (1e3), numbers and numeric strings to float, numbers to str,
+    lists to tuples where the schema has a tuple. Nothing else is converted.
+
+    Raises:
+        UserError: a key that does not exist (with the closest one that does) or a value of the
+            wrong type.
+    """
+    return typing.cast(Config, _build(Config, mapping, ""))
+
+
+def settle(config: Config, *, job: int | None = None, now: datetime.datetime | None = None) -> Config:
+    """Fills what follows from other keys: labels, absolute paths, run.name.
+
+    `model.path` overrules `model.build`, `data.path` overrules `data.builtin`. run.name stays as
+    it is when a run is resumed; otherwise None becomes "<model>-<date>-<time>". A multirun's
+    job number is appended. With trainer.resume=latest and no run.name the newest run under
+    run.root that has a checkpoint is taken; with a checkpoint directory, the run that holds it.
+
+    Raises:
+        UserError: trainer.resume=latest and there is no run to resume.
+    """
+    model, data, run, plan = config.model, config.data, config.run, config.plan
+    if model.path is not None:
+        path = absolute(model.path)
+        name = Path(path).name if model.build is not None or model.name == "custom" else model.name
+        model = dataclasses.replace(model, path=path, name=name, build=None)
+    model = dataclasses.replace(
+        model, tokenizer=_absolute(model.tokenizer), chat_template=_absolute(model.chat_template)
+    )
+    if data.path is not None:
+        paths = [absolute(p) for p in ([data.path] if isinstance(data.path, str) else data.path)]
+        name = Path(paths[0]).stem if data.builtin is not None or data.name == "jsonl" else data.name
+        data = dataclasses.replace(
+            data, path=paths[0] if isinstance(data.path, str) else paths, name=name, builtin=None
+        )
+    if data.eval_path is not None:
+        held = [
+            absolute(p) for p in ([data.eval_path] if isinstance(data.eval_path, str) else data.eval_path)
+        ]
+        data = dataclasses.replace(data, eval_path=held[0] if isinstance(data.eval_path, str) else held)
+    plan = dataclasses.replace(plan, hardware=_absolute(plan.hardware))
+    trainer = config.trainer
+    if trainer.resume not in (None, "latest"):
+        trainer = dataclasses.replace(trainer, resume=absolute(trainer.resume))
+    run = dataclasses.replace(run, root=absolute(run.root))
+    config = dataclasses.replace(config, model=model, data=data, run=run, plan=plan, trainer=trainer)
+    return dataclasses.replace(config, run=dataclasses.replace(run, name=_run_name(config, job, now)))
+
+
+def absolute(path: str) -> str:
+    """`path` with ~ expanded, from the current directory; links are kept as the user wrote them."""
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else absolute(path)
+
+
+def _run_name(config: Config, job: int | None, now: datetime.datetime | None) -> str:
+    name, resume = config.run.name, config.trainer.resume
+    if name is None and resume is not None and config.mode == "train":
+        held = _newest_run(config.run.root) if resume == "latest" else _run_of(resume)
+        if held is not None:
+            return held
+    if name is None:
+        name = f"{config.model.name}-{now or datetime.datetime.now():%Y%m%d-%H%M%S}"
+    return name if job is None else f"{name}-{job}"
+
+
+def _newest_run(root: str) -> str:
+    """Name of the run under `root` whose latest checkpoint is the newest."""
+    found = [p for p in Path(root).glob("*/checkpoints/latest") if p.exists()]
+    if not found:
+        raise UserError(
+            "trainer.resume=latest, but no run has a checkpoint",
+            where=root,
+            required="a directory <run>/checkpoints/latest under run.root",
+            remedy="set run.root (and run.name) to the run to go on with, or trainer.resume=null to begin a new one",
+        )
+    return max(found, key=lambda p: p.stat().st_mtime).parent.parent.name
+
+
+def _run_of(checkpoint: str) -> str | None:
+    """The run's name if `checkpoint` is <root>/<name>/checkpoints/<step>."""
+    path = Path(checkpoint)
+    return path.parent.parent.name if path.parent.name == "checkpoints" else None
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain nested values (tuples as lists), such that `from_dict(to_dict(c)) == c`."""
+    return typing.cast(dict[str, Any], _plain(dataclasses.asdict(config)))
+
+
+def to_yaml(config: Config) -> str:
+    """The text of a run's config.yaml, such that `from_dict(yaml.safe_load(text)) == config`."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, default_flow_style=None)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def unknown_key(key: str, value: Any) -> UserError:
+    """The error for a key that does not exist, with the closest one that does."""
+    match = closest_key(key)
+    group = key.rpartition(".")[0]
+    known = list(hints(groups()[group] if group in groups() else Config))
+    within = f"{group} has" if group in groups() else "the keys are"
+    what = f"unknown key {key}" + (f"; did you mean {match}?" if match else "")
+    # A group takes an option name, not the value that was meant for a key.
+    remedy = f"write {match}={show(value)}; " if match and match not in groups() else ""
+    return UserError(what, observed=f"{key}={show(value)}", remedy=f"{remedy}{within} {', '.join(known)}")
+
+
+def _build(cls: type, mapping: Any, group: str) -> Any:
+    if not isinstance(mapping, Mapping):
+        raise UserError(
+            f"{group or 'the configuration'} is a group of keys, not a value",
+            observed=f"{group}={show(mapping)}" if group else show(mapping),
+            required="a mapping with " + ", ".join(hints(cls)),
+            remedy=f"set its keys one by one, e.g. {group}.{next(iter(hints(cls)))}=..." if group else "",
+        )
+    for key in mapping:
+        if key not in hints(cls):
+            raise unknown_key(f"{group}.{key}" if group else str(key), mapping[key])
+    values: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):
+        if f.name not in mapping:
+            continue
+        key = f"{group}.{f.name}" if group else f.name
+        hint = hints(cls)[f.name]
+        if dataclasses.is_dataclass(hint):
+            values[f.name] = _build(typing.cast(type, hint), mapping[f.name], key)
+            continue
+        try:
+            values[f.name] = _coerce(hint, mapping[f.name])
+        except TypeError:
+            raise _wrong_type(key, mapping[f.name], hint, default_of(f)) from None
+    return cls(**values)
+
+
+def _wrong_type(key: str, value: Any, hint: Any, default: Any) -> UserError:
+    kind = "null" if value is None else f"{show(value)} ({type(value).__name__})"
+    if isinstance(value, bool) and "str" in type_name(hint):
+        example = f"{key}=\"'{show(value)}'\" if the word itself is meant"
+    else:
+        example = f"{key}={show(default)}" if default is not None else f"{key}=null"
+    return UserError(
+        f"{key}={show(value)} has the wrong type",
+        observed=kind,
+        required=type_name(hint),
+        remedy=f"write for example {example}",
+    )
+
+
+def _coerce(hint: Any, value: Any) -> Any:
+    """`value` as `hint`, or TypeError."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (types.UnionType, typing.Union):
+        # Exact matches first, so that int | str leaves "8" a string and 8 a number.
+        for arg in args:
+            if typing.get_origin(arg) is None and arg is not Any and type(value) is arg:
+                return value
+        for arg in args:
+            try:
+                return _coerce(arg, value)
+            except TypeError:
+                continue
+        raise TypeError
+    if hint is type(None):
+        if value is None:
+            return None
+    elif hint is bool:
+        if isinstance(value, bool):
+            return value
+    elif hint is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+    elif hint is float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(value, str):
+            try:
+                return float(value)  # YAML 1.1 reads 1e-4 as a string
+            except ValueError:
+                raise TypeError from None
+    elif hint is str:
+        if isinstance(value, str):
+            return value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)
+    elif origin is list:
+        if isinstance(value, list | tuple):
+            return [_coerce(args[0], v) for v in value]
+    elif origin is tuple:
+        if isinstance(value, list | tuple) and len(value) == len(args):
+            return tuple(_coerce(a, v) for a, v in zip(args, value, strict=True))
+    elif origin is dict and isinstance(value, Mapping):
+        return {str(k): v for k, v in value.items()}
+    raise TypeError
