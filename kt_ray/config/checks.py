@@ -1,111 +1,19 @@
 """Every check of a configuration that needs neither files nor hardware.
 
-Three tables (allowed words, numeric bounds, "auto or a number") cover single keys; the functions
-below them cover keys that must go together. The first fault found is raised; each names the key,
-the value, the reason and what to write instead.
+Two tables (kt_ray/config/limits.py: allowed words, numeric bounds) cover single keys; the functions
+below cover keys that must go together. The first fault found is raised; each names the key, the
+value, the reason and what to write instead.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from kt_ray.config.fields import closest, default_of_key, show
+from kt_ray.config.limits import BOUNDS, UNAVAILABLE_BACKENDS, WORDS
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
-
-# Words a key may have. Keys whose type also allows null or a number take those as well.
-WORDS: dict[str, tuple[str, ...]] = {
-    "mode": ("train", "plan", "doctor", "preview"),
-    "model.build": ("demo", "mini"),
-    "model.dtype": ("auto", "bfloat16", "float32"),
-    "model.attn_implementation": ("sdpa", "eager"),
-    "rule.device": ("auto", "cpu", "cuda"),
-    "rule.stages": ("auto",),
-    "rule.worker_threads": ("auto",),
-    "rule.groups": ("auto",),
-    "rule.experts.sockets": ("auto",),
-    "rule.experts.backend": ("auto", "AMXBF16", "AMXINT8", "AMXINT4", "llamafile"),
-    "rule.experts.isa": ("auto", "reference", "avx2", "avx512", "avx512_bf16", "amx"),
-    "rule.experts.threads": ("auto",),
-    "rule.experts.activations": ("retain", "recompute"),
-    "rule.ray.worker_cpus": ("auto",),
-    "rule.ray.expert_cpus": ("auto",),
-    "rule.ray.strategy": ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
-    "data.builtin": ("demo",),
-    "data.format": ("auto", "alpaca", "messages"),
-    "data.overflow": ("truncate", "drop"),
-    "optim.name": ("adamw",),
-    "optim.schedule": ("cosine", "linear", "constant"),
-    "trainer.loss_chunk": ("auto",),
-    "tracking.name": ("jsonl", "wandb"),
-    "tracking.mode": ("auto", "online", "offline"),
-    "cluster.name": ("ray", "local"),
-}
-
-# Reference system's backends that this version names but does not have.
-UNAVAILABLE_BACKENDS = ("AMXINT8", "AMXINT4", "llamafile")
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Numbers a key may have: low <= value <= high, or strict where `open_low` / `open_high`."""
-
-    low: float
-    high: float = math.inf
-    open_low: bool = False
-    open_high: bool = False
-
-    def holds(self, value: float) -> bool:
-        above = value > self.low if self.open_low else value >= self.low
-        below = value < self.high if self.open_high else value <= self.high
-        return above and below and math.isfinite(value)
-
-    def __str__(self) -> str:
-        low = f"{'more than' if self.open_low else 'at least'} {self.low:g}"
-        if math.isinf(self.high):
-            return low
-        return f"{low} and {'less than' if self.open_high else 'at most'} {self.high:g}"
-
-
-BOUNDS: dict[str, Bound] = {
-    "rule.stages": Bound(1),
-    "rule.replicas": Bound(1),
-    "rule.worker_threads": Bound(1),
-    "rule.groups": Bound(1, 8),
-    "rule.experts.sockets": Bound(1),
-    "rule.experts.threads": Bound(1),
-    "rule.ray.worker_cpus": Bound(0),
-    "rule.ray.expert_cpus": Bound(0),
-    "data.eval_fraction": Bound(0, 1, open_high=True),
-    "data.max_length": Bound(2),  # the first token predicts, the second is predicted
-    "data.limit": Bound(1),
-    "lora.rank": Bound(1, 256),
-    "lora.alpha": Bound(0, open_low=True),
-    "lora.dropout": Bound(0, 1, open_high=True),
-    "optim.lr": Bound(0, 1, open_low=True),
-    "optim.eps": Bound(0, open_low=True),
-    "optim.weight_decay": Bound(0),
-    "optim.max_grad_norm": Bound(0),
-    "optim.warmup": Bound(0),
-    "optim.min_lr_ratio": Bound(0, 1),
-    "trainer.epochs": Bound(0, open_low=True),
-    "trainer.max_steps": Bound(1),
-    "trainer.batch_size": Bound(1),
-    "trainer.micro_batch_size": Bound(1),
-    "trainer.eval_every": Bound(0),
-    "trainer.save_every": Bound(0),
-    "trainer.keep_checkpoints": Bound(0),
-    "trainer.preview": Bound(0),
-    "trainer.loss_chunk": Bound(0),
-    "trainer.step_timeout": Bound(0, open_low=True),
-    "trainer.log_every": Bound(1),
-    "cluster.dashboard_port": Bound(1, 65535),
-    "cluster.start_timeout": Bound(0, open_low=True),
-    "cluster.load_timeout": Bound(0, open_low=True),
-}
 
 # Seeds are 64-bit counters of the random streams; the sign bit stays free.
 SEED_LIMIT = 2**63
@@ -243,7 +151,7 @@ def _ranges(layers: list[str]) -> None:
                 layers,
                 f"has the range '{entry}' where layer {start} must begin a range",
                 "ascending ranges from layer 0, both ends included, without gap or overlap",
-                f"begin that range with {start} and end it at {max(start, last)} or later, or set rule.layers=null",
+                f"begin that range with {start}, or set rule.layers=null for a balanced split",
             )
         start = last + 1
 

@@ -49,13 +49,13 @@ def conf_dir(package: Path | None = None) -> Path:
         "the configuration files are missing",
         where=" and ".join(str(c) for c in candidates),
         required="a directory with config.yaml",
-        remedy="install kt_ray again (pip install --force-reinstall kt_ray), or run from a complete source tree",
+        remedy="pip install --force-reinstall kt_ray, or run from a complete source tree",
     )
 
 
 @cache
 def register_resolvers() -> None:
-    """Registers `${kt_ray.scratch:}`: a directory that is deleted at exit, for what Hydra insists on writing."""
+    """Registers `${kt_ray.scratch:}`: a directory deleted at exit, for what Hydra insists on writing."""
     OmegaConf.register_new_resolver("kt_ray.scratch", _scratch, replace=True, use_cache=True)
 
 
@@ -136,6 +136,11 @@ def translate(error: Exception, overrides: Sequence[str]) -> UserError:
     if text.startswith("Ambiguous value for argument"):
         return _ambiguous(text, overrides)
     missing = _MISSING_KEY.search(text)
+    inner = getattr(error.__cause__, "key", None)
+    if missing and missing[1] in groups() and inner is not None:  # run={nam: x}
+        key = f"{missing[1]}.{inner}"
+        given = _value_given(missing[1], overrides)
+        return unknown_key(key, given.get(inner) if isinstance(given, dict) else given)
     if missing:
         in_file = _IN_FILE.search(text)
         if in_file:
@@ -154,6 +159,14 @@ def translate(error: Exception, overrides: Sequence[str]) -> UserError:
             observed=f"+{present[1]}={value}",
             remedy=f"write {present[1]}={value}",
         )
+    twice = re.match(r"Multiple values for (\w+)\.", text)
+    if twice:
+        value = show(_value_given(twice[1], overrides))
+        return UserError(
+            f"{twice[1]} has an option already, + adds a second one",
+            observed=f"+{twice[1]}={value}",
+            remedy=f"write {twice[1]}={value}",
+        )
     if text.startswith("Config group override must be"):
         group = next(g for g in option_groups() if _is_plain_value(_value_given(g, overrides)))
         return _no_option(group, show(_value_given(group, overrides)), option_names(group))
@@ -171,7 +184,7 @@ def option_names(group: str) -> list[str]:
 
 
 def option_groups() -> list[str]:
-    """The groups that an option can be chosen for (conf/hardware holds no options, but files for plan.hardware)."""
+    """The groups of conf/ that an option can be chosen for (conf/hardware holds files for plan.hardware)."""
     return sorted(p.name for p in conf_dir().iterdir() if p.is_dir() and p.name in {*groups(), "experiment"})
 
 
@@ -253,7 +266,7 @@ def _ambiguous(text: str, overrides: Sequence[str]) -> UserError:
     return UserError(
         f"{override} gives several values",
         required="one value without -m",
-        remedy=f"write {key}=[{value}] for a list, '{key}=\"{value}\"' for a text, or add -m for one run per value",
+        remedy=f"write {key}=[{value}] for a list, '{key}=\"{value}\"' for a text, or add -m to sweep",
     )
 
 

@@ -157,7 +157,7 @@ def closest_key(key: str) -> str | None:
     if same:
         return closest(key, same) or same[0]
     whole = closest(key, fields() if group else known)
-    if whole:
+    if whole and group not in groups():
         return whole
     match = closest(last, [k.rpartition(".")[2] for k in fields()])
     return next((k for k in fields() if k.rpartition(".")[2] == match), None) if match else None

@@ -119,7 +119,7 @@ def _newest_run(root: str) -> str:
             "trainer.resume=latest, but no run has a checkpoint",
             where=root,
             required="a directory <run>/checkpoints/latest under run.root",
-            remedy="set run.root (and run.name) to the run to go on with, or trainer.resume=null to begin a new one",
+            remedy="set run.root to the directory of the run, or trainer.resume=null to begin a new one",
         )
     return max(found, key=lambda p: p.stat().st_mtime).parent.parent.name
 
@@ -150,7 +150,7 @@ def unknown_key(key: str, value: Any) -> UserError:
     """The error for a key that does not exist, with the closest one that does."""
     match = closest_key(key)
     group = key.rpartition(".")[0]
-    known = list(hints(groups()[group] if group in groups() else Config))
+    known = list(hints(groups().get(group, Config)))
     within = f"{group} has" if group in groups() else "the keys are"
     what = f"unknown key {key}" + (f"; did you mean {match}?" if match else "")
     # A group takes an option name, not the value that was meant for a key.

@@ -21,7 +21,8 @@ class ModelConfig:
             a plan can be made from `config`, or (with `build`) the model is built locally.
         config: the released config.json, inline, so that `mode=plan` works without a checkpoint.
             Ignored when `path` holds a config.json.
-        build: "demo" or "mini" = build this small model from `seed` on first use; ignored when `path` is given.
+        build: "demo" or "mini" = build this small model from `seed` on first use; ignored when
+            `path` is given.
         seed: seed of a locally built model.
         dtype: compute type of attention, norms, router and shared experts: "auto" takes the
             checkpoint's torch_dtype; "bfloat16"; "float32". Experts stay in the checkpoint's type.
@@ -114,7 +115,8 @@ class DataConfig:
         name: label; "jsonl" is replaced by the file's name.
         path: jsonl, json or parquet file, or a list of them; None with `builtin`.
         builtin: "demo" = the data set inside the package.
-        format: "auto", "alpaca" ({instruction, input, output[, system, history]}) or "messages" ({messages: [...]}).
+        format: "auto", "alpaca" ({instruction, input, output[, system, history]}) or "messages"
+            ({messages: [...]}).
         eval_path: file with held-out rows; None = `eval_fraction` of `path`.
         eval_fraction: share of rows held out when `eval_path` is None (0 = no evaluation).
         max_length: tokens per row; longer rows are truncated and reported, or dropped.
@@ -146,8 +148,8 @@ class LoraConfig:
         alpha: scale numerator; the update is B A x * alpha / r (alpha / sqrt(r) with rslora).
         rslora: rank-stabilised scale (Kalajdzievski 2023).
         dropout: dropout on the adapter's input, as PEFT defines it; 0 <= p < 1.
-        target_modules: "auto" (attention projections, shared experts, dense MLPs), "none", a list of module
-            name suffixes, or a regex (full match) over module names of the non-expert part.
+        target_modules: "auto" (attention projections, shared experts, dense MLPs), "none", a list of
+            module name suffixes, or a regex (full match) over module names of the non-expert part.
         experts: train LoRA on gate, up and down of every routed expert.
     """
 
@@ -173,7 +175,8 @@ class OptimConfig:
         betas: moment decay rates.
         eps: denominator term.
         weight_decay: decoupled weight decay.
-        max_grad_norm: global norm (GPU and expert LoRA together) that gradients are clipped to; 0 = no clipping.
+        max_grad_norm: global norm (GPU and expert LoRA together) that gradients are clipped to;
+            0 = no clipping.
         schedule: "cosine", "linear" or "constant", after warm-up.
         warmup: warm-up steps (int >= 1) or share of all steps (float < 1).
         min_lr_ratio: final learning rate as a share of `lr` for cosine and linear.
@@ -205,7 +208,8 @@ class TrainerConfig:
         resume: None; "latest" = go on where the run stopped (run.name, else the newest run); or a
             checkpoint directory.
         preview: decode and print this many rows with the trained tokens marked, before training.
-        loss_chunk: rows of logits per cross-entropy chunk; "auto" = only when logits would dominate, 0 = never.
+        loss_chunk: rows of logits per cross-entropy chunk; "auto" = only when logits would
+            dominate, 0 = never.
         step_timeout: seconds without progress after which a step is given up with a report.
         log_every: steps between log lines on a terminal without a progress bar.
     """
@@ -255,7 +259,8 @@ class ClusterConfig:
 
     Attributes:
         name: "ray" or "local" (the same classes in one process, without Ray).
-        address: Ray address; "auto" = a running cluster if there is one, else a local one; "local" = always a new local one.
+        address: Ray address; "auto" = a running cluster if there is one, else a local one;
+            "local" = always a new local one; or HOST:PORT.
         namespace: Ray namespace of the named actors; None = one per run.
         dashboard: start the dashboard with a local cluster.
         dashboard_host: address the dashboard listens on.
