@@ -42,7 +42,7 @@ def plot_loss(metrics_file: Path, image: Path, *, title: str = "") -> bool:
         return False
 
 
-def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
+def smooth(values: Sequence[float], weight: float = 0.8) -> list[float]:
     """Exponential moving average, divided by the weights seen so far so that it does not start at zero."""
     smoothed, average, seen = [], 0.0, 0.0
     for value in values:

@@ -123,6 +123,10 @@ class WandbTracker:
         has_key = bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
         online = self.config.mode == "online" or (self.config.mode == "auto" and has_key)
         mode: Literal["online", "offline"] = "online" if online else "offline"
+        # console="off": W&B would otherwise take over standard output, which the progress bar draws on.
+        settings: dict[str, Any] = {"console": "off", "silent": True, "init_timeout": self.init_timeout}
+        if "finish_timeout" in getattr(wandb.Settings, "model_fields", ()):  # absent from older releases
+            settings["finish_timeout"] = self.finish_timeout
         run = wandb.init(
             project=self.config.project,
             entity=self.config.entity,
@@ -133,10 +137,7 @@ class WandbTracker:
             tags=list(self.config.tags),
             dir=str(run_dir),
             config=dict(config),
-            # console="off": W&B would otherwise take over standard output, which the progress bar draws on.
-            settings=wandb.Settings(
-                console="off", silent=True, init_timeout=self.init_timeout, finish_timeout=self.finish_timeout
-            ),
+            settings=wandb.Settings(**settings),
         )
         run.define_metric(_STEP)
         run.define_metric("*", step_metric=_STEP)
@@ -175,5 +176,6 @@ class WandbTracker:
         with self._lock:
             if not self.enabled:
                 return
+            # Before `enabled` changes: whoever waits for W&B goes on only once the warning is out.
+            log.warning("W&B is switched off for this run, training goes on: %s", reason)
             self.enabled = False
-        log.warning("W&B is switched off for this run, training goes on: %s", reason)

@@ -1,0 +1,192 @@
+"""The rules of the run directory: names, what is never overwritten, and which run a resume continues."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kt_ray.errors import UserError
+from kt_ray.rundir import RunDir, environment, find_checkpoints, plain, setup_logging, write_atomic
+
+
+def test_default_names_are_unique_and_absolute(tmp_path, make_config, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = make_config(Path("runs"), model="my org/model")
+    runs = [RunDir.create(config) for _ in range(3)]
+    assert len({run.path for run in runs}) == 3
+    for run in runs:
+        assert run.path.is_absolute() and run.path.parent == tmp_path / "runs"
+        assert run.name.startswith("my-org-model-20")
+        assert not run.continued and run.checkpoint is None
+
+
+def test_config_yaml_is_the_resolved_configuration(tmp_path, make_config):
+    config = make_config(tmp_path, name="a")
+    run = RunDir.create(config)
+    loaded = yaml.safe_load(run.config_file.read_text())
+    assert loaded == json.loads(json.dumps(plain(config)))
+    assert loaded["optim"]["betas"] == [0.9, 0.999] and loaded["run"]["name"] == "a"
+
+
+@pytest.mark.parametrize("remains", ["metrics.jsonl", "checkpoints", "adapter"])
+def test_an_existing_run_is_refused_and_overwritten_only_on_request(tmp_path, make_config, remains):
+    run = RunDir.create(make_config(tmp_path, name="a"))
+    if remains == "metrics.jsonl":
+        run.metrics_file.write_text('{"step": 1}\n')
+    else:
+        (run.path / remains).mkdir()
+    (run.path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="already holds a run") as caught:
+        RunDir.create(make_config(tmp_path, name="a"))
+    assert "run.overwrite=true" in caught.value.remedy
+    assert (run.path / remains).exists()
+
+    again = RunDir.create(make_config(tmp_path, name="a", overwrite=True))
+    assert again.path == run.path
+    assert sorted(p.name for p in run.path.iterdir()) == ["config.yaml", "notes.txt"]
+
+
+def test_a_run_that_failed_before_its_first_step_may_be_started_again(tmp_path, make_config):
+    first = RunDir.create(make_config(tmp_path, name="a"))
+    first.metrics_file.touch()
+    assert RunDir.create(make_config(tmp_path, name="a")).path == first.path
+
+
+def test_overwrite_never_touches_a_directory_that_is_no_run(tmp_path, make_config):
+    (tmp_path / "thesis" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds other files"):
+        RunDir.create(make_config(tmp_path, name="thesis", overwrite=True))
+    assert (tmp_path / "thesis" / "checkpoints").exists()
+
+
+def test_overwrite_removes_a_link_and_not_what_it_points_to(tmp_path, make_config):
+    elsewhere = tmp_path / "big_disk"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("x")
+    run = RunDir.create(make_config(tmp_path / "runs", name="a"))
+    (run.path / "checkpoints").symlink_to(elsewhere)
+    RunDir.create(make_config(tmp_path / "runs", name="a", overwrite=True))
+    assert not (run.path / "checkpoints").exists() and (elsewhere / "precious").exists()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp/a", " a"])
+def test_bad_names(tmp_path, make_config, name):
+    with pytest.raises(UserError, match=r"run\.name") as caught:
+        RunDir.create(make_config(tmp_path, name=name))
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("name", [None, "a"])
+@pytest.mark.parametrize("resume", [None, "latest"])
+def test_a_root_that_is_a_file(tmp_path, make_config, name, resume):
+    (tmp_path / "runs").write_text("no directory")
+    with pytest.raises(UserError) as caught:
+        RunDir.create(make_config(tmp_path / "runs", name=name, resume=resume))
+    assert caught.value.remedy
+
+
+def test_resume_latest_by_name_takes_the_newest_complete_checkpoint(tmp_path, make_config, add_checkpoint):
+    run = RunDir.create(make_config(tmp_path, name="a"))
+    for step in (9, 100):
+        add_checkpoint(run.path, step)
+    add_checkpoint(run.path, 200, complete=False)
+    resumed = RunDir.create(make_config(tmp_path, name="a", resume="latest"))
+    assert resumed.path == run.path and resumed.continued
+    assert resumed.checkpoint == run.checkpoints / "step_000100"
+    assert [c.name for c in find_checkpoints(run.path)] == ["step_000009", "step_000100"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_resume_latest_by_name_without_a_checkpoint(tmp_path, make_config, add_checkpoint, exists):
+    if exists:
+        run = RunDir.create(make_config(tmp_path, name="a"))
+        add_checkpoint(run.path, 5, complete=False)
+    with pytest.raises(UserError, match="nothing to resume"):
+        RunDir.create(make_config(tmp_path, name="a", resume="latest"))
+    assert (tmp_path / "a").exists() == exists
+
+
+def test_resume_latest_without_a_name_takes_the_newest_run_of_this_model(
+    tmp_path, make_config, add_checkpoint, caplog
+):
+    now = time.time()
+    for age, name, model in ((30, "old", "demo"), (20, "new", "demo"), (10, "other", "mixtral")):
+        run = RunDir.create(make_config(tmp_path, name=name, model=model))
+        manifest = add_checkpoint(run.path, 7) / "manifest.json"
+        os.utime(manifest, (now - age, now - age))
+    RunDir.create(make_config(tmp_path, name="unsaved"))
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "config.yaml").write_text("- just\n- a list\n")
+    add_checkpoint(tmp_path / "foreign", 1)
+
+    resumed = RunDir.create(make_config(tmp_path, resume="latest"))
+    assert resumed.path == tmp_path / "new" and resumed.continued
+    assert str(tmp_path / "new") in caplog.text
+
+    with pytest.raises(UserError, match="'qwen' has a checkpoint"):
+        RunDir.create(make_config(tmp_path, model="qwen", resume="latest"))
+
+
+def test_resume_from_a_checkpoint_directory(tmp_path, make_config, add_checkpoint):
+    run = RunDir.create(make_config(tmp_path, name="a"))
+    checkpoint = add_checkpoint(run.path, 3)
+    (run.checkpoints / "latest").symlink_to("step_000003")
+
+    continued = RunDir.create(make_config(tmp_path, resume=str(run.checkpoints / "latest")))
+    assert continued.path == run.path and continued.checkpoint == checkpoint and continued.continued
+
+    branched = RunDir.create(make_config(tmp_path, name="b", resume=str(checkpoint)))
+    assert branched.path == tmp_path / "b" and branched.checkpoint == checkpoint and not branched.continued
+
+    for missing in (tmp_path / "nowhere", add_checkpoint(run.path, 4, complete=False)):
+        with pytest.raises(UserError, match="no complete checkpoint"):
+            RunDir.create(make_config(tmp_path, resume=str(missing)))
+
+
+def test_files_are_replaced_whole(tmp_path, monkeypatch):
+    file = tmp_path / "plan.json"
+    write_atomic(file, "old")
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomic(file, "new")
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
+def test_plan_env_and_wandb_id(tmp_path, make_config):
+    run = RunDir.create(make_config(tmp_path, name="a"))
+    run.write_plan({"layers": (0, 4), "where": Path("/x")})
+    assert json.loads((run.path / "plan.json").read_text()) == {"layers": [0, 4], "where": "/x"}
+    run.write_env(environment())
+    env = json.loads((run.path / "env.json").read_text())
+    assert env["pid"] == os.getpid() and env["memory_bytes"] > 0 and env["cpu"]
+    assert env["packages"]["torch"] and env["packages"]["ray"] and env["python"].startswith("3.")
+    assert run.wandb_id is None
+    run.write_wandb_id("abc")
+    assert run.wandb_id == "abc"
+
+
+def test_log_file_has_timestamps_and_the_console_only_warnings(tmp_path, make_config, capsys):
+    run = RunDir.create(make_config(tmp_path, name="a"))
+    for _ in range(2):  # a resumed run appends
+        close = setup_logging(run)
+        logging.getLogger("kt_ray.train").info("quiet [bold]")
+        logging.getLogger("kt_ray.train").warning("loud [bold]")
+        logging.getLogger("elsewhere").warning("foreign")
+        close()
+    logging.getLogger("kt_ray.train").warning("after closing")
+    lines = run.log_file.read_text().splitlines()
+    assert len(lines) == 6
+    assert lines[0].startswith("20") and lines[0].endswith("INFO kt_ray.train: quiet [bold]")
+    assert lines[2].endswith("WARNING elsewhere: foreign")
+    err = capsys.readouterr().err
+    assert err.count("WARNING: loud [bold]") == 2 and "quiet" not in err and "foreign" not in err

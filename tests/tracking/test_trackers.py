@@ -1,0 +1,290 @@
+"""metrics.jsonl and its resume; W&B offline for real; trackers that fail while training goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kt_ray.rundir import RunDir, plain
+from kt_ray.tracking import JsonlTracker, MultiTracker, WandbTracker, make_tracker, read_jsonl
+
+
+def test_jsonl_one_object_per_line_flushed_at_once(tmp_path):
+    tracker = JsonlTracker()
+    tracker.start(tmp_path, {})
+    tracker.log(1, {"step": 1, "loss": np.float32(0.5), "tokens": np.int64(7), "note": "é"})
+    tracker.log(2, {"loss": float("nan"), "grad_norm": float("inf")})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert [json.loads(line) for line in text.splitlines()] == [
+        {"step": 1, "loss": 0.5, "tokens": 7, "note": "é"},
+        {"step": 2, "loss": None, "grad_norm": None},
+    ]
+    assert "NaN" not in text
+    tracker.finish("finished")
+    with pytest.raises(ValueError, match="after finish"):
+        tracker.log(3, {})
+
+
+def test_jsonl_resume_drops_what_will_be_run_again(tmp_path):
+    tracker = JsonlTracker()
+    tracker.start(tmp_path, {})
+    tracker.log(0, {"eval_loss": 4.0})
+    for step in range(1, 8):
+        tracker.log(step, {"loss": float(step)})
+    tracker.finish("failed")
+    file = tmp_path / "metrics.jsonl"
+    with file.open("a") as handle:
+        handle.write('{"step": 8, "lo')  # killed while writing
+
+    resumed = JsonlTracker()
+    resumed.start(tmp_path, {}, first_step=5)
+    resumed.log(5, {"loss": 50.0})
+    resumed.finish("finished")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [r["step"] for r in records] == [0, 1, 2, 3, 4, 5]
+    assert records[-1]["loss"] == 50.0 and records[0]["eval_loss"] == 4.0
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_read_jsonl_passes_over_torn_lines(tmp_path):
+    file = tmp_path / "m.jsonl"
+    assert read_jsonl(file) == []
+    file.write_bytes(b'{"step": 1}\n[1]\n{"step": 2}\n{"step": 3, "x": "\xc3')
+    assert read_jsonl(file) == [{"step": 1}, {"step": 2}]
+
+
+class Failing:
+    def __init__(self, where: str) -> None:
+        self.where, self.calls = where, []
+
+    def _call(self, what: str) -> None:
+        self.calls.append(what)
+        if what == self.where:
+            raise RuntimeError("tracker is broken")
+
+    def start(self, run_dir, config, run_id=None, *, first_step=0):
+        self._call("start")
+
+    def log(self, step, metrics):
+        self._call("log")
+
+    def artifact(self, path):
+        self._call("artifact")
+
+    def finish(self, status):
+        self._call("finish")
+
+
+@pytest.mark.parametrize("where", ["start", "log", "artifact", "finish"])
+def test_a_failing_tracker_is_left_out_and_the_others_go_on(tmp_path, where, caplog):
+    broken = Failing(where)
+    multi = MultiTracker([broken, JsonlTracker()])
+    multi.start(tmp_path, {})
+    multi.log(1, {"loss": 1.0})
+    multi.log(2, {"loss": 2.0})
+    multi.artifact(tmp_path)
+    multi.finish("finished")
+    assert [r["loss"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [1.0, 2.0]
+    assert broken.calls[-1] == where and broken.calls.count(where) == 1
+    assert caplog.text.count("training goes on") == 1
+
+
+def test_make_tracker(tmp_path, make_config):
+    plain_config = make_config(tmp_path, name="a")
+    run = RunDir.create(plain_config)
+    assert [type(t) for t in make_tracker(plain_config, run).trackers] == [JsonlTracker]
+    extra = Failing("never")
+    both = make_tracker(make_config(tmp_path, name="wandb"), run, [extra])
+    assert [type(t) for t in both.trackers] == [JsonlTracker, Failing]
+
+
+# --- W&B -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path, make_config) -> RunDir:
+    return RunDir.create(make_config(tmp_path, name="a"))
+
+
+def wandb_tracker(run: RunDir, make_config, **options) -> WandbTracker:
+    config = make_config(run.path.parent, name="a", tags=["t"], mode=options.pop("mode", "auto"))
+    return WandbTracker(config.tracking, run, **options)
+
+
+def test_wandb_offline_for_real_and_resumed(run, make_config, monkeypatch, caplog):
+    """Without a key: offline; the file on disk holds config, figures and adapter; the id is kept."""
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", "/nonexistent")
+    monkeypatch.setenv("HOME", str(run.path.parent))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(run.path.parent / "wandb-config"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(run.path.parent / "wandb-cache"))
+    monkeypatch.setenv("WANDB_DATA_DIR", str(run.path.parent / "wandb-data"))
+    run.adapter.mkdir()
+    (run.adapter / "adapter_config.json").write_text("{}")
+    ids = []
+    for first_step in (0, 3):
+        tracker = wandb_tracker(run, make_config, finish_timeout=30.0)
+        tracker.start(run.path, {"lora": {"rank": 424242}}, run.wandb_id, first_step=first_step)
+        assert tracker.enabled, caplog.text
+        assert tracker.mode == "offline"
+        tracker.log(first_step + 1, {"step": first_step + 1, "loss": 1.5})
+        tracker.artifact(run.adapter)
+        tracker.finish("finished")
+        ids.append(run.wandb_id)
+    assert ids[0] and ids[0] == ids[1]
+    assert "switched off" not in caplog.text
+    files = sorted((run.path / "wandb").glob(f"offline-run-*-{ids[0]}/run-{ids[0]}.wandb"))
+    assert files
+    content = files[0].read_bytes()
+    for expected in (b"424242", b"loss", b"adapter_config.json", b"adapter-a"):
+        assert expected in content, expected
+
+
+def fake_wandb(monkeypatch, *, init=None, log=None, finish=None) -> SimpleNamespace:
+    """A stand-in for the wandb module; functions given replace the harmless ones."""
+    seen = SimpleNamespace(logged=[], init=None, exit_code=None)
+
+    def do_init(**kwargs):
+        seen.init = kwargs
+        if init is not None:
+            init()
+        return SimpleNamespace(
+            url="https://example.test/run",
+            define_metric=lambda *a, **k: None,
+            log=log or seen.logged.append,
+            log_artifact=lambda a: None,
+            finish=finish or (lambda exit_code: setattr(seen, "exit_code", exit_code)),
+        )
+
+    module = SimpleNamespace(
+        init=do_init, Settings=lambda **k: k, api=SimpleNamespace(api_key=None), Artifact=lambda *a, **k: None
+    )
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    return seen
+
+
+def drive(run: RunDir, tracker: WandbTracker, steps: int = 3) -> float:
+    """A whole run with metrics.jsonl beside it; returns its seconds."""
+    began = time.monotonic()
+    multi = MultiTracker([JsonlTracker(), tracker])
+    multi.start(run.path, {})
+    for step in range(1, steps + 1):
+        multi.log(step, {"loss": 1.0 / step})
+    multi.finish("finished")
+    assert len(read_jsonl(run.metrics_file)) == steps
+    return time.monotonic() - began
+
+
+def fail():
+    raise OSError("no\nnetwork")
+
+
+def warnings_of(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_wandb_init_raises(run, make_config, monkeypatch, caplog):
+    fake_wandb(monkeypatch, init=fail)
+    assert drive(run, wandb_tracker(run, make_config)) < 5
+    assert warnings_of(caplog) == ["W&B is switched off for this run, training goes on: OSError: no network"]
+    assert run.wandb_id is None
+
+
+def test_wandb_is_not_installed(run, make_config, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    drive(run, wandb_tracker(run, make_config))
+    (warning,) = warnings_of(caplog)
+    assert "ModuleNotFoundError" in warning
+
+
+def test_wandb_log_raises(run, make_config, monkeypatch, caplog):
+    calls = []
+
+    def log(record):
+        calls.append(record)
+        sys.exit(3)  # not even this may get through
+
+    fake_wandb(monkeypatch, log=log)
+    drive(run, wandb_tracker(run, make_config))
+    assert len(calls) == 1 and len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("stuck", ["init", "log", "finish"])
+def test_wandb_hangs(run, make_config, monkeypatch, caplog, stuck):
+    release = threading.Event()
+    try:
+        fake_wandb(monkeypatch, **{stuck: lambda *a, **k: release.wait(30)})
+        assert drive(run, wandb_tracker(run, make_config, init_timeout=0.3, finish_timeout=0.3)) < 5
+        (warning,) = warnings_of(caplog)
+        assert "switched off" in warning
+    finally:
+        release.set()
+
+
+def test_wandb_that_falls_behind_is_switched_off(run, make_config, monkeypatch, caplog):
+    release = threading.Event()
+    try:
+        monkeypatch.setattr("kt_ray.tracking.wandb_tracker._QUEUE", 8)
+        fake_wandb(monkeypatch, log=lambda record: release.wait(30))
+        assert drive(run, wandb_tracker(run, make_config), steps=50) < 5
+        (warning,) = warnings_of(caplog)
+        assert "wait to be sent" in warning
+    finally:
+        release.set()
+
+
+def test_wandb_gets_the_resolved_config_and_every_step(run, make_config, monkeypatch, caplog):
+    seen = fake_wandb(monkeypatch)
+    config = make_config(run.path.parent, name="a")
+    tracker = wandb_tracker(run, make_config, mode="online")
+    tracker.start(run.path, plain(config), "kept-id", first_step=4)
+    tracker.log(4, {"loss": 2.0})
+    tracker.finish("failed")
+    assert seen.init["id"] == "kept-id" == run.wandb_id and seen.init["resume"] == "allow"
+    assert seen.init["mode"] == "online" and seen.init["tags"] == ["t"] and seen.init["name"] == "a"
+    assert seen.init["config"] == plain(config)
+    assert seen.logged == [{"loss": 2.0, "step": 4}] and seen.exit_code == 1
+    assert warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "key", "expected"),
+    [
+        ("auto", None, "offline"),
+        ("auto", "k" * 40, "online"),
+        ("offline", "k" * 40, "offline"),
+    ],
+)
+def test_wandb_mode(run, make_config, monkeypatch, mode, key, expected):
+    fake_wandb(monkeypatch)
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    tracker = wandb_tracker(run, make_config, mode=mode)
+    tracker.start(run.path, {})
+    assert tracker.mode == expected
+    tracker.finish("finished")
+
+
+def test_tracking_imports_neither_ray_nor_wandb():
+    code = (
+        "import sys, kt_ray.tracking\n"
+        "print(sorted({'ray', 'wandb', 'torch', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.stdout.strip() == "[]"
