@@ -1,0 +1,296 @@
+"""Load everything but the routed experts into a Hugging Face model that was built on meta.
+
+The mapping from checkpoint keys to module names is transformers' own
+(`get_model_conversion_mapping`: renamings such as Mixtral's ".block_sparse_moe." -> ".mlp.", and
+converters that split or join tensors), so that a family loads here as it does there. So are the
+parameters that stay in float32 whatever the dtype (`e_score_correction_bias`).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    rename_source_key,
+)
+
+from kt_ray.checkpoint.experts import ExpertLayout
+from kt_ray.checkpoint.index import CheckpointIndex, some
+from kt_ray.checkpoint.safetensors_file import read_tensor
+from kt_ray.errors import UserError
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_EXPERT_PARAMETER = re.compile(r"\bexperts\.(gate_up_proj|down_proj)(_bias)?$")
+_PLAIN = {"F32", "BF16", "F16", "F64", "I64", "I32", "I16", "I8", "U8", "BOOL"}
+_AGAIN = "download the checkpoint again, or check that config.json belongs to it"
+
+
+@dataclass
+class LoadReport:
+    """What was loaded.
+
+    Attributes:
+        loaded: module names that were filled, sorted.
+        nbytes: bytes they take on the device (tied tensors once).
+        unexpected: checkpoint keys of the loaded parts that the model has no place for.
+        ignored: keys that the family ignores: multi-token prediction, stored rotary tables.
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    nbytes: int = 0
+    unexpected: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+
+
+def layer_of(name: str) -> int | None:
+    """Index of the decoder layer that a module or tensor name belongs to."""
+    match = _LAYER.search(name)
+    return int(match.group(1)) if match else None
+
+
+def load_non_experts(
+    index: CheckpointIndex,
+    module: PreTrainedModel,
+    *,
+    layers: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    layout: ExpertLayout | None = None,
+    need_embedding: bool = True,
+    need_head: bool = True,
+) -> LoadReport:
+    """Fill the parameters and persistent buffers of some layers, frozen, on `device`.
+
+    Args:
+        index: the checkpoint.
+        module: a `...ForCausalLM` built under `torch.device("meta")`; routed-expert parameters, where
+            they are still there, are left as they are.
+        layers: [start, stop) of the decoder layers to fill.
+        dtype: type of floating-point tensors, except those that transformers keeps in float32.
+        device: where they go.
+        layout: the routed experts, which are passed over; None = detected here.
+        need_embedding: also fill the input embedding.
+        need_head: also fill what comes after the layers: the final norm and lm_head.
+
+    Raises:
+        UserError: missing keys (sorted), wrong shapes, quantised tensors.
+    """
+    layout = layout or ExpertLayout.detect(index)
+    wanted = _wanted(module, layers, need_embedding, need_head)
+    tied = _tied(module)
+    # A tied tensor is stored once, under its source's name.
+    sources = set(wanted) | {tied[name] for name in wanted if name in tied}
+    report = LoadReport()
+    mapping = _map_keys(index, module, layout, sources, layers, report)
+
+    placed: dict[str, torch.Tensor] = {}
+    plan = _dtype_plan(module, dtype)
+    # A model built in `dtype` says by its own tensors which ones the family keeps in another type.
+    built = {n: t.dtype for n, t in module.state_dict().items()} if module.dtype == dtype else {}
+    for target, (transform, keys) in mapping.items():
+        for name, value in _realise(index, module, target, transform, keys).items():
+            if name in sources:
+                placed[name] = _cast(name, value, built.get(name, dtype), plan).to(device)
+    for name in wanted:
+        if name not in placed and name in tied and tied[name] in placed:
+            placed[name] = placed[tied[name]]
+    missing = sorted(set(wanted) - set(placed))
+    if missing:
+        raise UserError(
+            "checkpoint lacks weights of the model",
+            where=str(index.path),
+            observed=f"missing: {some(missing)}",
+            required=f"{len(wanted)} tensors outside the routed experts",
+            remedy=_AGAIN,
+        )
+    parameters: dict[int, torch.nn.Parameter] = {}
+    for name in wanted:
+        _assign(index, module, name, placed[name], parameters)
+    report.loaded = sorted(wanted)
+    report.nbytes = sum(
+        t.numel() * t.element_size() for t in {id(placed[n]): placed[n] for n in wanted}.values()
+    )
+    report.unexpected.sort()
+    report.ignored.sort()
+    return report
+
+
+def _wanted(
+    module: PreTrainedModel, layers: tuple[int, int], need_embedding: bool, need_head: bool
+) -> dict[str, torch.Tensor]:
+    embedding = module.get_input_embeddings()
+    in_embedding = {id(tensor) for tensor in (*embedding.parameters(), *embedding.buffers())}
+    names: dict[str, torch.Tensor] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        layer = layer_of(name)
+        if _EXPERT_PARAMETER.search(name):
+            continue
+        if layer is not None:
+            take = layers[0] <= layer < layers[1]
+        elif id(tensor) in in_embedding and name not in _tied(module):
+            take = need_embedding
+        else:
+            take = need_head
+        if take:
+            names[name] = tensor
+    return names
+
+
+def _tied(module: PreTrainedModel) -> dict[str, str]:
+    return dict(getattr(module, "all_tied_weights_keys", None) or {})
+
+
+_Mapped = dict[str, tuple["WeightConverter | None", list[tuple[str, str]]]]
+
+
+def _map_keys(
+    index: CheckpointIndex,
+    module: PreTrainedModel,
+    layout: ExpertLayout,
+    sources: set[str],
+    layers: tuple[int, int],
+    report: LoadReport,
+) -> _Mapped:
+    """Target name -> (converter or None, [(checkpoint key, pattern it matched)]), for `sources`."""
+    transforms = get_model_conversion_mapping(module)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    state = module.state_dict()
+    prefix = module.base_model_prefix
+    count = index.text_config.get("num_hidden_layers")
+    ignore = [re.compile(p) for p in (module._keys_to_ignore_on_load_unexpected or ())]
+    ignore += [
+        re.compile(r"rotary_emb\.inv_freq$"),
+        re.compile(r"(^|\.)position_ids$"),
+        re.compile(r"(^|\.)mtp\."),
+    ]
+    report.ignored.extend(layout.skipped)
+
+    mapping: _Mapped = {}
+    for key in sorted(index.tensors):
+        if key in layout.keys or key in layout.skipped:
+            continue
+        layer = layer_of(key)
+        renamed, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if renamed not in state and key in state:
+            renamed, pattern = rename_source_key(key, [], [], prefix, state)
+        targets = {renamed}
+        if pattern is not None:
+            first = by_pattern[pattern].target_patterns[0]
+            targets = {renamed.replace(first, t) for t in by_pattern[pattern].target_patterns}
+        if targets & sources:
+            converter = by_pattern[pattern] if pattern is not None else None
+            mapping.setdefault(renamed, (converter, []))[1].append((key, pattern or key))
+        elif renamed in state:
+            continue  # another stage's
+        elif (layer is not None and isinstance(count, int) and layer >= count) or any(
+            p.search(key) for p in ignore
+        ):
+            report.ignored.append(key)
+        elif layer is None or layers[0] <= layer < layers[1]:
+            report.unexpected.append(key)
+    return mapping
+
+
+def _realise(
+    index: CheckpointIndex,
+    module: PreTrainedModel,
+    target: str,
+    converter: WeightConverter | None,
+    keys: list[tuple[str, str]],
+) -> dict[str, torch.Tensor]:
+    for key, _ in keys:
+        if index.tensors[key].dtype not in _PLAIN:
+            raise UserError(
+                "weights outside the experts are in a format that is not supported",
+                where=f"{index.tensors[key].file}, tensor {key}",
+                observed=index.tensors[key].dtype,
+                required="BF16, F16 or F32",
+                remedy="use a bfloat16 or float32 checkpoint of this model",
+            )
+    if converter is None:
+        return {target: read_tensor(index.tensors[keys[-1][0]])}
+    transform = copy.deepcopy(converter)
+    for key, pattern in keys:
+        # transformers collects futures or tensors here; its annotation names the first only.
+        transform.add_tensor(target, key, pattern, read_tensor(index.tensors[key]))  # type: ignore[arg-type]
+    values = transform.convert(target, model=module, config=module.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _dtype_plan(module: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
+    kept = module._get_dtype_plan(dtype)
+    return build_glob_alternation(list(kept))[0] if kept else None
+
+
+def _cast(name: str, value: torch.Tensor, dtype: torch.dtype, kept: re.Pattern[str] | None) -> torch.Tensor:
+    if not value.is_floating_point():
+        return value
+    return value.to(torch.float32 if kept is not None and kept.search(name) else dtype)
+
+
+def _assign(
+    index: CheckpointIndex,
+    module: PreTrainedModel,
+    name: str,
+    value: torch.Tensor,
+    parameters: dict[int, torch.nn.Parameter],
+) -> None:
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    empty = getattr(owner, leaf)
+    if empty.shape != value.shape:
+        raise UserError(
+            "checkpoint and model disagree about a shape",
+            where=f"{index.path}, {name}",
+            observed=list(value.shape),
+            required=list(empty.shape),
+            remedy=_AGAIN,
+        )
+    if leaf in owner._parameters:
+        parameter = parameters.setdefault(id(value), torch.nn.Parameter(value, requires_grad=False))
+        owner._parameters[leaf] = parameter
+    else:
+        owner._buffers[leaf] = value
+
+
+def materialize_buffers(module: PreTrainedModel, device: torch.device | str) -> list[str]:
+    """Give buffers that no checkpoint holds (rotary tables, ...) their values on `device`.
+
+    Meta buffers that are not persistent are allocated and computed by the family's own
+    `_init_weights`, as `from_pretrained` does. Parameters of the same modules are left alone.
+
+    Returns:
+        The names of the buffers, sorted.
+
+    Raises:
+        ValueError: a buffer's module also holds parameters still on meta (load them first).
+    """
+    owners: dict[str, torch.nn.Module] = {}
+    done: list[str] = []
+    for path, owner in module.named_modules():
+        names = [n for n in owner._non_persistent_buffers_set if owner._buffers.get(n) is not None]
+        for name in names:
+            buffer = owner._buffers[name]
+            if buffer is not None and buffer.is_meta:
+                owner._buffers[name] = torch.empty_like(buffer, device=device)
+                owners[path] = owner
+                done.append(f"{path}.{name}" if path else name)
+    with torch.no_grad():
+        for path, owner in owners.items():
+            if any(p.is_meta for p in owner.parameters(recurse=False)):
+                raise ValueError(f"{path}: load its parameters before its buffers")
+            saved = [(p, p.detach().clone()) for p in owner.parameters(recurse=False)]
+            module._init_weights(owner)
+            for parameter, value in saved:
+                parameter.copy_(value)
+    return sorted(done)

@@ -1,0 +1,280 @@
+"""The safetensors container, as far as reading straight into place and pre-laid-out writing need it.
+
+A file is an 8-byte little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}
+and the tensors back to back (https://huggingface.co/docs/safetensors). The safetensors package
+reads whole tensors through a memory map; experts are read by byte range into memory that is already
+bound to a socket, and an adapter is written by several processes into one file, so the offsets are
+needed here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kt_ray.errors import UserError
+
+# Bits per element, by the dtype names of the format.
+BITS: dict[str, int] = {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "U16": 16,
+    "I16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "U32": 32,
+    "I32": 32,
+    "F32": 32,
+    "U64": 64,
+    "I64": 64,
+    "F64": 64,
+    "C64": 64,
+}
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_MAX_HEADER = 1 << 30  # a longer one is not a header but a damaged file
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies: bytes [start, end) of `file`, counted from the beginning of the file."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Header:
+    """A parsed header. `data_start`: bytes before the first tensor; `size`: bytes the file must have."""
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+    data_start: int
+    size: int
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {key!r} appears twice")
+            seen.add(key)
+    return result
+
+
+def read_json(path: Path, what: str, remedy: str) -> dict[str, Any]:
+    """Parse a JSON object; damaged or duplicate keys are the user's error."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+    except (ValueError, OSError) as error:
+        raise UserError(
+            f"{what} cannot be read",
+            where=str(path),
+            observed=error,
+            required="one JSON object",
+            remedy=remedy,
+        ) from error
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{what} is not a JSON object",
+            where=str(path),
+            observed=type(value).__name__,
+            required="a JSON object",
+            remedy=remedy,
+        )
+    return value
+
+
+def read_header(path: Path, *, remedy: str = "download or copy this file again") -> Header:
+    """Parse and check a header against the file's size, without reading tensors.
+
+    Raises:
+        UserError: absent, truncated or damaged file; names the file, its bytes and the bytes required.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if len(prefix) < 8 or length > _MAX_HEADER or 8 + length > size:
+                raise UserError(
+                    "safetensors file is truncated or no safetensors file (its header is incomplete)",
+                    where=str(path),
+                    observed=f"{size} bytes",
+                    required=f"{8 + length} bytes at least"
+                    if length <= _MAX_HEADER
+                    else "a safetensors header",
+                    remedy=remedy,
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise UserError(
+            "safetensors file cannot be read", where=str(path), observed=error, remedy=remedy
+        ) from error
+    try:
+        entries = json.loads(raw, object_pairs_hook=_no_duplicates)
+        metadata = entries.pop("__metadata__", None) or {}
+        tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            "safetensors header is damaged",
+            where=str(path),
+            observed=error,
+            required="valid JSON",
+            remedy=remedy,
+        ) from error
+    required = 8 + length
+    for info in sorted(tensors.values(), key=lambda t: (t.start, t.end)):
+        if info.start != required:
+            raise UserError(
+                "safetensors header is damaged (tensors overlap or leave gaps)",
+                where=f"{path}, tensor {info.name}",
+                observed=f"offset {info.start}",
+                required=f"offset {required}",
+                remedy=remedy,
+            )
+        required = info.end
+    if size != required:
+        raise UserError(
+            "safetensors file is truncated"
+            if size < required
+            else "safetensors file has bytes after its tensors",
+            where=str(path),
+            observed=f"{size} bytes",
+            required=f"{required} bytes",
+            remedy=remedy,
+        )
+    return Header(tensors, metadata, 8 + length, required)
+
+
+def _entry(path: Path, name: str, entry: dict[str, Any], data_start: int) -> TensorInfo:
+    dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+    start, end = (int(n) for n in entry["data_offsets"])
+    bits = BITS.get(dtype)
+    if bits is not None and (end - start) * 8 != math.prod(shape) * bits:
+        raise ValueError(f"tensor {name}: {end - start} bytes for shape {list(shape)} of {dtype}")
+    if start < 0 or end < start:
+        raise ValueError(f"tensor {name}: offsets [{start}, {end})")
+    return TensorInfo(name, path, dtype, shape, data_start + start, data_start + end)
+
+
+def build_header(
+    tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, tuple[int, int]], int]:
+    """Lay a file out before any tensor exists.
+
+    Args:
+        tensors: (name, dtype of the format, shape) in file order.
+        metadata: strings kept in the header.
+
+    Returns:
+        The file's first bytes (length and header, padded to 8), each tensor's absolute byte range,
+        and the file's size.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    ranges: dict[str, tuple[int, int]] = {}
+    offset = 0
+    for name, dtype, shape in tensors:
+        nbytes = math.prod(shape) * BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+        ranges[name] = (offset, offset + nbytes)
+        offset += nbytes
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    base = 8 + len(raw)
+    return (
+        struct.pack("<Q", len(raw)) + raw,
+        {n: (base + a, base + b) for n, (a, b) in ranges.items()},
+        base + offset,
+    )
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, writable, without a copy. The caller keeps the tensor alive."""
+    assert tensor.device.type == "cpu" and tensor.is_contiguous(), "contiguous CPU tensor required"
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def read_into(fd: int, view: memoryview, offset: int, path: Path) -> None:
+    """Fill `view` with the bytes at `offset`; a short read is the user's error (the file shrank)."""
+    done = 0
+    while done < len(view):
+        count = os.preadv(fd, [view[done:]], offset + done)
+        if count == 0:
+            raise UserError(
+                "safetensors file ended while it was read",
+                where=str(path),
+                observed=f"{offset + done} bytes",
+                required=f"{offset + len(view)} bytes",
+                remedy="download or copy this file again, and do not change it during a run",
+            )
+        done += count
+
+
+def write_from(fd: int, view: memoryview, offset: int) -> None:
+    """Write all of `view` at `offset`."""
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
+
+
+def read_tensor(info: TensorInfo) -> torch.Tensor:
+    """Read one tensor to the CPU in its stored type."""
+    dtype = TORCH_DTYPES.get(info.dtype)
+    if dtype is None:
+        raise UserError(
+            f"tensor type {info.dtype} cannot be read",
+            where=f"{info.file}, tensor {info.name}",
+            observed=info.dtype,
+            required=", ".join(sorted(TORCH_DTYPES)),
+            remedy="use a checkpoint in bfloat16 or float32",
+        )
+    tensor = torch.empty(info.shape, dtype=dtype)
+    fd = os.open(info.file, os.O_RDONLY)
+    try:
+        read_into(fd, tensor_bytes(tensor), info.start, info.file)
+    finally:
+        os.close(fd)
+    return tensor
