@@ -22,17 +22,56 @@ class ModelDims:
     moe_layers: tuple[int, ...]  # indices of layers with routed experts
     attention_params: tuple[int, ...]  # per layer: attention with its norms
     dense_params: tuple[int, ...]  # per layer: router + shared expert, or the dense MLP; plus layer norms
-    lora_in_out: tuple[tuple[tuple[str, int, int], ...], ...]  # per layer: (module, in, out) of LoRA targets ("auto")
+    lora_in_out: tuple[
+        tuple[tuple[str, int, int], ...], ...
+    ]  # per layer: (module, in, out) of LoRA targets ("auto")
     tie_embeddings: bool
     dtype: str  # "bfloat16" | "float32" | "float16": non-expert weights
     expert_format: str  # "bf16" | "f32" | "fp8_block" | "mxfp4" | "int4" | ...
     refusal: str | None = None  # why this model cannot be trained yet; None = it can
     notes: tuple[str, ...] = ()
+    name: str = ""  # label for messages: the model group's name or the directory
+    expert_hidden: int = 0  # width the routed experts work on; 0 = hidden_size
+    expert_bias_params: int = 0  # biases of one routed expert
+    outside_params: int = 0  # final norm and whatever else sits outside layers, embedding and head
+    num_heads: int = 0  # query heads
+    attention_width: int = 0  # elements per token of expanded queries, keys and values of one layer
+    hidden_streams: int = 1  # residual streams between layers (hyper-connections), each hidden_size wide
+
+    @property
+    def expert_width(self) -> int:
+        """Width of a routed expert's input and output."""
+        return self.expert_hidden or self.hidden_size
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one routed expert (gate, up, down and their biases)."""
+        return 3 * self.expert_width * self.expert_intermediate + self.expert_bias_params
+
+    @property
+    def routed_params(self) -> int:
+        """Parameters of all routed experts of all layers."""
+        return self.expert_params * self.num_experts * len(self.moe_layers)
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters of the token embedding (the head has as many, unless they are tied)."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def total_params(self) -> int:
+        """All parameters, multi-token-prediction layers not counted."""
+        ends = self.embedding_params * (1 if self.tie_embeddings else 2) + self.outside_params
+        return ends + sum(self.attention_params) + sum(self.dense_params) + self.routed_params
 
 
 @dataclass(frozen=True)
 class Socket:
-    """One NUMA node: its CPUs (logical ids this process may use), physical cores and memory."""
+    """One NUMA node: its CPUs (logical ids this process may use), physical cores and memory.
+
+    cpus lists one logical CPU per physical core first (`cores` of them), then their siblings in the
+    same order, so that the first n entries are n different cores. Empty = unknown (other hardware).
+    """
 
     node: int
     cpus: tuple[int, ...]
@@ -49,12 +88,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A host. `source` says where the figures come from ("this host", "rule amx_4gpu (nominal)", a file)."""
+    """A host. `source` says where the figures come from ("this host", "rule amx_4gpu (nominal)", a file).
+
+    isas is ordered best last. present is False for hardware that is only described, not there.
+    """
 
     source: str
     sockets: tuple[Socket, ...]
     gpus: tuple[Gpu, ...]
     isas: tuple[str, ...]
+    present: bool = True
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,208 @@
+"""Who does what in which order: a pure function of the plan.
+
+An attention worker walks its program of operations; an expert actor serves a fixed list of
+(layer, direction, group). The list is taken from a simulated run of all programs in unit time, so it
+is a linear extension of all dependencies. Programs, list and messages together form a graph in which
+the simulation's clock only rises along the edges: it has no cycle, so no timing of the real run can
+deadlock (sends never wait).
+
+Operations of a worker, for layer L and micro-batch group g (groups count over all replicas):
+    embed, recv_hidden   the input of the worker's first layer
+    forward              the layer; where it has experts, its tokens are submitted to them
+    join                 wait for the experts of layer L and add their output
+    send_hidden, loss    the output of the worker's last layer
+    recv_grad            gradient of the worker's last layer's output
+    recompute            submit dy where the layer has experts, then recompute the layer under grad
+    backward             wait for dx and dw of the experts, then differentiate
+    send_grad            gradient of the worker's first layer's input
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from kt_ray.placement.types import Plan
+
+KINDS = ("train", "eval")
+_TIMED = frozenset(("forward", "recompute", "backward"))  # the others take no time in the simulation
+
+
+class Op(NamedTuple):
+    """One operation of an attention worker on one layer and one micro-batch group."""
+
+    kind: str
+    layer: int
+    group: int
+
+
+ExpertCall = tuple[int, str, int]  # layer, "forward" or "backward", group
+
+
+def worker_program(plan: Plan, replica: int, stage: int, kind: str) -> tuple[Op, ...]:
+    """The operations of one worker in one pass, in order.
+
+    Args:
+        kind: "train" (forward and backward) or "eval" (forward and loss).
+    """
+    return _program(_shape(plan), replica, stage, kind)
+
+
+def expert_order(plan: Plan, kind: str) -> tuple[ExpertCall, ...]:
+    """The calls that every expert actor serves in one pass, in order; MoE layers only.
+
+    All replicas' tokens of one call form one engine call.
+    """
+    return _expert_order(_shape(plan), kind)
+
+
+class _Shape(NamedTuple):
+    """What the order depends on."""
+
+    layers: tuple[tuple[int, int], ...]  # per stage, half-open
+    moe: frozenset[int]
+    replicas: int
+    groups: int
+
+
+def _shape(plan: Plan) -> _Shape:
+    layers = tuple(plan.worker(0, stage).layers for stage in range(plan.stages))
+    return _Shape(layers, frozenset(plan.dims.moe_layers), plan.replicas, plan.groups)
+
+
+@lru_cache(maxsize=256)
+def _program(shape: _Shape, replica: int, stage: int, kind: str) -> tuple[Op, ...]:
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
+    if not (0 <= replica < shape.replicas and 0 <= stage < len(shape.layers)):
+        raise ValueError(f"no worker has replica {replica} and stage {stage}")
+    ops = _forward(shape, stage)
+    if kind == "train":
+        ops += _backward(shape, stage)
+    return tuple(ops)
+
+
+def _forward(shape: _Shape, stage: int) -> list[Op]:
+    start, stop = shape.layers[stage]
+    ops: list[Op] = []
+    for layer in range(start, stop):
+        for group in range(shape.groups):
+            if layer == start:
+                ops.append(Op("embed" if stage == 0 else "recv_hidden", layer, group))
+            elif layer - 1 in shape.moe:
+                ops.append(Op("join", layer - 1, group))
+            ops.append(Op("forward", layer, group))
+    last_stage = stage == len(shape.layers) - 1
+    for group in range(shape.groups):
+        if stop - 1 in shape.moe:
+            ops.append(Op("join", stop - 1, group))
+        ops.append(Op("loss" if last_stage else "send_hidden", stop - 1, group))
+    return ops
+
+
+def _backward(shape: _Shape, stage: int) -> list[Op]:
+    """A software pipeline: while the experts work on one item, the next is recomputed.
+
+    Its depth is groups - 1, so an item (L, g) starts only after "backward" of (L + 1, g), the item
+    that gives its gradient, and at most `groups` recomputed layers are alive at a time.
+    """
+    start, stop = shape.layers[stage]
+    last_stage = stage == len(shape.layers) - 1
+    ops: list[Op] = []
+
+    def finish(layer: int, group: int) -> None:
+        ops.append(Op("backward", layer, group))
+        if layer == start and stage > 0:
+            ops.append(Op("send_grad", layer, group))
+
+    items = [(layer, group) for layer in reversed(range(start, stop)) for group in range(shape.groups)]
+    depth = shape.groups - 1
+    for i, (layer, group) in enumerate(items):
+        if layer == stop - 1 and not last_stage:
+            ops.append(Op("recv_grad", layer, group))
+        ops.append(Op("recompute", layer, group))
+        if i >= depth:
+            finish(*items[i - depth])
+    for layer, group in items[max(0, len(items) - depth) :]:
+        finish(layer, group)
+    return ops
+
+
+class _Worker:
+    """A worker's place in its program during the simulation."""
+
+    def __init__(self, replica: int, stage: int, program: tuple[Op, ...]) -> None:
+        self.replica = replica
+        self.stage = stage
+        self.program = program
+        self.at = 0
+
+
+@lru_cache(maxsize=256)
+def _expert_order(shape: _Shape, kind: str) -> tuple[ExpertCall, ...]:
+    """Unit-time simulation: every forward, recompute, backward and expert call takes one tick.
+
+    Each tick the expert side takes up the request that has waited longest (ties: lowest layer, then
+    direction, then group), and each worker in rank order does what it can.
+    """
+    stages = len(shape.layers)
+    workers = [
+        _Worker(replica, stage, _program(shape, replica, stage, kind))
+        for replica in range(shape.replicas)
+        for stage in range(stages)
+    ]
+    total = len(shape.moe) * shape.groups * (2 if kind == "train" else 1)
+    order: list[ExpertCall] = []
+    submitted: dict[ExpertCall, int] = {}
+    ready: dict[ExpertCall, int] = {}  # call -> tick at which its last replica submitted
+    sent: set[tuple[str, int, int, int]] = set()  # (what, replica, receiving stage, group)
+    done: set[ExpertCall] = set()
+    tick = 0
+
+    def submit(call: ExpertCall) -> None:
+        submitted[call] = submitted.get(call, 0) + 1
+        if submitted[call] == shape.replicas:
+            ready[call] = tick
+
+    def can_run(worker: _Worker, op: Op) -> bool:
+        if op.kind == "recv_hidden":
+            return ("hidden", worker.replica, worker.stage, op.group) in sent
+        if op.kind == "recv_grad":
+            return ("grad", worker.replica, worker.stage, op.group) in sent
+        if op.kind == "join":
+            return (op.layer, "forward", op.group) in done
+        if op.kind == "backward" and op.layer in shape.moe:
+            return (op.layer, "backward", op.group) in done
+        return True
+
+    def run(worker: _Worker, op: Op) -> None:
+        if op.kind == "send_hidden":
+            sent.add(("hidden", worker.replica, worker.stage + 1, op.group))
+        elif op.kind == "send_grad":
+            sent.add(("grad", worker.replica, worker.stage - 1, op.group))
+        elif op.kind == "forward" and op.layer in shape.moe:
+            submit((op.layer, "forward", op.group))
+        elif op.kind == "recompute" and op.layer in shape.moe:
+            submit((op.layer, "backward", op.group))
+
+    while any(w.at < len(w.program) for w in workers):
+        before = (len(order), sum(w.at for w in workers))
+        waiting = [call for call, since in ready.items() if since < tick]
+        taken = min(waiting, key=lambda call: (ready[call], call)) if waiting else None
+        if taken is not None:
+            del ready[taken]
+            order.append(taken)
+        for worker in workers:
+            while worker.at < len(worker.program) and can_run(worker, worker.program[worker.at]):
+                op = worker.program[worker.at]
+                run(worker, op)
+                worker.at += 1
+                if op.kind in _TIMED:
+                    break
+        if taken is not None:
+            done.add(taken)
+        tick += 1
+        idle = (len(order), sum(w.at for w in workers)) == before
+        assert not idle or ready, "the programs wait for each other"
+    assert len(order) == total
+    return tuple(order)

@@ -1,0 +1,160 @@
+"""Configurations for placement tests: small ones of many families, and the sizes of released models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kt_ray.placement.dims import dims_from_config
+from kt_ray.placement.types import ModelDims
+
+_BASE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "vocab_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 40,
+    "num_experts_per_tok": 2,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+_MLA: dict[str, Any] = {
+    **_BASE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+_INDEXER = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
+_LINEAR = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 8,
+    "shared_expert_intermediate_size": 24,
+}
+
+# Family -> small config with every feature of the family that changes its size.
+SMALL: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**_MLA, "model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy"},
+    "deepseek_v3": {**_MLA, "model_type": "deepseek_v3"},
+    "deepseek_v32": {**_MLA, **_INDEXER, "model_type": "deepseek_v32"},
+    "glm_moe_dsa": {**_MLA, **_INDEXER, "model_type": "glm_moe_dsa"},
+    "deepseek_v4": {
+        **{key: value for key, value in _BASE.items() if key != "intermediate_size"},
+        "model_type": "deepseek_v4",
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "q_lora_rank": 24,
+        "o_lora_rank": 20,
+        "o_groups": 2,
+        "qk_rope_head_dim": 8,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "hc_mult": 4,
+        "num_hash_layers": 1,
+        "compress_ratios": [0, 4, 128, 4],
+        "sliding_window": 16,
+        **_INDEXER,
+    },
+    "glm4_moe": {
+        **_BASE,
+        "model_type": "glm4_moe",
+        "head_dim": 24,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 2,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "qwen2_moe": {
+        **_BASE,
+        "model_type": "qwen2_moe",
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 48,
+        "decoder_sparse_step": 2,
+    },
+    "qwen3_moe": {
+        **_BASE,
+        "model_type": "qwen3_moe",
+        "head_dim": 24,
+        "num_experts": 8,
+        "mlp_only_layers": [2],
+        "decoder_sparse_step": 1,
+        "attention_bias": True,
+    },
+    "qwen3_next": {**_BASE, **_LINEAR, "model_type": "qwen3_next", "full_attention_interval": 4},
+    "qwen3_5_moe_text": {
+        **_BASE,
+        **_LINEAR,
+        "model_type": "qwen3_5_moe_text",
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    },
+    "mixtral": {**_BASE, "model_type": "mixtral", "num_local_experts": 8, "moe_intermediate_size": None},
+    "olmoe": {**_BASE, "model_type": "olmoe", "num_experts": 8, "moe_intermediate_size": None},
+    "minimax_m2": {
+        **_BASE,
+        "model_type": "minimax_m2",
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "moe_intermediate_size": None,
+        "use_qk_norm": True,
+    },
+    "gpt_oss": {
+        **_BASE,
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "attention_bias": True,
+        "moe_intermediate_size": None,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    },
+}
+for _config in SMALL.values():
+    if _config["moe_intermediate_size"] is None:  # these families call it intermediate_size
+        del _config["moe_intermediate_size"]
+
+DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "vocab_size": 129280,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "num_nextn_predict_layers": 1,
+}
+
+
+def small_dims(family: str = "deepseek_v3", **changes: Any) -> ModelDims:
+    """Dimensions of a small model of `family`, with some keys changed."""
+    return dims_from_config({**SMALL[family], **changes}, name=family)
