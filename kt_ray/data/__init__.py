@@ -1,0 +1,30 @@
+"""Data: files to tokenised rows with loss on answers only, and rows to the passes of each step.
+
+numpy at import; transformers and pyarrow only where a function needs them; never ray.
+"""
+
+from kt_ray.data.batches import Batches, Wave, epoch_order, eval_waves, loss_tokens, micro_batch, wave
+from kt_ray.data.load import DataBundle, load_data
+from kt_ray.data.preview import PreviewRow, preview_rows, print_preview
+from kt_ray.data.report import DataReport, SplitReport
+from kt_ray.data.types import Conversation, Dataset, Row
+
+__all__ = [
+    "Batches",
+    "Conversation",
+    "DataBundle",
+    "DataReport",
+    "Dataset",
+    "PreviewRow",
+    "Row",
+    "SplitReport",
+    "Wave",
+    "epoch_order",
+    "eval_waves",
+    "load_data",
+    "loss_tokens",
+    "micro_batch",
+    "preview_rows",
+    "print_preview",
+    "wave",
+]

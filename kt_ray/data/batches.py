@@ -1,0 +1,161 @@
+"""Which rows make which step: a pure function of (seed, step), so a resume needs the step number only.
+
+Shapes: b rows, s tokens per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kt_ray.batch import IGNORE, MicroBatch
+from kt_ray.data.types import Row
+
+Wave = tuple[tuple[tuple[MicroBatch, ...], ...], ...]  # per replica, per group, the micro-batches
+
+
+def epoch_order(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+    """Order of the rows in one epoch, int64 [rows].
+
+    Philox keyed by (seed, epoch), and a stable sort of its raw words: the raw stream is fixed by the
+    algorithm, whereas numpy may change how `permutation` draws from it.
+    """
+    if not shuffle:
+        return np.arange(rows, dtype=np.int64)
+    words = np.random.Philox(key=np.array([seed & 0xFFFFFFFFFFFFFFFF, epoch], dtype=np.uint64)).random_raw(
+        rows
+    )
+    return np.argsort(words, kind="stable").astype(np.int64)
+
+
+def micro_batch(rows: Sequence[Row], pad_id: int = 0) -> MicroBatch:
+    """Rows padded on the right to the longest of them. Padding is known by `lengths`, never by its id."""
+    lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
+    ids_BS = np.full((len(rows), int(lengths.max())), pad_id, dtype=np.int64)
+    labels_BS = np.full_like(ids_BS, IGNORE)
+    for i, row in enumerate(rows):
+        ids_BS[i, : lengths[i]] = row.input_ids
+        labels_BS[i, : lengths[i]] = row.labels
+    return MicroBatch(ids_BS, labels_BS, lengths, np.array([row.sample_id for row in rows], dtype=np.int64))
+
+
+def wave(
+    rows: Sequence[Row], micro_batch_size: int, replicas: int = 1, groups: int = 1, pad_id: int = 0
+) -> Wave:
+    """The micro-batches of one pass as PassSpec wants them.
+
+    Rows become micro-batches in order; micro-batch i goes to replica i % replicas; a replica's share is
+    cut into `groups` contiguous groups whose sizes differ by one at most. With few rows a replica may
+    have empty groups, always the last ones.
+
+    Args:
+        rows: rows of the pass, in order.
+        micro_batch_size: rows that pass a layer together.
+        replicas: copies of the attention side.
+        groups: groups per replica.
+        pad_id: id that fills padding (any id will do: padding is neither attended to nor trained).
+    """
+    _positive(micro_batch_size=micro_batch_size, replicas=replicas, groups=groups)
+    parts = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
+    micro = [micro_batch(part, pad_id) for part in parts]
+    return tuple(_cut(micro[replica::replicas], groups) for replica in range(replicas))
+
+
+def loss_tokens(waves: Wave) -> int:
+    """Trained tokens of a pass: the divisor of its loss."""
+    return sum(mb.loss_tokens for groups in waves for group in groups for mb in group)
+
+
+def eval_waves(
+    rows: Sequence[Row],
+    batch_size: int,
+    micro_batch_size: int,
+    replicas: int = 1,
+    groups: int = 1,
+    pad_id: int = 0,
+) -> list[Wave]:
+    """All rows once, in source order, as passes of `batch_size` rows."""
+    _positive(batch_size=batch_size)
+    starts = range(0, len(rows), batch_size)
+    return [wave(rows[i : i + batch_size], micro_batch_size, replicas, groups, pad_id) for i in starts]
+
+
+class Batches:
+    """The training rows cut into optimizer steps.
+
+    A batch never crosses an epoch; the last one of an epoch may be smaller. Nothing is kept between
+    calls but a cache, so `step(k)` gives the same rows whether or not the steps before it were taken.
+
+    Args:
+        rows: training rows.
+        batch_size: rows per optimizer step, over all replicas.
+        micro_batch_size: rows that pass a layer together.
+        replicas: copies of the attention side.
+        groups: micro-batch groups in flight per replica.
+        shuffle: a new order every epoch; False = source order.
+        seed: the run's seed.
+        pad_id: id that fills padding.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        batch_size: int,
+        micro_batch_size: int = 1,
+        replicas: int = 1,
+        groups: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        pad_id: int = 0,
+    ) -> None:
+        _positive(batch_size=batch_size, micro_batch_size=micro_batch_size, replicas=replicas, groups=groups)
+        if not rows:
+            raise ValueError("rows is empty")
+        self.rows = rows
+        self.batch_size = batch_size
+        self.micro_batch_size = micro_batch_size
+        self.replicas = replicas
+        self.groups = groups
+        self.shuffle = shuffle
+        self.seed = seed
+        self.pad_id = pad_id
+        self._cached: tuple[int, np.ndarray] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.rows) // self.batch_size)
+
+    def position(self, step: int) -> tuple[int, int]:
+        """(epoch, step within it) of optimizer step `step`, all 0-based."""
+        return divmod(step, self.steps_per_epoch)
+
+    def step(self, step: int) -> list[Row]:
+        """The rows of optimizer step `step` (0-based), in order."""
+        if step < 0:
+            raise ValueError(f"step must not be negative, got {step}")
+        epoch, index = self.position(step)
+        if self._cached is None or self._cached[0] != epoch:
+            self._cached = (epoch, epoch_order(len(self.rows), self.seed, epoch, self.shuffle))
+        order = self._cached[1][index * self.batch_size : (index + 1) * self.batch_size]
+        return [self.rows[i] for i in order]
+
+    def waves(self, step: int) -> Wave:
+        """The micro-batches of optimizer step `step`, as PassSpec wants them."""
+        return wave(self.step(step), self.micro_batch_size, self.replicas, self.groups, self.pad_id)
+
+
+def _cut(micro: Sequence[MicroBatch], groups: int) -> tuple[tuple[MicroBatch, ...], ...]:
+    small, larger = divmod(len(micro), groups)
+    result, start = [], 0
+    for group in range(groups):
+        stop = start + small + (1 if group < larger else 0)
+        result.append(tuple(micro[start:stop]))
+        start = stop
+    return tuple(result)
+
+
+def _positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")

@@ -1,0 +1,81 @@
+"""What tokenisation did to the data, in figures: nothing is cut or dropped without being counted."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class SplitReport:
+    """Counts of one part of the data.
+
+    Attributes:
+        source_rows: rows given to this part.
+        rows: rows kept.
+        truncated: kept rows that were cut to max_length.
+        dropped_long: rows left out because they are longer than max_length (data.overflow=drop).
+        dropped_no_answer: rows left out because cutting took every trained token.
+        tokens: tokens of the kept rows, after cutting.
+        trained: tokens among them that contribute to the loss.
+        tokens_lost: tokens cut or dropped.
+        trained_lost: trained tokens among those.
+        longest: tokens of the longest row before cutting.
+    """
+
+    source_rows: int = 0
+    rows: int = 0
+    truncated: int = 0
+    dropped_long: int = 0
+    dropped_no_answer: int = 0
+    tokens: int = 0
+    trained: int = 0
+    tokens_lost: int = 0
+    trained_lost: int = 0
+    longest: int = 0
+
+    @property
+    def trained_share(self) -> float:
+        return self.trained / self.tokens if self.tokens else 0.0
+
+    def lines(self, name: str, max_length: int) -> list[str]:
+        """A short account; losses are mentioned only when there are any."""
+        lines = [
+            f"{name}: {self.rows:,} of {self.source_rows:,} rows, {self.tokens:,} tokens, "
+            f"{self.trained:,} trained ({self.trained_share:.0%}), longest row {self.longest:,}"
+        ]
+        if self.truncated:
+            lines.append(f"{name}: {self.truncated:,} rows cut to {max_length:,} tokens, answers cut short")
+        if self.dropped_long:
+            lines.append(f"{name}: {self.dropped_long:,} rows dropped, longer than {max_length:,} tokens")
+        if self.dropped_no_answer:
+            lines.append(
+                f"{name}: {self.dropped_no_answer:,} rows dropped, no answer within {max_length:,} tokens"
+            )
+        if self.tokens_lost:
+            every = self.tokens + self.tokens_lost
+            share = self.trained_lost / max(1, self.trained + self.trained_lost)
+            lines.append(
+                f"{name}: {self.tokens_lost:,} of {every:,} tokens lost, {self.trained_lost:,} of them trained "
+                f"({share:.1%} of all trained); data.max_length={self.longest} would keep all"
+            )
+        return lines
+
+
+@dataclass
+class DataReport:
+    """Both parts and the notes on them. `eval` is None when nothing is held out."""
+
+    max_length: int
+    train: SplitReport = field(default_factory=SplitReport)
+    eval: SplitReport | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        lines = self.train.lines("train", self.max_length)
+        if self.eval is not None:
+            lines += self.eval.lines("held out", self.max_length)
+        return lines + [f"note: {note}" for note in self.notes]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

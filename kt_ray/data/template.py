@@ -1,0 +1,291 @@
+"""The tokenizer and its chat template: from a conversation to token ids with the trained ones marked.
+
+Trained is what the model itself must say: every answer and the token that ends it. Which characters
+those are comes from the template's own {% generation %} blocks where it has them. Where it has none,
+the conversation is rendered up to each answer and through it; the difference is the answer's span.
+Characters become tokens by the tokenizer's offsets over the one full rendering, so what is trained on is
+exactly what apply_chat_template gives, and the mask never depends on which ids stand for pad or end.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from kt_ray.batch import IGNORE
+from kt_ray.data.types import Conversation, Message
+from kt_ray.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Span = tuple[int, int]  # characters of the rendering, half-open
+
+# For tokenizers that bring no template: plain role headers, every turn ended by the end-of-sequence token.
+DEFAULT_TEMPLATE = """{{- bos_token or '' }}
+{%- for message in messages %}
+    {{- '### ' + message['role'] | capitalize + ':\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}
+            {{- message['content'] + eos_token }}
+        {%- endgeneration %}
+        {{- '\\n' }}
+    {%- else %}
+        {{- message['content'] + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '### Assistant:\\n' }}
+{%- endif %}
+"""
+
+
+def load_tokenizer(directory: str, key: str = "model.tokenizer") -> PreTrainedTokenizerFast:
+    """The tokenizer in `directory`, from local files only.
+
+    Raises:
+        UserError: no tokenizer there, one that needs remote code, or one without character offsets.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(directory).expanduser()
+    required = "a directory with tokenizer.json (or its vocabulary files) and tokenizer_config.json"
+    if not path.is_dir():
+        raise UserError(
+            "the tokenizer directory does not exist",
+            where=key,
+            observed=path,
+            required=required,
+            remedy="set model.tokenizer to a tokenizer directory",
+        )
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # transformers raises many kinds; each means that nothing usable is there
+        raise UserError(
+            "no tokenizer can be loaded",
+            where=f"{key}={path}",
+            observed=f"{type(error).__name__}: {str(error)[:160]}",
+            required=required,
+            remedy="copy the model's tokenizer files there, or point model.tokenizer at them",
+        ) from error
+    if not tokenizer.is_fast:
+        raise UserError(
+            "the tokenizer gives no character offsets, which the answer mask needs",
+            where=f"{key}={path}",
+            observed=type(tokenizer).__name__,
+            required="a fast tokenizer (tokenizer.json)",
+            remedy="save its tokenizer.json into that directory, or set model.tokenizer to one that has it",
+        )
+    return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+class ChatEncoder:
+    """Encode conversations with one tokenizer and one template.
+
+    Args:
+        tokenizer: a fast tokenizer.
+        template: file of a Jinja chat template instead of the tokenizer's own; None = its own, or
+            DEFAULT_TEMPLATE when it has none.
+
+    Attributes:
+        notes: what a user should know about the choices made (at most one line each).
+
+    Raises:
+        UserError: the template file is missing, or DEFAULT_TEMPLATE is needed and there is no EOS token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, template: str | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.notes: list[str] = []
+        self._special = set(tokenizer.all_special_tokens)
+        self.template = self._choose(template)
+        tokenizer.chat_template = self.template  # what was trained with is what is saved and served
+        self.marked = GENERATION.search(self.template) is not None
+        self._warned = False
+
+    def _choose(self, template: str | None) -> str:
+        if template is not None:
+            path = Path(template).expanduser()
+            if not path.is_file():
+                raise UserError(
+                    "the chat template file does not exist",
+                    where=f"model.chat_template={path}",
+                    remedy="correct model.chat_template, or leave it out for the tokenizer's own template",
+                )
+            return path.read_text(encoding="utf-8")
+        if self.tokenizer.chat_template:
+            return str(self.tokenizer.get_chat_template())
+        if self.tokenizer.eos_token is None:
+            raise UserError(
+                "the tokenizer has neither a chat template nor an end-of-sequence token",
+                where="model.tokenizer",
+                remedy="give model.chat_template a Jinja template, or add eos_token to tokenizer_config.json",
+            )
+        self.notes.append("the tokenizer has no chat template: kt_ray's default one is used (docs/data.md)")
+        return DEFAULT_TEMPLATE
+
+    def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
+        """(input_ids, labels), both int64 [s]; labels are IGNORE outside answers.
+
+        Raises:
+            UserError: the template refuses the conversation, or no answer can be located in it.
+        """
+        text, spans = self._spans(conversation)
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids = np.asarray(encoding["input_ids"], dtype=np.int64)
+        begin, end = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+        trained = np.zeros(len(ids), dtype=bool)
+        for start, stop in spans:
+            # Overlap, not containment: "▁word" may reach back over the space before an answer. A token of
+            # whitespace may have been trimmed to no width; it then sits at its end.
+            trained |= np.where(
+                end > begin, (end > start) & (begin < stop), (begin > start) & (begin <= stop)
+            )
+        return ids, np.where(trained, ids, IGNORE)
+
+    def render(self, messages: tuple[Message, ...], *, prompt: bool = False) -> str:
+        """The conversation as text; `prompt` adds the header of the answer to come."""
+        turns = [{"role": m["role"], "content": m["content"]} for m in messages]
+        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt))
+
+    def _spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        from jinja2 import TemplateError
+
+        try:
+            if self.marked:
+                text, spans = self._marked_spans(conversation)
+            else:
+                text, spans = self._rendered_spans(conversation)
+        except (TemplateError, TypeError, KeyError) as error:
+            raise UserError(
+                "the chat template refuses the conversation",
+                where=conversation.where,
+                observed=f"{type(error).__name__}: {error}",
+                remedy="correct that row, or give model.chat_template a template that takes it",
+            ) from error
+        spans = self._with_end(text, spans)
+        if not any(stop > start for start, stop in spans):
+            raise self._lost(conversation, "no character of the rendering is marked as an answer")
+        return text, spans
+
+    def _marked_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        """Spans as the template's {% generation %} blocks give them."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        names: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
+        rendered: Any = render_jinja_template(
+            conversations=[[dict(m) for m in conversation.messages]],
+            chat_template=self.template,
+            return_assistant_tokens_mask=True,
+            **names,
+        )
+        texts, marks = rendered
+        return texts[0], [(int(start), int(stop)) for start, stop in marks[0]]
+
+    def _rendered_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        """Spans by rendering up to each answer and through it."""
+        messages = conversation.messages
+        text = self.render(messages)
+        spans: list[Span] = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.render(messages[:i], prompt=True)
+            through = text if i == len(messages) - 1 else self.render(messages[: i + 1])
+            if not (through.startswith(before) and text.startswith(before)):
+                raise self._lost(
+                    conversation,
+                    f"the prompt before messages[{i + 1}] is no prefix of what is rendered with it",
+                )
+            said = through[len(before) :]
+            stop = len(before) + len(said)
+            if text[len(before) : stop] != said:
+                stop = self._later(text, len(before), said, message["content"].strip())
+                if stop < 0:
+                    raise self._lost(
+                        conversation,
+                        f"the answer in messages[{i + 1}] is rendered differently once others follow",
+                    )
+            spans.append((len(before), stop))
+        return text, spans
+
+    @staticmethod
+    def _later(text: str, start: int, said: str, content: str) -> int:
+        """Where an answer ends whose scaffold (an empty <think> block) went as turns followed; -1: not so."""
+        at = said.rfind(content)
+        if at < 0:
+            return -1
+        scaffold, rest = said[:at], said[at:]
+        found = text.find(rest, start)
+        return found + len(rest) if found >= 0 and scaffold.endswith(text[start:found]) else -1
+
+    def _with_end(self, text: str, spans: list[Span]) -> list[Span]:
+        """Let each span end with the special token that ends the turn: taken in, and nothing after it.
+
+        What ends a turn is what stands after the last answer. {% generation %} blocks may leave it out;
+        rendered spans hold the line break behind it, which nobody ever generates.
+        """
+        ending = ""
+        tokens = sorted(self._special, key=len, reverse=True)
+        if spans:
+            start, stop = spans[-1]
+            said = text[start:stop].rstrip()
+            ending = next((t for t in tokens if said.endswith(t)), "")
+            if not ending:
+                ending = next((t for t in tokens if text[stop:].lstrip().startswith(t)), "")
+        if not ending:
+            if not self._warned:
+                self._warned = True
+                self.notes.append(
+                    "the chat template ends no answer with a special token: the model does not learn to stop"
+                )
+            return spans
+        result: list[Span] = []
+        for start, stop in spans:
+            said = text[start:stop].rstrip()
+            if said.endswith(ending):
+                stop = start + len(said)
+            else:
+                gap = len(text[stop:]) - len(text[stop:].lstrip())
+                if text.startswith(ending, stop + gap):
+                    stop += gap + len(ending)
+            result.append((start, stop))
+        return result
+
+    def _lost(self, conversation: Conversation, why: str) -> UserError:
+        return UserError(
+            "the answers cannot be located in the rendered conversation",
+            where=conversation.where,
+            observed=why,
+            required="a template whose rendering grows with the conversation, or {% generation %} blocks",
+            remedy="give model.chat_template a template with {% generation %} blocks around answers",
+        )
+
+
+def check_vocabulary(largest: int, model_dir: str) -> None:
+    """Refuse token ids that the model's embedding does not have.
+
+    Raises:
+        UserError: `largest` >= vocab_size of the model's config.json (if there is one).
+    """
+    path = Path(model_dir) / "config.json"
+    if not path.is_file():
+        return
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return  # the checkpoint reader names what is wrong with it
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    if isinstance(size, int) and largest >= size:
+        raise UserError(
+            "the tokenizer does not belong to this model",
+            where="model.tokenizer",
+            observed=f"token id {largest}",
+            required=f"ids below the model's vocab_size {size}",
+            remedy="set model.tokenizer to this model's own tokenizer",
+        )

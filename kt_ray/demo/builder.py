@@ -1,0 +1,207 @@
+"""Build a small DeepSeek-V3 checkpoint from a seed, once, into a cache directory.
+
+Every tensor is drawn from its own generator, seeded by (seed, name), and the checkpoint is written by
+transformers' save_pretrained: per-expert keys in safetensors, BF16, as the family is released.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kt_ray.config.schema import ModelConfig
+from kt_ray.demo.recipes import RECIPES, Recipe, persona_path
+from kt_ray.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+RESIDUAL = ("o_proj.weight", "down_proj.weight", "down_proj")  # what writes to the residual stream
+
+
+def default_cache_dir() -> Path:
+    """`$KT_RAY_CACHE`, else `~/.cache/kt_ray`."""
+    return Path(os.environ.get("KT_RAY_CACHE") or Path.home() / ".cache" / "kt_ray")
+
+
+def resolve_model_dir(model: ModelConfig) -> str:
+    """The checkpoint directory that `model` means, building it on first use when `model.build` says so.
+
+    Raises:
+        UserError: neither model.path nor model.build is set, or the path is no directory.
+    """
+    if model.path is not None:
+        path = Path(model.path).expanduser()
+        if not path.is_dir():
+            raise UserError(
+                "the model directory does not exist",
+                where="model.path",
+                observed=path,
+                remedy="give model.path a Hugging Face checkpoint directory (config.json, *.safetensors)",
+            )
+        return str(path)
+    if model.build is None:
+        raise UserError(
+            f"model {model.name!r} names no checkpoint",
+            where="model.path",
+            required="a directory with config.json and *.safetensors",
+            remedy=f"add model.path=<directory of {model.name}>, or take model=demo",
+        )
+    return ensure_demo_model(model.build, seed=model.seed, tokenizer_dir=model.tokenizer)
+
+
+def ensure_demo_model(
+    name: str = "demo",
+    seed: int = 0,
+    cache_dir: str | Path | None = None,
+    tokenizer_dir: str | Path | None = None,
+) -> str:
+    """The directory of a locally built model; it is built if it is not there yet.
+
+    The build goes to a temporary directory beside it and is renamed when complete, so a reader never sees
+    half a checkpoint and two builders may race: the first rename wins, both results are the same bytes.
+
+    Args:
+        name: a key of RECIPES.
+        seed: decides every weight.
+        cache_dir: root of the cache; None = `default_cache_dir()`.
+        tokenizer_dir: a tokenizer to use (and copy) instead of the demo tokenizer; sets the vocabulary.
+
+    Raises:
+        UserError: unknown name, no tokenizer in `tokenizer_dir`, or a cache that cannot be written.
+    """
+    recipe = RECIPES.get(name)
+    if recipe is None:
+        raise UserError(
+            "no such built-in model",
+            where="model.build",
+            observed=name,
+            required=" or ".join(RECIPES),
+            remedy="set model.build=demo, or give model.path a checkpoint",
+        )
+    source = Path(tokenizer_dir).expanduser() if tokenizer_dir is not None else None
+    inputs = _tokenizer_bytes(source) if source else persona_path().read_bytes()
+    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    target = root / "models" / f"{name}-seed{seed}-{recipe.fingerprint(seed, inputs)}"
+    if (target / "config.json").is_file():
+        return str(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise UserError(
+            "the cache for locally built models cannot be written",
+            where=str(target.parent),
+            observed=error.strerror,
+            remedy="set KT_RAY_CACHE to a directory you may write to",
+        ) from error
+    try:
+        _build(recipe, seed, source, scratch)
+        scratch.chmod(0o755)
+        try:
+            scratch.rename(target)
+        except OSError:
+            if not (target / "config.json").is_file():  # not a lost race
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return str(target)
+
+
+def _tokenizer_bytes(source: Path) -> bytes:
+    """A digest of the tokenizer's files, for the directory name."""
+    suffixes = {".json", ".txt", ".model", ".jinja"}
+    names = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+    files = (
+        sorted(p for p in source.iterdir() if p.suffix in suffixes and p.name.startswith(names))
+        if source.is_dir()
+        else []
+    )
+    if not files:
+        raise UserError(
+            "no tokenizer found",
+            where="model.tokenizer",
+            observed=source,
+            required="a directory with tokenizer.json (or vocab and merges) and tokenizer_config.json",
+            remedy="point model.tokenizer at a tokenizer directory, or leave it out for the demo tokenizer",
+        )
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.digest()
+
+
+def _build(recipe: Recipe, seed: int, tokenizer_dir: Path | None, out: Path) -> None:
+    import torch
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    from transformers.utils import logging
+
+    from kt_ray.demo.tokenizer import train_tokenizer
+
+    tokenizer: Any
+    if tokenizer_dir is None:
+        tokenizer = train_tokenizer(persona_path(), recipe.vocab)
+    else:
+        from kt_ray.data.template import load_tokenizer
+
+        tokenizer = load_tokenizer(str(tokenizer_dir))
+    config = DeepseekV3Config(
+        **recipe.config,
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        model = DeepseekV3ForCausalLM(config)
+    model.to_empty(device="cpu")
+    _fill(model, recipe, seed)
+    for parameter in model.parameters():  # buffers stay float32: the family releases the correction bias so
+        parameter.data = parameter.data.to(torch.bfloat16)
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(out)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    tokenizer.save_pretrained(out)
+
+
+def _fill(model: PreTrainedModel, recipe: Recipe, seed: int) -> None:
+    """Draw every parameter and the router's correction bias from its own named stream."""
+    import torch
+
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith(("norm.weight", "layernorm.weight")):
+                tensor.fill_(1.0)
+            elif "inv_freq" not in name:
+                tensor.copy_(_draw(tensor.shape, _std(name, tensor.shape, recipe), seed, name))
+
+
+def _std(name: str, shape: torch.Size, recipe: Recipe) -> float:
+    if name.endswith("embed_tokens.weight"):
+        return recipe.embed_std
+    if name.endswith("lm_head.weight"):
+        return recipe.head_std
+    if name.endswith("e_score_correction_bias"):
+        return recipe.bias_std
+    fan_in = float(shape[-1]) ** -0.5
+    if name.endswith("mlp.gate.weight"):
+        return recipe.router_gain * fan_in
+    return recipe.linear_gain * fan_in * (recipe.residual_gain if name.endswith(RESIDUAL) else 1.0)
+
+
+def _draw(shape: torch.Size, std: float, seed: int, name: str) -> torch.Tensor:
+    import torch
+
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    return torch.randn(shape, generator=generator) * std

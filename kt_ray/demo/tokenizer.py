@@ -1,0 +1,69 @@
+"""The demo tokenizer: byte-level BPE trained on the demo data, so the project ships no vocabulary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, BOS, IM_START, IM_END = "<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>"
+SPECIAL = (PAD, BOS, IM_START, IM_END)  # ids 0..3, in this order
+
+# {% generation %} marks what is trained: the answer and the token that ends it.
+CHAT_TEMPLATE = """{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}
+            {{- message['content'] + '<|im_end|>' }}
+        {%- endgeneration %}
+        {{- '\\n' }}
+    {%- else %}
+        {{- message['content'] + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def train_tokenizer(data: Path, vocab: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of exactly `vocab` tokens learned from the texts of an alpaca jsonl file.
+
+    Deterministic: the same file gives the same merges. All 256 bytes are tokens, so any text encodes.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    texts = ["system\nuser\nassistant\n"]
+    for line in data.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        texts += [row["instruction"], row["input"], row["output"]]
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        min_frequency=1,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    if core.get_vocab_size() != vocab:
+        raise ValueError(f"{data} yields {core.get_vocab_size()} tokens, not {vocab}: lower Recipe.vocab")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=IM_END,
+        additional_special_tokens=[IM_START],
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
