@@ -1,0 +1,123 @@
+"""The simple integration: one differentiable node around a native engine, in this process.
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="kt_ray")
+    model.requires_grad_(False)          # the experts stay frozen; adapters elsewhere train as usual
+
+Differentiable in the hidden states and in the routing weights. Training through stages and actors
+does not come this way: a blocking node would stall autograd's thread, and gradient checkpointing
+would run the experts twice.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kt_ray.errors import UserError
+from kt_ray.model.hook import check_experts
+
+if TYPE_CHECKING:
+    from kt_ray.native import Engine, ExpertWeights
+
+_engine: Engine | None = None
+_lock = threading.Lock()
+
+
+def default_engine() -> Engine:
+    """The engine this process shares among modules that belong to no stage."""
+    global _engine
+    with _lock:
+        if _engine is None:
+            from kt_ray.native import Engine
+
+            _engine = Engine()
+        return _engine
+
+
+class NativeExperts(torch.autograd.Function):
+    """y = Σ_k w_k · expert_k(x) on an engine, with gradients for x and w.
+
+    Shapes: x [T, H], ids [T, K], weights [T, K], y [T, H].
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, engine: Engine, experts: ExpertWeights
+    ) -> Tensor:
+        needs = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        x_TH = x.detach().to("cpu").contiguous()
+        y_TH, saved = engine.forward(
+            experts,
+            x_TH if x_TH.dtype in (torch.float32, torch.bfloat16) else x_TH.float(),
+            ids.detach().to("cpu", torch.int64).contiguous(),
+            weights.detach().to("cpu", torch.float32).contiguous(),
+            save=needs,
+        )
+        ctx.engine, ctx.experts, ctx.saved = engine, experts, saved
+        ctx.x_as, ctx.w_as = (x.device, x.dtype), (weights.device, weights.dtype)
+        return y_TH.to(x.device, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dy_TH = dy.detach().to("cpu", torch.float32).contiguous()
+        dx, dw = ctx.engine.backward(ctx.experts, ctx.saved, dy_TH)
+        return dx.to(*ctx.x_as), dw.to(*ctx.w_as), None, None, None
+
+
+def native_experts(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Compute an experts module from its own parameters (frozen; on the CPU).
+
+    Raises:
+        UserError: the experts have another formula than the engine's, or are meant to be trained.
+    """
+    experts = expert_weights(module)
+    if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters(recurse=False)):
+        raise UserError(
+            'experts_implementation="kt_ray" does not train the expert weights themselves',
+            where=type(module).__name__,
+            observed="expert parameters that require a gradient",
+            required="frozen experts",
+            remedy="call requires_grad_(False) on the model before adding adapters",
+        )
+    return NativeExperts.apply(hidden, weights, ids, default_engine(), experts)
+
+
+def expert_weights(module: nn.Module) -> ExpertWeights:
+    """The module's parameters as the engine wants them; kept on the module while they do not change."""
+    gate_up, down = module.gate_up_proj, module.down_proj
+    key = (gate_up.data_ptr(), gate_up._version, down.data_ptr(), down._version)
+    cached = module.__dict__.get("_kt_weights")
+    if cached is not None and cached[0] == key:
+        return cached[1]
+    from kt_ray.native import ExpertWeights
+
+    check_experts(module, getattr(module.config, "model_type", type(module).__name__))
+    gate_up = gate_up.detach().to("cpu")
+    down = down.detach().to("cpu")
+    if gate_up.dtype not in (torch.float32, torch.bfloat16):
+        raise UserError(
+            "the engine computes float32 and bfloat16 experts",
+            where=type(module).__name__,
+            observed=str(gate_up.dtype).removeprefix("torch."),
+            required="float32 or bfloat16",
+            remedy="load the model with dtype=torch.bfloat16",
+        )
+    if module.is_transposed:  # [E, H, 2I], [E, I, H]
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    if module.is_concatenated:
+        gate, up = gate_up.chunk(2, dim=1)
+    else:
+        gate, up = gate_up[:, 0::2], gate_up[:, 1::2]
+    weights = ExpertWeights(
+        gate=gate.contiguous(),
+        up=up.contiguous(),
+        down=down.contiguous(),
+        layer=0,
+        expert_ids=tuple(range(gate.shape[0])),
+    )
+    module.__dict__["_kt_weights"] = (key, weights)
+    return weights

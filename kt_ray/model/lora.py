@@ -1,0 +1,177 @@
+"""LoRA on the modules outside the routed experts, injected by PEFT.
+
+`init_lora_a` also serves the routed experts, so this module imports only torch at the top.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from kt_ray.config.schema import LoraConfig
+from kt_ray.errors import UserError
+from kt_ray.model.dropout import CounterDropout, DropoutContext
+
+ADAPTER = "default"  # PEFT's name of the one adapter
+_GATES = re.compile(r"(^|\.)(gate|router|[a-z0-9_]*_gate|router_[a-z0-9_]+)(\.|$)")
+
+
+def init_lora_a(seed: int, name: str, shape: Sequence[int]) -> Tensor:
+    """Initial value of a LoRA A matrix, a pure function of (seed, name).
+
+    Uniform in ±1/sqrt(in), which is PEFT's kaiming_uniform_(a=sqrt(5)).
+
+    Args:
+        seed: the run's seed.
+        name: canonical name of the parameter, e.g. "model.layers.3.self_attn.q_a_proj.lora_A.weight".
+        shape: (rank, in).
+
+    Returns:
+        float32 tensor on the CPU.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    bound = 1.0 / math.sqrt(shape[-1])
+    return torch.empty(tuple(shape), dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+
+
+def is_gate(name: str) -> bool:
+    """Whether a module name is (part of) a router or gate: never a LoRA target of "auto"."""
+    return _GATES.search(name) is not None
+
+
+def resolve_targets(
+    target_modules: str | Sequence[str], available: Iterable[str], *, require_all: bool = True
+) -> tuple[str, ...]:
+    """Names of the modules that get LoRA.
+
+    Args:
+        target_modules: "auto", "none", a list of module name suffixes, or a regex (full match).
+        available: Hugging Face names of every linear module outside the routed experts that could be adapted.
+        require_all: whether a suffix (or the regex) that matches nothing is an error. A stage of several
+            may own no module of a kind that another stage has.
+
+    Raises:
+        UserError: something matches nothing; lists the suffixes that exist.
+    """
+    names = list(available)
+    if isinstance(target_modules, str):
+        if target_modules == "none":
+            return ()
+        if target_modules == "auto":
+            return tuple(name for name in names if not is_gate(name))
+        try:
+            pattern = re.compile(target_modules)
+        except re.error as error:
+            raise UserError(
+                "lora.target_modules is not a regular expression",
+                observed=repr(target_modules),
+                required=f"'auto', 'none', a list of suffixes, or a Python regex ({error})",
+                remedy="correct lora.target_modules",
+            ) from error
+        chosen = tuple(name for name in names if pattern.fullmatch(name))
+        unmatched = [] if chosen else [target_modules]
+    else:
+        suffixes = list(target_modules)
+        chosen = tuple(name for name in names if any(_has_suffix(name, suffix) for suffix in suffixes))
+        unmatched = [suffix for suffix in suffixes if not any(_has_suffix(name, suffix) for name in names)]
+    if unmatched and require_all:
+        endings = sorted({name.rsplit(".", 1)[-1] for name in names})
+        raise UserError(
+            "lora.target_modules names modules that this model does not have outside its routed experts",
+            observed=", ".join(unmatched),
+            required="among the suffixes " + ", ".join(endings) if endings else "no module can be adapted",
+            remedy="change lora.target_modules (lm_head, embeddings and routed experts are never targets; "
+            "lora.experts trains the routed experts)",
+        )
+    return chosen
+
+
+def _has_suffix(name: str, suffix: str) -> bool:
+    return name == suffix or name.endswith("." + suffix)
+
+
+def linear_names(layers: Mapping[str, nn.Module]) -> list[str]:
+    """Names of every nn.Linear inside these decoder layers (name of the layer -> layer)."""
+    return [
+        f"{prefix}.{name}"
+        for prefix, layer in layers.items()
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+
+
+def inject_lora(
+    layers: Mapping[str, nn.Module],
+    targets: Sequence[str],
+    config: LoraConfig,
+    seed: int,
+    context: DropoutContext,
+    device: torch.device,
+) -> dict[str, nn.Parameter]:
+    """Put PEFT LoRA layers in the place of the targets.
+
+    Args:
+        layers: Hugging Face name of each own decoder layer -> the layer, weights loaded.
+        targets: full names of the linear modules to adapt, from `resolve_targets`.
+        config: rank, alpha, rsLoRA, dropout.
+        seed: of the initialisation.
+        context: what the dropout modules read.
+        device: where the adapters go.
+
+    Returns:
+        Canonical name -> float32 parameter, in the order of the model's modules: A drawn by
+        `init_lora_a`, B zero.
+    """
+    if not targets:
+        return {}
+    import peft
+
+    # The holder has no `config`, so PEFT does not rewrite the targets by a family's v4 names.
+    holder = nn.Module()
+    keys = {}
+    for number, (prefix, layer) in enumerate(layers.items()):
+        holder.add_module(f"l{number}", layer)
+        keys[prefix] = f"l{number}"
+    relative = [_relative(name, keys) for name in targets]
+    peft_config = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # a float is fine, PEFT divides
+        use_rslora=config.rslora,
+        lora_dropout=config.dropout,
+        target_modules="|".join(re.escape(name) for name in relative),
+        bias="none",
+    )
+    # low_cpu_mem_usage: adapters start on meta, so PEFT draws no random numbers of its own
+    peft.inject_adapter_in_model(peft_config, holder, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+
+    parameters: dict[str, nn.Parameter] = {}
+    wanted = dict(zip(relative, targets, strict=True))
+    for relative_name, module in holder.named_modules():
+        name = wanted.get(relative_name)
+        if name is None:
+            continue
+        assert isinstance(module, peft.tuners.lora.Linear), f"{name} was not adapted by PEFT"
+        for side in ("A", "B"):
+            linear = getattr(module, f"lora_{side}")[ADAPTER]
+            key = f"{name}.lora_{side}.weight"
+            shape = tuple(linear.weight.shape)
+            value = init_lora_a(seed, key, shape) if side == "A" else torch.zeros(shape)
+            linear.weight = nn.Parameter(value.to(device), requires_grad=True)
+            parameters[key] = linear.weight
+        if config.dropout > 0.0:
+            module.lora_dropout[ADAPTER] = CounterDropout(config.dropout, name, context)
+    assert len(parameters) == 2 * len(targets), "PEFT adapted other modules than asked"
+    return parameters
+
+
+def _relative(name: str, keys: Mapping[str, str]) -> str:
+    for prefix, key in keys.items():
+        if name.startswith(prefix + "."):
+            return key + name[len(prefix) :]
+    raise ValueError(f"{name} lies in none of this stage's layers")

@@ -1,0 +1,169 @@
+"""Token losses and their gradient at the last layer's output.
+
+The head and the final norm are frozen, so a chunk of rows gives its losses and its part of dH at
+once, and its logits are gone before the next chunk: [rows, vocab] never exists as a whole, nor is
+anything computed twice. Inside a chunk, deepspeed's chunked cross-entropy (where it is installed)
+saves the float32 copies of the logits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from kt_ray.batch import IGNORE
+from kt_ray.model.recording import Recorder
+
+_DOMINATE = 1 << 28  # bytes of float32 logits that "auto" allows at once
+
+CrossEntropy = Callable[[Tensor, Tensor], Tensor]  # logits [n, V], targets [n] -> losses float32 [n]
+
+
+def plain_cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """Float32 cross-entropy per row."""
+    return torch.nn.functional.cross_entropy(logits_NV.float(), targets_N, reduction="none")
+
+
+@cache
+def chunked_cross_entropy() -> CrossEntropy:
+    """deepspeed's cross-entropy without float32 copies of the logits, or torch's where it is missing."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its imports: accelerator probing, deprecated modules
+            from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy as deepspeed_loss
+    except Exception:  # deepspeed's import probes accelerators and compilers; any failure means "not here"
+        return plain_cross_entropy
+
+    def loss(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+        return deepspeed_loss(logits_NV, targets_N, ignore_index=IGNORE, reduction="none")
+
+    return loss
+
+
+def chunk_rows(loss_chunk: int | str, rows: int, vocab: int) -> int:
+    """Rows of logits per chunk; `rows` when they are not cut."""
+    if loss_chunk == 0 or rows == 0:
+        return max(rows, 1)
+    if loss_chunk == "auto":
+        return rows if rows * vocab * 4 <= _DOMINATE else max(1, _DOMINATE // (vocab * 4))
+    return min(int(loss_chunk), rows)
+
+
+def shifted_targets(labels: Tensor) -> Tensor:
+    """Target of each position: the next position's label. int64 [b, s], IGNORE at the end."""
+    out = torch.full_like(labels, IGNORE)
+    out[:, :-1] = labels[:, 1:]
+    return out
+
+
+class Head:
+    """From the last layer's output to logits and losses.
+
+    Args:
+        recorder: runs the whole model with stubbed layers.
+        base: the inner model.
+        causal: the ...ForCausalLM.
+        hidden_size: H.
+        dtype: of the hidden state.
+        device: of the stage.
+        loss_chunk: see TrainerConfig.
+
+    Attributes:
+        norm: the final norm when logits = lm_head(norm(h)) exactly, found by trying; None for a family
+            that scales or caps its logits, which goes through its own forward.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        base: nn.Module,
+        causal: nn.Module,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        loss_chunk: int | str,
+    ) -> None:
+        self.recorder = recorder
+        self.lm_head = causal.get_output_embeddings()
+        self.hidden_size = hidden_size
+        self.dtype = dtype
+        self.device = device
+        self.loss_chunk = loss_chunk
+        self.norm = self._find_norm(base)
+
+    def _inputs(self, b: int, s: int) -> dict[str, Tensor]:
+        return {"inputs_embeds": torch.zeros(b, s, self.hidden_size, dtype=self.dtype, device=self.device)}
+
+    @torch.no_grad()
+    def _find_norm(self, base: nn.Module) -> nn.Module | None:
+        generator = torch.Generator().manual_seed(0)
+        h = torch.randn(1, 3, self.hidden_size, generator=generator).to(self.device, self.dtype)
+        expected = self.recorder.logits(self._inputs(1, 3), None, h)
+        for name, module in base.named_children():
+            if "norm" not in name or name == "layers":
+                continue
+            got = self.lm_head(module(h))
+            if got.shape == expected.shape and torch.equal(got, expected):
+                return module
+        return None
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Logits [b, s, V] of one micro-batch's h [b, s, H], in the model's dtype."""
+        if self.norm is not None:
+            return self.lm_head(self.norm(h))
+        b, s, _ = h.shape
+        return self.recorder.logits(self._inputs(b, s), None, h)
+
+    def loss(self, h: Tensor, labels: Tensor, scale: float | None) -> tuple[float, Tensor | None]:
+        """Sum of token losses, and the gradient of scale · sum.
+
+        Args:
+            h: [b, s, H] output of the last layer (not changed).
+            labels: int64 [b, s], not shifted, IGNORE where not trained.
+            scale: factor of the gradient (1 / tokens of the step); None = no gradient.
+
+        Returns:
+            (float64 sum over trained tokens, dH like h or None).
+        """
+        targets = shifted_targets(labels)
+        with torch.set_grad_enabled(scale is not None):
+            if self.norm is None:
+                return self._whole(h, targets, scale)
+            return self._rows(h, targets, scale)
+
+    def _rows(self, h: Tensor, targets: Tensor, scale: float | None) -> tuple[float, Tensor | None]:
+        flat_NH, targets_N = h.detach().reshape(-1, self.hidden_size), targets.reshape(-1)
+        # positions without a target have neither a loss nor a gradient
+        rows = (targets_N != IGNORE).nonzero().squeeze(1)
+        chunk = chunk_rows(self.loss_chunk, rows.numel(), self.lm_head.weight.shape[0])
+        entropy = chunked_cross_entropy() if chunk < rows.numel() else plain_cross_entropy
+        total = torch.zeros((), dtype=torch.float64, device=h.device)
+        grad_NH = torch.zeros_like(flat_NH) if scale is not None else None
+        for part in rows.split(chunk):
+            leaf = flat_NH[part].requires_grad_(scale is not None)
+            assert self.norm is not None
+            losses = entropy(self.lm_head(self.norm(leaf)), targets_N[part])
+            total += losses.detach().double().sum()
+            if grad_NH is not None:
+                (grad,) = torch.autograd.grad(losses, leaf, torch.full_like(losses, scale))
+                grad_NH[part] = grad
+        return float(total), None if grad_NH is None else grad_NH.view_as(h)
+
+    def _whole(self, h: Tensor, targets: Tensor, scale: float | None) -> tuple[float, Tensor | None]:
+        leaf = h.detach().requires_grad_(scale is not None)
+        logits = self.logits(leaf)
+        losses = torch.nn.functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]).float(),
+            targets.reshape(-1),
+            reduction="none",
+            ignore_index=IGNORE,
+        )
+        total = float(losses.detach().double().sum())
+        if scale is None:
+            return total, None
+        (grad,) = torch.autograd.grad(losses, leaf, torch.full_like(losses, scale))
+        return total, grad

@@ -1,0 +1,74 @@
+"""Where a stage's time goes, and how tokens fall on experts."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Clock:
+    """Seconds by term.
+
+    On CUDA, device work is measured with events, which are read when the figures are asked for; so
+    measuring never synchronises. On the CPU it is wall time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def device(self, term: str) -> Iterator[None]:
+        """Time work that runs on the stage's device."""
+        if not self.cuda:
+            with self.host(term):
+                yield
+            return
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        stop.record()
+        self._events.append((term, start, stop))
+
+    @contextmanager
+    def host(self, term: str) -> Iterator[None]:
+        """Time the calling thread: waiting, mostly."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[term] += time.perf_counter() - begun
+
+    def read(self) -> dict[str, float]:
+        """Seconds by term since the last `reset` (waits for the events that were recorded)."""
+        for term, start, stop in self._events:
+            stop.synchronize()
+            self.seconds[term] += start.elapsed_time(stop) / 1e3
+        self._events.clear()
+        return dict(self.seconds)
+
+    def reset(self) -> None:
+        self.seconds.clear()
+        self._events.clear()
+
+
+class Histogram:
+    """Tokens per expert and MoE layer of one pass (forward only)."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+        self.counts: dict[int, Tensor] = {}
+
+    def add(self, layer: int, ids_TK: Tensor) -> None:
+        """Count CPU expert ids; ids equal to the number of experts mean none."""
+        count_E = torch.bincount(ids_TK.reshape(-1), minlength=self.num_experts + 1)[: self.num_experts]
+        self.counts[layer] = self.counts[layer] + count_E if layer in self.counts else count_E
+
+    def reset(self) -> None:
+        self.counts.clear()

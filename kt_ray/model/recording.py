@@ -1,0 +1,242 @@
+"""The arguments a family's inner model gives to each of its decoder layers.
+
+Masks, rotary embeddings, position ids and whatever else a family passes are made by the inner model's
+own forward. It runs with every layer replaced by a stub that notes its call and hands the hidden
+state on; so nothing of this is written again here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kt_ray.errors import UserError
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """One layer's call, without its hidden state.
+
+    Attributes:
+        args: positional arguments after the hidden state.
+        kwargs: keyword arguments without the hidden state.
+        keyword: name the hidden state was passed under, or None when it came first by position.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keyword: str | None
+
+    def run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """Call the layer with these arguments. Returns its hidden state [b, s, H]."""
+        if self.keyword is None:
+            out = layer(hidden, *self.args, **self.kwargs)
+        else:
+            out = layer(*self.args, **{self.keyword: hidden}, **self.kwargs)
+        if isinstance(out, tuple):
+            if any(extra is not None for extra in out[1:]):
+                raise _refuse(type(layer).__name__, f"{len(out)} outputs of one layer", "any placement")
+            out = out[0]
+        return out
+
+
+class LayerStub(nn.Module):
+    """Stands in for a decoder layer: no parameters, the layer's plain attributes.
+
+    Inner models read attributes of a layer (its attention type, say) to choose what to pass.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["original"] = layer  # outside the module tree: its parameters are not this stub's
+        self.__dict__["on_call"] = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["original"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["on_call"](args, kwargs)
+
+
+class Passthrough(nn.Module):
+    """Stands in for a module whose result this stage does not use (norm, head, embedding)."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x
+
+
+class Recorder:
+    """Runs a model with stubbed layers.
+
+    Args:
+        causal: the ...ForCausalLM.
+        base: its inner model, whose `layers` are replaced while recording.
+        originals: every decoder layer, own or not.
+    """
+
+    def __init__(self, causal: nn.Module, base: nn.Module, originals: list[nn.Module]) -> None:
+        self.causal = causal
+        self.base = base
+        self.stubs = [LayerStub(layer) for layer in originals]
+        self.tuples = False  # whether this family's layers return tuples
+        self.output_shape: tuple[int, ...] = ()  # of the last recording
+
+    @contextmanager
+    def _stubbed(
+        self, on_call: Callable[[int, Tensor], Tensor], calls: dict[int, RecordedCall]
+    ) -> Iterator[None]:
+        def make(index: int) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+            def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                if args:
+                    hidden, rest, keyword = args[0], args[1:], None
+                else:
+                    keyword = "hidden_states"
+                    kwargs = dict(kwargs)
+                    hidden, rest = kwargs.pop("hidden_states"), ()
+                calls[index] = RecordedCall(rest, dict(kwargs), keyword)
+                out = on_call(index, hidden)
+                return (out,) if self.tuples else out
+
+            return call
+
+        real = self.base.layers
+        for index, stub in enumerate(self.stubs):
+            stub.__dict__["on_call"] = make(index)
+        self.base.layers = nn.ModuleList(self.stubs)
+        try:
+            yield
+        finally:
+            self.base.layers = real
+
+    def record(
+        self,
+        inputs: Mapping[str, Tensor],
+        attention_mask: Tensor | None,
+        on_call: Callable[[int, Tensor], Tensor] = lambda index, hidden: hidden,
+    ) -> dict[int, RecordedCall]:
+        """Layer -> its call, for one micro-batch.
+
+        Args:
+            inputs: {"input_ids": int64 [b, s]} or {"inputs_embeds": [b, s, H]}.
+            attention_mask: int64 [b, s], 1 for valid tokens, or None when all are.
+            on_call: what a stub returns, from (layer, hidden state).
+        """
+        calls: dict[int, RecordedCall] = {}
+        with torch.no_grad(), self._stubbed(on_call, calls):
+            out = self.base(**inputs, attention_mask=attention_mask, use_cache=False)
+        self.output_shape = tuple(out.last_hidden_state.shape)
+        return calls
+
+    def logits(self, inputs: Mapping[str, Tensor], attention_mask: Tensor | None, hidden: Tensor) -> Tensor:
+        """Logits [b, s, V] of the whole causal model when its last layer returns `hidden` [b, s, H]."""
+        last = len(self.stubs) - 1
+        with self._stubbed(lambda index, h: hidden if index == last else h, {}):
+            return self.causal(**inputs, attention_mask=attention_mask, use_cache=False).logits
+
+
+def check_family(
+    recorder: Recorder, first: bool, last: bool, hidden_size: int, dtype: torch.dtype, device: str
+) -> None:
+    """Learn whether layers return tuples; refuse a family whose layers pass more than a hidden state.
+
+    Raises:
+        UserError: layers depend on each other by more than h, or (more than one stage) on the tokens.
+    """
+    model_type = recorder.causal.config.model_type
+    b, s = 1, 5
+
+    def inputs(token: int) -> dict[str, Tensor]:
+        if first:
+            return {"input_ids": torch.full((b, s), token, dtype=torch.int64, device=device)}
+        # a stage without the embedding: zeros against ones
+        return {"inputs_embeds": torch.full((b, s, hidden_size), float(token), dtype=dtype, device=device)}
+
+    shapes: set[tuple[int, ...]] = set()
+
+    def noisy(index: int, hidden: Tensor) -> Tensor:
+        if not isinstance(hidden, Tensor):
+            raise TypeError("the hidden state is not a tensor")
+        shapes.add(tuple(hidden.shape))
+        return hidden + torch.full_like(hidden, 1.0 + index)
+
+    refusal: Exception | None = None
+    for recorder.tuples in (False, True):
+        shapes.clear()
+        try:
+            with_noise = recorder.record(inputs(0), None, noisy)
+        except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+            refusal = refusal or error
+            continue
+        shapes.add(recorder.output_shape)
+        if shapes == {(b, s, hidden_size)}:
+            break
+    else:
+        raise _refuse(
+            model_type,
+            f"layers whose input is not one hidden state ({refusal or sorted(shapes)})",
+            "any placement",
+        )
+    plain_calls = recorder.record(inputs(0), None)
+    for index, call in plain_calls.items():
+        odd = _odd(call)
+        if odd:
+            raise _refuse(model_type, f"layer {index} receives {odd}", "any placement")
+        if not _same(call, with_noise[index]):
+            raise _refuse(
+                model_type, f"layer {index} receives what an earlier layer computed", "any placement"
+            )
+    if not (first and last):
+        other = recorder.record(inputs(1), None)
+        for index, call in plain_calls.items():
+            if not _same(call, other[index]):
+                raise _refuse(
+                    model_type, f"layer {index} receives a tensor made from the tokens", "more than one stage"
+                )
+
+
+def _refuse(model_type: str, observed: str, what: str) -> UserError:
+    return UserError(
+        f"{model_type} cannot run with {what}",
+        observed=observed,
+        required="decoder layers that pass only a hidden state on",
+        remedy="use rule.stages=1" if what == "more than one stage" else "choose another model family",
+    )
+
+
+def _odd(value: Any) -> str:
+    """Name of the first argument that a layer could change or that cannot be kept, or ""."""
+    if isinstance(value, RecordedCall):
+        return _odd(value.args) or next((f"{k}: {o}" for k, v in value.kwargs.items() if (o := _odd(v))), "")
+    if isinstance(value, Mapping):
+        if not value:
+            return "an empty dict (a place for layers to leave results)"
+        return next((o for v in value.values() if (o := _odd(v))), "")
+    if isinstance(value, list) and not value:
+        return "an empty list (a place for layers to leave results)"
+    if isinstance(value, (tuple, list)):
+        return next((o for v in value if (o := _odd(v))), "")
+    if value is None or isinstance(
+        value, (Tensor, bool, int, float, str, torch.dtype, torch.device, torch.Size)
+    ):
+        return ""
+    return f"a {type(value).__name__}"
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, RecordedCall):
+        return _same(a.args, b.args) and _same(a.kwargs, b.kwargs)
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)

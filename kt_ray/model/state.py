@@ -1,0 +1,115 @@
+"""What a stage holds during one pass. Shapes: b rows of s positions, N = b·s, T valid tokens, K experts per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kt_ray.batch import MicroBatch
+from kt_ray.model.recording import RecordedCall
+
+
+@dataclass
+class MicroState:
+    """One micro-batch on the stage's device.
+
+    Attributes:
+        batch: as the driver sent it.
+        rows: int64 [T] flat indices of the valid positions, or None when all N are valid.
+        keys_T: int64 [T] on the CPU: sample · 2³² + position.
+        samples_N: int64 [N]; positions_N: int64 [N].
+        calls: own layer -> call arguments.
+        embedded: [b, s, H] input of the first layer (first stage only, until `embed`).
+    """
+
+    batch: MicroBatch
+    rows: Tensor | None
+    keys_T: Tensor
+    samples_N: Tensor
+    positions_N: Tensor
+    mask: Tensor | None
+    calls: dict[int, RecordedCall] = field(default_factory=dict)
+    embedded: Tensor | None = None
+
+    @classmethod
+    def create(cls, batch: MicroBatch, device: torch.device) -> MicroState:
+        """Rows, keys and the attention mask of a micro-batch."""
+        b, s = batch.input_ids.shape
+        position = np.arange(s, dtype=np.int64)[None, :].repeat(b, axis=0)
+        sample = np.asarray(batch.sample_ids, dtype=np.int64)[:, None].repeat(s, axis=1)
+        valid = position < np.asarray(batch.lengths)[:, None]
+        full = bool(valid.all())
+        flat = valid.reshape(-1)
+        keys = ((sample << 32) + position).reshape(-1)[flat]
+        return cls(
+            batch=batch,
+            rows=None if full else torch.from_numpy(np.flatnonzero(flat)).to(device),
+            keys_T=torch.from_numpy(keys),
+            samples_N=torch.from_numpy(sample.reshape(-1)).to(device),
+            positions_N=torch.from_numpy(position.reshape(-1)).to(device),
+            mask=None if full else torch.from_numpy(valid.astype(np.int64)).to(device),
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.keys_T.numel()
+
+    def take(self, values_NX: Tensor) -> Tensor:
+        """Rows of the valid tokens, [T, X]; differentiable."""
+        return values_NX if self.rows is None else values_NX.index_select(0, self.rows)
+
+    def put(self, values_TX: Tensor, like_NX: Tensor) -> Tensor:
+        """A tensor like `like_NX` with these rows at the valid tokens and zeros elsewhere; differentiable."""
+        if self.rows is None:
+            return values_TX.reshape(like_NX.shape)
+        return torch.zeros_like(like_NX).index_copy(0, self.rows, values_TX)
+
+
+@dataclass
+class Routes:
+    """Experts chosen in a forward, for a whole group: what the recomputation is held against."""
+
+    ids_TK: Tensor  # int32, on the device
+    weights_TK: Tensor  # as the router made them
+
+
+@dataclass
+class Graph:
+    """One micro-batch's recomputed layer, waiting for the experts' gradients."""
+
+    h_in: Tensor  # leaf
+    out: Tensor
+    x_TH: Tensor | None = None
+    weights_TK: Tensor | None = None
+
+
+@dataclass
+class GroupState:
+    """What one group holds.
+
+    Attributes:
+        micro: its micro-batches.
+        hidden: h of each, between layers.
+        grads: dH of each, between layers (backward).
+        kept: layer -> h of each at the layer's input.
+        kept_y: non-affine layer -> y float32 [T_i, H] of each.
+        routes: MoE layer -> experts chosen.
+        graphs: layer -> recomputed graph of each.
+        logits: float32 [b, s, V] of each, on the CPU, when asked for.
+    """
+
+    micro: list[MicroState]
+    hidden: list[Tensor] | None = None
+    grads: list[Tensor] | None = None
+    kept: dict[int, list[Tensor]] = field(default_factory=dict)
+    kept_y: dict[int, list[Tensor]] = field(default_factory=dict)
+    routes: dict[int, Routes] = field(default_factory=dict)
+    graphs: dict[int, list[Graph]] = field(default_factory=dict)
+    logits: list[Tensor] | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        return [m.tokens for m in self.micro]
