@@ -1,0 +1,208 @@
+"""Saving and resuming: shards by name, a manifest last, and every damage named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kt_ray.checkpoint import (
+    Manifest,
+    ShardInfo,
+    begin_checkpoint,
+    commit_checkpoint,
+    find_checkpoint,
+    list_checkpoints,
+    prune_checkpoints,
+    read_named,
+    write_shard,
+)
+from kt_ray.errors import UserError
+
+FIELDS = {"lora.rank": 8, "lora.experts": True, "lora.target_modules": ["q_proj"], "seed": 3}
+
+
+def tensors_of(step: int, actor: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step * 10 + actor)
+    names = [f"model.layers.{actor}.x.lora_{half}.weight" for half in "AB"]
+    return {
+        f"{what}/{name}": torch.randn(2, 3 + actor, generator=generator)
+        for what in ("param", "exp_avg", "exp_avg_sq")
+        for name in names
+    }
+
+
+def save(run: Path, step: int) -> Path:
+    root = run / "checkpoints"
+    partial = begin_checkpoint(root, step)
+    shards = (
+        write_shard(partial, "worker-0.safetensors", tensors_of(step, 0)),
+        write_shard(partial, "experts-0.safetensors", tensors_of(step, 1)),
+    )
+    manifest = Manifest(step, 3, {"epoch": 1, "row": 7}, "abc" * 10, FIELDS, shards, {"lr": 0.5})
+    return commit_checkpoint(partial, root / f"step_{step:06d}", manifest)
+
+
+def test_round_trip_by_name_from_any_shard(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    manifest = Manifest.load(path)
+    assert (manifest.step, manifest.data, manifest.state) == (10, {"epoch": 1, "row": 7}, {"lr": 0.5})
+    manifest.require(model="abc" * 10, fields={**FIELDS, "lora.target_modules": ("q_proj",)})
+    everything = tensors_of(10, 0) | tensors_of(10, 1)
+    wanted = list(everything)[::-2]
+    read = read_named(path, wanted)
+    assert list(read) == wanted
+    assert all(torch.equal(read[name], everything[name]) for name in wanted)
+
+
+def test_latest_points_at_the_newest_and_pruning_keeps_it(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    root = tmp_path / "checkpoints"
+    assert (root / "latest").resolve().name == "step_000030"
+    assert find_checkpoint(tmp_path, "latest").name == "step_000030"
+    assert find_checkpoint(tmp_path, "step_000010").name == "step_000010"
+    assert find_checkpoint(tmp_path, str(root / "step_000020")).name == "step_000020"
+    begin_checkpoint(root, 40)  # an interrupted write
+    assert [p.name for p in prune_checkpoints(root, 2)] == ["step_000010"]
+    assert [p.name for p in list_checkpoints(root)] == ["step_000020", "step_000030"]
+    assert not list(root.glob(".step*"))
+    assert prune_checkpoints(root, 0) == []
+
+
+def test_an_interrupted_write_is_no_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    partial = begin_checkpoint(tmp_path / "checkpoints", 20)
+    write_shard(partial, "worker-0.safetensors", tensors_of(20, 0))
+    assert find_checkpoint(tmp_path, "latest").name == "step_000010"
+    assert begin_checkpoint(tmp_path / "checkpoints", 20) == partial and not list(partial.iterdir())
+
+
+def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+    first = save(tmp_path, 10)
+    inode = (first / "manifest.json").stat().st_ino
+    second = save(tmp_path, 10)
+    assert second == first and (second / "manifest.json").stat().st_ino != inode
+    assert Manifest.load(second).step == 10
+    assert sorted(p.name for p in first.parent.iterdir()) == ["latest", "step_000010"]
+
+
+def test_only_float32_and_no_lost_shard(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="float32: a"):
+        write_shard(tmp_path, "x.safetensors", {"a": torch.zeros(2).bfloat16()})
+    partial = begin_checkpoint(tmp_path, 1)
+    manifest = Manifest(1, 0, {}, "m", {}, (ShardInfo("experts-1.safetensors", 5, 0, 1),))
+    with pytest.raises(UserError, match="all nodes share"):
+        commit_checkpoint(partial, tmp_path / "step_000001", manifest)
+    assert not (tmp_path / "step_000001").exists()
+
+
+def test_unwritable_directory(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be written"):
+        write_shard(tmp_path / "absent", "x.safetensors", {"a": torch.zeros(2)})
+
+
+def _flip(path: Path) -> None:
+    file = path / "experts-0.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+
+
+def _cut(path: Path) -> None:
+    file = path / "worker-0.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def _edit(path: Path, **changes: Any) -> None:
+    value = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**value, **changes}))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "bit flipped": (_flip, "required checksum"),
+    "truncated": (_cut, "bytes; required"),
+    "shard absent": (lambda p: (p / "worker-0.safetensors").unlink(), "found no such file"),
+    "manifest absent": (lambda p: (p / "manifest.json").unlink(), "found no manifest.json"),
+    "manifest damaged": (lambda p: (p / "manifest.json").write_text("{"), "manifest cannot be read"),
+    "manifest incomplete": (
+        lambda p: (p / "manifest.json").write_text('{"version": 1}'),
+        "manifest is damaged",
+    ),
+    "other version": (lambda p: _edit(p, version=99), "found version 99"),
+    "unknown field": (lambda p: _edit(p, surprise=1), "manifest is damaged"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_names_the_previous_good_checkpoint(tmp_path: Path, case: str) -> None:
+    damage, message = DAMAGE[case]
+    good, bad, newest = (save(tmp_path, step) for step in (10, 20, 30))
+    damage(newest)
+    _flip(bad)
+    with pytest.raises(UserError) as caught:
+        Manifest.load(newest)
+    assert message in str(caught.value)
+    assert f"trainer.resume={good}" in caught.value.remedy
+
+
+def test_damage_without_an_earlier_checkpoint(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    _flip(path)
+    with pytest.raises(UserError) as caught:
+        Manifest.load(path)
+    assert "choose another checkpoint" in caught.value.remedy
+    assert Manifest.load(path, verify=False).step == 10
+
+
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        ({"lora.rank": 16}, "found lora.rank=16; required lora.rank=8"),
+        ({"lora.experts": False}, "required lora.experts=True"),
+        ({"seed": 4, "lora.target_modules": ["k_proj"]}, "found lora.target_modules=['k_proj'], seed=4"),
+        ({"lora.new": 1}, "required lora.new=None"),
+    ],
+)
+def test_other_settings_are_refused(tmp_path: Path, now: dict[str, Any], message: str) -> None:
+    manifest = Manifest.load(save(tmp_path, 10))
+    with pytest.raises(UserError) as caught:
+        manifest.require(model=manifest.model, fields={**FIELDS, **now})
+    assert message in str(caught.value) and caught.value.remedy
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    manifest = Manifest.load(save(tmp_path, 10))
+    with pytest.raises(UserError, match="belongs to another model"):
+        manifest.require(model="other", fields=FIELDS)
+
+
+def test_missing_and_double_parameters(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    with pytest.raises(UserError, match="missing: param/absent"):
+        read_named(path, ["param/absent"])
+    write_shard(path, "worker-1.safetensors", tensors_of(10, 0))
+    with pytest.raises(UserError, match="holds a parameter twice"):
+        read_named(path, ["param/absent"])
+
+
+@pytest.mark.parametrize("which", ["latest", "step_000099", "/nowhere/step_000001"])
+def test_nothing_to_resume(tmp_path: Path, which: str) -> None:
+    with pytest.raises(UserError) as caught:
+        find_checkpoint(tmp_path, which)
+    assert caught.value.remedy
+
+
+def test_manifest_is_plain_json(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    value = json.loads((path / "manifest.json").read_text())
+    assert value["fields"] == FIELDS and {s["file"] for s in value["shards"]} == {
+        "worker-0.safetensors",
+        "experts-0.safetensors",
+    }
+    assert replace(Manifest.load(path), step=11).step == 11
