@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import socket as sockets
+import threading
 import time
 from typing import Any
 
@@ -22,12 +23,16 @@ from kt_ray.train.reports import WorkerPassReport
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint import ShardInfo, read_named, write_shard, write_tensors
 from kt_ray.config.schema import OptimConfig
-from kt_ray.model import Stage, StageSpec
+from kt_ray.model.stage import Stage, StageSpec
 from kt_ray.optim import LoraOptimizer, squared_norm
 from kt_ray.placement.order import Op, worker_program
 from kt_ray.placement.types import Plan
 
 ROOT: Address = ("worker", 0)
+
+# transformers builds models under process-wide state (default dtype, patched initialisers), so
+# workers that share a process (cluster=local) build one after the other.
+_BUILDING = threading.Lock()
 
 
 class AttentionWorker:
@@ -88,7 +93,8 @@ class AttentionWorker:
         self._set_threads()
         self.doing = "loading"
         start = time.monotonic()
-        self._stage = Stage(self.spec)
+        with _BUILDING:
+            self._stage = Stage(self.spec)
         probe = self._stage.probe()
         self.load_seconds = time.monotonic() - start
         self.doing = "idle"
@@ -132,22 +138,25 @@ class AttentionWorker:
         )
         stage = self.stage
         stage.begin(spec, self.here.replica, exchange)
-        loss_sum = 0.0
-        seconds = {"head": 0.0, "stages": 0.0}
+        loss_sum = waiting_for_stages = 0.0
         for op in worker_program(self.plan, self.here.replica, self.here.stage, spec.kind):
             self.doing = f"pass {spec.number}, {op.kind}, layer {op.layer}, group {op.group}"
             began = time.monotonic()
             loss_sum += self._run(op, spec)
-            if op.kind == "loss":
-                seconds["head"] += time.monotonic() - began
-            elif op.kind.startswith(("recv", "send")):
-                seconds["stages"] += time.monotonic() - began
+            if op.kind.startswith(("recv", "send")):
+                waiting_for_stages += time.monotonic() - began
         self.doing = "idle"
         total = time.monotonic() - start
-        terms = {**seconds, "experts": exchange.seconds_waiting}
-        terms["attention"] = max(0.0, total - sum(terms.values()))
+        seconds = stage.metrics()["seconds"]
+        terms = {
+            "attention": seconds["attention"],
+            "head": seconds["loss"],
+            "experts": exchange.seconds_waiting,
+            "stages": waiting_for_stages,
+        }
         on_gpu = torch.device(self.spec.device).type == "cuda"
-        logits = stage.logits() if spec.return_logits and stage.last else []
+        groups = range(len(spec.waves[self.here.replica]))
+        logits = [stage.logits(group) for group in groups] if spec.return_logits and stage.last else []
         return WorkerPassReport(
             rank=self.rank,
             seconds=total,

@@ -59,6 +59,10 @@ class ActorCluster(ABC):
     # -- what a subclass provides -------------------------------------------------------------
 
     @abstractmethod
+    def connect(self) -> list[str]:
+        """Reach or start what the actors run on; says so in lines for the user."""
+
+    @abstractmethod
     def _spawn(self) -> None:
         """Fill `workers` and `experts`, and connect their ports."""
 

@@ -36,6 +36,9 @@ class LocalHandle(Handle):
 class LocalCluster(ActorCluster):
     """`cluster=local`."""
 
+    def connect(self) -> list[str]:
+        return ["cluster: all actors in this process, without Ray (cluster=local)"]
+
     def _spawn(self) -> None:
         specs = self.specs
         deliver: dict[Address, Callable[[Message], None]] = {}

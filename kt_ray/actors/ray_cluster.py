@@ -70,23 +70,23 @@ class RayCluster(ActorCluster):
 
     # -- start --------------------------------------------------------------------------------
 
-    def connect(self) -> str:
-        """Join a running cluster or start a local one; says which, in one line."""
+    def connect(self) -> list[str]:
+        """Join a running cluster or start a local one; says which, and where the dashboard is."""
         if ray.is_initialized():
             self.dashboard_url = _dashboard_url()
-            return f"Ray: using the connection of this process ({self.dashboard_url or 'no dashboard'})"
+            return [f"Ray: the cluster this process is connected to already{self._dashboard_hint()}"]
         common: dict[str, Any] = {
             "namespace": self.namespace,
             "log_to_driver": False,
             "logging_level": logging.ERROR,
-            "configure_logging": True,
         }
         address = self.config.address
         if address != "local":
             try:
                 context = ray.init(address=address, **common)
                 self.dashboard_url = _dashboard_url(context)
-                return f"Ray: connected to the cluster at {ray.get_runtime_context().gcs_address}"
+                gcs = ray.get_runtime_context().gcs_address
+                return [f"Ray: connected to the running cluster at {gcs}{self._dashboard_hint()}"]
             except ConnectionError as error:
                 if address != "auto":
                     raise UserError(
@@ -103,8 +103,18 @@ class RayCluster(ActorCluster):
             **common,
         )
         self.started_ray = True
-        self.dashboard_url = _dashboard_url(context)
-        return "Ray: no running cluster found, started a local one" if address == "auto" else "Ray: started a local cluster"
+        self.dashboard_url = _dashboard_url(context) if self.config.dashboard else None
+        why = "no running cluster found, started" if address == "auto" else "started"
+        return [f"Ray: {why} a local one{self._dashboard_hint()}"]
+
+    def _dashboard_hint(self) -> str:
+        if self.dashboard_url is None:
+            return ", without a dashboard"
+        # Ray asks API clients and the browser for this token when authentication is on (its default).
+        return (
+            f"; dashboard {self.dashboard_url} (if it asks for a token: 'ray get-auth-token' or the file "
+            f"{os.environ.get('RAY_AUTH_TOKEN_PATH', '~/.ray/auth_token')})"
+        )
 
     def _spawn(self) -> None:
         if not ray.is_initialized():

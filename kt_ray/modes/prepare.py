@@ -1,0 +1,127 @@
+"""Everything that can be found wrong without starting an actor: files, plan, data, batches."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+from kt_ray.checkpoint import CheckpointIndex, ExpertLayout
+from kt_ray.config.schema import Config
+from kt_ray.data import Batches, DataBundle, eval_waves, load_data
+from kt_ray.demo import resolve_model_dir
+from kt_ray.errors import UserError
+from kt_ray.model.build import StageSpec, build_on_meta
+from kt_ray.model.lora import resolve_targets
+from kt_ray.placement.dims import dims_from_dir
+from kt_ray.placement.hardware import this_host
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.types import ModelDims, Plan
+from kt_ray.train.loop import Schedule
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked run: nothing in it needs an actor.
+
+    Attributes:
+        model_dir: resolved Hugging Face directory.
+        index: its validated tensors. fingerprint: recognises this checkpoint on resume.
+        plan: who does what. data: tokenised rows. schedule: the steps.
+    """
+
+    config: Config
+    model_dir: str
+    index: CheckpointIndex
+    plan: Plan
+    data: DataBundle
+    schedule: Schedule
+
+
+def prepare(config: Config) -> Prepared:
+    """Check model, hardware, plan and data of a training run, cheapest first.
+
+    Raises:
+        UserError: the first fault.
+    """
+    model_dir = os.path.abspath(resolve_model_dir(config.model))
+    dims = dims_from_dir(model_dir)
+    if dims.refusal is not None:
+        raise UserError(
+            f"{dims.model_type} cannot be trained from this checkpoint",
+            where=model_dir,
+            observed=dims.refusal,
+            remedy="give model.path a checkpoint whose experts are BF16 or F32",
+        )
+    index = CheckpointIndex.open(model_dir)
+    layout = ExpertLayout.detect(index)
+    layout.check(
+        moe_layers=dims.moe_layers,
+        num_experts=dims.num_experts,
+        hidden=dims.hidden_size,
+        intermediate=dims.expert_intermediate,
+    )
+    plan = make_plan(dims, config, this_host())
+    _check_fits(plan)
+    whole = build_on_meta(_meta_spec(config, dims, model_dir))
+    resolve_targets(config.lora.target_modules, whole.lora_names)
+    data = load_data(config, model_dir, config.seed)
+    return Prepared(config, model_dir, index, plan, data, _schedule(config, plan, data))
+
+
+def _meta_spec(config: Config, dims: ModelDims, model_dir: str) -> StageSpec:
+    """The whole model as one stage: built on meta only, to check family and LoRA targets."""
+    return StageSpec(
+        model_dir=model_dir,
+        layers=(0, dims.num_layers),
+        num_layers=dims.num_layers,
+        dtype=config.model.dtype,
+        attn_implementation=config.model.attn_implementation,
+        seed=config.seed,
+        lora=config.lora,
+    )
+
+
+def _check_fits(plan: Plan) -> None:
+    for budget in plan.budgets:
+        if not budget.fits:
+            raise UserError(
+                "the plan does not fit",
+                where=budget.device,
+                observed=f"{budget.total / 1e9:.1f} GB needed",
+                required=f"at most {budget.capacity / 1e9:.1f} GB",
+                remedy="run the same command with mode=plan: it lists every item and the rule or option that fits",
+            )
+
+
+def _schedule(config: Config, plan: Plan, data: DataBundle) -> Schedule:
+    trainer = config.trainer
+    if config.lora.target_modules == "none" and not config.lora.experts:
+        raise UserError(
+            "nothing would be trained",
+            where="lora.target_modules=none with lora.experts=false",
+            remedy="set lora.experts=true or lora.target_modules=auto",
+        )
+    batches = Batches(
+        data.train,
+        trainer.batch_size,
+        trainer.micro_batch_size,
+        plan.replicas,
+        plan.groups,
+        shuffle=config.data.shuffle,
+        seed=config.seed,
+        pad_id=data.pad_id,
+    )
+    total = trainer.max_steps
+    if total is None:
+        total = max(1, math.ceil(trainer.epochs * batches.steps_per_epoch))
+    held_out = eval_waves(
+        data.eval, trainer.batch_size, trainer.micro_batch_size, plan.replicas, plan.groups, data.pad_id
+    )
+    return Schedule(
+        total_steps=total,
+        steps_per_epoch=batches.steps_per_epoch,
+        train=batches.waves,
+        evaluate=held_out,
+    )
+

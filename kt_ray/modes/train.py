@@ -1,0 +1,188 @@
+"""mode=train: from a configuration to an adapter."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kt_ray.actors.cluster import ActorCluster
+from kt_ray.actors.local_cluster import LocalCluster
+from kt_ray.actors.specs import actor_specs
+from kt_ray.checkpoint import adapter as adapters
+from kt_ray.checkpoint import training as checkpoints
+from kt_ray.config.schema import Config
+from kt_ray.modes.prepare import Prepared, prepare
+from kt_ray.placement.plan import plan_to_dict
+from kt_ray.rundir import RunDir, environment, plain, setup_logging
+from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
+from kt_ray.tracking.console import console
+from kt_ray.tracking.progress import LoadProgress, Summary, TrainProgress, show_summary
+from kt_ray.train.loop import Events, Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: Config) -> int:
+    """Train. Returns the exit code; a user's mistake raises UserError before Ray is touched."""
+    prepared = prepare(config)
+    rundir = RunDir.create(config)
+    setup_logging(rundir)
+    _announce(prepared, rundir)
+    resume = _resume_point(prepared, rundir)
+    rundir.write_plan(plan_to_dict(prepared.plan))
+    rundir.write_env(environment())
+    progress = LoadProgress(live=config.tracking.progress)
+    cluster = make_cluster(prepared, rundir.name, progress)
+    status = "failed"
+    tracker: MultiTracker | None = None
+    try:
+        with _terminated_as_interrupt():
+            for line in cluster.connect():
+                console().print(line, markup=False)
+                logger.info("%s", line)
+            with progress:
+                facts = cluster.start()
+            rundir.write_env({**environment(), "actors": facts, "dashboard": _dashboard(cluster)})
+            tracker = make_tracker(config, rundir, extra=_ray_exporter(cluster))
+            first_step = 0
+            if resume is not None:
+                cluster.restore(str(resume.directory), resume.manifest.step)
+                first_step = resume.manifest.step
+                console().print(f"resumed from {resume.directory} after step {first_step}", markup=False)
+            tracker.start(rundir.path, plain(config), rundir.wandb_id, first_step=first_step + 1 if first_step else 0)
+            summary = _train(prepared, rundir, cluster, tracker, first_step)
+            _write_adapter(prepared, cluster, rundir.adapter)
+            # Once more at the end: how many kernel calls ran, and where.
+            rundir.write_env({**environment(), "actors": cluster.info(), "dashboard": _dashboard(cluster)})
+        status = "finished"
+        if config.tracking.upload_adapter:
+            tracker.artifact(rundir.adapter)
+        if config.tracking.plot:
+            from kt_ray.tracking.plot import plot_loss
+
+            plot_loss(rundir.metrics_file, rundir.plot_file)
+        show_summary(summary)
+        return 0
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        if tracker is not None:
+            tracker.finish(status)
+        cluster.shutdown()
+
+
+def make_cluster(prepared: Prepared, run_name: str, progress: LoadProgress | None = None) -> ActorCluster:
+    """The cluster that the configuration names, not started."""
+    config, plan = prepared.config, prepared.plan
+    specs = actor_specs(plan, config, prepared.model_dir)
+
+    def note(actor: str, layer: int, done: int, total: int) -> None:
+        if progress is not None:
+            progress.update(actor, done, total, layer)
+
+    if config.cluster.name == "local":
+        return LocalCluster(plan, specs, note)
+    from kt_ray.actors.ray_cluster import RayCluster
+
+    return RayCluster(plan, specs, config.cluster, config.rule.ray, run_name, note)
+
+
+def _announce(prepared: Prepared, rundir: RunDir) -> None:
+    from kt_ray.data import preview_rows, print_preview
+
+    config, plan = prepared.config, prepared.plan
+    out = console()
+    out.print(f"run directory: {rundir.path}", markup=False)
+    for worker in plan.workers:
+        start, stop = worker.layers
+        out.print(
+            f"attention worker {worker.rank}: layers {start}-{stop - 1} on {worker.device}, {worker.threads} threads",
+            markup=False,
+        )
+    for actor in plan.experts:
+        out.print(
+            f"expert actor {actor.rank}: {len(actor.experts)} of {plan.dims.num_experts} experts per layer, "
+            f"socket {actor.node}, {actor.threads} threads",
+            markup=False,
+        )
+    for line in (*plan.notes, *prepared.data.report.lines()):
+        out.print(line, markup=False)
+        logger.info("%s", line)
+    steps = prepared.schedule.total_steps
+    out.print(f"{steps} steps of {config.trainer.batch_size} rows, {len(prepared.data.train)} rows in all", markup=False)
+    if config.trainer.preview:
+        print_preview(preview_rows(prepared.data.train, prepared.data.tokenizer, config.trainer.preview), out)
+
+
+def _dashboard(cluster: ActorCluster) -> str | None:
+    return getattr(cluster, "dashboard_url", None)
+
+
+def _ray_exporter(cluster: ActorCluster) -> list[Any]:
+    if isinstance(cluster, LocalCluster):
+        return []
+    from kt_ray.actors.ray_metrics import RayMetrics
+
+    return [RayMetrics()]
+
+
+def _train(
+    prepared: Prepared, rundir: RunDir, cluster: ActorCluster, tracker: MultiTracker, first_step: int
+) -> Summary:
+    config = prepared.config
+    shown = TrainProgress(
+        prepared.schedule.total_steps, first_step, live=config.tracking.progress, log_every=config.trainer.log_every
+    )
+
+    def on_step(metrics: StepMetrics) -> None:
+        tracker.log(metrics.step, metrics.to_dict())
+        shown.update(metrics.to_dict())
+
+    def on_eval(taken: int, loss: float) -> None:
+        tracker.log(taken, {"eval_loss": loss})
+        shown.line(f"step {taken}/{prepared.schedule.total_steps}  held-out loss {loss:.4f}")
+
+    def save(taken: int) -> None:
+        _save_checkpoint(prepared, rundir, cluster, taken)
+
+    with shown:
+        trainer = Trainer(
+            config, cluster, prepared.schedule, Events(on_step, on_eval, save), first_step=first_step
+        )
+        done = trainer.run()
+    evaluated = sorted(done.eval_losses.items())
+    return Summary(
+        run_dir=rundir.path,
+        steps=done.steps,
+        first_loss=done.losses[0] if done.losses else None,
+        last_loss=done.losses[-1] if done.losses else None,
+        eval_before=evaluated[0][1] if evaluated else None,
+        eval_after=evaluated[-1][1] if evaluated else None,
+        adapter=rundir.adapter,
+        base_model=prepared.model_dir,
+    )
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does: actors stopped, trackers told."""
+    import signal
+    import threading
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
