@@ -351,13 +351,16 @@ def setup_logging(run: RunDir) -> Callable[[], None]:
     """Send every logger's INFO and above to train.log, with timestamps; keep the console clean.
 
     The console (stderr) gets kt_ray's warnings and errors, one plain line each. A resumed run's log
-    is appended to. What this process logs counts; actors write through Ray's own files.
+    is appended to. What this process logs counts; actors write through Ray's own files. One run at
+    a time: a second call (the next job of a multirun) ends the first one's log.
 
     Returns:
         A function that takes the handlers off again and closes the file.
     """
     from kt_ray.tracking.console import ConsoleHandler
 
+    global _close_log
+    _close_log()
     root, ours = logging.getLogger(), logging.getLogger("kt_ray")
     file = logging.FileHandler(run.log_file, encoding="utf-8")
     file.setLevel(logging.INFO)
@@ -376,4 +379,9 @@ def setup_logging(run: RunDir) -> Callable[[], None]:
         ours.setLevel(level)
         file.close()
 
+    _close_log = close
     return close
+
+
+def _close_log() -> None:
+    """Ends the log that is open; replaced by `setup_logging`."""

@@ -15,13 +15,13 @@ log = logging.getLogger(__name__)
 _TRAIN, _HELD_OUT, _INK, _GRID = "#2a6fb0", "#c2571a", "#444444", "#dddddd"
 
 
-def plot_loss(metrics_file: Path, image: Path, *, title: str = "") -> bool:
+def plot_loss(metrics_file: Path, image: Path, *, title: str | None = None) -> bool:
     """Draw training loss (raw and smoothed) and held-out loss over steps.
 
     Args:
         metrics_file: metrics.jsonl; lines without a finite loss are passed over.
         image: the PNG to write; an older one is replaced when the new one is whole.
-        title: usually the run's name.
+        title: None = the run's name, as its directory has it.
 
     Returns:
         Whether an image was written; the reason why not is in the log.
@@ -33,7 +33,7 @@ def plot_loss(metrics_file: Path, image: Path, *, title: str = "") -> bool:
         if not train and not held_out:
             log.info("no loss to plot yet in %s", metrics_file)
             return False
-        _draw(train, held_out, beside, title)
+        _draw(train, held_out, beside, metrics_file.parent.name if title is None else title)
         os.replace(beside, image)
         return True
     except Exception as error:

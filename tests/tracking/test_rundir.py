@@ -190,3 +190,17 @@ def test_log_file_has_timestamps_and_the_console_only_warnings(tmp_path, make_co
     assert lines[2].endswith("WARNING elsewhere: foreign")
     err = capsys.readouterr().err
     assert err.count("WARNING: loud [bold]") == 2 and "quiet" not in err and "foreign" not in err
+
+
+def test_the_next_run_of_a_process_has_a_log_of_its_own(tmp_path, make_config):
+    runs = [RunDir.create(make_config(tmp_path, name=name)) for name in ("a", "b")]
+    closers = []
+    for run in runs:
+        closers.append(setup_logging(run))
+        logging.getLogger("kt_ray.train").info("this is %s", run.name)
+    for close in closers:
+        close()
+    logs = [run.log_file.read_text().splitlines() for run in runs]
+    assert [len(lines) for lines in logs] == [1, 1]
+    assert logs[0][0].endswith("this is a") and logs[1][0].endswith("this is b")
+    assert not any("train.log" in str(getattr(h, "baseFilename", "")) for h in logging.getLogger().handlers)

@@ -1,0 +1,51 @@
+"""README and docs against the tree: files that exist, links that lead somewhere, keys that are options."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kt_ray.config.fields import fields
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(p.relative_to(ROOT) for p in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def tree() -> str:
+    text = (ROOT / "README.md").read_text()
+    return re.search(r"## The files\n\n```\n(.*?)```", text, re.DOTALL).group(1)
+
+
+def test_the_readme_tree_has_every_package_and_module_and_nothing_else():
+    named = set(re.findall(r"^  ([\w.]+/?)  ", tree(), re.MULTILINE))
+    package = ROOT / "kt_ray"
+    # An installed tree has the compiled extension and the conf/ of the wheel beside them.
+    present = {f"{p.parent.name}/" for p in package.glob("*/__init__.py")}
+    present |= {p.name for p in package.glob("*.py") if p.name != "__init__.py"}
+    assert named == present
+
+
+def test_the_table_of_modes_has_every_mode():
+    table = set(re.findall(r"^\| `(\w+)`", (ROOT / "README.md").read_text(), re.MULTILINE))
+    modes = {p.stem for p in (ROOT / "kt_ray" / "modes").glob("*.py") if "def run(" in p.read_text()}
+    assert modes <= table
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    targets = [t.partition("#")[0] for t in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in t]
+    missing = [t for t in targets if t and not (ROOT / page).parent.joinpath(t).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_keys_are_options(page):
+    groups = "model|rule|data|lora|optim|trainer|tracking|cluster|run"
+    text = (ROOT / page).read_text()
+    # `lora.rank=8` or `lora.rank` in code; file names such as optim.py are no keys.
+    named = set(re.findall(rf"(?<![\w./])(?:{groups})\.[a-z_]+(?:\.[a-z_]+)?(?![\w/])", text))
+    unknown = {k for k in named if not any(f == k or f.startswith(f"{k}.") for f in fields())} - {"optim.py"}
+    assert not unknown
