@@ -21,7 +21,8 @@ from kt_ray.actors.mailbox import Address, Mailbox, Message
 from kt_ray.actors.port import Port
 from kt_ray.train.reports import WorkerPassReport
 from kt_ray.batch import PassSpec
-from kt_ray.checkpoint import ShardInfo, read_named, write_shard, write_tensors
+from kt_ray.checkpoint.adapter import write_tensors
+from kt_ray.checkpoint.training import ShardInfo, read_named, write_shard
 from kt_ray.config.schema import OptimConfig
 from kt_ray.model.stage import Stage, StageSpec
 from kt_ray.optim import LoraOptimizer, squared_norm

@@ -13,9 +13,9 @@ from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.actors.specs import actor_specs
 from kt_ray.checkpoint import adapter as adapters
-from kt_ray.checkpoint import training as checkpoints
 from kt_ray.config.schema import Config
 from kt_ray.modes.prepare import Prepared, prepare
+from kt_ray.modes.saving import resume_point, save_checkpoint
 from kt_ray.placement.plan import plan_to_dict
 from kt_ray.rundir import RunDir, environment, plain, setup_logging
 from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
@@ -32,7 +32,7 @@ def run(config: Config) -> int:
     rundir = RunDir.create(config)
     setup_logging(rundir)
     _announce(prepared, rundir)
-    resume = _resume_point(prepared, rundir)
+    resume = resume_point(prepared, rundir)
     rundir.write_plan(plan_to_dict(prepared.plan))
     rundir.write_env(environment())
     progress = LoadProgress(live=config.tracking.progress)
@@ -148,7 +148,7 @@ def _train(
         shown.line(f"step {taken}/{prepared.schedule.total_steps}  held-out loss {loss:.4f}")
 
     def save(taken: int) -> None:
-        _save_checkpoint(prepared, rundir, cluster, taken)
+        save_checkpoint(prepared, rundir, cluster, taken)
 
     with shown:
         trainer = Trainer(

@@ -1,0 +1,92 @@
+"""The driver's side of checkpoints: what is written, what must match on resume."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kt_ray.checkpoint.training import (
+    Manifest,
+    begin_checkpoint,
+    commit_checkpoint,
+    prune_checkpoints,
+    step_name,
+)
+from kt_ray.config.schema import Config
+from kt_ray.modes.prepare import Prepared
+from kt_ray.rundir import RunDir
+from kt_ray.train.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A verified checkpoint to go on from."""
+
+    directory: Path
+    manifest: Manifest
+
+
+def resume_point(prepared: Prepared, rundir: RunDir) -> ResumePoint | None:
+    """The checkpoint that this run goes on from, checked against model, data and settings; None = none.
+
+    Raises:
+        UserError: damaged files, another model, other data or settings.
+    """
+    if rundir.checkpoint is None:
+        return None
+    manifest = Manifest.load(rundir.checkpoint)
+    manifest.require(
+        model=prepared.index.fingerprint, fields=_fields(prepared), where=str(rundir.checkpoint)
+    )
+    return ResumePoint(rundir.checkpoint, manifest)
+
+
+def save_checkpoint(prepared: Prepared, rundir: RunDir, cluster: Cluster, taken: int) -> Path:
+    """Every actor writes its shard, then the manifest, then old checkpoints go. `taken`: steps so far."""
+    partial = begin_checkpoint(rundir.checkpoints, taken)
+    shards = cluster.save_shards(str(partial))
+    steps_per_epoch = prepared.schedule.steps_per_epoch
+    manifest = Manifest(
+        step=taken,
+        seed=prepared.config.seed,
+        data={"next_step": taken, "epoch": taken // steps_per_epoch, "step_in_epoch": taken % steps_per_epoch},
+        model=prepared.index.fingerprint,
+        fields=_fields(prepared),
+        shards=tuple(shards),
+        state={"total_steps": prepared.schedule.total_steps},
+    )
+    final = commit_checkpoint(partial, rundir.checkpoints / step_name(taken), manifest)
+    prune_checkpoints(rundir.checkpoints, prepared.config.trainer.keep_checkpoints)
+    return final
+
+
+def _fields(prepared: Prepared) -> dict[str, Any]:
+    """Settings without which the same step number would mean another step. Placement is not among them."""
+    config: Config = prepared.config
+    lora = config.lora
+    return {
+        "seed": config.seed,
+        "lora.rank": lora.rank,
+        "lora.alpha": lora.alpha,
+        "lora.rslora": lora.rslora,
+        "lora.dropout": lora.dropout,
+        "lora.target_modules": lora.target_modules,
+        "lora.experts": lora.experts,
+        "optim.name": config.optim.name,
+        "trainer.batch_size": config.trainer.batch_size,
+        "data.shuffle": config.data.shuffle,
+        "data (digest of the tokenised training rows)": _digest(prepared),
+    }
+
+
+def _digest(prepared: Prepared) -> str:
+    digest = hashlib.sha256()
+    for row in prepared.data.train:
+        digest.update(np.int64(row.sample_id).tobytes())
+        digest.update(np.ascontiguousarray(row.input_ids).tobytes())
+        digest.update(np.ascontiguousarray(row.labels).tobytes())
+    return digest.hexdigest()[:16]
