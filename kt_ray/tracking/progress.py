@@ -27,14 +27,19 @@ log = logging.getLogger(__name__)
 
 
 class _Display:
-    """A live display that is started and stopped once, or nothing where there is no terminal."""
+    """A context: its bars are live inside, and its clock starts on entering."""
 
-    def __init__(self, screen: Console | None, live: bool) -> None:
+    def __init__(self, screen: Console | None, live: bool, clock: Callable[[], float]) -> None:
         self.console = screen or shared_console()
         self.live = live and self.console.is_terminal
         self._progress: Progress | None = None
+        self._clock = clock
+        self._began = clock()
 
     def __enter__(self) -> Self:
+        self._began = self._clock()
+        if self._progress is not None:
+            self._progress.start()
         return self
 
     def __exit__(
@@ -77,12 +82,10 @@ class TrainProgress(_Display):
         screen: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(screen, live)
+        super().__init__(screen, live, clock)
         self.total_steps = total_steps
         self.log_every = max(1, log_every)
-        self._clock = clock
         self._first = done_steps
-        self._began = clock()
         self._task: TaskID | None = None
         if self.live:
             self._progress = Progress(
@@ -94,7 +97,6 @@ class TrainProgress(_Display):
                 console=self.console,
             )
             self._task = self._progress.add_task("", total=total_steps, completed=done_steps, figures="")
-            self._progress.start()
 
     def update(self, record: Mapping[str, Value]) -> None:
         """Show one record of metrics.jsonl (`StepMetrics.to_dict`)."""
@@ -147,11 +149,9 @@ class LoadProgress(_Display):
         screen: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(screen, live)
+        super().__init__(screen, live, clock)
         self.every = every
-        self._clock = clock
-        self._began = clock()
-        self._last_line = clock()
+        self._last_line = self._began
         self._actors: dict[str, _Actor] = {}
         self._lock = threading.Lock()
         if self.live:
@@ -161,7 +161,6 @@ class LoadProgress(_Display):
                 TextColumn("{task.fields[figures]}"),
                 console=self.console,
             )
-            self._progress.start()
 
     def update(self, actor: str, bytes_done: int, bytes_total: int, layer: int | None = None) -> None:
         """An actor has read `bytes_done` of `bytes_total` bytes and is at `layer`."""

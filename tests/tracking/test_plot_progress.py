@@ -136,3 +136,15 @@ def test_summary(terminal):
 def test_units():
     assert [duration(s) for s in (0.4, 59.4, 185, 7385)] == ["0 s", "59 s", "3:05", "2:03:05"]
     assert [size(b) for b in (812_000, 3_200_000, 45_100_000_000)] == ["812 kB", "3.2 MB", "45.1 GB"]
+
+
+def test_nothing_is_drawn_or_timed_before_entering():
+    screen, clock = Console(file=io.StringIO(), force_terminal=True, width=150), Clock()
+    progress = LoadProgress(screen=screen, clock=clock)
+    clock.now += 60  # Ray starts meanwhile
+    assert screen.file.getvalue() == ""
+    with progress:
+        clock.now += 2
+        progress.update("expert 0", 4_000_000_000, 4_000_000_000)
+        assert progress.rate() == pytest.approx(2e9)
+    assert "done in 2 s" in screen.file.getvalue()
