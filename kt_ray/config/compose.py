@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from kt_ray.config.fields import closest, fields, groups, show
+from kt_ray.config.files import conf_dir, option_groups, option_names
 from kt_ray.config.load import load, unknown_key
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
@@ -29,28 +30,6 @@ _IMPLIED = {"model": "custom", "data": "jsonl"}
 
 _MISSING_KEY = re.compile(r"Could not override '([^']+)'")
 _IN_FILE = re.compile(r"In '([^']+)':")
-
-
-def conf_dir(package: Path | None = None) -> Path:
-    """The directory of YAML files: kt_ray/conf in an installed wheel, else conf/ beside the package.
-
-    Args:
-        package: directory of the kt_ray package; None = where this module was imported from.
-
-    Raises:
-        UserError: neither exists.
-    """
-    package = package or Path(__file__).resolve().parents[1]
-    candidates = (package / "conf", package.parent / "conf")
-    for candidate in candidates:
-        if (candidate / "config.yaml").is_file():
-            return candidate
-    raise UserError(
-        "the configuration files are missing",
-        where=" and ".join(str(c) for c in candidates),
-        required="a directory with config.yaml",
-        remedy="pip install --force-reinstall kt_ray, or run from a complete source tree",
-    )
 
 
 @cache
@@ -178,16 +157,6 @@ def translate(error: Exception, overrides: Sequence[str]) -> UserError:
     return UserError(_first_line(error), remedy="see `python launch.py --help` for groups, options and keys")
 
 
-def option_names(group: str) -> list[str]:
-    """The options of a group: the YAML files in conf/<group>."""
-    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
-
-
-def option_groups() -> list[str]:
-    """The groups of conf/ that an option can be chosen for (conf/hardware holds files for plan.hardware)."""
-    return sorted(p.name for p in conf_dir().iterdir() if p.is_dir() and p.name in {*groups(), "experiment"})
-
-
 def _is_plain_value(value: Any) -> bool:
     return value is not None and not isinstance(value, str | list)
 
@@ -271,7 +240,10 @@ def _ambiguous(text: str, overrides: Sequence[str]) -> UserError:
 
 
 def _missing_option(error: MissingConfigException, overrides: Sequence[str]) -> UserError:
-    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    # The option may itself hold slashes (model=/data/DeepSeek), so the group is what precedes the first.
+    group, slash, option = (error.missing_cfg_file or "").partition("/")
+    if not slash:
+        group, option = "", group
     if not group:
         return UserError(
             f"there is no primary configuration '{option}'",
@@ -281,7 +253,7 @@ def _missing_option(error: MissingConfigException, overrides: Sequence[str]) -> 
         )
     given = _value_given(group, overrides)
     name = show(given) if given is not None else option
-    options = list(error.options or option_names(group))
+    options = sorted(error.options or option_names(group))
     return _no_option(group, name, options)
 
 

@@ -20,7 +20,8 @@ import yaml
 
 from kt_ray.config.checks import check
 from kt_ray.config.fields import closest_key, default_of, groups, hints, show, type_name
-from kt_ray.config.schema import Config
+from kt_ray.config.files import hardware_file
+from kt_ray.config.schema import Config, PlanConfig
 from kt_ray.errors import UserError
 
 
@@ -53,17 +54,16 @@ def from_dict(mapping: Mapping[str, Any]) -> Config:
 
 
 def settle(config: Config, *, job: int | None = None, now: datetime.datetime | None = None) -> Config:
-    """Fills what follows from other keys: labels, absolute paths, run.name.
+    """Fills what follows from other keys: labels, absolute paths, a multirun's run names.
 
-    `model.path` overrules `model.build`, `data.path` overrules `data.builtin`. run.name stays as
-    it is when a run is resumed; otherwise None becomes "<model>-<date>-<time>". A multirun's
-    job number is appended. With trainer.resume=latest and no run.name the newest run under
-    run.root that has a checkpoint is taken; with a checkpoint directory, the run that holds it.
+    `model.path` overrules `model.build`, and `data.path` overrules `data.builtin`. plan.hardware
+    may be the bare name of a file in conf/hardware. Outside a multirun run.name=None stays: the
+    run directory is named when it is made. In one, each job gets "<name>-<job>".
 
     Raises:
-        UserError: trainer.resume=latest and there is no run to resume.
+        UserError: a multirun resumes the latest checkpoint without saying of which run.
     """
-    model, data, run, plan = config.model, config.data, config.run, config.plan
+    model, data, plan, trainer = config.model, config.data, config.plan, config.trainer
     if model.path is not None:
         path = absolute(model.path)
         name = Path(path).name if model.build is not None or model.name == "custom" else model.name
@@ -72,27 +72,24 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
         model, tokenizer=_absolute(model.tokenizer), chat_template=_absolute(model.chat_template)
     )
     if data.path is not None:
-        paths = [absolute(p) for p in ([data.path] if isinstance(data.path, str) else data.path)]
-        name = Path(paths[0]).stem if data.builtin is not None or data.name == "jsonl" else data.name
-        data = dataclasses.replace(
-            data, path=paths[0] if isinstance(data.path, str) else paths, name=name, builtin=None
-        )
+        paths = _paths(data.path)
+        first = paths if isinstance(paths, str) else paths[0]
+        name = Path(first).stem if data.builtin is not None or data.name == "jsonl" else data.name
+        data = dataclasses.replace(data, path=paths, name=name, builtin=None)
     if data.eval_path is not None:
-        held = [
-            absolute(p) for p in ([data.eval_path] if isinstance(data.eval_path, str) else data.eval_path)
-        ]
-        data = dataclasses.replace(data, eval_path=held[0] if isinstance(data.eval_path, str) else held)
-    plan = dataclasses.replace(plan, hardware=_absolute(plan.hardware))
-    trainer = config.trainer
+        data = dataclasses.replace(data, eval_path=_paths(data.eval_path))
+    if plan.hardware is not None:
+        known = hardware_file(plan.hardware) if "/" not in plan.hardware else None
+        plan = PlanConfig(hardware=str(known) if known else absolute(plan.hardware))
     if trainer.resume not in (None, "latest"):
-        trainer = dataclasses.replace(trainer, resume=absolute(trainer.resume))
-    run = dataclasses.replace(run, root=absolute(run.root))
-    config = dataclasses.replace(config, model=model, data=data, run=run, plan=plan, trainer=trainer)
-    return dataclasses.replace(config, run=dataclasses.replace(run, name=_run_name(config, job, now)))
+        trainer = dataclasses.replace(trainer, resume=_absolute(trainer.resume))
+    config = dataclasses.replace(config, model=model, data=data, plan=plan, trainer=trainer)
+    run = dataclasses.replace(config.run, root=absolute(config.run.root), name=_run_name(config, job, now))
+    return dataclasses.replace(config, run=run)
 
 
 def absolute(path: str) -> str:
-    """`path` with ~ expanded, from the current directory; links are kept as the user wrote them."""
+    """`path` with ~ expanded, from the current directory; links stay as the user wrote them."""
     return os.path.abspath(os.path.expanduser(path))
 
 
@@ -100,34 +97,24 @@ def _absolute(path: str | None) -> str | None:
     return None if path is None else absolute(path)
 
 
-def _run_name(config: Config, job: int | None, now: datetime.datetime | None) -> str:
-    name, resume = config.run.name, config.trainer.resume
-    if name is None and resume is not None and config.mode == "train":
-        held = _newest_run(config.run.root) if resume == "latest" else _run_of(resume)
-        if held is not None:
-            return held
+def _paths(path: str | list[str]) -> str | list[str]:
+    return absolute(path) if isinstance(path, str) else [absolute(p) for p in path]
+
+
+def _run_name(config: Config, job: int | None, now: datetime.datetime | None) -> str | None:
+    name = config.run.name
+    if job is None:
+        return name
+    if name is None and config.trainer.resume == "latest":
+        raise UserError(
+            "trainer.resume=latest in a multirun does not say which runs to resume",
+            observed="run.name=null",
+            required="the name that the multirun was started with, without -<job>",
+            remedy="set run.name=<name>, or resume one run at a time",
+        )
     if name is None:
         name = f"{config.model.name}-{now or datetime.datetime.now():%Y%m%d-%H%M%S}"
-    return name if job is None else f"{name}-{job}"
-
-
-def _newest_run(root: str) -> str:
-    """Name of the run under `root` whose latest checkpoint is the newest."""
-    found = [p for p in Path(root).glob("*/checkpoints/latest") if p.exists()]
-    if not found:
-        raise UserError(
-            "trainer.resume=latest, but no run has a checkpoint",
-            where=root,
-            required="a directory <run>/checkpoints/latest under run.root",
-            remedy="set run.root to the directory of the run, or trainer.resume=null to begin a new one",
-        )
-    return max(found, key=lambda p: p.stat().st_mtime).parent.parent.name
-
-
-def _run_of(checkpoint: str) -> str | None:
-    """The run's name if `checkpoint` is <root>/<name>/checkpoints/<step>."""
-    path = Path(checkpoint)
-    return path.parent.parent.name if path.parent.name == "checkpoints" else None
+    return f"{name}-{job}"
 
 
 def to_dict(config: Config) -> dict[str, Any]:

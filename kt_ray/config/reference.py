@@ -1,8 +1,9 @@
 """Writes docs/configuration.md from the dataclasses, the limits and conf/:
 
     python -m kt_ray.config.reference > docs/configuration.md
+    python -m kt_ray.config.reference --options > tests/config/options.txt
 
-A test compares the committed file with what this prints.
+Tests compare the committed files with what this prints, so that a new key is a conscious act.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import re
 import sys
 from collections.abc import Iterator
 
-from kt_ray.config.compose import conf_dir, option_groups, option_names
 from kt_ray.config.fields import Field, fields, groups, show, type_name
+from kt_ray.config.files import conf_dir, option_groups, option_names
 from kt_ray.config.limits import BOUNDS, WORDS
 
 _INTRODUCTION = """\
@@ -116,4 +117,4 @@ def _default(f: Field) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(render())
+    sys.stdout.write("\n".join(option_list()) + "\n" if "--options" in sys.argv else render())

@@ -284,8 +284,9 @@ class PlanConfig:
     """`mode=plan` only.
 
     Attributes:
-        hardware: YAML file describing other hardware to plan for; None = the rule's nominal
-            hardware if it names GPUs this host lacks, else this host.
+        hardware: YAML file describing other hardware to plan for, or the name of one in
+            conf/hardware; None = the rule's nominal hardware if it names GPUs or an ISA that this
+            host lacks, else this host.
     """
 
     hardware: str | None = None

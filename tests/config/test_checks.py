@@ -1,0 +1,146 @@
+"""Values that do not go together, and values that do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kt_ray.config.checks import check, value_of
+from kt_ray.config.fields import fields, type_name
+from kt_ray.config.limits import BOUNDS, WORDS, Bound
+from kt_ray.config.load import from_dict
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+
+DEMO: dict[str, Any] = {
+    "model": {"name": "demo", "build": "demo"},
+    "data": {"name": "demo", "builtin": "demo"},
+}
+
+
+def _config(**groups: Any) -> Config:
+    merged = {key: dict(value) for key, value in DEMO.items()}
+    for group, values in groups.items():
+        merged[group] = {**merged.get(group, {}), **values} if isinstance(values, dict) else values
+    return from_dict(merged)
+
+
+def _line(config: Config) -> str:
+    with pytest.raises(UserError) as caught:
+        check(config)
+    return caught.value.line()
+
+
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"rule": {"layers": [2, 2]}},
+    {"rule": {"layers": [2, 2], "stages": 2}},
+    {"rule": {"layers": ["0-1", "2-3"]}},
+    {
+        "rule": {
+            "layers": [
+                {"match": r"^model\.layers\.0\.", "device": "cuda:0"},
+                {"match": ".*", "device": "cuda:1"},
+            ]
+        }
+    },
+    {"rule": {"experts": {"backend": "AMXBF16", "isa": "avx2"}}},  # the same mathematics on another ISA
+    {"rule": {"groups": 8, "ray": {"worker_cpus": 0.5}}},
+    {"lora": {"rank": 256, "dropout": 0.99, "target_modules": r".*\.(q|o)_proj"}},
+    {"lora": {"target_modules": "none"}},
+    {"lora": {"experts": False}},
+    {"optim": {"warmup": 0, "max_grad_norm": 0}},
+    {"optim": {"warmup": 10}, "trainer": {"max_steps": 10}},
+    {"optim": {"warmup": 1}, "trainer": {"max_steps": 1}},
+    {"trainer": {"batch_size": 5, "micro_batch_size": 3}},  # the last micro-batch is smaller
+    {"trainer": {"resume": "latest"}},
+    {"trainer": {"resume": "./lastest"}},
+    {"trainer": {"eval_every": 5}},
+    {"trainer": {"eval_every": 5}, "data": {"eval_fraction": 0, "eval_path": "held.jsonl"}},
+    {"trainer": {"loss_chunk": 0}},
+    {"cluster": {"address": "10.0.0.1:6379"}},
+    {"mode": "doctor", "model": {"build": None}, "data": {"builtin": None}},
+    {"mode": "plan", "model": {"build": None, "config": {"hidden_size": 8}}, "data": {"builtin": None}},
+    {"mode": "preview", "model": {"build": None, "tokenizer": "t"}},
+    {"seed": 2**63 - 1},
+    {"run": {"name": "猫 v1.2"}},
+]
+
+
+@pytest.mark.parametrize("groups", GOOD)
+def test_good(groups: dict[str, Any]) -> None:
+    check(_config(**groups))
+
+
+@pytest.mark.parametrize("key", BOUNDS)
+def test_numbers_out_of_range(key: str) -> None:
+    bound = BOUNDS[key]
+    outside = [bound.low if bound.open_low else bound.low - 1]
+    if bound.high != float("inf"):
+        outside.append(bound.high if bound.open_high else bound.high + 1)
+    for value in outside:
+        line = _line(_config(**_nest(key, value)))
+        assert key in line and f"{value:g}" in line and str(bound) in line and "To fix: set" in line
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_must_be_finite(value: float) -> None:
+    assert not Bound(0).holds(value)
+    assert "optim.lr" in _line(_config(optim={"lr": value}))
+
+
+@pytest.mark.parametrize("key", WORDS)
+def test_unknown_words(key: str) -> None:
+    meant = WORDS[key][0]
+    line = _line(_config(**_nest(key, meant + "x")))
+    assert f"{key}={meant}x" in line and f"did you mean {meant}?" in line
+    assert all(word in line for word in WORDS[key]) and f"To fix: set {key}={meant}" in line
+
+
+def test_tables_name_existing_keys_and_hold_the_defaults() -> None:
+    for key, words in WORDS.items():
+        assert value_of(Config(), key) is None or value_of(Config(), key) in words
+        assert "str" in type_name(fields()[key].hint)
+    for key, bound in BOUNDS.items():
+        default = fields()[key].default
+        assert default is None or isinstance(default, str) or bound.holds(default)
+
+
+LAYERS: list[tuple[list[Any], str]] = [
+    ([], "is empty"),
+    ([2, 0], "without layers"),
+    ([2, "2-3"], "mixes styles"),
+    ([1.5], "mixes styles"),
+    ([True], "mixes styles"),
+    (["0-1", "3-4"], "layer 2 must begin a range"),
+    (["0-3", "2-4"], "layer 4 must begin a range"),
+    (["1-3"], "layer 0 must begin a range"),
+    (["3-0"], "layer 0 must begin a range"),
+    (["first"], "has the entry 'first'"),
+    ([{"match": "x"}], "is not a pattern"),
+    ([{"match": "x", "device": "cuda:0", "to": 1}], "is not a pattern"),
+    ([{"match": "(", "device": "cuda:0"}], "is not a regular expression"),
+    ([{"match": 5, "device": "cuda:0"}], "is not a regular expression"),
+    ([{"match": "x", "device": "gpu0"}], "is not a device"),
+    ([{"match": "x", "device": 0}], "is not a device"),
+]
+
+
+@pytest.mark.parametrize(("layers", "reason"), LAYERS)
+def test_layers(layers: list[Any], reason: str) -> None:
+    line = _line(_config(rule={"layers": layers}))
+    assert "rule.layers=" in line and reason in line and "To fix:" in line
+
+
+def test_layers_against_stages_and_device() -> None:
+    assert "3 entries for rule.stages=2" in _line(_config(rule={"layers": [1, 1, 1], "stages": 2}))
+    pattern = [{"match": ".*", "device": "cuda:0"}]
+    assert "clashes with rule.device=cpu" in _line(_config(rule={"layers": pattern, "device": "cpu"}))
+
+
+def _nest(key: str, value: object) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value

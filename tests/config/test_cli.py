@@ -1,0 +1,325 @@
+"""The command line: exit codes, one error line with key, value and remedy, and what is (not) imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kt_ray import cli
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+
+REPO = Path(__file__).resolve().parents[2]
+
+# (arguments, what the one error line must hold: key, value, remedy)
+BAD: list[tuple[list[str], list[str]]] = [
+    # unknown keys
+    (
+        ["trainer.max_step=5"],
+        ["unknown key trainer.max_step", "trainer.max_step=5", "write trainer.max_steps=5"],
+    ),
+    (["rank=4"], ["unknown key rank", "rank=4", "write lora.rank=4"]),
+    (["trianer.max_steps=5"], ["trianer.max_steps=5", "write trainer.max_steps=5"]),
+    (["+lora.rnk=5"], ["unknown key lora.rnk", "lora.rnk=5", "write lora.rank=5"]),
+    (["++lora.rnk=5"], ["unknown key lora.rnk", "lora.rnk=5", "write lora.rank=5"]),
+    (["+lora.rank=5"], ["lora.rank exists", "+lora.rank=5", "write lora.rank=5"]),
+    (["lora.rank.x=5"], ["lora.rank is a value", "lora.rank.x=5", "write lora.rank=5"]),
+    (["run={nam: x}"], ["unknown key run.nam", "run.nam=x", "write run.name=x"]),
+    (["rule.experts.socket=2"], ["rule.experts.socket=2", "write rule.experts.sockets=2"]),
+    (["zzzz=1"], ["unknown key zzzz", "zzzz=1", "the keys are mode, seed, model"]),
+    (
+        ["model=deepseek_v3", "model.config.hiden_size=3"],
+        ["model.config.hiden_size=3", "write +model.config.hiden"],
+    ),
+    # unknown groups and options
+    (["modle=demo"], ["unknown group modle", "modle=demo", "write model=demo"]),
+    (
+        ["model=deepseek_v9"],
+        ["model=deepseek_v9", "did you mean model=deepseek_v3?", "write model=deepseek_v3"],
+    ),
+    (["rule=amx4gpu"], ["rule=amx4gpu", "write rule=amx_4gpu"]),
+    (["experiment=smok"], ["experiment=smok", "write experiment=smoke"]),
+    (["+model=mini"], ["model has an option already", "+model=mini", "write model=mini"]),
+    (["model=/data/DeepSeek"], ["model=/data/DeepSeek", "write model.path=/data/DeepSeek"]),
+    (["data=my.jsonl"], ["data=my.jsonl", "write data.path=my.jsonl"]),
+    (["lora=5"], ["lora=5", "one of default, no_experts", "write lora=default"]),
+    # malformed arguments
+    (["trainer"], ["malformed argument trainer", "KEY=VALUE", "write trainer=<value>"]),
+    (["data.path=a=b.jsonl"], ["malformed argument data.path=a=b.jsonl", "'data.path=\"a=b.jsonl\"'"]),
+    (["lora.rank=8,16"], ["lora.rank=8,16 gives several values", "write lora.rank=[8,16]", "add -m"]),
+    (["--lora.rank=8"], ["unknown flag --lora.rank=8", "write lora.rank=8, without dashes"]),
+    (["--multi-run"], ["unknown flag --multi-run", "write --multirun"]),
+    (["--config-dir", "/nowhere"], ["/nowhere", "give --config-dir an existing directory"]),
+    (["--config-name", "other"], ["'other'", "leave out --config-name"]),
+    (["experiment=nekoqa_mini"], ["KT_RAY_TEST_DATA", "export KT_RAY_TEST_DATA="]),
+    # wrong types
+    (["lora.rank=big"], ["lora.rank=big", "required int", "lora.rank=8"]),
+    (["lora.rslora=maybe"], ["lora.rslora=maybe", "required bool", "lora.rslora=false"]),
+    (["optim.betas=[0.9]"], ["optim.betas=[0.9]", "list of 2 float", "optim.betas=[0.9,0.999]"]),
+    (["trainer.max_steps=1.5"], ["trainer.max_steps=1.5", "int | null", "trainer.max_steps=null"]),
+    (["trainer.resume=true"], ["trainer.resume=true", "str | null", "To fix"]),
+    # wrong values
+    (["mode=plam"], ["mode=plam", "did you mean plan?", "set mode=plan"]),
+    (["lora.rank=0"], ["lora.rank=0", "at least 1 and at most 256", "set lora.rank=8"]),
+    (["lora.rank=512"], ["lora.rank=512", "at most 256", "set lora.rank=8"]),
+    (["lora.dropout=1"], ["lora.dropout=1", "less than 1", "set lora.dropout=0.0"]),
+    (["optim.lr=-1e-4"], ["optim.lr=-0.0001", "more than 0", "set optim.lr="]),
+    (["optim.betas=[0.9,1.0]"], ["optim.betas=[0.9,1.0]", "less than 1", "set optim.betas="]),
+    (["optim.schedule=cosin"], ["optim.schedule=cosin", "did you mean cosine?", "set optim.schedule=cosine"]),
+    (["optim.warmup=2.5"], ["optim.warmup=2.5", "whole number", "set optim.warmup=2"]),
+    (
+        ["optim.warmup=100", "trainer.max_steps=50"],
+        ["optim.warmup=100", "trainer.max_steps=50", "set optim.warmup"],
+    ),
+    (["trainer.max_steps=0"], ["trainer.max_steps=0", "at least 1", "set trainer.max_steps=null"]),
+    (["trainer.epochs=0"], ["trainer.epochs=0", "more than 0", "set trainer.epochs=1.0"]),
+    (
+        ["trainer.micro_batch_size=16"],
+        ["trainer.micro_batch_size=16", "batch_size=8", "set trainer.micro_batch_size=8"],
+    ),
+    (["trainer.preview=-1"], ["trainer.preview=-1", "at least 0", "set trainer.preview=0"]),
+    (["trainer.resume=lastest"], ["trainer.resume=lastest", "latest", "set trainer.resume=latest"]),
+    (
+        ["trainer.resume=latest", "run.overwrite=true"],
+        ["run.overwrite=true", "trainer.resume=latest", "set run.overwrite=false"],
+    ),
+    (["data.eval_fraction=1.5"], ["data.eval_fraction=1.5", "less than 1", "set data.eval_fraction=0.05"]),
+    (["data.eval_fraction=0"], ["trainer.eval_every=20", "data.eval_fraction=0", "set trainer.eval_every=0"]),
+    (["data.format=sharegtp"], ["data.format=sharegtp", "auto or alpaca or messages", "set data.format="]),
+    (["data=jsonl"], ["data.path=null", "mode=train needs rows", "set data.path="]),
+    (["model=deepseek_v3"], ["model.path=null", "deepseek_v3", "set model.path=<directory>, or mode=plan"]),
+    (["model=custom", "mode=plan"], ["model.path=null", "nothing to plan", "set model.path=<directory>"]),
+    (["rule.replicas=9"], ["rule.replicas=9", "trainer.batch_size=8", "set rule.replicas=8"]),
+    (["rule.stages=0"], ["rule.stages=0", "at least 1", "set rule.stages=auto"]),
+    (["rule.stages=many"], ["rule.stages=many", "auto or a number at least 1", "set rule.stages=auto"]),
+    (["rule.groups=9"], ["rule.groups=9", "at most 8", "set rule.groups=auto"]),
+    (["rule.experts.backend=AMXINT8"], ["rule.experts.backend=AMXINT8", "not available yet", "backend=auto"]),
+    (["rule.experts.backend=amxbf16"], ["rule.experts.backend=amxbf16", "did you mean AMXBF16?", "=AMXBF16"]),
+    (
+        ["rule.experts.isa=avx1024"],
+        ["rule.experts.isa=avx1024", "did you mean avx", "set rule.experts.isa=avx"],
+    ),
+    (["rule.layers=[2,0]"], ["rule.layers=[2,0]", "without layers", "set rule.layers=null"]),
+    (
+        ["lora.target_modules='['"],
+        ["lora.target_modules=[", "regular expression", "correct lora.target_modules"],
+    ),
+    (
+        ["lora.target_modules=none", "lora.experts=false"],
+        ["lora.target_modules=none", "nothing to train", "set lora.target_modules=auto or lora.experts=true"],
+    ),
+    (["run.name=a/b"], ["run.name=a/b", "without slashes", "run.root"]),
+    (["run.name=.."], ["run.name=..", "cannot be a directory name", "set run.name"]),
+    (["seed=-1"], ["seed=-1", "at least 0", "set seed=0"]),
+    (["cluster.address=somewhere"], ["cluster.address=somewhere", "HOST:PORT", "set cluster.address=auto"]),
+    (
+        ["cluster.dashboard_port=99999"],
+        ["cluster.dashboard_port=99999", "65535", "set cluster.dashboard_port=8265"],
+    ),
+    (["plan.hardware=box.yaml"], ["plan.hardware=box.yaml", "mode=train", "set mode=plan"]),
+]
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty working directory that stays empty, and no variable of the caller's."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("KT_RAY_TEST_DATA", "KT_RAY_DEBUG", "HYDRA_FULL_ERROR"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    assert list(tmp_path.iterdir()) == [], "composing must not write into the working directory"
+    assert "HYDRA_FULL_ERROR" not in os.environ
+
+
+@pytest.fixture
+def modes(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """Replaces the modules of all modes; holds the configurations that they were run with."""
+    seen: list[Config] = []
+
+    def run(config: Config) -> int:
+        seen.append(config)
+        return 0
+
+    for mode in ("train", "plan", "doctor", "preview"):
+        module = types.ModuleType(f"kt_ray.modes.{mode}")
+        module.run = run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, f"kt_ray.modes.{mode}", module)
+    return seen
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len(BAD) >= 40 and len({tuple(arguments) for arguments, _ in BAD}) == len(BAD)
+
+
+@pytest.mark.parametrize(("arguments", "expected"), BAD, ids=[" ".join(a) for a, _ in BAD])
+def test_bad_input_is_one_line_with_the_remedy(
+    arguments: list[str], expected: list[str], modes: list[Config], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == cli.BAD_INPUT
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert [part for part in expected if part not in err] == [], err
+    assert "To fix: " in err
+    assert modes == []  # refused before any mode began
+
+
+def test_modes_get_the_configuration(modes: list[Config]) -> None:
+    assert cli.main([]) == 0
+    assert cli.main(["mode=plan", "model=deepseek_v3", "rule=amx_4gpu", "lora.rank=16"]) == 0
+    train, plan = modes
+    assert (train.mode, train.model.build) == ("train", "demo")
+    assert Path(train.run.root).is_absolute()
+    assert (plan.mode, plan.model.name, plan.rule.stages, plan.lora.rank) == ("plan", "deepseek_v3", 4, 16)
+
+
+def test_multirun_runs_every_combination_under_its_own_name(
+    modes: list[Config], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["-m", "lora.rank=8,16", "seed=1,2", "run.name=sweep"]) == 0
+    assert [(c.lora.rank, c.seed, c.run.name) for c in modes] == [
+        (8, 1, "sweep-0"),
+        (8, 2, "sweep-1"),
+        (16, 1, "sweep-2"),
+        (16, 2, "sweep-3"),
+    ]
+    assert "== job 3: lora.rank=16 seed=2 run.name=sweep" in capfd.readouterr().out
+
+
+def test_multirun_goes_on_after_a_refused_job_and_reports_it(
+    modes: list[Config], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["-m", "lora.rank=0,4"]) == cli.BAD_INPUT
+    assert [c.lora.rank for c in modes] == [4]
+    assert "lora.rank=0" in capfd.readouterr().err
+
+
+def _mode_that(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> None:
+    module = types.ModuleType("kt_ray.modes.train")
+    module.run = behaviour  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kt_ray.modes.train", module)
+
+
+def _raiser(error: BaseException) -> Any:
+    def run(config: Config) -> int:
+        raise error
+
+    return run
+
+
+def test_exit_code_of_the_mode_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    _mode_that(monkeypatch, lambda config: 7)
+    assert cli.main([]) == 7
+
+
+def test_bad_input_found_by_a_mode(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _mode_that(monkeypatch, _raiser(UserError("no config.json", where="/m", remedy="check model.path")))
+    assert cli.main([]) == cli.BAD_INPUT
+    assert capfd.readouterr().err == "error: no config.json; at /m. To fix: check model.path\n"
+    monkeypatch.setenv("KT_RAY_DEBUG", "1")
+    assert cli.main([]) == cli.BAD_INPUT
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_bug_shows_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _mode_that(monkeypatch, _raiser(ZeroDivisionError("oops")))
+    assert cli.main([]) == cli.BUG
+    err = capfd.readouterr().err
+    assert "Traceback" in err and "oops" in err and "this is a bug in kt_ray" in err.splitlines()[-1]
+
+
+def test_an_interrupt_ends_a_whole_multirun(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begun: list[int] = []
+
+    def run(config: Config) -> int:
+        begun.append(config.seed)
+        raise KeyboardInterrupt
+
+    _mode_that(monkeypatch, run)
+    assert cli.main(["-m", "seed=1,2,3"]) == cli.INTERRUPTED
+    assert begun == [1] and capfd.readouterr().err == "interrupted\n"
+
+
+def test_version(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capfd.readouterr().out == f"kt_ray {cli.version()}\n"
+
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    assert cli.version()[0].isdigit()
+
+
+def test_malformed_yaml_of_the_user_is_located(tmp_path_factory: pytest.TempPathFactory, capfd: Any) -> None:
+    own = tmp_path_factory.mktemp("own")
+    (own / "lora").mkdir()
+    (own / "lora" / "bad.yaml").write_text("defaults: [default, _self_]\nrank: [8\n")
+    assert cli.main(["--config-dir", str(own), "lora=bad"]) == cli.BAD_INPUT
+    err = capfd.readouterr().err
+    assert "malformed YAML" in err and "bad.yaml line" in err and err.count("\n") == 1
+
+
+def test_help_lists_groups(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capfd.readouterr().out
+    assert "usage: python launch.py" in out and "cpu_2workers_2sockets" in out and "experiment: " in out
+
+
+def _launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(REPO / "launch.py"), *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONWARNINGS": "error"},
+    )
+
+
+def test_launch_prints_the_composed_configuration(tmp_path: Path) -> None:
+    done = _launch("--cfg", "job", "lora.rank=4", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    printed = yaml.safe_load(done.stdout)
+    assert printed["lora"]["rank"] == 4 and printed["model"]["name"] == "demo"
+
+
+def test_launch_with_a_users_directory(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    own = tmp_path_factory.mktemp("own")
+    (own / "lora").mkdir()
+    (own / "lora" / "wide.yaml").write_text("defaults: [default, _self_]\nrank: 64\n")
+    done = _launch("--config-dir", str(own), "lora=wide", "--cfg", "job", "--package", "lora", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["rank"] == 64
+
+
+def test_launch_multirun_with_a_wrong_value(tmp_path: Path) -> None:
+    done = _launch("-m", "lora.rank=0,999", cwd=tmp_path)
+    assert done.returncode == cli.BAD_INPUT
+    assert [line for line in done.stderr.splitlines() if "lora.rank" in line] == done.stderr.splitlines()
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_configuration_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from kt_ray import cli; import kt_ray.config.reference; "
+        "assert cli.main(['--cfg', 'job']) == 0; assert cli.main(['lora.rank=0']) == 2; "
+        "heavy = {'torch', 'ray', 'transformers', 'peft', 'numpy', 'wandb'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

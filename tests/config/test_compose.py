@@ -1,0 +1,189 @@
+"""conf/ composes, agrees with the schema, and every model × rule passes the checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kt_ray.config.compose import compose, expand
+from kt_ray.config.fields import fields, groups
+from kt_ray.config.files import conf_dir, hardware_file, option_groups, option_names
+from kt_ray.config.load import from_dict, to_dict, to_yaml
+from kt_ray.config.reference import option_list, render
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+
+REPO = Path(__file__).resolve().parents[2]
+
+MODELS = option_names("model")
+RULES = option_names("rule")
+
+# The option of each group that states every field; the others state differences only.
+COMPLETE = {
+    "model": "custom",
+    "rule": "auto",
+    "data": "jsonl",
+    "lora": "default",
+    "optim": "adamw",
+    "trainer": "default",
+    "tracking": "jsonl",
+    "cluster": "ray",
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_composes_with_every_rule(model: str, rule: str) -> None:
+    path = ["model.path=somewhere"] if model == "custom" else []
+    config = compose(["mode=plan", f"model={model}", f"rule={rule}", *path])
+    assert config.rule.name == rule
+    assert config.model.name == ("somewhere" if model == "custom" else model)
+    assert config.model.path is not None or config.model.build in ("demo", "mini") or config.model.config
+
+
+@pytest.mark.parametrize("group", [g for g in COMPLETE if g != "model"])
+def test_every_option_composes(group: str) -> None:
+    for option in option_names(group):
+        path = ["data.path=rows.jsonl"] if (group, option) == ("data", "jsonl") else []
+        compose([f"{group}={option}", *path])
+
+
+@pytest.mark.parametrize("experiment", option_names("experiment"))
+def test_every_experiment_composes(experiment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KT_RAY_TEST_DATA", "/data")
+    config = compose([f"experiment={experiment}", "mode=plan"])
+    plain = compose(["mode=plan"])
+    assert to_dict(config) != to_dict(plain)
+
+
+def test_experiment_overrides_groups_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KT_RAY_TEST_DATA", "/data")
+    config = compose(["experiment=nekoqa_mini", "trainer.max_steps=7"])
+    assert (config.model.build, config.rule.stages, config.rule.experts.sockets) == ("mini", 2, 2)
+    assert config.data.path == "/data/nekoqa/neko_union_alpaca.json" and config.data.builtin is None
+    assert config.model.tokenizer == "/data/tokenizers/minimind"
+    assert config.trainer.max_steps == 7  # the command line beats the experiment
+    assert config.run.name is None
+
+
+@pytest.mark.parametrize("group", COMPLETE)
+def test_complete_option_states_the_schemas_defaults(group: str) -> None:
+    stated = yaml.safe_load((conf_dir() / group / f"{COMPLETE[group]}.yaml").read_text())
+    built = from_dict({group: stated})
+    assert to_dict(built)[group] == to_dict(Config())[group]
+    wanted = {f.key.removeprefix(group + ".") for f in fields().values() if f.key.startswith(group + ".")}
+    assert set(_leaves(stated)) == wanted
+
+
+def test_primary_file_states_the_schemas_defaults() -> None:
+    stated = yaml.safe_load((conf_dir() / "config.yaml").read_text())
+    names = {k for k in to_dict(Config()) if k not in COMPLETE}
+    assert set(stated) == names | {"defaults", "hydra"}
+    for key in names:
+        assert stated[key] == to_dict(Config())[key]
+
+
+def test_every_field_of_every_file_has_a_comment() -> None:
+    bare = []
+    for file in [
+        conf_dir() / "config.yaml",
+        *(f for g in option_groups() for f in (conf_dir() / g).glob("*.yaml")),
+    ]:
+        commented = in_defaults = False
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            text = line.strip()
+            if line and not line.startswith(" "):
+                in_defaults = text in ("defaults:", "hydra:")
+            if text.startswith("#"):
+                commented = True
+            elif text and not text.startswith("-") and not in_defaults and not text.endswith(":"):
+                if "#" not in line and not commented and not text.startswith("name:"):
+                    bare.append(f"{file.name}:{number}: {text}")
+                commented = False
+    assert bare == []
+
+
+def test_the_demo_brings_its_own_training_settings_and_a_choice_beats_them() -> None:
+    demo = compose([])
+    assert (demo.model.build, demo.data.builtin, demo.cluster.name) == ("demo", "demo", "ray")
+    assert demo.trainer.max_steps is not None and demo.optim.lr > Config().optim.lr
+    plain = compose(["trainer=default", "optim=adamw"])
+    assert plain.trainer == Config().trainer and plain.optim == Config().optim
+
+
+def test_paths_choose_the_generic_options() -> None:
+    config = compose(["model.path=some/model", "data.path=rows/my.jsonl"])
+    assert config.model.path == str(Path("some/model").absolute())
+    assert (config.model.name, config.model.build) == ("model", None)
+    assert (config.data.name, config.data.builtin) == ("my", None)
+    assert config.optim == Config().optim  # not the demo's learning rate
+    assert expand(["model=deepseek_v3", "model.path=x"]) == ["model=deepseek_v3", "model.path=x"]
+    assert expand(["experiment=smoke", "data.path=x"]) == ["experiment=smoke", "data.path=x"]
+
+
+def test_options_of_a_users_own_directory(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text(
+        "defaults: [custom, _self_]\nname: mine\npath: /models/mine\n"
+    )
+    config = compose(["model=mine"], config_dir=str(tmp_path))
+    assert (config.model.name, config.model.path) == ("mine", "/models/mine")
+
+
+def test_option_list_is_frozen() -> None:
+    frozen = Path(__file__).with_name("options.txt").read_text().splitlines()
+    assert option_list() == frozen, (
+        "the options changed; if meant: python -m kt_ray.config.reference --options > tests/config/options.txt"
+    )
+
+
+def test_committed_reference_is_current() -> None:
+    committed = (REPO / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert committed == render(), "run python -m kt_ray.config.reference > docs/configuration.md"
+
+
+def test_every_key_and_group_is_documented() -> None:
+    assert [f.key for f in fields().values() if not f.doc] == []
+    assert "rule.experts" in groups()
+
+
+def test_conf_of_an_installed_package_comes_first(tmp_path: Path) -> None:
+    package = tmp_path / "site-packages" / "kt_ray"
+    (package / "conf").mkdir(parents=True)
+    (package.parent / "conf").mkdir()
+    (package.parent / "conf" / "config.yaml").write_text("{}")
+    assert conf_dir(package) == package.parent / "conf"
+    (package / "conf" / "config.yaml").write_text("{}")
+    assert conf_dir(package) == package / "conf"
+
+
+def test_missing_conf_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"configuration files are missing.*pip install"):
+        conf_dir(tmp_path / "kt_ray")
+
+
+def test_bare_hardware_names_stand_for_files_in_conf(tmp_path: Path) -> None:
+    names = sorted(p.stem for p in (conf_dir() / "hardware").glob("*.yaml"))
+    assert names, "conf/hardware holds the examples that mode=plan points to"
+    assert compose(["mode=plan", f"plan.hardware={names[0]}"]).plan.hardware == str(hardware_file(names[0]))
+    other = compose(["mode=plan", f"plan.hardware={tmp_path}/box.yaml"]).plan.hardware
+    assert other == f"{tmp_path}/box.yaml"
+
+
+def test_config_yaml_of_a_run_reads_back(tmp_path: Path) -> None:
+    config = compose(
+        ["model=deepseek_v3", "mode=plan", "lora.target_modules=[q_proj,o_proj]", "tracking.tags=[a]"]
+    )
+    assert from_dict(yaml.safe_load(to_yaml(config))) == config
+
+
+def _leaves(mapping: dict[str, object], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for key, value in mapping.items():
+        if isinstance(value, dict):
+            found += _leaves(value, f"{prefix}{key}.")
+        else:
+            found.append(prefix + key)
+    return found
