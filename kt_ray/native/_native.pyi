@@ -1,0 +1,67 @@
+from collections.abc import Callable
+
+TensorArg = tuple[str, int, str, tuple[int, ...], bool]
+"""(name, address, dtype, shape, contiguous on the CPU)"""
+WeightsArg = tuple[TensorArg, TensorArg, TensorArg, int, list[int]]
+LoraArg = tuple[TensorArg, TensorArg, TensorArg, TensorArg, TensorArg, TensorArg, float]
+
+def isas() -> list[tuple[str, bool, str]]: ...
+
+class Saved:
+    """What backward needs of one forward; opaque but for its size."""
+
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    def release(self) -> None:
+        """Give the memory back to the engine at once."""
+
+class Engine:
+    def __init__(self, isa: str, threads: int, cpus: list[int]) -> None: ...
+    def forward(
+        self,
+        weights: WeightsArg,
+        x: TensorArg,
+        ids: TensorArg,
+        weights_TK: TensorArg,
+        lora: list[LoraArg],
+        adapter_of_token: TensorArg | None,
+        dropout: tuple[float, int, int] | None,
+        keys: TensorArg | None,
+        keep: int,
+        y: TensorArg,
+    ) -> Saved | None: ...
+    def backward(
+        self,
+        weights: WeightsArg,
+        saved: Saved,
+        dy: TensorArg,
+        lora: list[LoraArg],
+        lora_grads: list[LoraArg | None],
+        dx: TensorArg,
+        dw: TensorArg,
+    ) -> None: ...
+    def close(self) -> None: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def busy_seconds(self) -> float: ...
+    @property
+    def scratch_bytes(self) -> int: ...
+
+class ThreadPool:
+    """The engine's threads by themselves, for tests."""
+
+    def __init__(self, threads: int, cpus: list[int]) -> None: ...
+    def run(self, count: int, task: Callable[[int, int], None]) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def busy_seconds(self) -> float: ...

@@ -1,0 +1,224 @@
+"""The expert engine: forward and backward of one layer's local experts, in C++.
+
+Shapes: T tokens, K experts per token, E local experts, H hidden size, I intermediate size. The
+mathematics, the roundings and the tolerances are in docs/numerics.md; reference.py says the same in
+torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kt_ray.native import _native
+from kt_ray.native.isa import select_isa
+from kt_ray.native.types import LORA_FIELDS, DropoutSpec, ExpertLora, ExpertWeights
+
+Lora = ExpertLora | Sequence[ExpertLora] | None
+LoraGrads = ExpertLora | Sequence[ExpertLora | None] | None
+SaveMode = bool | Literal["recompute"]
+
+_KEEP = {False: 0, "recompute": 1, True: 2}
+
+
+def _arg(name: str, tensor: Tensor) -> _native.TensorArg:
+    """What the binding needs of a tensor; it checks and names the argument on failure."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name}: must be a tensor, got {type(tensor).__name__}")
+    usable = tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous()
+    address = tensor.data_ptr() if usable else 0
+    return name, address, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), usable
+
+
+def _weights_arg(weights: ExpertWeights) -> _native.WeightsArg:
+    if weights.activation != "silu":
+        raise ValueError(f"activation: {weights.activation!r}, required 'silu'")
+    return (
+        _arg("gate", weights.gate),
+        _arg("up", weights.up),
+        _arg("down", weights.down),
+        weights.layer,
+        list(weights.expert_ids),
+    )
+
+
+def _adapter_arg(prefix: str, adapter: ExpertLora) -> _native.LoraArg:
+    named = zip(LORA_FIELDS, adapter.tensors(), strict=True)
+    gate_a, gate_b, up_a, up_b, down_a, down_b = (_arg(f"{prefix}.{name}", t) for name, t in named)
+    return gate_a, gate_b, up_a, up_b, down_a, down_b, adapter.scale
+
+
+def _lora_args(lora: Lora) -> list[_native.LoraArg]:
+    if lora is None:
+        return []
+    if isinstance(lora, ExpertLora):
+        return [_adapter_arg("lora", lora)]
+    return [_adapter_arg(f"lora[{i}]", adapter) for i, adapter in enumerate(lora)]
+
+
+def _grad_args(grads: LoraGrads) -> list[_native.LoraArg | None]:
+    if grads is None:
+        return []
+    if isinstance(grads, ExpertLora):
+        return [_adapter_arg("lora_grads", grads)]
+    return [None if g is None else _adapter_arg(f"lora_grads[{i}]", g) for i, g in enumerate(grads)]
+
+
+class Engine:
+    """Computes expert layers on threads of its own.
+
+    Results do not depend on the number of threads, bit for bit. One call runs at a time; concurrent
+    callers wait for each other. The GIL is released during the work.
+
+    Args:
+        isa: an instruction set or "auto", see `select_isa`.
+        threads: number of threads; None = one per CPU of `cpus`.
+        cpus: CPUs the threads are pinned to, intersected with this process's affinity mask;
+            None = the whole mask.
+
+    Attributes:
+        isa: the instruction set in use.
+        isa_reason: why it was chosen.
+        threads: number of threads.
+        cpus: the CPUs they are pinned to.
+
+    Raises:
+        ValueError: an unavailable instruction set, no thread, or no usable CPU.
+    """
+
+    def __init__(
+        self, isa: str = "auto", threads: int | None = None, cpus: Sequence[int] | None = None
+    ) -> None:
+        self.isa, self.isa_reason = select_isa(isa)
+        allowed = os.sched_getaffinity(0)
+        self.cpus = tuple(sorted(allowed if cpus is None else allowed & set(cpus)))
+        if not self.cpus:
+            raise ValueError(f"cpus: none of {list(cpus or ())} is in the affinity mask {sorted(allowed)}")
+        self.threads = len(self.cpus) if threads is None else threads
+        if self.threads < 1:
+            raise ValueError(f"threads: {self.threads}, required at least 1")
+        self._engine = _native.Engine(self.isa, self.threads, list(self.cpus))
+
+    @property
+    def calls(self) -> int:
+        """Forward and backward calls computed so far."""
+        return self._engine.calls
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time spent in kernels so far, summed over threads."""
+        return self._engine.busy_seconds
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory the engine holds between calls, for reuse."""
+        return self._engine.scratch_bytes
+
+    def forward(
+        self,
+        weights: ExpertWeights,
+        x: Tensor,
+        ids: Tensor,
+        weights_TK: Tensor,
+        *,
+        lora: Lora = None,
+        adapter_of_token: Tensor | None = None,
+        dropout: DropoutSpec | None = None,
+        keys: Tensor | None = None,
+        save: SaveMode = True,
+    ) -> tuple[Tensor, _native.Saved | None]:
+        """The weighted sum of the chosen experts of every token.
+
+        Args:
+            weights: the local experts.
+            x: [T, H] float32 or bfloat16.
+            ids: [T, K] int32 or int64 local expert numbers; E means no expert; one expert may stand
+                twice in a row.
+            weights_TK: [T, K] float32 router weights.
+            lora: one adapter or several.
+            adapter_of_token: [T] int64, the adapter of each token, -1 for none; required with several,
+                by default 0 with one.
+            dropout: LoRA dropout; needs `keys`.
+            keys: [T] int64, sample * 2**32 + position of each token.
+            save: True keeps x, gate and up for backward; "recompute" keeps x and computes the rest
+                again in backward; False keeps nothing. All three give the same results.
+
+        Returns:
+            (y [T, H] float32, what backward needs or None).
+
+        Raises:
+            ValueError: an argument of the wrong type, shape or range, named first in the message.
+            MemoryError: no memory for activations or scratch; names layer and expert.
+        """
+        if save not in _KEEP:
+            raise ValueError(f"save: {save!r}, required True, 'recompute' or False")
+        y = torch.empty(x.shape, dtype=torch.float32)
+        saved = self._engine.forward(
+            _weights_arg(weights),
+            _arg("x", x),
+            _arg("ids", ids),
+            _arg("weights_TK", weights_TK),
+            _lora_args(lora),
+            None if adapter_of_token is None else _arg("adapter_of_token", adapter_of_token),
+            None if dropout is None else (dropout.p, dropout.seed, dropout.step),
+            None if keys is None else _arg("keys", keys),
+            _KEEP[save],
+            _arg("y", y),
+        )
+        return y, saved
+
+    def backward(
+        self,
+        weights: ExpertWeights,
+        saved: _native.Saved,
+        dy: Tensor,
+        *,
+        lora: Lora = None,
+        lora_grads: LoraGrads = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of `forward`.
+
+        Args:
+            weights: as in the forward.
+            saved: from the forward; stays usable.
+            dy: [T, H] float32.
+            lora: as in the forward.
+            lora_grads: gradients are added to these; an adapter whose entry is None gets none.
+
+        Returns:
+            (dx [T, H] float32, gradient of weights_TK [T, K] float32; 0 where there is no expert).
+
+        Raises:
+            ValueError, MemoryError: as `forward`.
+        """
+        if saved is None:
+            raise ValueError("saved: None; the forward must run with save=True or save='recompute'")
+        dx = torch.empty((saved.tokens, weights.gate.shape[-1]), dtype=torch.float32)
+        dw = torch.empty((saved.tokens, saved.slots), dtype=torch.float32)
+        self._engine.backward(
+            _weights_arg(weights),
+            saved,
+            _arg("dy", dy),
+            _lora_args(lora),
+            _grad_args(lora_grads),
+            _arg("dx", dx),
+            _arg("dw", dw),
+        )
+        return dx, dw
+
+    def close(self) -> None:
+        """End the threads and free the memory; the engine is of no use afterwards. Idempotent."""
+        self._engine.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,263 @@
+// Python sees raw pointers, shapes and dtypes only (kt_ray/native/engine.py makes them from tensors):
+// nothing here is built against torch. Every check names the argument it fails on.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu_features.h"
+#include "engine.h"
+
+namespace py = pybind11;
+
+namespace {
+
+// (name, address, dtype, shape, contiguous on the CPU) of one tensor.
+struct Tensor {
+    std::string name, dtype;
+    void* data;
+    std::vector<int64_t> shape;
+
+    explicit Tensor(const py::tuple& t)
+        : name(t[0].cast<std::string>()),
+          dtype(t[2].cast<std::string>()),
+          data(reinterpret_cast<void*>(t[1].cast<uintptr_t>())),
+          shape(t[3].cast<std::vector<int64_t>>()) {
+        if (!t[4].cast<bool>()) throw py::value_error(name + ": must be a contiguous CPU tensor");
+    }
+
+    const Tensor& typed(std::initializer_list<const char*> dtypes) const {
+        std::string wanted;
+        for (const char* d : dtypes) {
+            if (dtype == d) return *this;
+            wanted += std::string(wanted.empty() ? "" : " or ") + d;
+        }
+        throw py::value_error(name + ": dtype " + dtype + ", required " + wanted);
+    }
+
+    // -1 accepts any length.
+    const Tensor& shaped(const std::vector<int64_t>& wanted) const {
+        bool same = shape.size() == wanted.size();
+        for (size_t i = 0; same && i < wanted.size(); ++i) same = wanted[i] < 0 || wanted[i] == shape[i];
+        if (!same) throw py::value_error(name + ": shape " + text(shape) + ", required " + text(wanted));
+        return *this;
+    }
+
+    static std::string text(const std::vector<int64_t>& shape) {
+        std::string s;
+        for (int64_t n : shape) s += (s.empty() ? "" : ", ") + (n < 0 ? "any" : std::to_string(n));
+        return "[" + s + "]";
+    }
+
+    template <class T>
+    T* as() const {
+        return static_cast<T*>(data);
+    }
+};
+
+// (gate, up, down, layer, expert_ids)
+kt::Weights weights_from(const py::tuple& t) {
+    const Tensor gate(t[0]), up(t[1]), down(t[2]);
+    gate.typed({"float32", "bfloat16"}).shaped({-1, -1, -1});
+    const int64_t e = gate.shape[0], i = gate.shape[1], h = gate.shape[2];
+    up.typed({gate.dtype.c_str()}).shaped({e, i, h});
+    down.typed({gate.dtype.c_str()}).shaped({e, h, i});
+    if (h < 1 || i < 1)
+        throw py::value_error("gate: shape " + Tensor::text(gate.shape) + " has no elements per expert");
+    kt::Weights w{gate.dtype == "bfloat16" ? kt::Format::bf16 : kt::Format::f32,
+                  gate.data,
+                  up.data,
+                  down.data,
+                  e,
+                  h,
+                  i,
+                  t[3].cast<int64_t>(),
+                  t[4].cast<std::vector<int64_t>>()};
+    if (static_cast<int64_t>(w.expert_ids.size()) != e)
+        throw py::value_error("expert_ids: " + std::to_string(w.expert_ids.size()) + " numbers for " +
+                              std::to_string(e) + " experts");
+    return w;
+}
+
+// Six matrices in the order of LoraView; rank from the first.
+std::vector<Tensor> lora_tensors(const py::tuple& t, const kt::Weights& w) {
+    std::vector<Tensor> all;
+    for (int m = 0; m < 6; ++m) all.emplace_back(t[m].cast<py::tuple>()).typed({"float32"});
+    all[0].shaped({w.experts, -1, w.hidden});
+    const int64_t r = all[0].shape[1];
+    if (r < 1 || r > 256)
+        throw py::value_error(all[0].name + ": rank " + std::to_string(r) + ", required 1..256");
+    all[1].shaped({w.experts, w.inter, r});
+    all[2].shaped({w.experts, r, w.hidden});
+    all[3].shaped({w.experts, w.inter, r});
+    all[4].shaped({w.experts, r, w.inter});
+    all[5].shaped({w.experts, w.hidden, r});
+    return all;
+}
+
+// [(six matrices..., scale)]
+std::vector<kt::LoraView> lora_from(const std::vector<py::tuple>& adapters, const kt::Weights& w) {
+    std::vector<kt::LoraView> views;
+    for (const py::tuple& t : adapters) {
+        const std::vector<Tensor> m = lora_tensors(t, w);
+        views.push_back({m[0].as<float>(), m[1].as<float>(), m[2].as<float>(), m[3].as<float>(),
+                         m[4].as<float>(), m[5].as<float>(), t[6].cast<float>(), m[0].shape[1]});
+    }
+    return views;
+}
+
+std::vector<kt::LoraGradView> grads_from(const std::vector<py::object>& adapters,
+                                         const std::vector<kt::LoraView>& lora, const kt::Weights& w) {
+    if (!adapters.empty() && adapters.size() != lora.size())
+        throw py::value_error("lora_grads: " + std::to_string(adapters.size()) + " entries for " +
+                              std::to_string(lora.size()) + " adapters");
+    std::vector<kt::LoraGradView> views;
+    for (size_t a = 0; a < adapters.size(); ++a) {
+        if (adapters[a].is_none()) {
+            views.push_back({});
+            continue;
+        }
+        const std::vector<Tensor> m = lora_tensors(adapters[a].cast<py::tuple>(), w);
+        if (m[0].shape[1] != lora[a].rank)
+            throw py::value_error(m[0].name + ": rank " + std::to_string(m[0].shape[1]) +
+                                  ", the adapter has " + std::to_string(lora[a].rank));
+        views.push_back({m[0].as<float>(), m[1].as<float>(), m[2].as<float>(), m[3].as<float>(),
+                         m[4].as<float>(), m[5].as<float>()});
+    }
+    return views;
+}
+
+// None or (p, seed, step).
+kt::Dropout dropout_from(const py::object& object) {
+    kt::Dropout d;
+    if (object.is_none()) return d;
+    const py::tuple t = object.cast<py::tuple>();
+    d.p = t[0].cast<double>();
+    if (!(d.p >= 0 && d.p < 1))
+        throw py::value_error("dropout: p = " + std::to_string(d.p) + ", required 0 <= p < 1");
+    d.seed = t[1].cast<uint64_t>();
+    d.step = t[2].cast<uint32_t>();
+    return d;
+}
+
+std::unique_ptr<kt::Saved> forward(kt::Engine& engine, const py::tuple& weights, const py::tuple& x_arg,
+                                   const py::tuple& ids_arg, const py::tuple& w_arg,
+                                   const std::vector<py::tuple>& lora_arg, const py::object& adapter_arg,
+                                   const py::object& dropout_arg, const py::object& keys_arg, int keep,
+                                   const py::tuple& y_arg) {
+    const kt::Weights w = weights_from(weights);
+    const std::vector<kt::LoraView> lora = lora_from(lora_arg, w);
+    const Tensor x(x_arg), ids(ids_arg), weights_tk(w_arg), y(y_arg);
+    x.typed({"float32", "bfloat16"}).shaped({-1, w.hidden});
+    const int64_t tokens = x.shape[0];
+    if (tokens > std::numeric_limits<int32_t>::max()) throw py::value_error("x: more than 2**31 - 1 tokens");
+    ids.typed({"int32", "int64"}).shaped({tokens, -1});
+    const int64_t slots = ids.shape[1];
+    weights_tk.typed({"float32"}).shaped({tokens, slots});
+    y.typed({"float32"}).shaped({tokens, w.hidden});
+
+    const int64_t* adapter = nullptr;
+    if (!adapter_arg.is_none())
+        adapter = Tensor(adapter_arg.cast<py::tuple>()).typed({"int64"}).shaped({tokens}).as<int64_t>();
+    else if (lora.size() > 1)
+        throw py::value_error("adapter_of_token: required with " + std::to_string(lora.size()) + " adapters");
+    kt::Dropout dropout = dropout_from(dropout_arg);
+    if (lora.empty()) dropout = {};  // dropout acts on adapters only
+    const int64_t* keys = nullptr;
+    if (dropout.p > 0) {
+        if (keys_arg.is_none()) throw py::value_error("keys: required with dropout");
+        keys = Tensor(keys_arg.cast<py::tuple>()).typed({"int64"}).shaped({tokens}).as<int64_t>();
+    }
+
+    const py::gil_scoped_release released;
+    const auto route = [&](auto* data) {
+        return kt::make_routing(data, weights_tk.as<const float>(), adapter, tokens, slots, w.experts,
+                                static_cast<int64_t>(lora.size()));
+    };
+    kt::ForwardInput input{
+        x.data,
+        x.dtype == "bfloat16",
+        tokens,
+        slots,
+        ids.dtype == "int32" ? route(ids.as<const int32_t>()) : route(ids.as<const int64_t>()),
+        dropout};
+    if (dropout.p > 0) kt::hash_rows(input.routing, dropout, w.layer, w.expert_ids, keys);
+    return engine.forward(w, std::move(input), lora, static_cast<kt::Keep>(keep), y.as<float>());
+}
+
+void backward(kt::Engine& engine, const py::tuple& weights, const kt::Saved& saved, const py::tuple& dy_arg,
+              const std::vector<py::tuple>& lora_arg, const std::vector<py::object>& grads_arg,
+              const py::tuple& dx_arg, const py::tuple& dw_arg) {
+    const kt::Weights w = weights_from(weights);
+    const std::vector<kt::LoraView> lora = lora_from(lora_arg, w);
+    const std::vector<kt::LoraGradView> grads = grads_from(grads_arg, lora, w);
+    if (saved.released) throw py::value_error("saved: was released");
+    if (saved.format != w.format || saved.experts != w.experts || saved.hidden != w.hidden ||
+        saved.inter != w.inter)
+        throw py::value_error("saved: belongs to a layer of other shape or dtype than weights");
+    std::vector<int64_t> ranks;
+    for (const kt::LoraView& view : lora) ranks.push_back(view.rank);
+    if (saved.ranks != ranks)
+        throw py::value_error("lora: ranks " + Tensor::text(ranks) + ", the forward had " +
+                              Tensor::text(saved.ranks));
+    const Tensor dy(dy_arg), dx(dx_arg), dw(dw_arg);
+    dy.typed({"float32"}).shaped({saved.tokens, w.hidden});
+    dx.typed({"float32"}).shaped({saved.tokens, w.hidden});
+    dw.typed({"float32"}).shaped({saved.tokens, saved.slots});
+    const py::gil_scoped_release released;
+    engine.backward(w, saved, dy.as<const float>(), lora, grads, dx.as<float>(), dw.as<float>());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+    m.doc() = "C++ engine of kt_ray.native; use the façade.";
+
+    m.def(
+        "isas",
+        [] {
+            std::vector<std::tuple<std::string, bool, std::string>> list;
+            for (const kt::IsaStatus& s : kt::isa_statuses())
+                list.emplace_back(s.name, s.available, s.reason);
+            return list;
+        },
+        "(name, available, what is missing) of every instruction set of this build, slowest first.");
+
+    py::class_<kt::Saved>(m, "Saved", "What backward needs of one forward; opaque but for its size.")
+        .def_property_readonly("bytes", &kt::Saved::bytes)
+        .def_readonly("tokens", &kt::Saved::tokens)
+        .def_readonly("slots", &kt::Saved::slots)
+        .def("release", &kt::Saved::release, "Gives the memory back to the engine at once.");
+
+    py::class_<kt::Engine>(m, "Engine")
+        .def(py::init<const std::string&, int, const std::vector<int>&>(), py::arg("isa"), py::arg("threads"),
+             py::arg("cpus"))
+        .def("forward", &forward)
+        .def("backward", &backward)
+        .def("close", &kt::Engine::close, py::call_guard<py::gil_scoped_release>())
+        .def_property_readonly("isa", &kt::Engine::isa)
+        .def_property_readonly("threads", &kt::Engine::threads)
+        .def_property_readonly("calls", &kt::Engine::calls)
+        .def_property_readonly("busy_seconds", &kt::Engine::busy_seconds)
+        .def_property_readonly("scratch_bytes", &kt::Engine::scratch_bytes);
+
+    py::class_<kt::ThreadPool, kt::ThreadPool::Owner>(m, "ThreadPool",
+                                                      "The engine's threads by themselves, for tests.")
+        .def(py::init([](int threads, const std::vector<int>& cpus) {
+                 return kt::ThreadPool::Owner(new kt::ThreadPool(threads, cpus));
+             }),
+             py::arg("threads"), py::arg("cpus"))
+        .def(
+            "run",
+            [](kt::ThreadPool& pool, int64_t count, const std::function<void(int64_t, int)>& task) {
+                const py::gil_scoped_release released;
+                pool.run(count, task);
+            },
+            py::arg("count"), py::arg("task"))
+        .def_property_readonly("threads", &kt::ThreadPool::threads)
+        .def_property_readonly("busy_seconds", &kt::ThreadPool::busy_seconds);
+}

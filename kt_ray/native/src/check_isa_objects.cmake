@@ -1,0 +1,10 @@
+# cmake -DNM=... -DOBJECTS="a.o|b.o" -P check_isa_objects.cmake: no object may define a weak symbol.
+string(REPLACE "|" ";" OBJECTS "${OBJECTS}")
+foreach(object IN LISTS OBJECTS)
+    execute_process(COMMAND ${NM} --defined-only -C ${object} OUTPUT_VARIABLE symbols COMMAND_ERROR_IS_FATAL ANY)
+    string(REGEX MATCHALL "[^\n]* [WVu] [^\n]*" weak "${symbols}")
+    if(weak)
+        list(JOIN weak "\n  " lines)
+        message(FATAL_ERROR "${object} defines weak symbols compiled with instruction-set flags:\n  ${lines}")
+    endif()
+endforeach()

@@ -1,0 +1,122 @@
+// One expert engine: an instruction set chosen once, threads of its own, memory reused between calls.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "buffers.h"
+#include "kernels.h"
+#include "routing.h"
+#include "thread_pool.h"
+
+namespace kt {
+
+// A buffer that goes back to its cache when dropped.
+class Lease {
+  public:
+    Lease() = default;
+    Lease(std::shared_ptr<BufferCache> cache, size_t bytes) : cache_(std::move(cache)) {
+        buffer_ = cache_->take(bytes);
+    }
+    Lease(Lease&&) = default;
+    Lease& operator=(Lease&& other) {
+        std::swap(cache_, other.cache_);
+        std::swap(buffer_, other.buffer_);
+        return *this;
+    }
+    ~Lease() {
+        if (cache_) cache_->give(std::move(buffer_));
+    }
+    void* data() const { return buffer_.data(); }
+    template <class T>
+    T* as() const {
+        return buffer_.as<T>();
+    }
+    size_t bytes() const { return buffer_.bytes(); }
+
+  private:
+    std::shared_ptr<BufferCache> cache_;
+    Buffer buffer_;
+};
+
+// The experts of one layer; shapes as in kernels.h. `inter` and `hidden` are at least 1.
+struct Weights {
+    Format format;
+    const void *gate, *up, *down;
+    int64_t experts, hidden, inter;
+    int64_t layer;
+    std::vector<int64_t> expert_ids;  // global number of each
+};
+
+enum class Keep { nothing, input, all };
+
+// What backward needs of one forward.
+struct Saved {
+    Format format;
+    int64_t tokens, slots, experts, hidden, inter;
+    Keep keep;
+    Routing routing;
+    std::vector<int64_t> ranks;  // of each adapter
+    Dropout dropout;
+    Lease x, pair, lora_in, lora_mid;
+
+    size_t bytes() const;
+    void release();
+    bool released = false;
+};
+
+struct ForwardInput {
+    const void* x;
+    bool x_is_bf16;
+    int64_t tokens, slots;
+    Routing routing;  // with row_hash when dropout.p > 0
+    Dropout dropout;
+};
+
+class Engine {
+  public:
+    // isa: a name of isa_statuses(), available (std::invalid_argument otherwise).
+    Engine(const std::string& isa, int threads, const std::vector<int>& cpus);
+
+    // y [T, H]. Returns null when nothing is kept.
+    std::unique_ptr<Saved> forward(const Weights& weights, ForwardInput input,
+                                   const std::vector<LoraView>& lora, Keep keep, float* y);
+    // dx [T, H], dw [T, K]; `grads` is empty or has an entry per adapter.
+    void backward(const Weights& weights, const Saved& saved, const float* dy,
+                  const std::vector<LoraView>& lora, const std::vector<LoraGradView>& grads, float* dx,
+                  float* dw);
+    // Ends the threads and frees the memory; further calls throw std::runtime_error.
+    void close();
+
+    const std::string& isa() const { return isa_; }
+    int threads() const { return threads_; }
+    int64_t calls() const { return calls_; }
+    double busy_seconds() const { return pool_ ? pool_->busy_seconds() : busy_at_close_; }
+    // Memory held between calls.
+    size_t scratch_bytes() const;
+
+  private:
+    const Kernels& kernels(Format format) const { return *kernels_[static_cast<int>(format)]; }
+    Lease take(size_t bytes) { return Lease(cache_, bytes); }
+    void describe(Pass& pass, const Weights& weights, const Routing& routing, int64_t tokens,
+                  const std::vector<LoraView>& lora, const Dropout& dropout) const;
+    void run(const Kernels& kernels, const Pass& pass, int64_t layer, const std::vector<int64_t>& expert_ids,
+             Phase phase);
+
+    const std::string isa_;
+    const int threads_;
+    std::array<const Kernels*, 2> kernels_;
+    std::mutex call_mutex_;  // one call at a time
+    ThreadPool::Owner pool_;
+    std::shared_ptr<BufferCache> cache_ = std::make_shared<BufferCache>();
+    std::vector<Buffer> thread_scratch_;
+    std::atomic<int64_t> calls_{0};
+    double busy_at_close_ = 0;
+};
+
+}  // namespace kt

@@ -1,0 +1,99 @@
+#include "routing.h"
+
+#include <stdexcept>
+#include <string>
+
+#include "dropout.h"
+
+namespace kt {
+namespace {
+
+// Even pieces: a ragged last one would leave its thread with a poor row block.
+void add_chunks(std::vector<Chunk>& chunks, int32_t index, const Group& group) {
+    const int64_t rows = group.end - group.begin;
+    const int64_t pieces = (rows + kMaxChunkRows - 1) / kMaxChunkRows;
+    for (int64_t i = 0; i < pieces; ++i)
+        chunks.push_back({index, group.begin + rows * i / pieces, group.begin + rows * (i + 1) / pieces});
+}
+
+}  // namespace
+
+template <class Id>
+Routing make_routing(const Id* ids, const float* weights, const int64_t* adapter_of_token, int64_t tokens,
+                     int64_t slots, int64_t experts, int64_t adapters) {
+    if (adapter_of_token != nullptr)
+        for (int64_t t = 0; t < tokens; ++t)
+            if (adapter_of_token[t] < -1 || adapter_of_token[t] >= adapters)
+                throw std::invalid_argument("adapter_of_token: token " + std::to_string(t) +
+                                            " names adapter " + std::to_string(adapter_of_token[t]) +
+                                            ", there are " + std::to_string(adapters) + " (-1: none)");
+    const auto adapter = [&](int64_t token) -> int64_t {
+        if (adapters == 0) return -1;
+        return adapter_of_token == nullptr ? 0 : adapter_of_token[token];
+    };
+    // One bin per (expert, adapter + 1).
+    const int64_t per_expert = adapters + 1;
+    std::vector<int64_t> starts(experts * per_expert + 1, 0);
+    for (int64_t s = 0; s < tokens * slots; ++s) {
+        const int64_t expert = ids[s];
+        if (expert < 0 || expert > experts)
+            throw std::invalid_argument("ids: token " + std::to_string(s / slots) + " slot " +
+                                        std::to_string(s % slots) + " names expert " +
+                                        std::to_string(expert) + ", required 0.." + std::to_string(experts) +
+                                        " (the last: no expert)");
+        if (expert < experts) ++starts[expert * per_expert + adapter(s / slots) + 1 + 1];
+    }
+    for (size_t b = 1; b < starts.size(); ++b) starts[b] += starts[b - 1];
+
+    Routing r;
+    const int64_t rows = starts.back();
+    r.row_token.resize(rows);
+    r.row_slot.resize(rows);
+    r.row_weight.resize(rows);
+    for (int64_t e = 0; e < experts; ++e) {
+        ExpertRows range{static_cast<int32_t>(e), starts[e * per_expert], starts[(e + 1) * per_expert],
+                         static_cast<int64_t>(r.groups.size()), 0};
+        if (range.begin == range.end) continue;
+        for (int64_t a = 0; a < per_expert; ++a) {
+            const Group group{range.expert, static_cast<int32_t>(a - 1), starts[e * per_expert + a],
+                              starts[e * per_expert + a + 1]};
+            if (group.begin == group.end) continue;
+            add_chunks(r.chunks, static_cast<int32_t>(r.groups.size()), group);
+            r.groups.push_back(group);
+        }
+        range.group_end = static_cast<int64_t>(r.groups.size());
+        r.expert_rows.push_back(range);
+    }
+    std::vector<int64_t> next = starts;
+    for (int64_t s = 0; s < tokens * slots; ++s) {
+        const int64_t expert = ids[s];
+        if (expert == experts) continue;
+        const int64_t row = next[expert * per_expert + adapter(s / slots) + 1]++;
+        r.row_token[row] = static_cast<int32_t>(s / slots);
+        r.row_slot[row] = s;
+        r.row_weight[row] = weights[s];
+    }
+    return r;
+}
+
+template Routing make_routing(const int32_t*, const float*, const int64_t*, int64_t, int64_t, int64_t,
+                              int64_t);
+template Routing make_routing(const int64_t*, const float*, const int64_t*, int64_t, int64_t, int64_t,
+                              int64_t);
+
+void hash_rows(Routing& routing, const Dropout& dropout, int64_t layer,
+               const std::vector<int64_t>& expert_ids, const int64_t* keys) {
+    const int64_t rows = routing.rows();
+    routing.row_hash.resize(3 * rows);
+    for (const ExpertRows& range : routing.expert_rows)
+        for (int projection = 0; projection < 3; ++projection) {
+            const uint32_t stream =
+                expert_stream(static_cast<uint32_t>(layer), static_cast<uint32_t>(expert_ids[range.expert]),
+                              static_cast<uint32_t>(projection));
+            for (int64_t row = range.begin; row < range.end; ++row)
+                routing.row_hash[projection * rows + row] = row_hash(
+                    dropout.seed, dropout.step, stream, static_cast<uint64_t>(keys[routing.row_token[row]]));
+        }
+}
+
+}  // namespace kt

@@ -1,0 +1,39 @@
+// Which rows each expert computes: a stable counting sort of the router's choices.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+
+namespace kt {
+
+struct Dropout {
+    double p = 0;
+    uint64_t seed = 0;
+    uint32_t step = 0;
+};
+
+struct Routing {
+    std::vector<ExpertRows> expert_rows;  // experts with rows only, ascending
+    std::vector<Group> groups;            // by expert, then adapter
+    std::vector<Chunk> chunks;
+    std::vector<int32_t> row_token;
+    std::vector<int64_t> row_slot;  // t * K + k
+    std::vector<float> row_weight;
+    std::vector<uint32_t> row_hash;  // [3, R], empty without dropout
+
+    int64_t rows() const { return static_cast<int64_t>(row_token.size()); }
+};
+
+// ids [T, K] in [0, experts]; `experts` itself names no expert. adapter_of_token [T] in [-1, adapters),
+// null: all 0 when there are adapters. Throws std::invalid_argument naming the argument.
+template <class Id>
+Routing make_routing(const Id* ids, const float* weights, const int64_t* adapter_of_token, int64_t tokens,
+                     int64_t slots, int64_t experts, int64_t adapters);
+
+// Fills row_hash. keys [T]; expert_ids: the global number of each local expert.
+void hash_rows(Routing& routing, const Dropout& dropout, int64_t layer,
+               const std::vector<int64_t>& expert_ids, const int64_t* keys);
+
+}  // namespace kt
