@@ -135,7 +135,7 @@ def test_options_of_a_users_own_directory(tmp_path: Path) -> None:
 def test_option_list_is_frozen() -> None:
     frozen = Path(__file__).with_name("options.txt").read_text().splitlines()
     assert option_list() == frozen, (
-        "the options changed; if meant: python -m kt_ray.config.reference --options > tests/config/options.txt"
+        "if the new options are meant: python -m kt_ray.config.reference --options > tests/config/options.txt"
     )
 
 
