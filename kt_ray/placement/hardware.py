@@ -24,10 +24,11 @@ _FLAGS: dict[str, set[str]] = {
     "amx": _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
 }
 
-# Hardware that a rule is drawn up for when nothing else is said: 24 GB cards, a two-socket server.
+# Hardware that a rule is drawn up for when nothing else is said (conf/rule/*.yaml say the same).
 NOMINAL_GPU_BYTES = 24 * GIB
 NOMINAL_CORES = 48
-NOMINAL_SOCKET_BYTES = 1024 * GIB
+NOMINAL_SOCKET_BYTES = 1024 * GIB  # in a host of two sockets or more
+NOMINAL_ONE_SOCKET_BYTES = 512 * GIB
 
 
 def this_host(root: str | Path = "/") -> Hardware:
@@ -50,7 +51,7 @@ def this_host(root: str | Path = "/") -> Hardware:
 
 
 def hardware_from_file(path: str | Path) -> Hardware:
-    """Hardware described in YAML: `sockets: [{cores, memory_gib}]`, `gpus: [{name, memory_gib, count}]`, `isa`.
+    """Hardware described in YAML: sockets [{cores, memory_gib}], gpus [{name, memory_gib, count}], isa.
 
     Raises:
         UserError: the file is missing, is no YAML mapping, or lacks a figure.
@@ -110,13 +111,16 @@ def hardware_from_file(path: str | Path) -> Hardware:
 
 
 def nominal_hardware(rule: RuleConfig) -> Hardware:
-    """The hardware that `rule` is drawn up for: its GPUs at 24 GB each, sockets of 48 cores and 1 TiB."""
+    """The hardware that `rule` is drawn up for.
+
+    Its GPUs at 24 GB each; two sockets of 48 cores and 1 TiB each, or one of 512 GiB; AMX unless the
+    rule forces another instruction set.
+    """
     n_gpus = gpus_wanted(rule)
     n_sockets = rule.experts.sockets if isinstance(rule.experts.sockets, int) else 2
+    memory = NOMINAL_SOCKET_BYTES if n_sockets > 1 else NOMINAL_ONE_SOCKET_BYTES
     sockets = tuple(
-        Socket(
-            n, tuple(range(n * NOMINAL_CORES, (n + 1) * NOMINAL_CORES)), NOMINAL_CORES, NOMINAL_SOCKET_BYTES
-        )
+        Socket(n, tuple(range(n * NOMINAL_CORES, (n + 1) * NOMINAL_CORES)), NOMINAL_CORES, memory)
         for n in range(n_sockets)
     )
     gpus = tuple(Gpu(i, "24 GB GPU", NOMINAL_GPU_BYTES) for i in range(n_gpus))
@@ -143,7 +147,7 @@ def stages_named(rule: RuleConfig, default: int) -> int:
 
 
 def hardware_for(config: Config) -> Hardware:
-    """Hardware that `mode=plan` plans for: plan.hardware, else this host, else the rule's nominal hardware."""
+    """Hardware for `mode=plan`: plan.hardware, else this host, else the rule's nominal hardware."""
     if config.plan.hardware:
         return hardware_from_file(config.plan.hardware)
     host = this_host()
@@ -278,7 +282,7 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
-    """GPUs from nvidia-smi's "index, uuid, name, MiB" lines, as CUDA_VISIBLE_DEVICES orders and hides them."""
+    """GPUs from nvidia-smi's "index, uuid, name, MiB" lines, as CUDA_VISIBLE_DEVICES has them."""
     rows: list[tuple[str, str, str, int]] = []
     for line in listing.splitlines():
         fields = [field.strip() for field in line.split(",")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from kt_ray.config.schema import RuleConfig
@@ -35,7 +36,7 @@ def split_experts(num_experts: int, n_actors: int) -> tuple[tuple[int, ...], ...
             remedy=f"set rule.experts.sockets={num_experts} or less",
         )
     edges = [num_experts * i // n_actors for i in range(n_actors + 1)]
-    return tuple(tuple(range(a, b)) for a, b in zip(edges, edges[1:], strict=False))
+    return tuple(tuple(range(a, b)) for a, b in pairwise(edges))
 
 
 def layer_weights(dims: ModelDims) -> list[int]:
@@ -104,7 +105,7 @@ def balanced(weights: Sequence[int], n_stages: int) -> tuple[tuple[int, int], ..
     chosen = best[n]
     assert chosen is not None, "n_stages must not exceed the number of layers"
     starts = (*chosen[2], n)
-    return tuple(zip(starts, starts[1:], strict=False))
+    return tuple(pairwise(starts))
 
 
 def _counts(dims: ModelDims, counts: Sequence[int]) -> tuple[tuple[int, int], ...]:

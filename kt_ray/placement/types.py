@@ -170,6 +170,9 @@ class Plan:
     groups: int
     budgets: tuple[Budget, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    rule: str = ""
+    dtype: str = ""  # compute type of attention, norms, routers and shared experts
+    tokens_per_step: int = 0  # worst case: rows x longest row, all replicas
 
     @property
     def fits(self) -> bool:

@@ -173,7 +173,7 @@ def test_unusable_configs(change: dict[str, Any], message: str) -> None:
 def test_from_directory(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         dims_from_dir(tmp_path / "absent")
-    with pytest.raises(UserError, match="no config.json"):
+    with pytest.raises(UserError, match=r"no config\.json"):
         dims_from_dir(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read"):

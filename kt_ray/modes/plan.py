@@ -1,0 +1,182 @@
+"""mode=plan: placement and bytes per device, without weights, GPUs, torch or Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from kt_ray.config.files import conf_dir, option_names
+from kt_ray.config.load import from_dict
+from kt_ray.config.schema import Config, ModelConfig, RuleConfig
+from kt_ray.errors import UserError
+from kt_ray.placement.dims import dims_from_config, dims_from_dir
+from kt_ray.placement.formats import TRAINABLE_FORMATS
+from kt_ray.placement.hardware import hardware_for
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.remedies import describe, remedies, shortage
+from kt_ray.placement.render import billions, counted, expert_row, gib, memory_table, worker_row
+from kt_ray.placement.types import ModelDims, Plan
+
+FITS, DOES_NOT_FIT = 0, 1
+_WIDTH = 120  # where output is no terminal
+
+
+def run(config: Config) -> int:
+    """Print the plan. Returns 0 when it fits, 1 when it does not.
+
+    Raises:
+        UserError: the model is no MoE model, or the rule cannot be laid out at all.
+    """
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    hardware = hardware_for(config)
+    plan = make_plan(model_dims(config.model), config, hardware)
+    _show_head(console, config, plan)
+    _show_placement(console, plan)
+    _show_memory(console, plan)
+    if plan.fits:
+        console.print(f"This plan fits {hardware.source}.", style="green")
+        return FITS
+    missing = f"This plan does not fit {hardware.source}: {shortage(plan)}."
+    console.print(missing, style="red", markup=False, soft_wrap=True)
+    found = remedies(plan.dims, config, hardware, other_rules())
+    for remedy in found:
+        console.print(f"  fits with  {remedy.overrides}  ({remedy.effect})", markup=False, soft_wrap=True)
+    if not found:
+        console.print("  No rule or option tried makes it fit: more memory or a smaller model is needed.")
+    return DOES_NOT_FIT
+
+
+def model_dims(model: ModelConfig) -> ModelDims:
+    """Dimensions of the configured model: from its directory, its built-in recipe or its inline config.
+
+    Raises:
+        UserError: there is neither, or it describes no MoE model.
+    """
+    if model.path is not None and (model.config is None or (Path(model.path) / "config.json").is_file()):
+        return dataclasses.replace(dims_from_dir(model.path), name=model.name)
+    if model.build is not None:
+        from kt_ray.demo.recipes import RECIPES
+
+        recipe = RECIPES[model.build]
+        built = {
+            **recipe.config,
+            "model_type": "deepseek_v3",
+            "vocab_size": recipe.vocab,
+            "dtype": "bfloat16",
+        }
+        dims = dims_from_config(built, model.name)
+        if model.tokenizer is None:
+            return dims
+        note = "vocabulary planned as the demo tokenizer's; the given tokenizer's may be larger"
+        return dataclasses.replace(dims, notes=(*dims.notes, note))
+    if model.config is not None:
+        return dims_from_config(model.config, model.name)
+    raise UserError(
+        "there is no model to plan for",
+        where="model.path",
+        required="a checkpoint directory, or a model whose dimensions are known",
+        remedy="set model.path=<directory> or model=deepseek_v3",
+    )
+
+
+def other_rules() -> dict[str, RuleConfig]:
+    """Every rule of conf/rule by its option name. They build on auto.yaml, as their defaults list says."""
+    folder = conf_dir() / "rule"
+
+    def read(name: str) -> dict[str, object]:
+        text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
+        return {key: value for key, value in yaml.safe_load(text).items() if key != "defaults"}
+
+    base = read("auto")
+    rules: dict[str, RuleConfig] = {}
+    for name in option_names("rule"):
+        merged = dict(base)
+        for key, value in read(name).items():
+            inner = merged.get(key)
+            merged[key] = {**inner, **value} if isinstance(inner, dict) and isinstance(value, dict) else value
+        rules[name] = from_dict({"rule": merged, **_OTHER_GROUPS}).rule
+    return rules
+
+
+# from_dict builds a whole Config; the other groups only need what has no default.
+_OTHER_GROUPS: dict[str, object] = {
+    "mode": "plan",
+    "seed": 0,
+    "model": {"name": "any"},
+    "data": {"name": "any"},
+    "lora": {},
+    "optim": {},
+    "trainer": {},
+    "tracking": {},
+    "cluster": {},
+    "plan": {},
+    "run": {},
+}
+
+
+def _show_head(console: Console, config: Config, plan: Plan) -> None:
+    dims = plan.dims
+    lora = f"LoRA rank {config.lora.rank}" + ("" if config.lora.experts else ", not on routed experts")
+    lines = [
+        f"model     {config.model.name} ({dims.model_type}): {billions(dims.total_params)} parameters, "
+        f"{billions(dims.routed_params)} in routed experts",
+        f"          {dims.num_layers} layers, {len(dims.moe_layers)} with {dims.num_experts} experts, "
+        f"{dims.experts_per_token} per token; experts {dims.expert_format}, the rest {plan.dtype}",
+        f"rule      {plan.rule}: {counted(plan.stages, 'stage')}, {counted(plan.replicas, 'replica')}, "
+        f"{counted(len(plan.experts), 'expert actor')}, {counted(plan.groups, 'group')} in flight",
+        f"hardware  {plan.hardware.source}: {describe(plan.hardware)}",
+        f"step      {config.trainer.batch_size} rows x {config.data.max_length} tokens = "
+        f"{plan.tokens_per_step:,} tokens at most; {lora}",
+    ]
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+    if dims.refusal:
+        console.print(f"plan only: {dims.refusal}", style="yellow", markup=False, soft_wrap=True)
+    for note in (*plan.notes, *_bf16_note(config, plan)):
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+
+
+def _bf16_note(config: Config, plan: Plan) -> list[str]:
+    """What a BF16 checkpoint of the model would need, where the experts are stored in another format."""
+    if plan.dims.expert_format in TRAINABLE_FORMATS:
+        return []
+    other = make_plan(dataclasses.replace(plan.dims, expert_format="bf16"), config, plan.hardware)
+    sums = [
+        f"{b.device} {gib(b.total)} of {gib(b.capacity)}"
+        for b in other.budgets
+        if b.device.startswith("socket")
+    ]
+    verdict = "fits" if other.fits else "does not fit"
+    return [f"a BF16 checkpoint of this model {verdict}: {', '.join(sums)}"]
+
+
+def _show_placement(console: Console, plan: Plan) -> None:
+    workers = Table("worker", "replica", "stage", "device", "layers", "MoE layers", "threads", "CPUs")
+    workers.title = "Attention workers"
+    for worker in plan.workers:
+        workers.add_row(*worker_row(plan, worker))
+    experts = Table(
+        "actor", "NUMA node", "experts per layer", "threads", "CPUs", "backend", "ISA", "kept for backward"
+    )
+    experts.title = "Expert actors"
+    for actor in plan.experts:
+        experts.add_row(*expert_row(plan, actor))
+    console.print(workers)
+    console.print(experts)
+
+
+def _show_memory(console: Console, plan: Plan) -> None:
+    header, rows = memory_table(plan)
+    table = Table(title="Memory per device")
+    for i, name in enumerate(header):
+        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+    for i, row in enumerate(rows):
+        if row[0] == "sum":
+            table.add_section()
+        table.add_row(*row, style="bold" if i == len(rows) - 1 else None)
+    console.print(table)

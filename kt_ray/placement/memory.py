@@ -1,0 +1,241 @@
+"""Bytes per device of a plan: every GPU, and the memory of every socket.
+
+Worst case: every row has data.max_length tokens; routing is balanced over the experts. Legend:
+T tokens per step, T_r of one replica, T_g of one group over all replicas, K experts per token,
+H hidden size, I expert intermediate size, b bytes per element of the compute type.
+
+Expert actor with a share s of the experts:
+    kept, retain      layers * (T * H * b_e + T * K * s * 2 * I * b_e + T * K * 12): x; gate and up; routing
+    kept, recompute   layers * (T * H * b_e + T * K * 12)
+    workspace         T_g * K * s * 4 * I * 4 + T_g * H * 16: one engine call in float32
+    staging           2 * T * H * 4: answers y, then dx; arenas grow by doubling, hence the 2
+Attention worker with n layers:
+    kept              n * T_r * (streams * H * b + K * 12): input of every layer; routing
+    workspace         T_r * (one layer's linear inputs and outputs, LoRA inputs in float32, q/k/v): all
+                      groups of a layer are recomputed before the first is released
+    logits            rows of one chunk * vocabulary * (b + 8), on the last stage
+    staging           2 * T_r * H * (4 + 2 * streams * b): x or dy, and h and its gradient for a neighbour
+LoRA is float32: 4 bytes for the weights, 4 for the gradients; AdamW's moments another 8. Expert
+LoRA stays in its actor; the masters and moments of all other LoRA are held by worker 0.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kt_ray.config.schema import Config, LoraConfig
+from kt_ray.placement.formats import expert_bytes_per_param
+from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, MemoryLine, ModelDims, WorkerPlan
+
+GIB = 1 << 30
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+# Processes without any model: interpreter, torch, transformers, Ray client (measured on Linux, CPU torch).
+WORKER_RUNTIME = int(0.7 * GIB)
+EXPERT_RUNTIME = int(0.4 * GIB)
+DRIVER_RUNTIME = int(0.7 * GIB)
+RAY_RUNTIME = int(0.7 * GIB)  # raylet, GCS, dashboard
+GPU_RUNTIME = int(0.8 * GIB)  # CUDA context, libraries, allocator slack
+
+CHUNK_ROWS = 1024  # rows of logits per chunk with trainer.loss_chunk=auto
+
+# Order in which items are shown; every line's item is one of these.
+ITEMS = (
+    "experts",
+    "weights",
+    "embedding and head",
+    "LoRA",
+    "optimizer",
+    "kept activations",
+    "workspace",
+    "logits",
+    "staging",
+    "runtime",
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Tokens of a step, worst case.
+
+    total: all replicas. replica: the largest replica. group: one group of all replicas. micro: one
+    micro-batch. row: the longest row.
+    """
+
+    total: int
+    replica: int
+    group: int
+    micro: int
+    row: int
+
+
+def load_of(config: Config, groups: int) -> Load:
+    """Tokens per step and its parts, every row at data.max_length."""
+    trainer, row = config.trainer, config.data.max_length
+    replicas = config.rule.replicas
+    rows = math.ceil(trainer.batch_size / replicas)
+    micro = min(trainer.micro_batch_size, rows)
+    group_rows = min(rows, math.ceil(math.ceil(rows / micro) / groups) * micro)
+    total = trainer.batch_size * row
+    return Load(total, rows * row, min(total, group_rows * row * replicas), micro * row, row)
+
+
+def lora_params(dims: ModelDims, lora: LoraConfig, layer: int) -> int:
+    """LoRA parameters of layer `layer` outside the routed experts."""
+    targets = lora.target_modules
+    if targets == "none":
+        return 0
+    chosen = 0
+    for module, n_in, n_out in dims.lora_in_out[layer]:
+        name = f"model.layers.{layer}.{module}"
+        if isinstance(targets, str):
+            hit = targets == "auto" or re.fullmatch(targets, name) is not None
+        else:
+            hit = any(name == t or name.endswith("." + t) for t in targets)
+        chosen += n_in + n_out if hit else 0
+    return lora.rank * chosen
+
+
+def expert_lora_params(dims: ModelDims, lora: LoraConfig) -> int:
+    """LoRA parameters of one routed expert: gate, up and down."""
+    return 3 * lora.rank * (dims.expert_width + dims.expert_intermediate) if lora.experts else 0
+
+
+def budgets(
+    dims: ModelDims,
+    config: Config,
+    hardware: Hardware,
+    workers: Sequence[WorkerPlan],
+    experts: Sequence[ExpertActorPlan],
+    groups: int,
+    dtype: str,
+) -> tuple[Budget, ...]:
+    """One budget per GPU in use and per socket in use."""
+    load = load_of(config, groups)
+    stages = 1 + max(worker.stage for worker in workers)
+    lines: dict[str, list[MemoryLine]] = {}
+
+    def add(device: str, item: str, size: float) -> None:
+        if size > 0:
+            lines.setdefault(device, []).append(MemoryLine(device, item, math.ceil(size)))
+
+    nodes = [socket.node for socket in hardware.sockets]
+    for worker in workers:
+        home = f"socket {home_node(worker, hardware)}"
+        for item, size in _worker(dims, config, load, worker, stages, dtype).items():
+            add(home if worker.device == "cpu" or item == "staging" else worker.device, item, size)
+        if worker.device != "cpu":
+            add(worker.device, "runtime", GPU_RUNTIME)
+        if config.cluster.name == "ray":
+            add(home, "runtime", WORKER_RUNTIME)
+    for actor in experts:
+        for item, size in _expert_actor(dims, config, load, actor).items():
+            add(f"socket {actor.node}", item, size)
+    ray = RAY_RUNTIME if config.cluster.name == "ray" else 0
+    add(f"socket {nodes[0]}", "runtime", DRIVER_RUNTIME + ray)
+
+    capacity = {f"socket {s.node}": s.memory_bytes for s in hardware.sockets}
+    capacity |= {f"cuda:{gpu.index}": gpu.memory_bytes for gpu in hardware.gpus}
+    devices = sorted(lines, key=lambda d: (d.startswith("socket"), d.partition(":")[0], _number(d)))
+    return tuple(Budget(d, _merged(d, lines[d]), capacity.get(d, 0)) for d in devices)
+
+
+def home_node(worker: WorkerPlan, hardware: Hardware) -> int:
+    """NUMA node whose memory an attention worker's host side counts against."""
+    for socket in hardware.sockets:
+        if worker.cpus and set(worker.cpus) <= set(socket.cpus):
+            return socket.node
+    return hardware.sockets[worker.rank % len(hardware.sockets)].node
+
+
+def layer_activation_bytes(dims: ModelDims, config: Config, layer: int, dtype: str) -> int:
+    """Bytes per token that autograd keeps while one layer is recomputed under grad."""
+    element = ELEMENT_BYTES[dtype]
+    modules = dims.lora_in_out[layer]
+    linear = element * sum(n_in + n_out for _, n_in, n_out in modules)
+    lora = 0
+    if lora_params(dims, config.lora, layer):
+        lora = sum(4 * n_in + 8 * config.lora.rank for _, n_in, _ in modules)  # input and A x in float32
+    norms = 2 * dims.hidden_streams * dims.hidden_size * (element + 4)
+    scores = 0
+    if config.model.attn_implementation == "eager":
+        scores = dims.num_heads * config.data.max_length * (element + 4)
+    return linear + lora + norms + element * dims.attention_width + scores
+
+
+def _worker(
+    dims: ModelDims, config: Config, load: Load, worker: WorkerPlan, stages: int, dtype: str
+) -> dict[str, float]:
+    start, stop = worker.layers
+    own = range(start, stop)
+    element, hidden = ELEMENT_BYTES[dtype], dims.hidden_size
+    first, last = worker.stage == 0, worker.stage == stages - 1
+    moe = sum(1 for layer in own if layer in dims.moe_layers)
+    ends = (1 if first else 0) + (1 if last else 0)
+    if first and last and dims.tie_embeddings:
+        ends = 1
+    adapters = sum(lora_params(dims, config.lora, layer) for layer in own)
+    all_adapters = sum(lora_params(dims, config.lora, layer) for layer in range(dims.num_layers))
+    root = worker.rank == 0
+    kept = (stop - start) * load.replica * dims.hidden_streams * hidden * element
+    kept += moe * load.replica * dims.experts_per_token * 12
+    if dims.hidden_streams > 1:  # not affine in the experts' output, which is then kept as well
+        kept += moe * load.replica * hidden * 4
+    params = {layer: dims.attention_params[layer] + dims.dense_params[layer] for layer in own}
+    probed = max((params[layer] for layer in own if layer in dims.moe_layers), default=0)
+    recompute = load.replica * max(layer_activation_bytes(dims, config, layer, dtype) for layer in own)
+    neighbours = dims.hidden_streams * (2 if stages > 1 else 0)
+    return {
+        "weights": element * (sum(params.values()) + (dims.outside_params if last else 0)),
+        "embedding and head": element * dims.embedding_params * ends,
+        "LoRA": 8 * adapters + (8 * all_adapters if root else 0),
+        "optimizer": 8 * all_adapters if root else 0,
+        "kept activations": kept,
+        # The probe of the experts' scale copies one MoE layer to float32 before training.
+        "workspace": max(recompute + load.replica * hidden * 8, 4 * probed),
+        "logits": _logit_rows(config, load) * dims.vocab_size * (element + 8) if last else 0,
+        "staging": 2 * load.replica * hidden * (4 + neighbours * element),
+    }
+
+
+def _logit_rows(config: Config, load: Load) -> int:
+    chunk = config.trainer.loss_chunk
+    if chunk == "auto":
+        return min(load.micro, CHUNK_ROWS)
+    return min(load.micro, int(chunk)) if int(chunk) > 0 else load.micro
+
+
+def _expert_actor(dims: ModelDims, config: Config, load: Load, actor: ExpertActorPlan) -> dict[str, float]:
+    width, layers = dims.expert_width, len(dims.moe_layers)
+    held = len(actor.experts) * layers
+    share = len(actor.experts) / dims.num_experts
+    element = 4 if dims.expert_format == "f32" else 2
+    slots = load.total * dims.experts_per_token
+    kept: float = load.total * width * element + slots * 12
+    if actor.activations == "retain":
+        kept += slots * share * 2 * dims.expert_intermediate * element
+    group_slots = load.group * dims.experts_per_token * share
+    adapters = held * expert_lora_params(dims, config.lora)
+    return {
+        "experts": held * dims.expert_params * expert_bytes_per_param(dims.expert_format, actor.backend),
+        "LoRA": 8 * adapters,
+        "optimizer": 8 * adapters,
+        "kept activations": layers * kept,
+        "workspace": group_slots * 4 * dims.expert_intermediate * 4 + load.group * width * 16,
+        "staging": 2 * load.total * width * 4,
+        "runtime": EXPERT_RUNTIME if config.cluster.name == "ray" else 0,
+    }
+
+
+def _merged(device: str, lines: Sequence[MemoryLine]) -> tuple[MemoryLine, ...]:
+    """One line per item, in the order of ITEMS."""
+    sums = {item: sum(line.bytes for line in lines if line.item == item) for item in ITEMS}
+    return tuple(MemoryLine(device, item, size) for item, size in sums.items() if size)
+
+
+def _number(device: str) -> int:
+    digits = re.search(r"\d+$", device)
+    return int(digits[0]) if digits else 0

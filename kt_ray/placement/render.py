@@ -1,0 +1,143 @@
+"""A plan as plain values (plan.json) and as rows of text (the tables of mode=plan)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from kt_ray.placement.memory import GIB, ITEMS
+from kt_ray.placement.types import ExpertActorPlan, Plan, WorkerPlan
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values; bytes are integers, ranges of layers half-open."""
+    dims = plan.dims
+    hardware = dataclasses.asdict(plan.hardware)
+    return {
+        "rule": plan.rule,
+        "model": {
+            "name": dims.name,
+            "model_type": dims.model_type,
+            "total_params": dims.total_params,
+            "routed_params": dims.routed_params,
+            "num_layers": dims.num_layers,
+            "moe_layers": list(dims.moe_layers),
+            "hidden_size": dims.hidden_size,
+            "vocab_size": dims.vocab_size,
+            "num_experts": dims.num_experts,
+            "experts_per_token": dims.experts_per_token,
+            "expert_intermediate": dims.expert_intermediate,
+            "expert_format": dims.expert_format,
+            "dtype": plan.dtype,
+            "refusal": dims.refusal,
+        },
+        "hardware": _lists(hardware),
+        "stages": plan.stages,
+        "replicas": plan.replicas,
+        "groups": plan.groups,
+        "tokens_per_step": plan.tokens_per_step,
+        "workers": [_lists(dataclasses.asdict(worker)) for worker in plan.workers],
+        "experts": [_lists(dataclasses.asdict(actor)) for actor in plan.experts],
+        "memory": [
+            {
+                "device": budget.device,
+                "items": {line.item: line.bytes for line in budget.lines},
+                "total": budget.total,
+                "capacity": budget.capacity,
+                "fits": budget.fits,
+            }
+            for budget in plan.budgets
+        ],
+        "fits": plan.fits,
+        "notes": list(plan.notes),
+    }
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _lists(inner) for key, inner in value.items()}
+    return [_lists(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def gib(size: float) -> str:
+    """Bytes as text: GiB, or MiB below a tenth of a GiB."""
+    if size >= 100 * GIB:
+        return f"{size / GIB:,.0f} GiB"
+    return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / (1 << 20):.1f} MiB"
+
+
+def cpu_ranges(cpus: Sequence[int]) -> str:
+    """CPU numbers in the kernel's notation: "0-3,8-11"."""
+    text: list[str] = []
+    ordered = sorted(cpus)
+    start = 0
+    for i in range(1, len(ordered) + 1):
+        if i == len(ordered) or ordered[i] != ordered[i - 1] + 1:
+            first, last = ordered[start], ordered[i - 1]
+            text.append(str(first) if first == last else f"{first}-{last}")
+            start = i
+    return ",".join(text) or "any"
+
+
+def billions(count: int) -> str:
+    """A number of parameters as text: 671.03 B, 2.61 M."""
+    return f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.2f} M"
+
+
+def worker_row(plan: Plan, worker: WorkerPlan) -> tuple[str, ...]:
+    """Rank, replica, stage, device, layers, MoE layers among them, threads, CPUs."""
+    start, stop = worker.layers
+    moe = sum(1 for layer in range(start, stop) if layer in plan.dims.moe_layers)
+    return (
+        str(worker.rank),
+        str(worker.replica),
+        str(worker.stage),
+        worker.device,
+        f"{start}-{stop - 1} ({stop - start})",
+        str(moe),
+        str(worker.threads),
+        cpu_ranges(worker.cpus),
+    )
+
+
+def expert_row(plan: Plan, actor: ExpertActorPlan) -> tuple[str, ...]:
+    """Rank, NUMA node, experts per layer, threads, CPUs, backend, ISA, kept for backward."""
+    best = plan.hardware.isas[-1] if plan.hardware.isas else "reference"
+    return (
+        str(actor.rank),
+        str(actor.node),
+        f"{actor.experts[0]}-{actor.experts[-1]} ({len(actor.experts)})",
+        str(actor.threads),
+        cpu_ranges(actor.cpus),
+        actor.backend,
+        f"auto ({best})" if actor.isa == "auto" else actor.isa,
+        actor.activations,
+    )
+
+
+def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: one column per device, one row per item, then sum, capacity, share and verdict."""
+    header = ["", *(budget.device for budget in plan.budgets)]
+    sizes = [{line.item: line.bytes for line in budget.lines} for budget in plan.budgets]
+    rows = [
+        [_title(plan, item), *(gib(s[item]) if item in s else "-" for s in sizes)]
+        for item in ITEMS
+        if any(item in s for s in sizes)
+    ]
+    rows.append(["sum", *(gib(b.total) for b in plan.budgets)])
+    rows.append(["capacity", *(gib(b.capacity) if b.capacity else "unknown" for b in plan.budgets)])
+    rows.append(
+        ["used", *(f"{100 * b.total / b.capacity:.0f} %" if b.capacity else "-" for b in plan.budgets)]
+    )
+    rows.append(["", *("fits" if b.fits else f"lacks {gib(b.total - b.capacity)}" for b in plan.budgets)])
+    return header, rows
+
+
+def _title(plan: Plan, item: str) -> str:
+    return f"experts ({plan.dims.expert_format})" if item == "experts" else item
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 stage", "2 stages"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
