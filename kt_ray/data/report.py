@@ -54,10 +54,10 @@ class SplitReport:
             )
         if self.tokens_lost:
             every = self.tokens + self.tokens_lost
-            share = self.trained_lost / max(1, self.trained + self.trained_lost)
+            trained = self.trained + self.trained_lost
             lines.append(
-                f"{name}: {self.tokens_lost:,} of {every:,} tokens lost, {self.trained_lost:,} of them trained "
-                f"({share:.1%} of all trained); data.max_length={self.longest} would keep all"
+                f"{name}: lost {self.tokens_lost:,} of {every:,} tokens ({self.tokens_lost / every:.1%}) and "
+                f"{self.trained_lost:,} of {trained:,} trained ones; data.max_length={self.longest} keeps all"
             )
         return lines
 

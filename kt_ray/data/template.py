@@ -102,7 +102,8 @@ class ChatEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, template: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.notes: list[str] = []
-        self._special = set(tokenizer.all_special_tokens)
+        added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self._special = {*tokenizer.all_special_tokens, *added}
         self.template = self._choose(template)
         tokenizer.chat_template = self.template  # what was trained with is what is saved and served
         self.marked = GENERATION.search(self.template) is not None

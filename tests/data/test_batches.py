@@ -1,0 +1,123 @@
+"""Order, resume, and how a step's rows are dealt to replicas and groups."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from kt_ray.batch import IGNORE, PassSpec
+from kt_ray.data.batches import Batches, epoch_order, eval_waves, loss_tokens, micro_batch, wave
+from kt_ray.data.types import Row
+
+
+def make_rows(n: int) -> list[Row]:
+    result = []
+    for i in range(n):
+        ids = np.arange(3 + i % 4, dtype=np.int64) + 10 * i
+        labels = ids.copy()
+        labels[: 1 + i % 2] = IGNORE
+        result.append(Row(ids, labels, i))
+    return result
+
+
+ROWS = make_rows(23)
+
+
+def ids(rows: list[Row]) -> list[int]:
+    return [row.sample_id for row in rows]
+
+
+def test_every_epoch_is_a_permutation_and_epochs_and_seeds_differ() -> None:
+    orders = [epoch_order(100, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    for order in orders:
+        assert sorted(order) == list(range(100))
+    assert len({tuple(order) for order in orders}) == 4
+    assert epoch_order(4, 0, 3, shuffle=False).tolist() == [0, 1, 2, 3]
+
+
+def test_the_order_is_fixed_for_good() -> None:
+    """A changed order would break the resume of every old run: Philox4x64 is a standard, so is this list."""
+    assert epoch_order(8, seed=1, epoch=2).tolist() == [4, 2, 0, 6, 1, 5, 7, 3]
+
+
+def test_batches_cover_an_epoch_and_never_cross_it() -> None:
+    batches = Batches(ROWS, batch_size=5, seed=3)
+    assert batches.steps_per_epoch == 5
+    for epoch in range(3):
+        steps = [ids(batches.step(epoch * 5 + i)) for i in range(5)]
+        assert [len(step) for step in steps] == [5, 5, 5, 5, 3]
+        assert list(itertools.chain(*steps)) == epoch_order(23, 3, epoch).tolist()
+
+
+def test_resume_from_any_step_equals_a_straight_run() -> None:
+    straight = Batches(ROWS, batch_size=4, seed=9)
+    run = [ids(straight.step(step)) for step in range(20)]
+    for start in (1, 3, 6, 11, 17):  # mid-epoch ones among them: an epoch has 6 steps
+        resumed = Batches(ROWS, batch_size=4, seed=9)
+        assert [ids(resumed.step(step)) for step in range(start, 20)] == run[start:]
+    assert [ids(straight.step(step)) for step in reversed(range(20))] == run[::-1]
+
+
+def test_without_shuffle_rows_come_in_source_order() -> None:
+    batches = Batches(ROWS, batch_size=10, shuffle=False)
+    assert ids(batches.step(0)) == ids(batches.step(3)) == list(range(10))
+
+
+def test_the_layout_does_not_change_which_rows_a_step_has() -> None:
+    expected = sorted(ids(Batches(ROWS, 8, seed=2).step(1)))
+    for micro, replicas, groups in itertools.product((1, 3, 8), (1, 2, 3), (1, 2, 4)):
+        waves = Batches(ROWS, 8, micro, replicas, groups, seed=2).waves(1)
+        found = [i for groups_ in waves for group in groups_ for mb in group for i in mb.sample_ids.tolist()]
+        assert sorted(found) == expected
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8, 13])
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_wave_deals_round_robin_and_cuts_evenly(n: int, micro: int, replicas: int, groups: int) -> None:
+    rows = ROWS[:n]
+    waves = wave(rows, micro, replicas, groups)
+    assert [len(replica) for replica in waves] == [groups] * replicas
+    expected = [ids(rows[i : i + micro]) for i in range(0, n, micro)]
+    for r, replica in enumerate(waves):
+        assert [mb.sample_ids.tolist() for group in replica for mb in group] == expected[r::replicas]
+        sizes = [len(group) for group in replica]
+        assert max(sizes) - min(sizes) <= 1
+        assert sizes == sorted(sizes, reverse=True), "empty groups come last"
+    assert loss_tokens(waves) == sum(row.trained for row in rows)
+    spec = PassSpec(0, 0, "train", 0, waves, loss_tokens(waves))
+    assert spec.tokens == sum(len(row.input_ids) for row in rows)
+
+
+def test_padding_is_right_masked_and_known_by_length_even_if_pad_is_a_real_token() -> None:
+    last = int(ROWS[0].input_ids[-1])
+    mb = micro_batch([ROWS[0], ROWS[3]], pad_id=last)
+    assert mb.input_ids.shape == mb.labels.shape == (2, 6)
+    assert mb.lengths.tolist() == [3, 6]
+    assert mb.input_ids[0].tolist() == [*ROWS[0].input_ids.tolist(), last, last, last]
+    assert mb.labels[0].tolist() == [*ROWS[0].labels.tolist(), IGNORE, IGNORE, IGNORE]
+    assert mb.labels[0, 2] == last, "the real token with the pad's id stays trained"
+    assert {array.dtype for array in (mb.input_ids, mb.labels, mb.lengths, mb.sample_ids)} == {
+        np.dtype(np.int64)
+    }
+
+
+def test_eval_waves_hold_every_row_once_in_order() -> None:
+    waves = eval_waves(ROWS, batch_size=6, micro_batch_size=2, replicas=2, groups=2)
+    assert len(waves) == 4
+    found = [sorted(i for r in w for g in r for mb in g for i in mb.sample_ids.tolist()) for w in waves]
+    assert found == [list(range(i, min(i + 6, 23))) for i in range(0, 23, 6)]
+    assert eval_waves([], 6, 2) == []
+
+
+@pytest.mark.parametrize("name", ["batch_size", "micro_batch_size", "replicas", "groups"])
+def test_sizes_must_be_positive(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        Batches(ROWS, **{"batch_size": 1, name: 0})
+    with pytest.raises(ValueError, match="empty"):
+        Batches([], 1)
+    with pytest.raises(ValueError, match="negative"):
+        Batches(ROWS, 1).step(-1)

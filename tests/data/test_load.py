@@ -1,0 +1,170 @@
+"""load_data: what is kept, cut and dropped, and that the report says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kt_ray.batch import IGNORE
+from kt_ray.config.schema import Config
+from kt_ray.data import load_data
+from kt_ray.errors import UserError
+
+Build = Callable[..., Config]
+# Tokens around question and answer: one per byte of the role headers and line breaks, four special ones.
+HEAD = len("user\n\nassistant\n") + 3  # up to the answer: im_start … im_end … im_start
+TAIL = 2  # im_end, line break
+
+
+def alpaca(path: Path, *pairs: tuple[str, str]) -> str:
+    path.write_text("".join(json.dumps({"instruction": q, "output": a}) + "\n" for q, a in pairs))
+    return str(path)
+
+
+def load(config: Config) -> Any:
+    return load_data(config, "", 0)
+
+
+def test_rows_and_report_without_loss(config: Build, tmp_path: Path) -> None:
+    bundle = load(config(path=alpaca(tmp_path / "a.jsonl", ("abc", "de"), ("f", "ghij"))))
+    assert [row.sample_id for row in bundle.train] == [0, 1]
+    assert [len(row.input_ids) for row in bundle.train] == [HEAD + 3 + 2 + TAIL, HEAD + 1 + 4 + TAIL]
+    assert [row.trained for row in bundle.train] == [3, 5]
+    report = bundle.report.train
+    assert (report.source_rows, report.rows, report.truncated, report.tokens_lost) == (2, 2, 0, 0)
+    assert report.tokens == sum(len(row.input_ids) for row in bundle.train)
+    assert (report.trained, report.longest) == (8, HEAD + 7)
+    assert bundle.report.eval is None
+    assert bundle.report.lines() == [
+        f"train: 2 of 2 rows, {report.tokens} tokens, 8 trained ({8 / report.tokens:.0%}), "
+        f"longest row {HEAD + 7}"
+    ]
+
+
+def test_truncation_is_counted_to_the_token(config: Build, tmp_path: Path) -> None:
+    path = alpaca(tmp_path / "a.jsonl", ("q", "short"), ("q" * 3, "a" * 50), ("q" * 60, "lost"))
+    bundle = load(config(path=path, max_length=HEAD + 13))
+    report = bundle.report.train
+    assert [row.sample_id for row in bundle.train] == [0, 1]
+    assert (report.source_rows, report.rows, report.truncated, report.dropped_no_answer) == (3, 2, 1, 1)
+    cut = bundle.train[1]
+    assert len(cut.input_ids) == HEAD + 13
+    assert (cut.labels[-10:] != IGNORE).all(), "the start of the answer stays"
+    assert report.tokens_lost == (HEAD + 3 + 50 + TAIL - (HEAD + 13)) + (HEAD + 60 + 4 + TAIL)
+    assert report.trained_lost == (51 - 10) + 5
+    assert (report.trained, report.longest) == (6 + 10, HEAD + 66)
+    text = "\n".join(bundle.report.lines())
+    for part in (
+        "2 of 3 rows",
+        f"1 rows cut to {HEAD + 13}",
+        "1 rows dropped, no answer",
+        "46 of 62 trained",
+        f"data.max_length={HEAD + 66}",
+    ):
+        assert part in text
+    kept = load(config(path=path, max_length=HEAD + 66)).report.train
+    assert kept.rows == 3
+    assert kept.tokens == report.tokens + report.tokens_lost
+
+
+def test_long_rows_can_be_dropped_instead(config: Build, tmp_path: Path) -> None:
+    path = alpaca(tmp_path / "a.jsonl", ("q", "short"), ("q", "a" * 50))
+    bundle = load(config(path=path, max_length=HEAD + 20, overflow="drop"))
+    report = bundle.report.train
+    assert [row.sample_id for row in bundle.train] == [0]
+    assert (report.dropped_long, report.dropped_no_answer, report.truncated) == (1, 0, 0)
+    assert report.tokens_lost == HEAD + 1 + 50 + TAIL
+
+
+def test_no_row_left_is_an_error(config: Build, tmp_path: Path) -> None:
+    path = alpaca(tmp_path / "a.jsonl", ("q", "a"))
+    with pytest.raises(UserError, match=r"no row is left.*data\.max_length") as caught:
+        load(config(path=path, max_length=5))
+    assert caught.value.remedy == f"set data.max_length={HEAD + 4}"
+
+
+def test_held_out_rows_keep_their_source_numbers(config: Build, tmp_path: Path) -> None:
+    path = alpaca(tmp_path / "a.jsonl", *((f"q{i}", "a") for i in range(20)))
+    bundle = load(config(path=path, eval_fraction=0.2))
+    assert len(bundle.eval) == 4
+    assert sorted(row.sample_id for row in (*bundle.train, *bundle.eval)) == list(range(20))
+    assert bundle.report.eval.rows == 4
+
+
+def test_an_eval_file_of_its_own_and_its_overlap(config: Build, tmp_path: Path) -> None:
+    train = alpaca(tmp_path / "a.jsonl", ("q1", "a"), ("q2", "a"))
+    held = alpaca(tmp_path / "b.jsonl", ("q2", "b"), ("q3", "c"))
+    bundle = load(config(path=train, eval_path=held, eval_fraction=0.5))
+    assert (len(bundle.train), len(bundle.eval)) == (2, 2)
+    assert "1 of 2 held-out rows ask a question that training rows ask too" in bundle.report.notes[0]
+    with pytest.raises(UserError, match=r"data\.eval_path=.*absent"):
+        load(config(path=train, eval_path=str(tmp_path / "absent.jsonl")))
+
+
+def test_limit_and_several_files(config: Build, tmp_path: Path) -> None:
+    paths = [alpaca(tmp_path / f"{i}.jsonl", (f"q{i}", "a"), (f"p{i}", "a")) for i in range(3)]
+    assert [row.sample_id for row in load(config(path=paths)).train] == [0, 1, 2, 3, 4, 5]
+    assert [row.sample_id for row in load(config(path=paths, limit=3)).train] == [0, 1, 2]
+
+
+def test_labels_are_the_tokens_themselves_when_pad_is_eos(config: Build, tmp_path: Path) -> None:
+    bundle = load(config(path=alpaca(tmp_path / "a.jsonl", ("q", "a"))))
+    bundle.tokenizer.pad_token = bundle.tokenizer.eos_token
+    bundle.tokenizer.save_pretrained(tmp_path / "same")
+    same = load(
+        config(path=alpaca(tmp_path / "b.jsonl", ("q", "a")), model={"tokenizer": str(tmp_path / "same")})
+    )
+    assert same.pad_id == same.tokenizer.eos_token_id
+    assert np.array_equal(same.train[0].labels, bundle.train[0].labels)
+    assert same.train[0].labels.max() == same.tokenizer.eos_token_id
+
+
+def test_the_demo_data_set_is_built_in(config: Build) -> None:
+    bundle = load(config(builtin="demo", eval_fraction=0.1))
+    assert len(bundle.train) + len(bundle.eval) >= 300
+
+
+BAD = {
+    "nothing named": ({}, "no training data is named"),
+    "unknown builtin": ({"builtin": "poems"}, r"no such built-in data set.*poems"),
+    "max_length": ({"builtin": "demo", "max_length": 1}, r"data\.max_length is too small"),
+    "overflow": ({"builtin": "demo", "overflow": "wrap"}, r"data\.overflow.*found wrap.*truncate or drop"),
+    "limit": ({"builtin": "demo", "limit": 0}, r"data\.limit must be at least 1"),
+    "fraction": ({"builtin": "demo", "eval_fraction": 1.0}, r"data\.eval_fraction.*found 1\.0"),
+    "tokenizer": (
+        {"builtin": "demo", "model": {"tokenizer": "/absent"}},
+        "tokenizer directory does not exist",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_options(case: str, config: Build) -> None:
+    options, expected = BAD[case]
+    with pytest.raises(UserError, match=expected) as caught:
+        load(config(**options))
+    assert caught.value.remedy
+
+
+def test_an_unanswered_row_is_named(config: Build, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"answer is empty.*a\.jsonl, line 2"):
+        load(config(path=alpaca(tmp_path / "a.jsonl", ("q", "a"), ("q2", ""))))
+
+
+def test_an_all_masked_row_is_named(config: Build, tmp_path: Path) -> None:
+    """Answers only, no headers: a one-token answer has nothing before it to be predicted from."""
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] | replace('!', '') }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    for answer, expected in (("x", "no token of the row is trained.*1 tokens"), ("!", "cannot be located")):
+        rows = alpaca(tmp_path / "a.jsonl", ("q", "loud"), ("p", answer))
+        with pytest.raises(UserError, match=expected) as caught:
+            load(config(path=rows, model={"chat_template": str(template)}))
+        assert "a.jsonl, line 2" in str(caught.value)

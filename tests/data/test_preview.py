@@ -1,0 +1,60 @@
+"""Rows as the model sees them, trained tokens marked; mode=preview."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kt_ray.config.schema import Config, TrainerConfig
+from kt_ray.data import load_data, preview_rows, print_preview
+from kt_ray.errors import UserError
+from kt_ray.modes import preview
+
+Build = Callable[..., Config]
+
+
+@pytest.fixture
+def bundle(config: Build) -> Any:
+    return load_data(config(builtin="demo", limit=5), "", 0)
+
+
+def test_segments_join_to_the_row_and_mark_the_answer(bundle: Any) -> None:
+    shown = preview_rows(bundle.train, bundle.tokenizer, 2)
+    assert [row.sample_id for row in shown] == [0, 1]
+    row = shown[0]
+    assert "".join(text for text, _ in row.segments) == bundle.tokenizer.decode(bundle.train[0].input_ids)
+    assert [trained for _, trained in row.segments] == [False, True, False]
+    assert row.plain().count("[[") == 1
+    assert row.plain().index("assistant\n[[") < row.plain().index("<|im_end|>]]")
+    assert f"row 0: {len(bundle.train[0].input_ids)} tokens, {bundle.train[0].trained} trained" == row.title
+
+
+def test_colour_on_a_terminal_and_brackets_elsewhere(bundle: Any) -> None:
+    shown = preview_rows(bundle.train, bundle.tokenizer, 1)
+    plain, terminal = io.StringIO(), io.StringIO()
+    print_preview(shown, Console(file=plain))
+    print_preview(shown, Console(file=terminal, force_terminal=True, color_system="standard"))
+    assert shown[0].plain() in plain.getvalue(), "not wrapped, no markup taken from the text"
+    assert "\x1b" not in plain.getvalue()
+    assert "\x1b[32m" in terminal.getvalue()
+    assert "[[" not in terminal.getvalue()
+
+
+@pytest.mark.parametrize(("asked", "rows"), [(0, 3), (2, 2)])
+def test_mode_preview(asked: int, rows: int, config: Build, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = replace(config(builtin="demo", max_length=120), trainer=TrainerConfig(preview=asked))
+    assert preview.run(chosen) == 0
+    out = capsys.readouterr().out
+    assert out.count(" trained\n") == rows
+    assert "train: " in out
+    assert "data.max_length=" in out, "the truncation report follows"
+
+
+def test_mode_preview_needs_a_tokenizer_or_a_model(config: Build) -> None:
+    with pytest.raises(UserError, match=r"names no checkpoint.*model\.path"):
+        preview.run(config(builtin="demo", model={"tokenizer": None}))

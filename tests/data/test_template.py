@@ -1,0 +1,161 @@
+"""The answer mask: right with and without {% generation %}, for every turn, whatever pad is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kt_ray.batch import IGNORE
+from kt_ray.data.template import ChatEncoder, check_vocabulary, load_tokenizer
+from kt_ray.data.types import Conversation, Message
+from kt_ray.errors import UserError
+
+from .conftest import PLAIN, TEMPLATES, THINKING, make_tokenizer, trained_texts
+
+END = "<|im_end|>"
+
+
+def conversation(*contents: str, system: str | None = None) -> Conversation:
+    messages = [Message(role=("user", "assistant")[i % 2], content=text) for i, text in enumerate(contents)]
+    if system is not None:
+        messages.insert(0, Message(role="system", content=system))
+    return Conversation(tuple(messages), 5, "f.jsonl, line 6")
+
+
+def trained(tokenizer: Any, row: Conversation, template: str | None = None) -> list[str]:
+    encoder = ChatEncoder(tokenizer, template)
+    ids, labels = encoder.encode(row)
+    assert ids.dtype == labels.dtype == np.int64
+    assert ((labels == ids) | (labels == IGNORE)).all()
+    reference = tokenizer.apply_chat_template(
+        [dict(m) for m in row.messages], tokenize=True, return_dict=True
+    )
+    assert ids.tolist() == reference["input_ids"]
+    return trained_texts(tokenizer, ids, labels)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("pad", ["<|pad|>", END], ids=["own pad", "pad is eos"])
+@pytest.mark.parametrize("system", [None, "Be kind."])
+def test_every_answer_with_its_end_is_trained_and_nothing_else(
+    template: str, pad: str, system: str | None
+) -> None:
+    tokenizer = make_tokenizer(TEMPLATES[template], pad)
+    row = conversation("Who?", "Tilda.", "Where, 灯台?", " On the rock 🪨\n", system=system)
+    assert trained(tokenizer, row) == ["Tilda." + END, " On the rock 🪨\n" + END]
+
+
+def test_an_answer_that_repeats_the_question_is_found_in_its_place() -> None:
+    row = conversation("echo", "echo", "echo", "echo")
+    ids, labels = ChatEncoder(make_tokenizer(PLAIN)).encode(row)
+    text = "<|im_start|>user\necho<|im_end|>\n<|im_start|>assistant\n"
+    first = len(make_tokenizer()(text, add_special_tokens=False)["input_ids"])
+    assert (labels[:first] == IGNORE).all()
+    assert (labels[first : first + 5] == ids[first : first + 5]).all()
+
+
+def test_a_scaffold_that_goes_as_turns_follow_does_not_shift_the_mask() -> None:
+    row = conversation("Who?", "Tilda.", "Where?", "The rock.", "When?", "Now.")
+    assert trained(make_tokenizer(THINKING), row) == [
+        "Tilda." + END,
+        "The rock." + END,
+        "<think>\n\n</think>\n\nNow." + END,
+    ]
+
+
+def test_tokens_that_reach_over_the_border_belong_to_the_answer() -> None:
+    """Words that carry the space before them: 'Answer: ▁yes' must train '▁yes'."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "</s>", "▁Q:", "▁who", "▁A:", "▁yes", "▁sir"]
+    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'Q: ' + m['content'] + ' A: ' }}"
+        "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
+    )
+    ids, labels = ChatEncoder(tokenizer).encode(conversation("who", "yes sir"))
+    assert tokenizer.convert_ids_to_tokens(ids.tolist()) == ["▁Q:", "▁who", "▁A:", "▁yes", "▁sir", "</s>"]
+    assert (labels != IGNORE).tolist() == [False] * 3 + [True] * 3
+
+
+def test_without_a_template_the_default_is_used_and_said_once() -> None:
+    tokenizer = make_tokenizer(None)
+    encoder = ChatEncoder(tokenizer)
+    for _ in range(2):
+        ids, labels = encoder.encode(conversation("Who?", "Tilda.", "Where?", "Here."))
+        assert trained_texts(tokenizer, ids, labels) == ["Tilda." + END, "Here." + END]
+    assert len(encoder.notes) == 1
+    assert "no chat template" in encoder.notes[0]
+    assert tokenizer.chat_template == encoder.template, "what was trained with is saved with the tokenizer"
+
+
+def test_without_a_template_and_without_eos() -> None:
+    with pytest.raises(UserError, match="neither a chat template nor an end-of-sequence token"):
+        ChatEncoder(make_tokenizer(None, eos_token=None))
+
+
+def test_a_template_file_overrides(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(PLAIN.replace("<|im_start|>", "@"))
+    tokenizer = make_tokenizer()
+    row = conversation("Who?", "Tilda.")
+    assert trained(tokenizer, row, str(tmp_path / "t.jinja")) == ["Tilda." + END]
+    assert ChatEncoder(tokenizer).render(row.messages).startswith("@user")
+    with pytest.raises(UserError, match=r"chat template file does not exist.*model\.chat_template"):
+        ChatEncoder(tokenizer, str(tmp_path / "absent.jinja"))
+
+
+def test_a_template_that_ends_no_turn_is_noted() -> None:
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    tokenizer = make_tokenizer(template)
+    encoder = ChatEncoder(tokenizer)
+    ids, labels = encoder.encode(conversation("Who?", "Tilda."))
+    assert trained_texts(tokenizer, ids, labels) == ["Tilda.\n"]
+    assert [note for note in encoder.notes if "does not learn to stop" in note]
+
+
+UNUSABLE = {
+    # The header of the answer to come is not the header answers have.
+    "other header": (PLAIN.replace("'<|im_start|>assistant\\n'", "'<|im_start|>bot\\n'"), "no prefix"),
+    "only the last turn": (PLAIN.replace("in messages", "in messages[-2:]"), "no prefix"),
+    "shortened history": (
+        PLAIN.replace("m['content']", "(m['content'] if loop.last or m['role'] == 'user' else '…')"),
+        "no prefix|rendered differently",
+    ),
+    "nothing marked": (
+        "{% if false %}{% generation %}{% endgeneration %}{% endif %}" + PLAIN,
+        "no character",
+    ),
+    "refusal": ("{{ raise_exception('no system role') }}", "refuses the conversation.*no system role"),
+    "broken": ("{{ messages[0].content + 3 }}", "refuses the conversation"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_templates_that_cannot_be_masked_are_refused_with_the_row(case: str) -> None:
+    template, expected = UNUSABLE[case]
+    with pytest.raises(UserError, match=expected) as caught:
+        ChatEncoder(make_tokenizer(template)).encode(conversation("Who?", "Tilda.", "Where?", "Here."))
+    assert "f.jsonl, line 6" in str(caught.value)
+    assert "model.chat_template" in caught.value.remedy
+
+
+def test_load_tokenizer_faults(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tokenizer directory does not exist.*model\.tokenizer"):
+        load_tokenizer(str(tmp_path / "absent"))
+    with pytest.raises(UserError, match="no tokenizer can be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_ids_beyond_the_embedding_are_refused(tmp_path: Path) -> None:
+    check_vocabulary(10**9, str(tmp_path))  # no config.json: the checkpoint reader says so
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    check_vocabulary(99, str(tmp_path))
+    with pytest.raises(UserError, match=r"does not belong to this model.*token id 100"):
+        check_vocabulary(100, str(tmp_path))
