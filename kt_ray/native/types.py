@@ -62,7 +62,8 @@ class ExpertLora:
 
     def zeros_like(self) -> ExpertLora:
         """An adapter of zeros of the same shape: where gradients are gathered."""
-        return ExpertLora(*(torch.zeros_like(t) for t in self.tensors()), scale=self.scale)
+        gate_a, gate_b, up_a, up_b, down_a, down_b = (torch.zeros_like(t) for t in self.tensors())
+        return ExpertLora(gate_a, gate_b, up_a, up_b, down_a, down_b, self.scale)
 
 
 LORA_FIELDS = tuple(f.name for f in fields(ExpertLora) if f.name != "scale")

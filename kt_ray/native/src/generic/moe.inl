@@ -70,7 +70,9 @@ struct Moe {
     const S* matrix(const void* base, int64_t expert) const {
         return static_cast<const S*>(base) + expert * p.inter * p.hidden;
     }
-    const T* x_row(int64_t token) const { return static_cast<const T*>(p.x_compute) + token * p.hidden_stride; }
+    const T* x_row(int64_t token) const {
+        return static_cast<const T*>(p.x_compute) + token * p.hidden_stride;
+    }
     const T* dy_row(int64_t token) const {
         return static_cast<const T*>(p.dy_compute) + token * p.hidden_stride;
     }
@@ -89,11 +91,13 @@ struct Moe {
 
     // tile (+)= rows(i)[0..steps) times the panel; `rows(i)` gives row i's first element.
     template <class Kernel, class Rows>
-    static void multiply(int count, const Rows& rows, int64_t steps, const typename Kernel::T* panel, float* tile,
-                         bool accumulate) {
+    static void multiply(int count, const Rows& rows, int64_t steps, const typename Kernel::T* panel,
+                         float* tile, bool accumulate, Prefetch* next = nullptr) {
         const typename Kernel::T* pointers[kMaxRows];
         for (int i = 0; i < count; ++i) pointers[i] = rows(i);
-        Kernel::run(count, pointers, steps, panel, tile, accumulate);
+        Prefetch nothing;
+        Kernel::run(count, pointers, steps, panel, tile, accumulate,
+                    (next != nullptr ? next : &nothing)->take(steps));
     }
 
 #include "generic/moe_forward.inl"

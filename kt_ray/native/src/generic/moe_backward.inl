@@ -21,19 +21,23 @@ void dact(int64_t task) const {
     for (int64_t row = expert.begin; row < expert.end; ++row) dw[row] = 0.0f;
     for (int64_t i = i_begin; i < i_end; i += kColumns) {
         const int64_t columns = min_of(kColumns, i_end - i);
-        full_panel_from_columns<M>(w + i, p.inter, columns, p.hidden, steps, s.panel);
+        panel_from_columns<M>(w + i, p.inter, columns, p.hidden, steps, s.panel);
+        Prefetch next;
+        next.add_columns(w + i + kColumns, min_of(kColumns, p.inter - i - kColumns), p.hidden, p.inter);
         for (int64_t g = expert.group_begin; g < expert.group_end; ++g) {
             const Group& group = p.groups[g];
             const LoraView* lora = group.adapter < 0 ? nullptr : p.lora + group.adapter;
             if (lora != nullptr)
-                full_panel_from_columns<MicroF32>(lora->down_a + expert.expert * lora->rank * p.inter + i, p.inter,
-                                                  columns, lora->rank, lora->rank, s.lora_panel);
+                panel_from_columns<MicroF32>(lora->down_a + expert.expert * lora->rank * p.inter + i, p.inter,
+                                             columns, lora->rank, lora->rank, s.lora_panel);
             row_blocks(group.begin, group.end, [&](int64_t row, int count) {
                 multiply<M>(
-                    count, [&](int k) { return dy_row(p.row_token[row + k]); }, steps, s.panel, s.tile, false);
+                    count, [&](int k) { return dy_row(p.row_token[row + k]); }, steps, s.panel, s.tile, false,
+                    &next);
                 if (lora != nullptr)
-                    add_lora(count, row, lora->rank, s.lora_panel, [&](int k) { return lora_out_row(row + k); },
-                             i, columns, kDown);
+                    add_lora(
+                        count, row, lora->rank, s.lora_panel, [&](int k) { return lora_out_row(row + k); }, i,
+                        columns, kDown);
                 for (int k = 0; k < count; ++k)
                     dw[row + k] += deactivate(s.tile + k * kColumns, row + k, i, columns);
             });
@@ -98,9 +102,10 @@ void dx(int64_t task) const {
         const S* up = matrix(p.up, expert.expert);
         for (int64_t h = h_begin; h < h_end; h += kColumns) {
             const int64_t columns = min_of(kColumns, h_end - h);
-            full_panel_from_columns<M>(gate + h, p.hidden, columns, p.inter, steps, s.panel);
-            full_panel_from_columns<M>(up + h, p.hidden, columns, p.inter, steps,
-                                       s.panel + steps * step_size<M>());
+            panel_from_columns<M>(gate + h, p.hidden, columns, p.inter, steps, s.panel);
+            panel_from_columns<M>(up + h, p.hidden, columns, p.inter, steps,
+                                  s.panel + steps * step_size<M>());
+            Prefetch next = next_columns(e, h, h_begin, h_end);
             for (int64_t g = expert.group_begin; g < expert.group_end; ++g) {
                 const Group& group = p.groups[g];
                 const LoraView* lora = group.adapter < 0 ? nullptr : p.lora + group.adapter;
@@ -108,22 +113,42 @@ void dx(int64_t task) const {
                 float* up_panel = s.lora_panel + r * kColumns;
                 if (lora != nullptr) {
                     const int64_t at = expert.expert * r * p.hidden + h;
-                    full_panel_from_columns<MicroF32>(lora->gate_a + at, p.hidden, columns, r, r, s.lora_panel);
-                    full_panel_from_columns<MicroF32>(lora->up_a + at, p.hidden, columns, r, r, up_panel);
+                    panel_from_columns<MicroF32>(lora->gate_a + at, p.hidden, columns, r, r, s.lora_panel);
+                    panel_from_columns<MicroF32>(lora->up_a + at, p.hidden, columns, r, r, up_panel);
                 }
                 row_blocks(group.begin, group.end, [&](int64_t row, int count) {
                     multiply<M>(
-                        count, [&](int k) { return dpair_row(row + k); }, 2 * steps, s.panel, s.tile, false);
+                        count, [&](int k) { return dpair_row(row + k); }, 2 * steps, s.panel, s.tile, false,
+                        &next);
                     if (lora != nullptr) {
-                        add_lora(count, row, r, s.lora_panel, [&](int k) { return dlora_in_row(row + k); }, h,
-                                 columns, kGate);
-                        add_lora(count, row, r, up_panel, [&](int k) { return dlora_in_row(row + k) + r; }, h,
-                                 columns, kUp);
+                        add_lora(
+                            count, row, r, s.lora_panel, [&](int k) { return dlora_in_row(row + k); }, h,
+                            columns, kGate);
+                        add_lora(
+                            count, row, r, up_panel, [&](int k) { return dlora_in_row(row + k) + r; }, h,
+                            columns, kUp);
                     }
                     for (int k = 0; k < count; ++k)
-                        scatter(p.dx + p.row_token[row + k] * p.hidden + h, s.tile + k * kColumns, 1.0f, columns);
+                        scatter(p.dx + p.row_token[row + k] * p.hidden + h, s.tile + k * kColumns, 1.0f,
+                                columns);
                 });
             }
         }
     }
+}
+
+// The panel of gate and up after columns h of expert e: the slab's next, or the next expert's first.
+Prefetch next_columns(int64_t e, int64_t h, int64_t h_begin, int64_t h_end) const {
+    Prefetch next;
+    h += kColumns;
+    if (h >= h_end) {
+        h = h_begin;
+        ++e;
+    }
+    if (e < p.num_expert_rows) {
+        const int64_t expert = p.expert_rows[e].expert, columns = min_of(kColumns, h_end - h);
+        next.add_columns(matrix(p.gate, expert) + h, columns, p.inter, p.hidden);
+        next.add_columns(matrix(p.up, expert) + h, columns, p.inter, p.hidden);
+    }
+    return next;
 }

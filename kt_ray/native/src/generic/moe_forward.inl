@@ -48,18 +48,23 @@ void gate_up(int64_t task) const {
     for (int64_t i = i_begin; i < i_end; i += kLanes) {
         const int64_t columns = min_of(kLanes, i_end - i);
         panel_from_rows<M>(gate + i * p.hidden, p.hidden, columns, p.hidden, steps, s.panel);
-        panel_from_rows<M>(up + i * p.hidden, p.hidden, columns, p.hidden, steps, s.panel + kLanes * M::kPack);
+        panel_from_rows<M>(up + i * p.hidden, p.hidden, columns, p.hidden, steps,
+                           s.panel + kLanes * M::kPack);
+        Prefetch next;
+        next.add_rows(gate + (i + kLanes) * p.hidden, min_of(kLanes, p.inter - i - kLanes), p.hidden);
+        next.add_rows(up + (i + kLanes) * p.hidden, min_of(kLanes, p.inter - i - kLanes), p.hidden);
         for (int64_t g = expert.group_begin; g < expert.group_end; ++g) {
             const Group& group = p.groups[g];
             const LoraView* lora = group.adapter < 0 ? nullptr : p.lora + group.adapter;
             if (lora != nullptr) lora_pair_panel(*lora, expert.expert, i, columns);
             row_blocks(group.begin, group.end, [&](int64_t row, int count) {
                 multiply<M>(
-                    count, [&](int k) { return x_row(p.row_token[row + k]); }, steps, s.panel, s.tile, false);
+                    count, [&](int k) { return x_row(p.row_token[row + k]); }, steps, s.panel, s.tile, false,
+                    &next);
                 if (lora != nullptr)
                     multiply<MicroF32>(
-                        count, [&](int k) { return lora_in_row(row + k); }, 2 * lora->rank, s.lora_panel, s.tile,
-                        true);
+                        count, [&](int k) { return lora_in_row(row + k); }, 2 * lora->rank, s.lora_panel,
+                        s.tile, true);
                 for (int k = 0; k < count; ++k) activate(s.tile + k * kColumns, row + k, i, columns);
             });
         }
@@ -101,6 +106,7 @@ void down(int64_t task) const {
         for (int64_t h = h_begin; h < h_end; h += kColumns) {
             const int64_t columns = min_of(kColumns, h_end - h);
             full_panel_from_rows<M>(w + h * p.inter, p.inter, columns, p.inter, steps, s.panel);
+            Prefetch next = next_rows(e, h, h_begin, h_end);
             for (int64_t g = expert.group_begin; g < expert.group_end; ++g) {
                 const Group& group = p.groups[g];
                 const LoraView* lora = group.adapter < 0 ? nullptr : p.lora + group.adapter;
@@ -109,11 +115,11 @@ void down(int64_t task) const {
                                                    lora->rank, columns, lora->rank, lora->rank, s.lora_panel);
                 row_blocks(group.begin, group.end, [&](int64_t row, int count) {
                     multiply<M>(
-                        count, [&](int k) { return act_row(row + k); }, steps, s.panel, s.tile, false);
+                        count, [&](int k) { return act_row(row + k); }, steps, s.panel, s.tile, false, &next);
                     if (lora != nullptr)
                         multiply<MicroF32>(
-                            count, [&](int k) { return lora_mid_row(row + k); }, lora->rank, s.lora_panel, s.tile,
-                            true);
+                            count, [&](int k) { return lora_mid_row(row + k); }, lora->rank, s.lora_panel,
+                            s.tile, true);
                     for (int k = 0; k < count; ++k)
                         scatter(p.y + p.row_token[row + k] * p.hidden + h, s.tile + k * kColumns,
                                 p.row_weight[row + k], columns);
@@ -121,6 +127,20 @@ void down(int64_t task) const {
             }
         }
     }
+}
+
+// The panel of `down` after columns h of expert e: the slab's next, or the next expert's first.
+Prefetch next_rows(int64_t e, int64_t h, int64_t h_begin, int64_t h_end) const {
+    Prefetch next;
+    h += kColumns;
+    if (h >= h_end) {
+        h = h_begin;
+        ++e;
+    }
+    if (e < p.num_expert_rows)
+        next.add_rows(matrix(p.down, p.expert_rows[e].expert) + h * p.inter, min_of(kColumns, h_end - h),
+                      p.inter);
+    return next;
 }
 
 static void scatter(float* to, const float* tile, float weight, int64_t columns) {

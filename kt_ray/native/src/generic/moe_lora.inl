@@ -3,8 +3,8 @@
 // out(row)[0..rank) = scale * input(row)[0..depth) times a [depth, rank] matrix, for the rows of a chunk.
 // fill(row, k, n, to) writes input elements [k, k + n); decode(column, columns, k, n, panel) the matrix.
 template <class Fill, class Decode, class Out>
-void project(const Chunk& chunk, int64_t depth, int64_t rank, float scale, const Fill& fill, const Decode& decode,
-             const Out& out) const {
+void project(const Chunk& chunk, int64_t depth, int64_t rank, float scale, const Fill& fill,
+             const Decode& decode, const Out& out) const {
     const int64_t rows = chunk.end - chunk.begin;
     for (int64_t k = 0; k < depth; k += kDepthBlock) {
         const int64_t n = min_of(kDepthBlock, depth - k);
@@ -45,7 +45,7 @@ void project_b(const Chunk& chunk, const float* b, int64_t depth, int64_t rank, 
     project(
         chunk, depth, rank, scale, fill,
         [&](int64_t c, int64_t columns, int64_t k, int64_t n, float* panel) {
-            full_panel_from_columns<MicroF32>(b + k * rank + c, rank, columns, n, n, panel);
+            panel_from_columns<MicroF32>(b + k * rank + c, rank, columns, n, n, panel);
         },
         out);
 }
@@ -143,12 +143,24 @@ void left_column(int64_t m, int64_t row, int64_t r, float* to, int64_t stride) c
     const float weight = p.row_weight[row];
     const float* from;
     switch (m) {
-        case kDownB: from = lora_mid_row(row); break;
-        case kDownA: from = lora_out_row(row); break;
-        case kGateA: from = dlora_in_row(row); break;
-        case kUpA: from = dlora_in_row(row) + r; break;
-        case kGateB: from = lora_in_row(row); break;
-        default: from = lora_in_row(row) + r; break;
+        case kDownB:
+            from = lora_mid_row(row);
+            break;
+        case kDownA:
+            from = lora_out_row(row);
+            break;
+        case kGateA:
+            from = dlora_in_row(row);
+            break;
+        case kUpA:
+            from = dlora_in_row(row) + r;
+            break;
+        case kGateB:
+            from = lora_in_row(row);
+            break;
+        default:
+            from = lora_in_row(row) + r;
+            break;
     }
     // dy and what comes from it are unweighted in these two; the others hold the weight already.
     const float factor = m == kDownB || m == kDownA ? weight : 1.0f;
@@ -157,12 +169,24 @@ void left_column(int64_t m, int64_t row, int64_t r, float* to, int64_t stride) c
 
 void right_row(int64_t m, int64_t row, int64_t c, int64_t n, float* to) const {
     switch (m) {
-        case kDownB: widen(p.dy + p.row_token[row] * p.hidden + c, n, to); break;
-        case kDownA: input_act(row, c, n, to); break;
-        case kGateA: input_x(row, c, n, kGate, to); break;
-        case kUpA: input_x(row, c, n, kUp, to); break;
-        case kGateB: widen(dpair_row(row) + c, n, to); break;
-        default: widen(dpair_row(row) + p.inter_even + c, n, to); break;
+        case kDownB:
+            widen(p.dy + p.row_token[row] * p.hidden + c, n, to);
+            break;
+        case kDownA:
+            input_act(row, c, n, to);
+            break;
+        case kGateA:
+            input_x(row, c, n, kGate, to);
+            break;
+        case kUpA:
+            input_x(row, c, n, kUp, to);
+            break;
+        case kGateB:
+            widen(dpair_row(row) + c, n, to);
+            break;
+        default:
+            widen(dpair_row(row) + p.inter_even + c, n, to);
+            break;
     }
     for (int64_t j = n; j < kColumns; ++j) to[j] = 0.0f;
 }
@@ -192,10 +216,12 @@ void adapter_grads(int64_t task) const {
                 right_row(m, first + k, c, columns, s.lora_panel + k * kColumns);
             row_blocks(0, r, [&](int64_t q, int count) {
                 multiply<MicroF32>(
-                    count, [&](int k) { return s.left + (q + k) * kRowBlock; }, rows, s.lora_panel, s.tile, false);
+                    count, [&](int k) { return s.left + (q + k) * kRowBlock; }, rows, s.lora_panel, s.tile,
+                    false);
                 for (int k = 0; k < count; ++k)
                     for (int64_t j = 0; j < columns; ++j)
-                        grad[is_a ? (q + k) * width + c + j : (c + j) * r + q + k] += s.tile[k * kColumns + j];
+                        grad[is_a ? (q + k) * width + c + j : (c + j) * r + q + k] +=
+                            s.tile[k * kColumns + j];
             });
         }
     }

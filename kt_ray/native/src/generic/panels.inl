@@ -27,33 +27,6 @@ void panel_from_rows(const S* w, int64_t ld, int64_t columns, int64_t depth, int
             }
 }
 
-// Contraction down the matrix's columns: column n of the panel is column n of `w`.
-template <class M, class S>
-void panel_from_columns(const S* w, int64_t ld, int64_t columns, int64_t depth, int64_t steps,
-                        typename M::T* panel) {
-    using T = typename M::T;
-    const int64_t whole = columns == kLanes ? depth / M::kPack : 0;
-    for (int64_t step = 0; step < whole; ++step) {
-        const S* from = w + step * M::kPack * ld;
-        T* to = panel + step * step_size<M>();
-        if constexpr (M::kPack == 1) {
-            for (int64_t n = 0; n < kLanes; ++n) to[n] = from_float<T>(to_float(from[n]));
-        } else {
-            for (int64_t n = 0; n < kLanes; ++n) {
-                to[2 * n] = from[n];
-                to[2 * n + 1] = from[ld + n];
-            }
-        }
-    }
-    for (int64_t step = whole; step < steps; ++step)
-        for (int64_t n = 0; n < kLanes; ++n)
-            for (int64_t q = 0; q < M::kPack; ++q) {
-                const int64_t k = step * M::kPack + q;
-                const float v = n < columns && k < depth ? to_float(w[k * ld + n]) : 0.0f;
-                panel[step * step_size<M>() + n * M::kPack + q] = from_float<T>(v);
-            }
-}
-
 // Both halves of a panel over columns [0, columns), at most 2 * kLanes of them.
 template <class M, class S>
 void full_panel_from_rows(const S* w, int64_t ld, int64_t columns, int64_t depth, int64_t steps,
@@ -63,12 +36,32 @@ void full_panel_from_rows(const S* w, int64_t ld, int64_t columns, int64_t depth
                        panel + kLanes * M::kPack);
 }
 
+// Contraction down the matrix's columns: column n of the panel, of at most 2 * kLanes, is column n of `w`.
+// Both halves at once, so that a cache line of the matrix is read once.
 template <class M, class S>
-void full_panel_from_columns(const S* w, int64_t ld, int64_t columns, int64_t depth, int64_t steps,
-                             typename M::T* panel) {
-    panel_from_columns<M>(w, ld, min_of(columns, kLanes), depth, steps, panel);
-    panel_from_columns<M>(w + kLanes, ld, max_of(columns - kLanes, 0), depth, steps,
-                          panel + kLanes * M::kPack);
+void panel_from_columns(const S* w, int64_t ld, int64_t columns, int64_t depth, int64_t steps,
+                        typename M::T* panel) {
+    using T = typename M::T;
+    const int64_t whole = columns == 2 * kLanes ? depth / M::kPack : 0;
+    for (int64_t step = 0; step < whole; ++step) {
+        const S* from = w + step * M::kPack * ld;
+        T* to = panel + step * step_size<M>();
+        if constexpr (M::kPack == 1) {
+            for (int64_t n = 0; n < 2 * kLanes; ++n) to[n] = from_float<T>(to_float(from[n]));
+        } else {
+            for (int64_t n = 0; n < 2 * kLanes; ++n) {
+                to[2 * n] = from[n];
+                to[2 * n + 1] = from[ld + n];
+            }
+        }
+    }
+    for (int64_t step = whole; step < steps; ++step)
+        for (int64_t n = 0; n < 2 * kLanes; ++n)
+            for (int64_t q = 0; q < M::kPack; ++q) {
+                const int64_t k = step * M::kPack + q;
+                const float v = n < columns && k < depth ? to_float(w[k * ld + n]) : 0.0f;
+                panel[step * step_size<M>() + n * M::kPack + q] = from_float<T>(v);
+            }
 }
 
 inline void zero_half(int64_t steps, float* panel) {

@@ -36,6 +36,8 @@ float through(float v) {
     return to_float(from_float<S>(v));
 }
 
+constexpr int64_t kLine = 64;
+
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }
@@ -63,7 +65,8 @@ inline float exp_clamped(float x) {
 inline float sigmoid(float x) { return 1.0f / (1.0f + exp_clamped(-x)); }
 
 // Mask times 1 / (1 - p) for elements [first, first + n) of a row with hash `row`.
-inline void apply_dropout(float* v, int64_t n, int64_t first, uint32_t row, uint32_t drop_below, float keep_scale) {
+inline void apply_dropout(float* v, int64_t n, int64_t first, uint32_t row, uint32_t drop_below,
+                          float keep_scale) {
     for (int64_t j = 0; j < n; ++j) {
         const uint32_t u = element_hash(row, static_cast<uint32_t>(first + j));
         v[j] = u >= drop_below ? v[j] * keep_scale : 0.0f;

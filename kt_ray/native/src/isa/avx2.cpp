@@ -10,6 +10,7 @@ namespace kt::avx2 {
 namespace {
 
 #include "generic/scalar.inl"
+#include "generic/prefetch.inl"
 #include "isa/dispatch_rows.inl"
 
 constexpr int64_t kLanes = 8;
@@ -47,7 +48,7 @@ struct MicroF32 {
 
     template <int N>
     static void tile(const float* const* rows, int64_t steps, const float* panel, float* tile,
-                     bool accumulate) {
+                     bool accumulate, Prefetch::Stream next) {
         __m256 sum[N][2];
         const float* row[N];
         for (int i = 0; i < N; ++i) {
@@ -56,6 +57,7 @@ struct MicroF32 {
             sum[i][1] = accumulate ? _mm256_loadu_ps(tile + i * 16 + 8) : _mm256_setzero_ps();
         }
         for (int64_t k = 0; k < steps; ++k) {
+            _mm_prefetch(next.at + k * next.stride, _MM_HINT_T1);
             const __m256 b0 = _mm256_loadu_ps(panel + k * 16), b1 = _mm256_loadu_ps(panel + k * 16 + 8);
 #pragma GCC unroll 8
             for (int i = 0; i < N; ++i) {
@@ -72,13 +74,13 @@ struct MicroF32 {
 
     // tile [count][2 * kLanes] (+)= rows [count][steps] times panel [steps][2 * kLanes].
     static void run(int count, const float* const* rows, int64_t steps, const float* panel, float* to,
-                    bool accumulate) {
-        RowTable<MicroF32, 1, 2, 3, 4, 5, 6>::tiles[count - 1](rows, steps, panel, to, accumulate);
+                    bool accumulate, Prefetch::Stream next) {
+        RowTable<MicroF32, 1, 2, 3, 4, 5, 6>::tiles[count - 1](rows, steps, panel, to, accumulate, next);
     }
 };
 
-#include "generic/moe.inl"
 #include "generic/panels.inl"
+#include "generic/moe.inl"
 
 }  // namespace
 

@@ -9,11 +9,13 @@
 namespace kt::avx512 {
 namespace {
 
-#include "generic/moe.inl"
-#include "generic/panels.inl"
 #include "generic/scalar.inl"
-#include "isa/avx512_common.inl"
+#include "generic/prefetch.inl"
 #include "isa/dispatch_rows.inl"
+#include "isa/avx512_common.inl"
+
+#include "generic/panels.inl"
+#include "generic/moe.inl"
 
 }  // namespace
 

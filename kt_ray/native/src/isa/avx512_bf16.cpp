@@ -10,8 +10,9 @@ namespace kt::avx512_bf16 {
 namespace {
 
 #include "generic/scalar.inl"
-#include "isa/avx512_common.inl"
+#include "generic/prefetch.inl"
 #include "isa/dispatch_rows.inl"
+#include "isa/avx512_common.inl"
 
 // Pairs along the contraction travel as dwords: panel[k * step + 2 n + q] = w[n][2 k + q].
 inline void block_from_rows(const Bf16* w, int64_t ld, Bf16* panel, int64_t step) {
@@ -25,8 +26,8 @@ struct MicroBf16 {
     static constexpr int64_t kPack = 2;
 
     template <int N>
-    static void tile(const Bf16* const* rows, int64_t steps, const Bf16* panel, float* tile,
-                     bool accumulate) {
+    static void tile(const Bf16* const* rows, int64_t steps, const Bf16* panel, float* tile, bool accumulate,
+                     Prefetch::Stream next) {
         __m512 sum[N][2];
         const char* row[N];
         for (int i = 0; i < N; ++i) {
@@ -35,6 +36,7 @@ struct MicroBf16 {
             sum[i][1] = accumulate ? _mm512_loadu_ps(tile + i * 32 + 16) : _mm512_setzero_ps();
         }
         for (int64_t k = 0; k < steps; ++k) {
+            _mm_prefetch(next.at + k * next.stride, _MM_HINT_T1);
             const __m512bh b0 = (__m512bh)_mm512_loadu_si512(panel + k * 64);
             const __m512bh b1 = (__m512bh)_mm512_loadu_si512(panel + k * 64 + 32);
 #pragma GCC unroll 16
@@ -54,14 +56,14 @@ struct MicroBf16 {
 
     // tile [count][2 * kLanes] (+)= rows [count][2 * steps] times panel [steps][2 * kLanes][2].
     static void run(int count, const Bf16* const* rows, int64_t steps, const Bf16* panel, float* to,
-                    bool accumulate) {
+                    bool accumulate, Prefetch::Stream next) {
         RowTable<MicroBf16, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14>::tiles[count - 1](
-            rows, steps, panel, to, accumulate);
+            rows, steps, panel, to, accumulate, next);
     }
 };
 
-#include "generic/moe.inl"
 #include "generic/panels.inl"
+#include "generic/moe.inl"
 
 }  // namespace
 

@@ -47,7 +47,8 @@ struct MicroF32 {
     static constexpr int64_t kPack = 1;
 
     template <int N>
-    static void tile(const float* const* rows, int64_t steps, const float* panel, float* tile, bool accumulate) {
+    static void tile(const float* const* rows, int64_t steps, const float* panel, float* tile,
+                     bool accumulate, Prefetch::Stream next) {
         __m512 sum[N][2];
         const float* row[N];
         for (int i = 0; i < N; ++i) {
@@ -56,6 +57,7 @@ struct MicroF32 {
             sum[i][1] = accumulate ? _mm512_loadu_ps(tile + i * 32 + 16) : _mm512_setzero_ps();
         }
         for (int64_t k = 0; k < steps; ++k) {
+            _mm_prefetch(next.at + k * next.stride, _MM_HINT_T1);
             const __m512 b0 = _mm512_loadu_ps(panel + k * 32), b1 = _mm512_loadu_ps(panel + k * 32 + 16);
 #pragma GCC unroll 16
             for (int i = 0; i < N; ++i) {
@@ -72,8 +74,8 @@ struct MicroF32 {
 
     // tile [count][2 * kLanes] (+)= rows [count][steps] times panel [steps][2 * kLanes].
     static void run(int count, const float* const* rows, int64_t steps, const float* panel, float* to,
-                    bool accumulate) {
-        RowTable<MicroF32, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14>::tiles[count - 1](rows, steps, panel, to,
-                                                                                            accumulate);
+                    bool accumulate, Prefetch::Stream next) {
+        RowTable<MicroF32, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14>::tiles[count - 1](
+            rows, steps, panel, to, accumulate, next);
     }
 };

@@ -2,6 +2,7 @@
 
 template <class Kernel, int... Counts>
 struct RowTable {
-    using Tile = void (*)(const typename Kernel::T* const*, int64_t, const typename Kernel::T*, float*, bool);
+    using Tile = void (*)(const typename Kernel::T* const*, int64_t, const typename Kernel::T*, float*, bool,
+                          Prefetch::Stream);
     static constexpr Tile tiles[] = {Kernel::template tile<Counts>...};
 };

@@ -8,6 +8,7 @@ namespace kt::reference {
 namespace {
 
 #include "generic/scalar.inl"
+#include "generic/prefetch.inl"
 
 constexpr int64_t kLanes = 8;
 constexpr int kMaxRows = 4;
@@ -25,7 +26,7 @@ struct MicroF32 {
 
     // tile [count][2 * kLanes] (+)= rows [count][steps] times panel [steps][2 * kLanes].
     static void run(int count, const float* const* rows, int64_t steps, const float* panel, float* tile,
-                    bool accumulate) {
+                    bool accumulate, Prefetch::Stream) {
         for (int i = 0; i < count; ++i) {
             float sum[2 * kLanes] = {};
             if (accumulate) memcpy(sum, tile + i * 2 * kLanes, sizeof(sum));
@@ -36,8 +37,8 @@ struct MicroF32 {
     }
 };
 
-#include "generic/moe.inl"
 #include "generic/panels.inl"
+#include "generic/moe.inl"
 
 }  // namespace
 
