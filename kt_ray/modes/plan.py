@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +26,7 @@ from kt_ray.placement.types import ModelDims, Plan
 
 FITS, DOES_NOT_FIT = 0, 1
 _WIDTH = 120  # where output is no terminal
+_PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "title_justify": "left"}
 
 
 def run(config: Config) -> int:
@@ -156,14 +159,27 @@ def _bf16_note(config: Config, plan: Plan) -> list[str]:
 
 
 def _show_placement(console: Console, plan: Plan) -> None:
-    workers = Table("worker", "replica", "stage", "device", "layers", "MoE layers", "threads", "CPUs")
-    workers.title = "Attention workers"
+    workers = Table(
+        *("worker", "replica", "stage", "device", "layers", "MoE layers", "threads", "CPUs"),
+        title="Attention workers",
+        **_PLAIN,
+    )
     for worker in plan.workers:
         workers.add_row(*worker_row(plan, worker))
     experts = Table(
-        "actor", "NUMA node", "experts per layer", "threads", "CPUs", "backend", "ISA", "kept for backward"
+        *(
+            "actor",
+            "NUMA node",
+            "experts per layer",
+            "threads",
+            "CPUs",
+            "backend",
+            "ISA",
+            "kept for backward",
+        ),
+        title="Expert actors",
+        **_PLAIN,
     )
-    experts.title = "Expert actors"
     for actor in plan.experts:
         experts.add_row(*expert_row(plan, actor))
     console.print(workers)
@@ -172,9 +188,9 @@ def _show_placement(console: Console, plan: Plan) -> None:
 
 def _show_memory(console: Console, plan: Plan) -> None:
     header, rows = memory_table(plan)
-    table = Table(title="Memory per device")
+    table = Table(title="Memory per device", **_PLAIN)
     for i, name in enumerate(header):
-        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+        table.add_column(name, justify="left" if i == 0 else "right")
     for i, row in enumerate(rows):
         if row[0] == "sum":
             table.add_section()

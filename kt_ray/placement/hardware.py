@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ def this_host(root: str | Path = "/") -> Hardware:
         sockets = tuple(
             Socket(s.node, s.cpus, s.cores, max(1, s.memory_bytes * limit // total)) for s in sockets
         )
+    quota, cores = cpu_quota(base), sum(s.cores for s in sockets)
+    if quota is not None and quota < cores:  # more threads than the time allowed would only wait
+        sockets = tuple(replace(s, cores=max(1, int(s.cores * quota / cores))) for s in sockets)
     gpus = _gpus() if base == Path("/") else ()
     return Hardware("this host", sockets, gpus, isas_of(_cpu_flags(base)))
 
@@ -166,27 +170,50 @@ def isas_of(flags: set[str]) -> tuple[str, ...]:
 
 def memory_limit(root: str | Path = "/") -> int | None:
     """Bytes this process' cgroup (or one above it) may use; None = no limit."""
+    limits: list[int] = []
+    for folder in _cgroup_folders(Path(root), "memory"):
+        limits += _read_ints(folder / "memory.max") + _read_ints(folder / "memory.limit_in_bytes")
+    real = [limit for limit in limits if 0 < limit < 1 << 60]
+    return min(real) if real else None
+
+
+def cpu_quota(root: str | Path = "/") -> float | None:
+    """CPUs' worth of time that this process' cgroup may use; None = no limit."""
     base = Path(root)
+    quotas: list[float] = []
+    for folder in _cgroup_folders(base, "cpu"):
+        try:
+            if (folder / "cpu.max").is_file():
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+                period = (folder / "cpu.cfs_period_us").read_text().strip()
+            if quota.isdigit() and int(quota) > 0:
+                quotas.append(int(quota) / int(period))
+        except (OSError, ValueError):
+            continue
+    return min(quotas) if quotas else None
+
+
+def _cgroup_folders(base: Path, controller: str) -> list[Path]:
+    """This process' cgroup directories of `controller` (version 1 or 2), and those above them."""
     try:
         lines = (base / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return None
-    limits: list[int] = []
+        return []
+    folders: list[Path] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            top, file = base / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            top, file = base / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            top = base / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            top = base / "sys/fs/cgroup" / controller
         else:
             continue
-        folder = top / path.lstrip("/")
         # Inside a container the path may not exist below the mount; the mount's own limit then applies.
-        for candidate in [folder, *folder.parents]:
-            if candidate == top or top in candidate.parents:
-                limits += _read_ints(candidate / file)
-    real = [limit for limit in limits if 0 < limit < 1 << 60]
-    return min(real) if real else None
+        folder = top / path.lstrip("/")
+        folders += [f for f in (folder, *folder.parents) if f == top or top in f.parents]
+    return folders
 
 
 def _sockets(base: Path, allowed: set[int]) -> tuple[Socket, ...]:

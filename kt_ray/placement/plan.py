@@ -97,7 +97,7 @@ def _stages(rule: RuleConfig, device: str, hardware: Hardware, dims: ModelDims) 
             where=f"rule {rule.name} ({counted(stages, 'stage')}, {counted(rule.replicas, 'replica')})",
             observed=f"{counted(present, 'GPU')} on {hardware.source}",
             required=counted(stages * rule.replicas, "GPU"),
-            remedy=f"set {fewer if present >= rule.replicas else 'rule=auto'}, or mode=plan to see the placement",
+            remedy=f"set {fewer if present >= rule.replicas else 'rule=auto'}, or mode=plan to see the plan",
         )
     return stages
 

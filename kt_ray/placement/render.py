@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from kt_ray.placement.memory import GIB, ITEMS
+from kt_ray.placement.memory import GIB, ITEMS, home_node
 from kt_ray.placement.types import ExpertActorPlan, Plan, WorkerPlan
 
 
@@ -121,6 +121,10 @@ def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
     header = ["", *(budget.device for budget in plan.budgets)]
     sizes = [{line.item: line.bytes for line in budget.lines} for budget in plan.budgets]
     rows = [
+        ["layers", *(_layers_on(plan, budget.device) for budget in plan.budgets)],
+        ["experts per layer", *(_experts_on(plan, budget.device) for budget in plan.budgets)],
+    ]
+    rows += [
         [_title(plan, item), *(gib(s[item]) if item in s else "-" for s in sizes)]
         for item in ITEMS
         if any(item in s for s in sizes)
@@ -130,8 +134,24 @@ def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
     rows.append(
         ["used", *(f"{100 * b.total / b.capacity:.0f} %" if b.capacity else "-" for b in plan.budgets)]
     )
-    rows.append(["", *("fits" if b.fits else f"lacks {gib(b.total - b.capacity)}" for b in plan.budgets)])
+    rows.append(["", *("fits" if b.fits else "too much" for b in plan.budgets)])
     return header, rows
+
+
+def _layers_on(plan: Plan, device: str) -> str:
+    """Ranges of layers of the workers whose weights lie on `device`."""
+    found = []
+    for worker in plan.workers:
+        on_socket = f"socket {home_node(worker, plan.hardware)}"
+        if device in (worker.device, on_socket if worker.device == "cpu" else None):
+            text = f"{worker.layers[0]}-{worker.layers[1] - 1}"
+            found.append(text)
+    return " + ".join(found) or "-"
+
+
+def _experts_on(plan: Plan, device: str) -> str:
+    count = sum(len(actor.experts) for actor in plan.experts if f"socket {actor.node}" == device)
+    return str(count) if count else "-"
 
 
 def _title(plan: Plan, item: str) -> str:

@@ -1,0 +1,94 @@
+"""mode=doctor: is this machine ready for this configuration? Pass, warn or fail, and what to do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+from kt_ray.modes import doctor_machine as machine
+from kt_ray.modes import doctor_software as software
+from kt_ray.modes.doctor_check import FAIL, PASS, WARN, Check, failed
+from kt_ray.modes.plan import model_dims
+from kt_ray.placement.hardware import this_host
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.remedies import shortage
+from kt_ray.placement.render import counted
+from kt_ray.placement.types import Hardware, Plan
+
+_STYLES = {PASS: "green", WARN: "yellow", FAIL: "red"}
+_WIDTH = 120  # where output is no terminal
+
+
+def run(config: Config) -> int:
+    """Examine this machine and print one line per check. Returns 1 when a check fails, else 0."""
+    checks = examine(config)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    table = Table("", "check", "found", "what to do", box=SIMPLE_HEAD, pad_edge=False)
+    for check in checks:
+        table.add_row(f"[{_STYLES[check.status]}]{check.status}[/]", *map(_plain, check[1:]))
+    console.print(table)
+    counts = {status: sum(1 for check in checks if check.status == status) for status in (PASS, WARN, FAIL)}
+    console.print(f"{counts[PASS]} pass, {counts[WARN]} warn, {counts[FAIL]} fail")
+    return 1 if counts[FAIL] else 0
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def examine(config: Config) -> list[Check]:
+    """All checks, cheap ones first. A check that breaks is itself reported as failed."""
+    hardware = this_host()
+    plan, plan_check = _plan(config, hardware)
+    checks: list[Callable[[], Check]] = [
+        software.python,
+        lambda: machine.cpu(hardware),
+        lambda: machine.amx(hardware, config.rule),
+        lambda: machine.numa(hardware),
+        machine.affinity,
+        lambda: machine.memory(hardware, plan),
+        machine.swap,
+        machine.huge_pages,
+        lambda: machine.shared_memory(plan),
+        lambda: software.gpus(hardware, config.rule),
+        lambda: software.native(hardware, config.rule),
+        *software.packages(),
+        software.threads_environment,
+        machine.open_files,
+        lambda: software.ray_cluster(config.cluster),
+        lambda: machine.disk(config, plan),
+        lambda: software.model(config.model),
+        lambda: plan_check,
+    ]
+    return [_guarded(check) for check in checks]
+
+
+def _guarded(check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except Exception as error:  # the doctor must finish its round
+        name = getattr(check, "__name__", "check").strip("<>")
+        return failed(name, f"{type(error).__name__}: {error}", "report this as a bug, with this output")
+
+
+def _plan(config: Config, hardware: Hardware) -> tuple[Plan | None, Check]:
+    """The plan of this configuration on this host, and whether it holds."""
+    try:
+        plan = make_plan(model_dims(config.model), config, hardware)
+    except UserError as error:
+        found = error.what + (f" ({error.observed}; required {error.required})" if error.observed else "")
+        return None, failed("plan", found, error.remedy)
+    summary = (
+        f"{counted(len(plan.workers), 'attention worker')}, {counted(len(plan.experts), 'expert actor')}"
+    )
+    if plan.fits:
+        return plan, Check(PASS, "plan", f"{summary}: fits", "")
+    return plan, failed(
+        "plan", f"{summary}: {shortage(plan)}", "run the same command with mode=plan: it says what would fit"
+    )
