@@ -1,37 +1,55 @@
 """Checkpoints: reading Hugging Face models, writing PEFT adapters, saving and resuming training."""
 
+from kt_ray.checkpoint.adapter import (
+    AdapterLayout,
+    adapter_layout,
+    create_adapter,
+    finish_adapter,
+    read_adapter,
+    write_tensors,
+)
 from kt_ray.checkpoint.experts import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.load_experts import load_experts
+from kt_ray.checkpoint.manifest import Manifest, ShardInfo, list_checkpoints, resume_fields
 from kt_ray.checkpoint.non_experts import LoadReport, load_non_experts, materialize_buffers
+from kt_ray.checkpoint.peft_config import AdapterInfo, adapter_config
 from kt_ray.checkpoint.safetensors_file import TensorInfo
 from kt_ray.checkpoint.training import (
-    Manifest,
-    ShardInfo,
     begin_checkpoint,
     commit_checkpoint,
     find_checkpoint,
-    list_checkpoints,
     prune_checkpoints,
     read_named,
+    step_name,
     write_shard,
 )
 
 __all__ = [
+    "AdapterInfo",
+    "AdapterLayout",
     "CheckpointIndex",
     "ExpertLayout",
     "LoadReport",
     "Manifest",
     "ShardInfo",
     "TensorInfo",
+    "adapter_config",
+    "adapter_layout",
     "begin_checkpoint",
     "commit_checkpoint",
+    "create_adapter",
     "find_checkpoint",
+    "finish_adapter",
     "list_checkpoints",
     "load_experts",
     "load_non_experts",
     "materialize_buffers",
     "prune_checkpoints",
+    "read_adapter",
     "read_named",
+    "resume_fields",
+    "step_name",
     "write_shard",
+    "write_tensors",
 ]

@@ -11,21 +11,18 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    build_glob_alternation,
-    rename_source_key,
-)
 
 from kt_ray.checkpoint.experts import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.safetensors_file import read_tensor
 from kt_ray.errors import UserError
+
+if TYPE_CHECKING:  # expert actors import this package and need no transformers
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT_PARAMETER = re.compile(r"\bexperts\.(gate_up_proj|down_proj)(_bias)?$")
@@ -160,6 +157,9 @@ def _map_keys(
     report: LoadReport,
 ) -> _Mapped:
     """Target name -> (converter or None, [(checkpoint key, pattern it matched)]), for `sources`."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
     transforms = get_model_conversion_mapping(module)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -228,6 +228,8 @@ def _realise(
 
 
 def _dtype_plan(module: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
+    from transformers.core_model_loading import build_glob_alternation
+
     kept = module._get_dtype_plan(dtype)
     return build_glob_alternation(list(kept))[0] if kept else None
 

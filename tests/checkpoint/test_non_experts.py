@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from kt_ray.checkpoint import (
@@ -163,7 +163,7 @@ def test_converters_of_the_family_are_applied(
 
     _edit(path, join)
     split = WeightConverter("mlp.both.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Chunk(dim=0)])
-    monkeypatch.setattr("kt_ray.checkpoint.non_experts.get_model_conversion_mapping", lambda model: [split])
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: [split])
     model = meta_model(path, torch.float32)
     report = load_non_experts(
         CheckpointIndex.open(path), model, layers=(0, 1), dtype=torch.float32, device="cpu"

@@ -1,0 +1,210 @@
+"""What a training checkpoint is, and whether it is intact and fits this run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kt_ray.checkpoint.safetensors_file import read_json
+from kt_ray.config.schema import LoraConfig, OptimConfig
+from kt_ray.errors import UserError
+
+MANIFEST = "manifest.json"
+VERSION = 1
+_STEP = re.compile(r"^step_(\d{6,})$")
+_CHUNK = 64 << 20
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One file of a checkpoint: its name, bytes, CRC-32 of all of them, and number of tensors."""
+
+    file: str
+    bytes: int
+    crc32: int
+    tensors: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is; written last, so its presence says that everything else is there.
+
+    Attributes:
+        step: optimizer steps taken.
+        seed: the run's seed.
+        data: position in the data (JSON values; what the sampler needs to go on).
+        model: fingerprint of the base model (`CheckpointIndex.fingerprint`).
+        fields: settings that must be the same on resume, by configuration key.
+        shards: the files.
+        state: anything else that resumes (JSON values).
+    """
+
+    step: int
+    seed: int
+    data: dict[str, Any]
+    model: str
+    fields: dict[str, Any]
+    shards: tuple[ShardInfo, ...]
+    state: dict[str, Any] = field(default_factory=dict)
+    version: int = VERSION
+
+    @classmethod
+    def load(cls, checkpoint: str | os.PathLike[str], *, verify: bool = True) -> Manifest:
+        """Read a manifest and, with `verify`, every shard's size and checksum.
+
+        Raises:
+            UserError: no manifest, a newer format, or damaged shards; then the newest intact earlier
+                checkpoint is named.
+        """
+        path = Path(checkpoint)
+        try:
+            manifest = cls.read(path)
+            if verify:
+                manifest.verify(path)
+        except UserError as error:
+            raise _name_previous(path, error) from error
+        return manifest
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Parse the manifest alone; see `load`."""
+        file = path / MANIFEST
+        if not file.is_file():
+            raise UserError(
+                "not a complete checkpoint",
+                where=str(path),
+                observed="no manifest.json" if path.is_dir() else "no such directory",
+                required="a directory runs/<name>/checkpoints/step_...",
+                remedy="choose another checkpoint (trainer.resume)",
+            )
+        value = read_json(file, "checkpoint manifest", "choose another checkpoint (trainer.resume)")
+        if value.get("version") != VERSION:
+            raise UserError(
+                "checkpoint has another format",
+                where=str(file),
+                observed=f"version {value.get('version')}",
+                required=f"version {VERSION}",
+                remedy="resume with the version of kt_ray that wrote it",
+            )
+        try:
+            shards = tuple(ShardInfo(**shard) for shard in value.pop("shards"))
+            return cls(shards=shards, **value)
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                "checkpoint manifest is damaged",
+                where=str(file),
+                observed=error,
+                remedy="choose another checkpoint (trainer.resume)",
+            ) from error
+
+    def verify(self, path: Path) -> None:
+        """Compare every shard's size and checksum with the manifest."""
+        for shard in self.shards:
+            file = path / shard.file
+            size = file.stat().st_size if file.is_file() else None
+            if size != shard.bytes:
+                raise UserError(
+                    "checkpoint is damaged",
+                    where=str(file),
+                    observed="no such file" if size is None else f"{size} bytes",
+                    required=f"{shard.bytes} bytes",
+                    remedy="choose another checkpoint (trainer.resume)",
+                )
+            found = _crc32(file)
+            if found != shard.crc32:
+                raise UserError(
+                    "checkpoint is damaged",
+                    where=str(file),
+                    observed=f"checksum {found:08x}",
+                    required=f"checksum {shard.crc32:08x}",
+                    remedy="choose another checkpoint (trainer.resume)",
+                )
+
+    def require(self, *, model: str, fields: Mapping[str, Any], where: str = "") -> None:
+        """Refuse to go on with another model or other settings.
+
+        Args:
+            model: fingerprint of the model that is loaded now.
+            fields: this run's values of the keys that must match.
+            where: the checkpoint's directory, for the message.
+        """
+        if model != self.model:
+            raise UserError(
+                "checkpoint belongs to another model",
+                where=where,
+                observed=f"fingerprint {model[:12]} of the model of this run",
+                required=f"fingerprint {self.model[:12]}",
+                remedy="set model.path to the model this run began with, or start without trainer.resume",
+            )
+        now = json.loads(json.dumps(dict(fields)))  # tuples become lists, as in the file
+        changed = sorted(k for k in self.fields.keys() | now.keys() if self.fields.get(k) != now.get(k))
+        if changed:
+            raise UserError(
+                "checkpoint was written with other settings",
+                where=where,
+                observed=", ".join(f"{k}={now.get(k)}" for k in changed),
+                required=", ".join(f"{k}={self.fields.get(k)}" for k in changed),
+                remedy="set these keys as required, or start without trainer.resume",
+            )
+
+
+def resume_fields(lora: LoraConfig, optim: OptimConfig, seed: int) -> dict[str, Any]:
+    """The settings that a checkpoint and the run that resumes it must share, by configuration key.
+
+    Rank, targets and seed decide which tensors there are and which random numbers they meet; the rule,
+    the learning rate and the schedule may change.
+    """
+    return {
+        "lora.rank": lora.rank,
+        "lora.alpha": lora.alpha,
+        "lora.rslora": lora.rslora,
+        "lora.target_modules": lora.target_modules,
+        "lora.experts": lora.experts,
+        "optim.name": optim.name,
+        "seed": seed,
+    }
+
+
+def list_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
+    """Complete checkpoints below `root` (a run's checkpoints/), oldest step first."""
+    found: list[tuple[int, Path]] = []
+    for path in Path(root).glob("step_*"):
+        match = _STEP.match(path.name)
+        if match and (path / MANIFEST).is_file():
+            found.append((int(match.group(1)), path))
+    return [path for _, path in sorted(found)]
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def _name_previous(path: Path, error: UserError) -> UserError:
+    """The same error, with the newest intact checkpoint before `path` as its remedy."""
+    match = _STEP.match(path.resolve().name)
+    if match is None:
+        return error
+    for earlier in reversed(list_checkpoints(path.resolve().parent)):
+        if int(earlier.name.removeprefix("step_")) < int(match.group(1)):
+            try:
+                Manifest.read(earlier).verify(earlier)
+            except UserError:
+                continue
+            return UserError(
+                error.what,
+                where=error.where,
+                observed=error.observed,
+                required=error.required,
+                remedy=f"resume from the previous good checkpoint: trainer.resume={earlier}",
+            )
+    return error

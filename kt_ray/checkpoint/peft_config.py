@@ -1,0 +1,212 @@
+"""adapter_config.json and README.md of an adapter: under which settings PEFT loads every tensor.
+
+PEFT >= 0.19 turns per-expert keys into the fused parameters of transformers v5 while it loads, and
+rewrites `target_modules` for the families it knows. Three consequences, each checked by a test
+against PEFT itself:
+
+* Beside per-expert keys, a shared expert or dense MLP (gate_proj, up_proj, down_proj) named under
+  `target_modules` is taken for the experts and dropped without a word. They are named, in full,
+  under `target_parameters` ("...shared_experts.gate_proj.weight") instead.
+* For families whose configuration PEFT rewrites, the experts' leaf names stand in `target_modules`
+  (which is also where SGLang looks), and rank and alpha are single numbers.
+* For families whose keys PEFT converts but whose configuration it does not (qwen2_moe), the fused
+  parameters are named under `target_parameters`, with the doubled rank of gate beside up.
+
+Families whose keys PEFT cannot convert get the fused form (adapter_fused.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+EXPERT = re.compile(
+    r"^(?P<prefix>.*\bexperts)\.(?P<expert>\d+)\.(?P<leaf>gate_proj|up_proj|down_proj|w1|w2|w3)$"
+)
+_SUFFIX = re.compile(r"\.lora_[AB]\.weight$")
+# Leaf names that PEFT may take for the experts' or the router's.
+_AMBIGUOUS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate"})
+_GATE_UP, _DOWN = "experts.gate_up_proj", "experts.down_proj"
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """What the file does not say by itself.
+
+    Attributes:
+        base_model: directory or name of the model the adapter belongs to.
+        model_type: its model_type.
+        rank, alpha, rslora, dropout: as trained.
+        interleaved: the family interleaves gate and up rows in its fused parameter (fused form only).
+        notes: lines added to the README (data, steps, loss, ...).
+    """
+
+    base_model: str
+    model_type: str
+    rank: int
+    alpha: float
+    rslora: bool = False
+    dropout: float = 0.0
+    interleaved: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def plain_alpha(self) -> float | int:
+        """alpha' with alpha' / r equal to the trained scale: rsLoRA folded in."""
+        alpha = self.alpha * self.rank**0.5 if self.rslora else self.alpha
+        return int(alpha) if float(alpha).is_integer() else float(alpha)
+
+
+def module_of(name: str) -> str:
+    """The module that a LoRA tensor adapts: "...q_proj.lora_A.weight" -> "...q_proj"."""
+    return _SUFFIX.sub("", name)
+
+
+def peft_expert_leaves(model_type: str) -> frozenset[str]:
+    """Leaf names in `target_modules` that the installed PEFT rewrites to fused experts; empty = none."""
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+
+        base = conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type, "")
+        mapping: Mapping[str, str] = conversion._MOE_TARGET_MODULE_MAPPING.get(base, {})
+    except (ImportError, AttributeError):  # another PEFT: the explicit form works with any
+        return frozenset()
+    return frozenset(old for old, new in mapping.items() if new in ("gate_up_proj", "down_proj"))
+
+
+def converts_keys(model_type: str) -> bool:
+    """Whether transformers (and so PEFT) merges per-expert keys of this family into fused parameters."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import MergeModulelist, WeightConverter
+
+    return any(
+        isinstance(transform, WeightConverter)
+        and transform.target_patterns[0].endswith("gate_up_proj")
+        and any(isinstance(op, MergeModulelist) for op in transform.operations)
+        for transform in get_checkpoint_conversion_mapping(model_type) or ()
+    )
+
+
+def adapter_form(names: Iterable[str], model_type: str) -> str:
+    """How experts are written and named: "none", "modules", "parameters" or "fused" (see the module)."""
+    leaves = {m["leaf"] for m in map(EXPERT.match, {module_of(n) for n in names}) if m}
+    if not leaves:
+        return "none"
+    if not converts_keys(model_type):
+        return "fused"
+    return "modules" if leaves <= peft_expert_leaves(model_type) else "parameters"
+
+
+def adapter_config(
+    names: Iterable[str], info: AdapterInfo, modules: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """adapter_config.json for these tensors.
+
+    Args:
+        names: of the trained tensors, without "base_model.model.".
+        info: see AdapterInfo.
+        modules: all modules of the model that carry a 2-D weight. With them, leaf names stand for
+            modules that are adapted wherever they occur; without, every module is named in full.
+    """
+    names = list(names)
+    trained = {module_of(name) for name in names}
+    experts = {m for m in trained if EXPERT.match(m)}
+    others = trained - experts
+    as_parameters = {m for m in others if m.rpartition(".")[2] in _AMBIGUOUS}
+    targets = _shortened(others - as_parameters, modules)
+    parameters = [f"{m}.weight" for m in sorted(as_parameters)]
+    form = adapter_form(names, info.model_type)
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": info.base_model,
+        "r": info.rank,
+        "lora_alpha": info.plain_alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    if form == "modules":
+        targets += sorted({m.rpartition(".")[2] for m in experts})
+    elif form in ("parameters", "fused"):
+        parameters += [_GATE_UP, _DOWN]
+        config["rank_pattern"] = {r".*\.gate_up_proj": 2 * info.rank}
+        config["alpha_pattern"] = {r".*\.gate_up_proj": 2 * info.plain_alpha}
+    return config | {"target_modules": targets, "target_parameters": parameters or None}
+
+
+def _shortened(modules: set[str], everything: Iterable[str] | None) -> list[str]:
+    if everything is None:
+        return sorted(modules)
+    everywhere: dict[str, set[str]] = {}
+    for name in everything:
+        if not EXPERT.match(name):
+            everywhere.setdefault(name.rpartition(".")[2], set()).add(name)
+    result: set[str] = set()
+    for module in modules:
+        leaf = module.rpartition(".")[2]
+        result.add(leaf if leaf in everywhere and everywhere[leaf] <= modules else module)
+    return sorted(result)
+
+
+_ONE_BY_ONE = "Routed experts are stored one by one under the family's released names; PEFT merges them."
+_HOW_EXPERTS = {
+    "none": "No routed expert is adapted.",
+    "modules": _ONE_BY_ONE,
+    "parameters": _ONE_BY_ONE,
+    "fused": "Routed experts are stored as PEFT stores adapters of fused parameters (gate and up together).",
+}
+
+
+def adapter_readme(names: Iterable[str], info: AdapterInfo) -> str:
+    """README.md of the adapter's directory."""
+    names = list(names)
+    form = adapter_form(names, info.model_type)
+    scale = "alpha / sqrt(r), folded into lora_alpha" if info.rslora else "alpha / r"
+    leaves = sorted({module_of(name).rpartition(".")[2] for name in names})
+    notes = "".join(f"- {line}\n" for line in info.notes)
+    return f"""---
+base_model: {info.base_model}
+library_name: peft
+tags: [lora, mixture-of-experts]
+---
+# LoRA adapter for {info.base_model}
+
+- model type: {info.model_type}
+- rank {info.rank}, alpha {info.alpha:g}, scale {scale}
+- trained with dropout {info.dropout:g} (lora_dropout is 0 here: PEFT has none for parameters)
+- {len(names)} tensors on: {", ".join(leaves)}
+{notes}
+{_HOW_EXPERTS[form]}
+
+## PEFT (tested)
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{info.base_model}")
+model = PeftModel.from_pretrained(model, "<this directory>")
+```
+Needs transformers v5; tested with PEFT 0.21. Its warning that `rank_pattern` or `alpha_pattern` keys
+"did not match any targeted module" is harmless here: the tensors are loaded.
+
+## vLLM (untested: written after its documented key names)
+```
+vllm serve {info.base_model} --enable-lora --max-lora-rank {info.rank} --lora-modules tuned=<this directory>
+```
+## SGLang (untested: written after its documented key names)
+```
+python -m sglang.launch_server --model-path {info.base_model} --enable-lora --max-lora-rank {info.rank} \\
+    --lora-target-modules {" ".join(leaves)} --lora-paths tuned=<this directory>
+```
+Both apply an adapter to the modules they know for this family. Compare a few answers with PEFT's first.
+"""
