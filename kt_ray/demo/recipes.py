@@ -98,6 +98,7 @@ RECIPES: dict[str, Recipe] = {
             "v_head_dim": 32,
             "n_routed_experts": 32,
             "moe_intermediate_size": 96,
-        }
+        },
+        head_std=0.095,  # the demo's, by the root of the hidden size: logits of the same spread
     ),
 }
