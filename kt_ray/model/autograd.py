@@ -15,7 +15,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kt_ray.errors import UserError
 from kt_ray.model.hook import check_experts
@@ -45,7 +45,7 @@ class NativeExperts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, engine: Engine, experts: ExpertWeights
     ) -> Tensor:
         needs = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
@@ -62,13 +62,13 @@ class NativeExperts(torch.autograd.Function):
         return y_TH.to(x.device, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dy_TH = dy.detach().to("cpu", torch.float32).contiguous()
         dx, dw = ctx.engine.backward(ctx.experts, ctx.saved, dy_TH)
         return dx.to(*ctx.x_as), dw.to(*ctx.w_as), None, None, None
 
 
-def native_experts(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def native_experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Compute an experts module from its own parameters (frozen; on the CPU).
 
     Raises:
@@ -86,7 +86,7 @@ def native_experts(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Tens
     return NativeExperts.apply(hidden, weights, ids, default_engine(), experts)
 
 
-def expert_weights(module: nn.Module) -> ExpertWeights:
+def expert_weights(module: Any) -> ExpertWeights:
     """The module's parameters as the engine wants them; kept on the module while they do not change."""
     gate_up, down = module.gate_up_proj, module.down_proj
     key = (gate_up.data_ptr(), gate_up._version, down.data_ptr(), down._version)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,8 +38,8 @@ class StageModel:
         vocab_size: V.
     """
 
-    causal: nn.Module
-    base: nn.Module
+    causal: Any  # PreTrainedModel: torch's stubs type every attribute of a Module as Tensor | Module
+    base: Any
     layers: dict[int, nn.Module]
     names: dict[int, str]
     experts: dict[int, hook.LayerContext]
@@ -67,9 +68,9 @@ def build_stage_model(spec: StageSpec) -> StageModel:
     causal, base = model.causal, model.base
     start, stop = spec.layers
     # the stubs keep the meta layers reachable for attributes, outside the module tree
-    for index in range(spec.num_layers):
-        if not start <= index < stop:
-            base.layers[index] = LayerStub(base.layers[index])
+    for number in range(spec.num_layers):
+        if not start <= number < stop:
+            base.layers[number] = LayerStub(base.layers[number])
     for layer in model.layers.values():
         for module in layer.modules():
             if hook.is_experts(module):
@@ -121,7 +122,7 @@ def build_on_meta(spec: StageSpec) -> StageModel:
             "transformers cannot read this model's configuration",
             where=str(Path(spec.model_dir) / "config.json"),
             observed=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            remedy="set model.path to a Hugging Face directory of a family that the installed transformers knows",
+            remedy="set model.path to a model of a family that the installed transformers knows",
         ) from error
     model_type = config.model_type
     if config.get_text_config() is not config:
@@ -132,6 +133,8 @@ def build_on_meta(spec: StageSpec) -> StageModel:
             remedy="export the language part of the checkpoint as a model of its own",
         )
     dtype = _resolve_dtype(spec.dtype, config)
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = False  # no auxiliary loss: routers are frozen
     try:
         with torch.device("meta"):
             causal = AutoModelForCausalLM.from_config(
@@ -145,9 +148,9 @@ def build_on_meta(spec: StageSpec) -> StageModel:
             f"transformers cannot build {model_type} for text generation",
             where="config.json",
             observed=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            remedy="choose another model or model.attn_implementation",
+            remedy="set model.attn_implementation=eager, or choose another model",
         ) from error
-    base = getattr(causal, causal.base_model_prefix, None)
+    base: Any = getattr(causal, causal.base_model_prefix, None)
     layers = getattr(base, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) != spec.num_layers:
         raise UserError(
@@ -169,9 +172,7 @@ def build_on_meta(spec: StageSpec) -> StageModel:
         recorder=Recorder(causal, base, list(layers)),
         lora_names=linear_names(every_layer),
         dtype=dtype,
-        num_experts=_config_value(
-            config, ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-        ),
+        num_experts=max(context.num_experts for context in contexts.values()),
         top_k=_config_value(
             config, ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
         ),
@@ -196,7 +197,7 @@ def _check_experts(layers: nn.ModuleList, prefix: str, config: object) -> dict[i
             )
         for _, module in found:
             hook.check_experts(module, model_type)
-            contexts[index] = module._kt_stage = hook.LayerContext(index)
+            contexts[index] = module._kt_stage = hook.LayerContext(index, int(module.num_experts))
         experts = [name for name, _ in found]
         stray = [
             name
@@ -207,7 +208,7 @@ def _check_experts(layers: nn.ModuleList, prefix: str, config: object) -> dict[i
         ]
         if stray:
             raise UserError(
-                f"the routed experts of {model_type} are not dispatched through transformers' experts interface",
+                f"transformers does not dispatch the routed experts of {model_type}",
                 where=f"{prefix}.{index}.{stray[0]}",
                 remedy="choose another model family, or a transformers version that dispatches this one",
             )
@@ -245,14 +246,14 @@ def _config_value(config: object, names: Sequence[str]) -> int:
         if isinstance(value, int):
             return value
     raise UserError(
-        f"{config.model_type} does not say how many experts it has",  # type: ignore[attr-defined]
+        f"{config.model_type} does not say how many experts a token takes",  # type: ignore[attr-defined]
         where="config.json",
         required="one of " + ", ".join(names),
         remedy="choose another model family",
     )
 
 
-def _drop_unused(causal: nn.Module, base: nn.Module, spec: StageSpec) -> None:
+def _drop_unused(causal: Any, base: Any, spec: StageSpec) -> None:
     """Replace embedding, final norm and head where another stage has them."""
     if not spec.first:
         causal.set_input_embeddings(Passthrough())

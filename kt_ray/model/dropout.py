@@ -7,7 +7,8 @@ C++ experts implement the same definition (docs/numerics).
 All arithmetic is on 32-bit unsigned integers, with fmix the finaliser of MurmurHash3:
 
     combine(h, v) = fmix(31 h + v + 0x9E3779B9)
-    row           = combine folded from 0 over [seed low, seed high, step, stream, sample low, sample high, position]
+    row           = combine folded from 0 over
+                    [seed low, seed high, step, stream, sample low, sample high, position]
     u_j           = fmix(row + (j + 1) 0x9E3779B9)
     element j is kept iff u_j >= floor(p 2^32), and a kept value is scaled by 1 / (1 - p)
 """
@@ -160,7 +161,7 @@ class CounterDropout(nn.Module):
         rows, features = x.numel() // x.shape[-1], x.shape[-1]
         if rows != context.samples_N.numel():
             raise RuntimeError(
-                f"dropout of {self.name} saw {rows} rows, but the micro-batch has {context.samples_N.numel()}: "
+                f"dropout of {self.name} saw {rows} rows instead of {context.samples_N.numel()}: "
                 "this module does not act on one row per token, so it cannot be a LoRA target with dropout"
             )
         row_N = row_hash(context.seed, context.step, self.stream, context.samples_N, context.positions_N)

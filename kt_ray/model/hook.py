@@ -27,8 +27,9 @@ class LayerContext:
     The loop sets `handler` around each call of the layer; a call without one is a programming error.
     """
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, layer: int, num_experts: int) -> None:
         self.layer = layer
+        self.num_experts = num_experts
         self.handler: Handler | None = None
         self.calls = 0
 
@@ -69,7 +70,7 @@ def is_experts(module: nn.Module) -> bool:
     )
 
 
-def check_experts(module: nn.Module, model_type: str) -> None:
+def check_experts(module: Any, model_type: str) -> None:
     """Refuse experts whose formula is not down(silu(gate(x)) * up(x)).
 
     Raises:
@@ -100,7 +101,7 @@ def check_experts(module: nn.Module, model_type: str) -> None:
             where=type(module).__name__,
             observed=" and ".join(faults),
             required="experts of the form down(silu(gate(x)) * up(x)) without biases",
-            remedy="choose a model whose experts have that form (DeepSeek-V2/V3, Qwen2/3-MoE, Mixtral, GLM-4-MoE, OLMoE)",
+            remedy="choose a model with such experts (DeepSeek-V3, Qwen3-MoE, Mixtral, GLM-4-MoE, ...)",
         )
 
 

@@ -116,7 +116,7 @@ class LayerLoop:
         else:
             x = torch.empty(0, model.hidden_size, dtype=model.dtype)
             ids = torch.empty(0, model.top_k, dtype=torch.int64)
-            weights = torch.empty(0, model.top_k)
+            weights = torch.empty(0, model.top_k, dtype=torch.float32)
         if self.train:
             state.routes[layer] = Routes(ids.to(torch.int32), weights)
         x_TH, ids_TK, weights_TK = self._to_host(x, ids.to(torch.int64), weights.float())
@@ -220,7 +220,7 @@ class LayerLoop:
         drift = float((before.weights_TK.float() - weights_TK.float()).abs().max())
         if not drift <= _WEIGHT_TOLERANCE * float(before.weights_TK.abs().max()):
             raise RuntimeError(
-                f"layer {layer}, group {group}: recomputed routing weights differ from the forward's by {drift:.3g}"
+                f"layer {layer}, group {group}: recomputed routing weights differ by {drift:.3g}"
             )
 
     def _submit_leaf_gradients(self, layer: int, group: int, grads: list[Tensor]) -> None:
@@ -235,7 +235,7 @@ class LayerLoop:
         self._submit_backward(layer, group, dy, 1.0)
 
     def _submit_backward(self, layer: int, group: int, dy: list[Tensor], scale: float) -> None:
-        dy_TH = torch.cat(dy) if dy else torch.empty(0, self.model.hidden_size)
+        dy_TH = torch.cat(dy) if dy else torch.empty(0, self.model.hidden_size, dtype=torch.float32)
         (host_TH,) = self._to_host(dy_TH if scale == 1.0 else dy_TH * scale)
         self.exchange.submit_backward(layer, group, host_TH)
 

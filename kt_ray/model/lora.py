@@ -161,7 +161,7 @@ def inject_lora(
             linear = getattr(module, f"lora_{side}")[ADAPTER]
             key = f"{name}.lora_{side}.weight"
             shape = tuple(linear.weight.shape)
-            value = init_lora_a(seed, key, shape) if side == "A" else torch.zeros(shape)
+            value = init_lora_a(seed, key, shape) if side == "A" else torch.zeros(shape, dtype=torch.float32)
             linear.weight = nn.Parameter(value.to(device), requires_grad=True)
             parameters[key] = linear.weight
         if config.dropout > 0.0:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +81,8 @@ class Head:
     def __init__(
         self,
         recorder: Recorder,
-        base: nn.Module,
-        causal: nn.Module,
+        base: Any,
+        causal: Any,
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -99,9 +100,11 @@ class Head:
         return {"inputs_embeds": torch.zeros(b, s, self.hidden_size, dtype=self.dtype, device=self.device)}
 
     @torch.no_grad()
-    def _find_norm(self, base: nn.Module) -> nn.Module | None:
+    def _find_norm(self, base: Any) -> nn.Module | None:
         generator = torch.Generator().manual_seed(0)
-        h = torch.randn(1, 3, self.hidden_size, generator=generator).to(self.device, self.dtype)
+        h = torch.randn(1, 3, self.hidden_size, generator=generator, dtype=torch.float32).to(
+            self.device, self.dtype
+        )
         expected = self.recorder.logits(self._inputs(1, 3), None, h)
         for name, module in base.named_children():
             if "norm" not in name or name == "layers":
@@ -148,7 +151,7 @@ class Head:
             assert self.norm is not None
             losses = entropy(self.lm_head(self.norm(leaf)), targets_N[part])
             total += losses.detach().double().sum()
-            if grad_NH is not None:
+            if grad_NH is not None and scale is not None:
                 (grad,) = torch.autograd.grad(losses, leaf, torch.full_like(losses, scale))
                 grad_NH[part] = grad
         return float(total), None if grad_NH is None else grad_NH.view_as(h)

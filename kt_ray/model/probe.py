@@ -7,6 +7,7 @@ backward can start before it. A norm after the experts, or hyper-connections, ma
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ def probe_layer(
     generator = torch.Generator().manual_seed(seed)
 
     def normal(scale: float) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale).to(device)
+        return (torch.randn(shape, generator=generator, dtype=torch.float32) * scale).to(device)
 
     call = RecordedCall(_float(call.args), _float(call.kwargs), call.keyword)
     estimates: list[float] = []
@@ -88,7 +89,7 @@ def _run(layer: nn.Module, call: RecordedCall, context: LayerContext, h: Tensor,
     return out
 
 
-def _float(value: object) -> object:
+def _float(value: Any) -> Any:
     """The same arguments with floating tensors in float32."""
     if isinstance(value, Tensor):
         return value.float() if value.is_floating_point() else value

@@ -82,7 +82,7 @@ class Recorder:
         originals: every decoder layer, own or not.
     """
 
-    def __init__(self, causal: nn.Module, base: nn.Module, originals: list[nn.Module]) -> None:
+    def __init__(self, causal: Any, base: Any, originals: list[nn.Module]) -> None:
         self.causal = causal
         self.base = base
         self.stubs = [LayerStub(layer) for layer in originals]

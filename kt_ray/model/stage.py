@@ -7,6 +7,7 @@ cross to other stages or to the experts are on the CPU.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,9 @@ from kt_ray.model.spec import StageSpec
 from kt_ray.model.state import GroupState, MicroState
 
 __all__ = ["Stage", "StageSpec"]
+
+# transformers sets torch's default dtype and device while it builds: one stage of a process at a time
+_building = threading.Lock()
 
 
 class Stage:
@@ -49,6 +53,10 @@ class Stage:
     """
 
     def __init__(self, spec: StageSpec) -> None:
+        with _building:
+            self._build(spec)
+
+    def _build(self, spec: StageSpec) -> None:
         self.spec = spec
         self.device = torch.device(spec.device)
         self.model: StageModel = build_stage_model(spec)

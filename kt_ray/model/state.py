@@ -1,4 +1,7 @@
-"""What a stage holds during one pass. Shapes: b rows of s positions, N = b·s, T valid tokens, K experts per token."""
+"""What a stage holds during one pass.
+
+Shapes: b rows of s positions, N = b·s, T valid tokens, K experts per token.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -102,7 +103,7 @@ def make_stages(
     """Stages of a checkpoint cut at these layers, e.g. (0, 1, 3)."""
     return [
         Stage(StageSpec(str(path), (a, b), cuts[-1], seed=seed, lora=lora, dtype="float32", **extra))  # type: ignore[arg-type]
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        for a, b in itertools.pairwise(cuts)
     ]
 
 

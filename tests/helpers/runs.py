@@ -1,0 +1,112 @@
+"""Small runs for tests: a configuration, a plan on this host, a cluster, a number of steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from tests.helpers.hf_reference import Row
+from torch import Tensor
+
+from kt_ray.actors.cluster import ActorCluster
+from kt_ray.actors.local_cluster import LocalCluster
+from kt_ray.actors.specs import actor_specs
+from kt_ray.batch import MicroBatch, PassSpec
+from kt_ray.config.compose import compose
+from kt_ray.config.schema import Config
+from kt_ray.data.batches import Wave, wave
+from kt_ray.data.types import Row as DataRow
+from kt_ray.placement.dims import dims_from_dir
+from kt_ray.placement.hardware import this_host
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.types import Plan
+from kt_ray.train.loop import Schedule, Trainer
+
+COMMON = (
+    "cluster=local",
+    "model.dtype=float32",
+    "seed=3",
+    "lora.rank=4",
+    "lora.alpha=8",
+    "rule.worker_threads=1",
+    "trainer.step_timeout=120",
+    "optim.warmup=0",
+)
+
+
+def config_for(model_dir: Path, *overrides: str) -> Config:
+    """Tests' settings on a checkpoint, and whatever else a test wants."""
+    return compose([f"model.path={model_dir}", *COMMON, *overrides])
+
+
+def plan_for(model_dir: Path, config: Config) -> Plan:
+    return make_plan(dims_from_dir(str(model_dir)), config, this_host())
+
+
+@contextlib.contextmanager
+def local_cluster(model_dir: Path, config: Config) -> Iterator[ActorCluster]:
+    """A started in-process cluster."""
+    plan = plan_for(model_dir, config)
+    cluster = LocalCluster(plan, actor_specs(plan, config, str(model_dir)))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def waves_of(rows: Sequence[Row], config: Config, plan: Plan) -> Wave:
+    """The rows of one step, for PassSpec."""
+    data = [DataRow(np.array(r.ids), np.array(r.labels), r.sample) for r in rows]
+    return wave(data, config.trainer.micro_batch_size, plan.replicas, plan.groups)
+
+
+def one_pass(
+    cluster: ActorCluster, waves: Wave, kind: str = "train", *, number: int = 1, step: int = 0, logits: bool = False
+) -> PassSpec:
+    """The description of one pass over `waves`."""
+    tokens = sum(mb.loss_tokens for replica in waves for group in replica for mb in group)
+    return PassSpec(number, step, kind, 3, waves, tokens, return_logits=logits)
+
+
+def steps(
+    cluster: ActorCluster,
+    config: Config,
+    batches: Sequence[Sequence[Row]],
+    total: int,
+    first: int = 0,
+    stop: int | None = None,
+) -> list[float]:
+    """Losses of steps first..stop-1 of a run of `total` steps; step s takes batches[s % len(batches)]."""
+    schedule = Schedule(
+        total_steps=total,
+        steps_per_epoch=len(batches),
+        train=lambda step: waves_of(batches[step % len(batches)], config, cluster.plan),
+    )
+    trainer = Trainer(config, cluster, schedule, first_step=first)
+    for step in range(first, total if stop is None else stop):
+        trainer.step(step)
+    return trainer.summary.losses
+
+
+def by_row(logits: Sequence[Sequence[Tensor]], wave_of_replica: Sequence[Sequence[MicroBatch]]) -> dict[int, Tensor]:
+    """sample id -> logits [length, V], out of a worker's logits per group and micro-batch."""
+    rows: dict[int, Tensor] = {}
+    for group, tensors in zip(wave_of_replica, logits, strict=True):
+        for mb, tensor in zip(group, tensors, strict=True):
+            for i, sample in enumerate(mb.sample_ids.tolist()):
+                rows[sample] = tensor[i, : int(mb.lengths[i])]
+    return rows
+
+
+def relative(observed: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Per name, ||observed - expected|| / ||expected|| (a zero reference must be met by zeros)."""
+    assert set(observed) == set(expected)
+    errors = {}
+    for name, value in expected.items():
+        norm = float(value.double().norm())
+        error = float((observed[name].double() - value.double()).norm())
+        errors[name] = error / norm if norm > 0 else (0.0 if error == 0 else float("inf"))
+    return errors

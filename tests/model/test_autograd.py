@@ -1,0 +1,106 @@
+"""The simple integration: experts_implementation="kt_ray" on a whole Hugging Face model in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kt_ray.errors import UserError
+from kt_ray.model import hook
+from kt_ray.model.autograd import default_engine, expert_weights
+
+Checkpoint = Callable[..., Path]
+IDS = torch.tensor([[5, 9, 33, 70, 21, 8], [14, 2, 2, 60, 95, 3]])
+
+
+def load(path: Path, experts: str, dtype: torch.dtype = torch.float32) -> Any:
+    hook.register()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation=experts)
+    return model.requires_grad_(False).eval()
+
+
+def logits_and_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Logits, and the gradients at the embedded tokens and at every router."""
+    embedded = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    routers = {n: p.requires_grad_() for n, p in model.named_parameters() if n.endswith("mlp.gate.weight")}
+    logits = model(inputs_embeds=embedded, use_cache=False).logits
+    (logits.float() ** 2).mean().backward()
+    out = {"logits": logits.detach().float(), "embedded": embedded.grad.float()}
+    return out | {name: p.grad.float() for name, p in routers.items()}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "mixtral"])
+def test_gradients_match_eager(checkpoint: Checkpoint, family: str) -> None:
+    path = checkpoint(family)
+    want = logits_and_gradients(load(path, "eager"))
+    model = load(path, "kt_ray")
+    calls = default_engine().calls
+    got = logits_and_gradients(model)
+    layers = sum(hook.is_experts(m) for m in model.modules())
+    assert default_engine().calls - calls == 2 * layers > 0, "the engine computed, forward and backward"
+    assert len(want) > 3
+    for name, value in want.items():
+        assert float((got[name] - value).norm() / value.norm()) <= 1e-5, name
+
+
+def test_bf16(checkpoint: Checkpoint) -> None:
+    path = checkpoint("qwen3_moe", dtype=torch.bfloat16)
+    want = load(path, "eager", torch.bfloat16)(input_ids=IDS).logits.float()
+    got = load(path, "kt_ray", torch.bfloat16)(input_ids=IDS).logits
+    assert got.dtype == torch.bfloat16
+    assert float((got.float() - want).norm() / want.norm()) <= 2e-2
+
+
+def test_weights_are_taken_once_and_again_when_they_change(checkpoint: Checkpoint) -> None:
+    model = load(checkpoint("mixtral"), "kt_ray")
+    module = model.model.layers[0].mlp.experts
+    first = expert_weights(module)
+    assert expert_weights(module) is first
+    before = model(input_ids=IDS).logits
+    with torch.no_grad():
+        module.down_proj.mul_(2.0)
+    second = expert_weights(module)
+    assert second is not first and torch.equal(second.down, module.down_proj)
+    assert not torch.equal(model(input_ids=IDS).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("transposed", "concatenated"), [(False, True), (True, True), (False, False), (True, False)]
+)
+def test_layouts_of_the_parameters(checkpoint: Checkpoint, transposed: bool, concatenated: bool) -> None:
+    module = load(checkpoint("qwen3_moe"), "kt_ray").model.layers[0].mlp.experts
+    plain = expert_weights(module)
+    gate_up, down = module.gate_up_proj.data, module.down_proj.data
+    if not concatenated:
+        gate_up = torch.stack(gate_up.chunk(2, dim=1), dim=2).flatten(1, 2)
+    if transposed:
+        gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    module.gate_up_proj, module.down_proj = torch.nn.Parameter(gate_up), torch.nn.Parameter(down)
+    module.is_transposed, module.is_concatenated = transposed, concatenated
+    again = expert_weights(module)
+    for name in ("gate", "up", "down"):
+        assert (
+            torch.equal(getattr(plain, name), getattr(again, name)) and getattr(again, name).is_contiguous()
+        )
+
+
+def test_trainable_experts_are_refused(checkpoint: Checkpoint) -> None:
+    model = load(checkpoint("mixtral"), "kt_ray").requires_grad_(True)
+    with pytest.raises(UserError, match="does not train the expert weights"):
+        model(input_ids=IDS)
+    with torch.no_grad():
+        model(input_ids=IDS)
+
+
+def test_unsupported_parts_are_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(UserError, match="float16"):
+        load(checkpoint("mixtral"), "kt_ray", torch.float16)(input_ids=IDS)
+    model = load(checkpoint("mixtral"), "kt_ray")
+    model.model.layers[0].mlp.experts.act_fn = torch.nn.GELU()
+    with pytest.raises(UserError, match=r"experts of mixtral.*GELU"):
+        model(input_ids=IDS)

@@ -1,0 +1,250 @@
+"""The layer loop's own promises: experts once per direction, checked recomputation, non-affine layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+from kt_ray.batch import IGNORE, PassSpec
+from kt_ray.checkpoint.experts import ExpertLayout
+from kt_ray.config.schema import LoraConfig
+from kt_ray.model.stage import Stage
+from tests.helpers.hf_reference import Reference, Row, find_router, micro_batch, random_rows
+from tests.helpers.stages import TorchExchange, backward, forward, make_stages, pass_spec, run
+from tests.model.test_stage_parity import assert_close, assert_logits, ready
+
+Checkpoint = Callable[..., Path]
+ROWS = random_rows(4)
+LORA = LoraConfig(rank=2)
+
+
+@pytest.mark.parametrize(("groups", "cuts"), [(1, (0, 3)), (3, (0, 2, 3))])
+def test_experts_are_called_once_per_direction(
+    checkpoint: Checkpoint, groups: int, cuts: tuple[int, ...]
+) -> None:
+    reference, stages = ready(checkpoint("deepseek_v3"), LORA, cuts)
+    calls = run(stages, pass_spec(ROWS, groups=groups, micro=1), reference).exchange.calls
+    assert calls == {(d, la, g): 1 for d in ("forward", "backward") for la in (1, 2) for g in range(groups)}
+    calls = run(stages, pass_spec(ROWS, groups=groups, micro=1, kind="eval"), reference).exchange.calls
+    assert calls == {("forward", la, g): 1 for la in (1, 2) for g in range(groups)}
+
+
+def test_only_valid_tokens_reach_the_experts(checkpoint: Checkpoint) -> None:
+    reference, (stage,) = ready(checkpoint("mixtral"), LORA, (0, 3))
+    seen: dict[int, torch.Tensor] = {}
+
+    class Spy(TorchExchange):
+        def submit_forward(self, layer: int, group: int, *tensors: Any) -> None:
+            seen[layer] = tensors[3]
+            super().submit_forward(layer, group, *tensors)
+
+    reference.set_pass(0, False)
+    forward([stage], pass_spec(ROWS, micro=4, kind="eval"), Spy(reference))
+    expected = [(row.sample << 32) + i for row in ROWS for i in range(len(row.ids))]
+    assert len({len(row.ids) for row in ROWS}) > 1
+    assert all(keys.tolist() == expected for keys in seen.values()) and set(seen) == {0, 1, 2}
+    tokens = stage.metrics()["expert_tokens"]
+    assert {layer: sum(counts) for layer, counts in tokens.items()} == dict.fromkeys(
+        range(3), 2 * len(expected)
+    )
+
+
+def test_an_empty_group_still_submits(checkpoint: Checkpoint) -> None:
+    reference, stages = ready(checkpoint("deepseek_v3"), LORA, (0, 1, 3))
+    shapes: list[tuple[torch.Size, ...]] = []
+
+    class Spy(TorchExchange):
+        def submit_forward(self, layer: int, group: int, *tensors: Any) -> None:
+            if group == 1:
+                shapes.append(tuple(t.shape for t in tensors[:4]))
+            super().submit_forward(layer, group, *tensors)
+
+    spec = pass_spec(ROWS, groups=2, micro=4)
+    assert spec.waves[0][1] == ()
+    exchange = Spy(reference)
+    reference.set_pass(0, True)
+    forward(stages, spec, exchange)
+    backward(stages, spec)
+    assert shapes == [((0, 48), (0, 3), (0, 3), (0,))] * 2
+    assert exchange.calls["backward", 1, 1] == 1
+    # a whole pass without a row
+    empty = PassSpec(2, 0, "train", 0, (((), ()),), 1)
+    assert forward(stages, empty, exchange) == 0.0
+    backward(stages, empty)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_recomputation_that_chooses_other_experts_raises(
+    checkpoint: Checkpoint, affine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not affine:
+        _post_norm(monkeypatch)
+    reference, (stage,) = ready(checkpoint("qwen3_moe"), LORA, (0, 3))
+    spec = pass_spec(ROWS, groups=2)
+    reference.set_pass(0, True)
+    forward([stage], spec, TorchExchange(reference))
+    router = find_router(stage.model.layers[2])
+    with torch.no_grad():
+        router.weight.copy_(router.weight.flip(0))
+    with pytest.raises(RuntimeError, match="layer 2, group 1: the recomputation chose other experts"):
+        stage.recompute(2, 1)
+
+
+def test_recomputation_with_other_weights_raises(checkpoint: Checkpoint) -> None:
+    reference, (stage,) = ready(checkpoint("deepseek_v3"), LORA, (0, 3))
+    reference.set_pass(0, True)
+    forward([stage], pass_spec(ROWS), TorchExchange(reference))
+    find_router(stage.model.layers[2]).routed_scaling_factor *= 1.001
+    with pytest.raises(RuntimeError, match="layer 2, group 0: recomputed routing weights differ"):
+        stage.recompute(2, 0)
+
+
+def _post_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm after the experts: not affine in y."""
+    original = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock.forward
+
+    def forward(self: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+        out = original(self, hidden_states)
+        return out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + 1e-3)
+
+    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", forward)
+
+
+@pytest.mark.parametrize(("groups", "micro", "cuts"), [(1, 4, (0, 3)), (2, 1, (0, 1, 3)), (3, 2, (0, 3))])
+def test_non_affine_layers(
+    checkpoint: Checkpoint, groups: int, micro: int, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _post_norm(monkeypatch)
+    lora = LoraConfig(rank=4, dropout=0.1)
+    reference, stages = ready(checkpoint("qwen3_moe"), lora, cuts)
+    assert {la: c for stage in stages for la, c in stage.probe().items()} == {0: None, 2: None}
+    got = run(stages, pass_spec(ROWS, groups=groups, micro=micro, step=1), reference)
+    assert_close(got, reference.run(ROWS, step=1))
+    assert all(count == 1 for count in got.exchange.calls.values()) and len(got.exchange.calls) == 4 * groups
+    want = reference.run(ROWS, train=False)
+    assert_logits(
+        run(stages, pass_spec(ROWS, groups=groups, micro=micro, kind="eval"), reference), ROWS, want
+    )
+
+
+@pytest.mark.parametrize("cuts", [(0, 3), (0, 2, 3)])
+def test_scaled_residuals_and_logits(
+    checkpoint: Checkpoint, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Granite: c = 0.22, scaled embeddings and logits (a head through the family's own forward)."""
+    # Its expert layout is read by nobody here: the exchange has the reference's experts.
+    none = ExpertLayout.__new__(ExpertLayout)
+    object.__setattr__(none, "keys", frozenset())
+    object.__setattr__(none, "skipped", ())
+    monkeypatch.setattr(ExpertLayout, "detect", classmethod(lambda cls, index, *a, **k: none))
+    reference, stages = ready(checkpoint("granitemoe"), LoraConfig(rank=4), cuts)
+    assert {c for stage in stages for c in stage.probe().values()} == {0.22}
+    assert_close(run(stages, pass_spec(ROWS, groups=2), reference), reference.run(ROWS))
+    want = reference.run(ROWS, train=False)
+    assert_logits(run(stages, pass_spec(ROWS, kind="eval"), reference), ROWS, want)
+
+
+def test_gradients_accumulate_and_reset(checkpoint: Checkpoint) -> None:
+    reference, (stage,) = ready(checkpoint("deepseek_v3"), LORA, (0, 3))
+    assert all(p.grad is not None and not p.grad.any() for p in stage.parameters.values())
+    spec = pass_spec(ROWS)
+    once = run([stage], spec, reference).grads
+    reference.set_pass(0, True)
+    forward([stage], spec, TorchExchange(reference))
+    backward([stage], spec)
+    for name, parameter in stage.parameters.items():
+        torch.testing.assert_close(parameter.grad, 2 * once[name])
+    stage.zero_grad()
+    assert all(not p.grad.any() for p in stage.parameters.values())
+
+
+def test_loss_is_divided_by_the_whole_steps_tokens(checkpoint: Checkpoint) -> None:
+    reference, (stage,) = ready(checkpoint("deepseek_v3"), LORA, (0, 3))
+    spec = pass_spec(ROWS)
+    half = run([stage], replace(spec, loss_tokens=2 * spec.loss_tokens), reference).grads
+    whole = run([stage], spec, reference).grads
+    for name, grad in whole.items():
+        torch.testing.assert_close(half[name], grad / 2)
+
+
+def test_a_row_without_trained_tokens(checkpoint: Checkpoint) -> None:
+    reference, (stage,) = ready(checkpoint("deepseek_v3"), LORA, (0, 3))
+    silent = Row(ROWS[0].ids, [IGNORE] * len(ROWS[0].ids), 9)
+    rows = [silent, *ROWS[1:]]
+    assert_close(run([stage], pass_spec(rows, micro=1), reference), reference.run(rows))
+
+
+def test_pad_token_does_not_matter(checkpoint: Checkpoint) -> None:
+    reference, (stage,) = ready(checkpoint("qwen3_moe"), LORA, (0, 3))
+    losses = []
+    for pad in (0, 95):
+        wave = (((micro_batch(ROWS, pad),),),)
+        losses.append(run([stage], PassSpec(1, 0, "eval", 0, wave, 10, return_logits=True), reference).loss)
+    assert losses[0] == losses[1]
+
+
+def test_operations_out_of_order(checkpoint: Checkpoint) -> None:
+    reference, (stage,) = ready(checkpoint("deepseek_v3"), LORA, (0, 3))
+    with pytest.raises(RuntimeError, match="begin a pass first"):
+        stage.forward(0, 0)
+    spec = pass_spec(ROWS)
+    stage.begin(spec, 0, TorchExchange(reference))
+    with pytest.raises(RuntimeError, match="forward of layer 0, group 0 came before its input"):
+        stage.forward(0, 0)
+    with pytest.raises(RuntimeError, match="no hidden to hand over"):
+        stage.hidden(0)
+    with pytest.raises(RuntimeError, match="loss of group 0"):
+        stage.loss(0)
+    with pytest.raises(RuntimeError, match="return_logits"):
+        stage.logits(0)
+    with pytest.raises(ValueError, match="takes tensors of shapes"):
+        stage.receive_hidden(0, [torch.zeros(1, 2, 48)])
+
+
+def test_nothing_is_left_of_a_pass(checkpoint: Checkpoint) -> None:
+    """After a backward no activations remain, and inputs handed over are not written to."""
+    reference, stages = ready(checkpoint("deepseek_v3"), LORA, (0, 2, 3))
+    run(stages, pass_spec(ROWS, groups=2), reference)
+    for stage in stages:
+        for group in stage._groups:
+            assert not (group.kept or group.kept_y or group.routes or group.graphs)
+    metrics = stages[1].metrics()
+    assert set(metrics["seconds"]) == {"attention", "experts_wait", "loss"}
+    assert metrics["seconds"]["attention"] > 0 and metrics["seconds"]["loss"] > 0
+
+
+def test_experts_outside_the_loop(checkpoint: Checkpoint) -> None:
+    (stage,) = make_stages(checkpoint("deepseek_v3"), (0, 3), LORA)
+    with pytest.raises(RuntimeError, match="experts of layer 1 were called outside the layer loop"):
+        stage.model.layers[1].mlp(torch.zeros(1, 2, 48))
+
+
+def test_the_checkpoints_experts_are_not_held(checkpoint: Checkpoint) -> None:
+    path = checkpoint("deepseek_v3")
+    (stage,) = make_stages(path, (0, 3), LoraConfig(rank=2, target_modules="none"))
+    reference = Reference(path, LoraConfig(rank=2))
+    experts = sum(p.numel() for m in reference.experts.values() for p in m.parameters())
+    tables = sum(
+        b.numel() for name, b in reference.model.named_buffers() if not name.endswith("correction_bias")
+    )
+    whole = sum(p.numel() for p in reference.model.parameters())
+    bias = sum(b.numel() for name, b in reference.model.named_buffers() if name.endswith("correction_bias"))
+    assert stage.weight_bytes == 4 * (whole - experts + bias + tables)
+    first, last = make_stages(path, (0, 1, 3), LoraConfig(rank=2, target_modules="none"))
+    assert first.weight_bytes + last.weight_bytes == stage.weight_bytes + 4 * tables
+    assert isinstance(stage, Stage) and (first.first, first.last, last.first, last.last) == (1, 0, 0, 1)
+    assert (first.moe_layers, last.moe_layers) == ((), (1, 2))
+
+
+def test_large_sample_ids(checkpoint: Checkpoint) -> None:
+    """Keys hold the sample above the position: dropout of large sample ids agrees with the reference's."""
+    lora = LoraConfig(rank=2, dropout=0.3)
+    reference, stages = ready(checkpoint("deepseek_v3"), lora, (0, 3))
+    rows = [Row(r.ids, r.labels, 2**30 + i) for i, r in enumerate(ROWS)]
+    assert_close(run(stages, pass_spec(rows), reference), reference.run(rows))
