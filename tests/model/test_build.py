@@ -146,6 +146,7 @@ def _layers_that(monkeypatch: pytest.MonkeyPatch, forward: Callable[..., Any]) -
 class _Output:
     def __init__(self, h: torch.Tensor) -> None:
         self.last_hidden_state = h
+        self.past_key_values = self.hidden_states = self.attentions = self.router_logits = None
 
 
 def _embed(self: Any, ids: torch.Tensor | None, embeds: torch.Tensor | None) -> torch.Tensor:
