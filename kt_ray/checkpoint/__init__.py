@@ -11,7 +11,7 @@ from kt_ray.checkpoint.adapter import (
 from kt_ray.checkpoint.experts import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.load_experts import load_experts
-from kt_ray.checkpoint.manifest import Manifest, ShardInfo, list_checkpoints, resume_fields
+from kt_ray.checkpoint.manifest import Manifest, ShardInfo, list_checkpoints
 from kt_ray.checkpoint.non_experts import LoadReport, load_non_experts, materialize_buffers
 from kt_ray.checkpoint.peft_config import AdapterInfo, adapter_config
 from kt_ray.checkpoint.safetensors_file import TensorInfo
@@ -48,7 +48,6 @@ __all__ = [
     "prune_checkpoints",
     "read_adapter",
     "read_named",
-    "resume_fields",
     "step_name",
     "write_shard",
     "write_tensors",

@@ -4,8 +4,8 @@
 
 The file is laid out before anything is written, from names and shapes alone; every actor then writes
 its own tensors into their byte ranges, and the driver checks that none is missing and renames the
-file. DeepSeek-V3 at rank 8 has 89,088 expert matrices, 13 GB in
-float32 (6.6 in bfloat16): they never meet in one process.
+file. DeepSeek-V3 at rank 8 has 89,088 expert matrices, 13 GB in float32 (6.6 in bfloat16): they never
+meet in one process.
 """
 
 from __future__ import annotations

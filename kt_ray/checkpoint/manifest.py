@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.checkpoint.safetensors_file import read_json
-from kt_ray.config.schema import LoraConfig, OptimConfig
 from kt_ray.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -152,23 +151,6 @@ class Manifest:
                 required=", ".join(f"{k}={self.fields.get(k)}" for k in changed),
                 remedy="set these keys as required, or start without trainer.resume",
             )
-
-
-def resume_fields(lora: LoraConfig, optim: OptimConfig, seed: int) -> dict[str, Any]:
-    """The settings that a checkpoint and the run that resumes it must share, by configuration key.
-
-    Rank, targets and seed decide which tensors there are and which random numbers they meet; the rule,
-    the learning rate and the schedule may change.
-    """
-    return {
-        "lora.rank": lora.rank,
-        "lora.alpha": lora.alpha,
-        "lora.rslora": lora.rslora,
-        "lora.target_modules": lora.target_modules,
-        "lora.experts": lora.experts,
-        "optim.name": optim.name,
-        "seed": seed,
-    }
 
 
 def list_checkpoints(root: str | os.PathLike[str]) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,8 @@ from kt_ray.checkpoint import (
     list_checkpoints,
     prune_checkpoints,
     read_named,
-    resume_fields,
     write_shard,
 )
-from kt_ray.config.schema import LoraConfig, OptimConfig
 from kt_ray.errors import UserError
 
 FIELDS = {"lora.rank": 8, "lora.experts": True, "lora.target_modules": ["q_proj"], "seed": 3}
@@ -198,15 +196,6 @@ def test_nothing_to_resume(tmp_path: Path, which: str) -> None:
     with pytest.raises(UserError) as caught:
         find_checkpoint(tmp_path, which)
     assert caught.value.remedy
-
-
-def test_resume_fields_are_configuration_keys() -> None:
-    fields = resume_fields(LoraConfig(rank=4, target_modules=["q_proj"]), OptimConfig(), seed=7)
-    config = {"lora": asdict(LoraConfig()), "optim": asdict(OptimConfig()), "seed": 0}
-    for key in fields:
-        group, _, name = key.rpartition(".")
-        assert name in (config[group] if group else config)
-    assert fields["lora.rank"] == 4 and fields["lora.target_modules"] == ["q_proj"] and fields["seed"] == 7
 
 
 def test_manifest_is_plain_json(tmp_path: Path) -> None:
