@@ -8,7 +8,6 @@ LoRA of all stages: gradients are reduced to it in rank order, updated weights g
 from __future__ import annotations
 
 import os
-import resource
 import socket as sockets
 import threading
 import time
@@ -19,7 +18,7 @@ import torch
 from kt_ray.actors.exchange import MessageExchange
 from kt_ray.actors.mailbox import Address, Mailbox, Message
 from kt_ray.actors.port import Port
-from kt_ray.train.reports import WorkerPassReport
+from kt_ray.train.reports import WorkerPassReport, resident_bytes
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named, write_shard
@@ -163,7 +162,7 @@ class AttentionWorker:
             seconds=total,
             loss_sum=loss_sum,
             terms=terms,
-            host_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            host_rss_bytes=resident_bytes(),
             gpu_bytes=torch.cuda.max_memory_allocated(self.spec.device) if on_gpu else 0,
             pid=os.getpid(),
             logits=logits,

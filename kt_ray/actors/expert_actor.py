@@ -9,7 +9,6 @@ on who was faster.
 from __future__ import annotations
 
 import os
-import resource
 import socket as sockets
 import time
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 
 from kt_ray.actors.mailbox import Address, Mailbox, Message
 from kt_ray.actors.port import Lease, Port
-from kt_ray.train.reports import ExpertPassReport
+from kt_ray.train.reports import ExpertPassReport, resident_bytes
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named, write_shard
@@ -142,7 +141,7 @@ class ExpertActor:
             seconds=time.monotonic() - start,
             seconds_waiting=self.mailbox.seconds_waited,
             counters=self.host.take_counters(),
-            host_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            host_rss_bytes=resident_bytes(),
             pid=os.getpid(),
             kernel_calls=self.host.engine.calls,
         )

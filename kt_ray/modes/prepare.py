@@ -28,6 +28,7 @@ class Prepared:
         model_dir: resolved Hugging Face directory.
         index: its validated tensors. fingerprint: recognises this checkpoint on resume.
         plan: who does what. data: tokenised rows. schedule: the steps.
+        module_names: the model's linear modules outside the routed experts.
     """
 
     config: Config
@@ -36,6 +37,7 @@ class Prepared:
     plan: Plan
     data: DataBundle
     schedule: Schedule
+    module_names: tuple[str, ...]
 
 
 def prepare(config: Config) -> Prepared:
@@ -66,7 +68,8 @@ def prepare(config: Config) -> Prepared:
     whole = build_on_meta(_meta_spec(config, dims, model_dir))
     resolve_targets(config.lora.target_modules, whole.lora_names)
     data = load_data(config, model_dir, config.seed)
-    return Prepared(config, model_dir, index, plan, data, _schedule(config, plan, data))
+    schedule = _schedule(config, plan, data)
+    return Prepared(config, model_dir, index, plan, data, schedule, tuple(whole.lora_names))
 
 
 def _meta_spec(config: Config, dims: ModelDims, model_dir: str) -> StageSpec:

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from kt_ray.checkpoint.adapter import adapter_layout, create_adapter, finish_adapter
+from kt_ray.checkpoint.peft_config import AdapterInfo
 from kt_ray.checkpoint.training import (
     Manifest,
     begin_checkpoint,
@@ -62,6 +64,24 @@ def save_checkpoint(prepared: Prepared, rundir: RunDir, cluster: Cluster, taken:
     final = commit_checkpoint(partial, rundir.checkpoints / step_name(taken), manifest)
     prune_checkpoints(rundir.checkpoints, prepared.config.trainer.keep_checkpoints)
     return final
+
+
+def write_adapter(prepared: Prepared, directory: Path, cluster: Cluster, notes: tuple[str, ...] = ()) -> Path:
+    """The PEFT directory: laid out by the driver, filled by every actor, then published."""
+    lora = prepared.config.lora
+    layout = adapter_layout(cluster.parameter_shapes())
+    create_adapter(directory, layout)
+    cluster.write_adapter(str(directory), layout)
+    info = AdapterInfo(
+        base_model=prepared.model_dir,
+        model_type=prepared.plan.dims.model_type,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        rslora=lora.rslora,
+        dropout=lora.dropout,
+        notes=notes,
+    )
+    return finish_adapter(directory, layout, info, modules=prepared.module_names)
 
 
 def _fields(prepared: Prepared) -> dict[str, Any]:

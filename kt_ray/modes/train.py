@@ -6,7 +6,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from kt_ray.actors.cluster import ActorCluster
@@ -15,7 +14,7 @@ from kt_ray.actors.specs import actor_specs
 from kt_ray.checkpoint import adapter as adapters
 from kt_ray.config.schema import Config
 from kt_ray.modes.prepare import Prepared, prepare
-from kt_ray.modes.saving import resume_point, save_checkpoint
+from kt_ray.modes.saving import resume_point, save_checkpoint, write_adapter
 from kt_ray.placement.plan import plan_to_dict
 from kt_ray.rundir import RunDir, environment, plain, setup_logging
 from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
@@ -55,7 +54,7 @@ def run(config: Config) -> int:
                 console().print(f"resumed from {resume.directory} after step {first_step}", markup=False)
             tracker.start(rundir.path, plain(config), rundir.wandb_id, first_step=first_step + 1 if first_step else 0)
             summary = _train(prepared, rundir, cluster, tracker, first_step)
-            _write_adapter(prepared, cluster, rundir.adapter)
+            write_adapter(prepared, rundir.adapter, cluster)
             # Once more at the end: how many kernel calls ran, and where.
             rundir.write_env({**environment(), "actors": cluster.info(), "dashboard": _dashboard(cluster)})
         status = "finished"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterable
 
 from kt_ray.batch import PassSpec
@@ -15,7 +14,7 @@ from kt_ray.tracking.metrics import (
     expert_load_imbalance,
     tflops,
 )
-from kt_ray.train.reports import PassReport
+from kt_ray.train.reports import PassReport, resident_bytes
 
 
 def step_metrics(
@@ -42,7 +41,7 @@ def step_metrics(
     slots_forward = sum(c.forward_slots for c in counters)
     slots_backward = sum(c.backward_slots for c in counters)
     waiting = [w.terms["experts"] + w.terms["stages"] for w in report.workers]
-    rss = {"driver": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    rss = {"driver": resident_bytes()}
     # In one process every actor reports the same memory: count each process once.
     processes: dict[int, tuple[str, int]] = {e.pid: ("expert", e.host_rss_bytes) for e in report.experts}
     processes.update({w.pid: ("worker", w.host_rss_bytes) for w in report.workers})

@@ -103,7 +103,7 @@ class Trainer:
         if self._evaluates and self.first_step == 0:
             self._evaluate(0)
         for step in range(self.first_step, total):
-            self._step(step)
+            self.step(step)
             taken = step + 1
             last = taken == total
             if self._evaluates and (last or taken % trainer.eval_every == 0):
@@ -125,7 +125,8 @@ class Trainer:
         )
         return spec, self.cluster.run_pass(spec)
 
-    def _step(self, step: int) -> None:
+    def step(self, step: int) -> None:
+        """Optimizer step `step` (0-based): pass, prepare, commit."""
         optim = self.config.optim
         start = time.monotonic()
         spec, report = self._pass(step, "train", self.schedule.train(step))

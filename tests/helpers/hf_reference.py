@@ -143,6 +143,7 @@ def build_checkpoint(
     dtype: torch.dtype = torch.float32,
     expert_dtype: torch.dtype | None = None,
     seed: int = 0,
+    residual_scale: float = 1.0,
     **overrides: Any,
 ) -> Path:
     """A random model of a family under `root/<family>`, as `save_pretrained` writes it.
@@ -150,6 +151,8 @@ def build_checkpoint(
     Args:
         dtype: of everything.
         expert_dtype: of the routed experts, when another one (torch.bfloat16).
+        residual_scale: factor on what writes into the residual stream (o_proj, down_proj), as GPT-2's
+            initialisation has it: with 1 every layer doubles the stream and rounding errors compound.
         overrides: config values.
     """
     config = AutoConfig.for_model(family, **{**_SMALL, **FAMILIES.get(family, {}), **overrides})
@@ -161,6 +164,8 @@ def build_checkpoint(
                 tensor.copy_(1.0 + 0.1 * torch.randn_like(tensor))
             else:  # wide enough for distinct routing and gradients of order one
                 tensor.copy_(torch.randn_like(tensor) / tensor.shape[-1] ** 0.5)
+                if "o_proj" in name or "down_proj" in name:
+                    tensor.mul_(residual_scale)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.05 * torch.randn_like(buffer))

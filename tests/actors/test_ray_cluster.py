@@ -1,0 +1,116 @@
+"""The same actors under Ray: bit-identical to one process, errors and deaths reported, nothing left behind."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kt_ray.actors.cluster import ActorCluster
+from kt_ray.actors.ray_cluster import RayCluster
+from kt_ray.actors.specs import actor_specs
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+from tests.helpers.hf_reference import build_checkpoint, random_rows
+from tests.helpers.runs import config_for, local_cluster, one_pass, plan_for, steps, waves_of
+
+pytestmark = pytest.mark.ray
+
+BATCHES = [random_rows(8, seed=s) for s in range(3)]
+COMMON = ("cluster=ray", "cluster.address=local", "cluster.dashboard=false", "optim.lr=0.02", "lora.dropout=0.1")
+
+
+def ray_cluster(path: Path, config: Config, name: str) -> RayCluster:
+    plan = plan_for(path, config)
+    return RayCluster(plan, actor_specs(plan, config, str(path)), config.cluster, config.rule.ray, name)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    # Wide enough that messages go through shared memory, not inside the call.
+    return build_checkpoint(tmp_path, "deepseek_v3", hidden_size=256)
+
+
+@pytest.fixture
+def started(checkpoint: Path) -> Iterator[tuple[Config, ActorCluster]]:
+    config = config_for(checkpoint, *COMMON, "rule=cpu_2workers_2sockets", "trainer.step_timeout=60")
+    cluster = ray_cluster(checkpoint, config, "test")
+    try:
+        cluster.start()
+        yield config, cluster
+    finally:
+        cluster.shutdown()
+
+
+def test_bit_identical_to_one_process(checkpoint: Path, started: tuple[Config, ActorCluster]) -> None:
+    config, cluster = started
+    facts = cluster.info()
+    pids = {fact["pid"] for fact in facts}
+    assert len(pids) == 4 and os.getpid() not in pids
+    observed = steps(cluster, config, BATCHES, 6)
+    parameters = cluster.parameters()
+    assert all(f["kernel_calls"] > 0 for f in cluster.info() if f["actor"].startswith("experts"))
+    with local_cluster(checkpoint, config) as local:
+        expected = steps(local, config, BATCHES, 6)
+        reference = local.parameters()
+    assert observed == expected
+    assert set(parameters) == set(reference)
+    assert all((parameters[name] == reference[name]).all() for name in reference)
+
+
+def test_a_killed_expert_actor_ends_the_step_with_one_error(started: tuple[Config, ActorCluster]) -> None:
+    config, cluster = started
+    victim = next(f["pid"] for f in cluster.info() if f["actor"] == "experts-1")
+    os.kill(victim, signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(UserError, match=r"expert actor 1 died.*trainer.resume=latest"):
+        cluster.run_pass(one_pass(cluster, waves_of(BATCHES[0], config, cluster.plan)))
+    assert time.monotonic() - begin < 50
+
+
+def test_shutdown_leaves_no_process(checkpoint: Path) -> None:
+    before = {p.pid for p in psutil.process_iter()}
+    shm = set(os.listdir("/dev/shm"))
+    config = config_for(checkpoint, *COMMON, "rule=cpu_1worker_1socket")
+    cluster = ray_cluster(checkpoint, config, "test-end")
+    cluster.start()
+    assert any("raylet" in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
+    cluster.shutdown()
+    cluster.shutdown()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        left = [p for p in psutil.process_iter(["pid", "name", "cmdline"]) if p.pid not in before]
+        left = [p for p in left if "ray" in " ".join(p.info["cmdline"] or [p.info["name"]])]
+        if not left:
+            break
+        time.sleep(0.5)
+    assert not left
+    assert {n for n in os.listdir("/dev/shm") if "kt_ray" in n} <= shm
+
+
+def test_resources_that_never_come(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = config_for(
+        checkpoint, *COMMON, "rule=cpu_1worker_1socket", "rule.ray.expert_cpus=9999", "cluster.start_timeout=3"
+    )
+    cluster = ray_cluster(checkpoint, config, "test-wait")
+    try:
+        with pytest.raises(UserError, match=r"did not provide.*CPU.*required CPU .*rule.ray"):
+            cluster.start()
+    finally:
+        cluster.shutdown()
+    assert "Resources" in capfd.readouterr().err  # what `ray status` prints
+
+
+def test_an_actor_that_cannot_load_names_the_fault(checkpoint: Path) -> None:
+    config = config_for(checkpoint, *COMMON, "rule=cpu_1worker_1socket")
+    cluster = ray_cluster(checkpoint, config, "test-load")
+    weights = checkpoint / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    try:
+        with pytest.raises(UserError, match=r"model\.safetensors"):
+            cluster.start()
+    finally:
+        cluster.shutdown()

@@ -1,0 +1,70 @@
+"""One loss curve, whatever the layout: stages, replicas, expert actors, micro-batches; and resume."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.hf_reference import build_checkpoint, random_rows
+from tests.helpers.runs import config_for, local_cluster, steps
+
+STEPS = 20
+BATCHES = [random_rows(8, seed=s) for s in range(3)]
+LAYOUTS = {
+    "2 stages": ["rule.stages=2"],
+    "2 replicas": ["rule=cpu_replicas_2"],
+    "2 expert actors": ["rule.experts.sockets=2"],
+    "2 stages, 2 replicas, 2 expert actors, 3 groups": [
+        "rule.stages=2",
+        "rule.replicas=2",
+        "rule.experts.sockets=2",
+        "rule.groups=3",
+    ],
+    "micro-batch 8": ["trainer.micro_batch_size=8"],
+    "micro-batch 3": ["trainer.micro_batch_size=3"],
+    "recompute": ["rule.experts.activations=recompute"],
+}
+
+
+def curve(path: Path, *overrides: str) -> list[float]:
+    config = config_for(path, "rule.device=cpu", "optim.lr=0.02", "trainer.batch_size=8", *overrides)
+    with local_cluster(path, config) as cluster:
+        return steps(cluster, config, BATCHES, STEPS)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_every_layout_gives_the_same_curve(tmp_path: Path, dropout: float) -> None:
+    path = build_checkpoint(tmp_path, "deepseek_v3")
+    common = [f"lora.dropout={dropout}"]
+    expected = curve(path, *common)
+    assert expected[-1] < 0.9 * expected[0], "the curve must go somewhere, or the comparison says nothing"
+    for name, overrides in LAYOUTS.items():
+        observed = curve(path, *common, *overrides)
+        for step, (a, b) in enumerate(zip(observed, expected, strict=True)):
+            assert a == pytest.approx(b, rel=1e-4), f"{name}, step {step}"
+
+
+def test_dropout_changes_the_curve_and_follows_the_seed(tmp_path: Path) -> None:
+    path = build_checkpoint(tmp_path, "deepseek_v3")
+    without = curve(path)[:5]
+    assert curve(path, "lora.dropout=0.1")[:5] != without
+
+
+@pytest.mark.parametrize("rule", ["cpu_1worker_1socket", "cpu_2workers_2sockets"])
+def test_resumed_run_is_bit_identical(tmp_path: Path, rule: str) -> None:
+    path = build_checkpoint(tmp_path, "deepseek_v3")
+    overrides = [f"rule={rule}", "optim.lr=0.02", "lora.dropout=0.1", "optim.weight_decay=0.01"]
+    config = config_for(path, *overrides)
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    with local_cluster(path, config) as cluster:
+        straight = steps(cluster, config, BATCHES, STEPS)
+        final = cluster.parameters()
+    with local_cluster(path, config) as cluster:
+        first = steps(cluster, config, BATCHES, STEPS, stop=STEPS // 2)
+        cluster.save_shards(str(shards))
+    with local_cluster(path, config) as cluster:
+        cluster.restore(str(shards), STEPS // 2)
+        second = steps(cluster, config, BATCHES, STEPS, first=STEPS // 2)
+        resumed = cluster.parameters()
+    assert first + second == straight
+    assert all((resumed[name] == final[name]).all() for name in final) and set(resumed) == set(final)

@@ -1,0 +1,124 @@
+"""The whole system against Hugging Face with factored LoRA: logits, loss, every LoRA gradient."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from kt_ray.actors.attention_worker import AttentionWorker
+from kt_ray.actors.cluster import ActorCluster
+from kt_ray.actors.local_cluster import LocalHandle
+from kt_ray.config.schema import LoraConfig
+from tests.helpers.hf_reference import (
+    ExpertIds,
+    Reference,
+    Row,
+    build_checkpoint,
+    find_router,
+    forced_routing,
+    random_rows,
+)
+from tests.helpers.runs import by_row, config_for, local_cluster, one_pass, relative, waves_of
+
+FAMILIES = ("deepseek_v3", "qwen3_moe", "mixtral")
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rule", ["cpu_1worker_1socket", "cpu_2workers_2sockets"])
+def test_float32_experts(tmp_path: Path, family: str, rule: str) -> None:
+    path = build_checkpoint(tmp_path, family)
+    reference = Reference(path, LORA, seed=3)
+    reference.randomize_b(1)
+    rows = random_rows(4)
+    expected = reference.run(rows)
+    config = config_for(path, f"rule={rule}", "trainer.micro_batch_size=2")
+    with local_cluster(path, config) as cluster:
+        cluster.set_parameters({k: v.detach() for k, v in reference.parameters.items()})
+        waves = waves_of(rows, config, cluster.plan)
+        evaluated = cluster.run_pass(one_pass(cluster, waves, "eval", logits=True))
+        trained = cluster.run_pass(one_pass(cluster, waves, number=2))
+        gradients = cluster.gradients()
+    logits = by_row(evaluated.workers[-1].logits, waves[0])
+    for row, want in zip(rows, expected.logits, strict=True):
+        assert (logits[row.sample] - want).norm() <= 1e-5 * want.norm()
+    assert trained.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert evaluated.loss == pytest.approx(expected.loss, rel=1e-6)
+    errors = relative(gradients, expected.grads)
+    assert max(errors.values()) <= 1e-5, max(errors.items(), key=lambda item: item[1])
+    kinds = {name.split(".")[-3] for name in errors}
+    assert any("experts." in name for name in errors) and len(kinds) >= 4
+
+
+@contextlib.contextmanager
+def replayed(cluster: ActorCluster, rows: Sequence[Row], expert_ids: ExpertIds) -> Iterator[None]:
+    """Every router of the cluster's only worker chooses the reference's experts (one micro-batch of all rows)."""
+    (handle,) = cluster.workers
+    assert isinstance(handle, LocalHandle) and isinstance(handle.actor, AttentionWorker)
+    stage = handle.actor.stage
+    width = max(len(row.ids) for row in rows)
+    with contextlib.ExitStack() as stack:
+        for layer, by_sample in expert_ids.items():
+            padded = torch.arange(stage.top_k).repeat(len(rows), width, 1)
+            for i, row in enumerate(rows):
+                padded[i, : len(row.ids)] = by_sample[row.sample]
+            wanted = padded.view(-1, stage.top_k)
+            router = find_router(stage.model.layers[layer])
+            stack.enter_context(forced_routing(router, stage.num_experts, stage.top_k, lambda ids=wanted: ids))
+        yield
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("activations", ["retain", "recompute"])
+def test_bfloat16_experts(tmp_path: Path, family: str, activations: str) -> None:
+    """Router decisions of the reference are replayed: a flip would compare two different functions."""
+    path = build_checkpoint(tmp_path, family, expert_dtype=torch.bfloat16, residual_scale=0.4, num_hidden_layers=2)
+    reference = Reference(path, LORA, seed=3)
+    reference.randomize_b(1)
+    rows = random_rows(8, lengths=(24, 17, 31, 9))
+    expected = reference.run(rows)
+    config = config_for(
+        path,
+        "rule=cpu_1worker_1socket",
+        "trainer.micro_batch_size=8",
+        f"rule.experts.activations={activations}",
+    )
+    with local_cluster(path, config) as cluster:
+        cluster.set_parameters({k: v.detach() for k, v in reference.parameters.items()})
+        waves = waves_of(rows, config, cluster.plan)
+        with replayed(cluster, rows, expected.expert_ids):
+            evaluated = cluster.run_pass(one_pass(cluster, waves, "eval", logits=True))
+            trained = cluster.run_pass(one_pass(cluster, waves, number=2))
+        gradients = cluster.gradients()
+    logits = by_row(evaluated.workers[-1].logits, waves[0])
+    for row, want in zip(rows, expected.logits, strict=True):
+        assert (logits[row.sample] - want).norm() <= 1e-2 * want.norm()
+    assert trained.loss == pytest.approx(expected.loss, rel=1e-3)
+    errors = relative(gradients, expected.grads)
+    assert max(errors.values()) <= 1e-2, max(errors.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_flips_are_few(tmp_path: Path, family: str) -> None:
+    """Without replay BF16 rounding may flip a router's close call: count the flips."""
+    path = build_checkpoint(tmp_path, family, expert_dtype=torch.bfloat16, residual_scale=0.4, num_hidden_layers=2)
+    reference = Reference(path, LORA, seed=3)
+    rows = random_rows(16)
+    expected = reference.run(rows)
+    config = config_for(path, "rule=cpu_1worker_1socket", "trainer.batch_size=16", "trainer.micro_batch_size=16")
+    with local_cluster(path, config) as cluster:
+        waves = waves_of(rows, config, cluster.plan)
+        cluster.run_pass(one_pass(cluster, waves, "eval"))
+        (handle,) = cluster.workers
+        assert isinstance(handle, LocalHandle) and isinstance(handle.actor, AttentionWorker)
+        counted = handle.actor.stage.metrics()["expert_tokens"]
+    moved = total = 0
+    for layer, by_sample in expected.expert_ids.items():
+        chosen = torch.cat([by_sample[row.sample].flatten() for row in rows])
+        want = torch.bincount(chosen, minlength=len(counted[layer]))
+        moved += int((torch.tensor(counted[layer]) - want).abs().sum()) // 2
+        total += chosen.numel()
+        assert int(want.sum()) == sum(counted[layer])
+    assert moved <= 0.01 * total, f"{moved} of {total} token slots went to other experts than in float32"
