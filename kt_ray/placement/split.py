@@ -30,7 +30,8 @@ def split_experts(num_experts: int, n_actors: int) -> tuple[tuple[int, ...], ...
         raise ValueError("num_experts and n_actors must be at least 1")
     if n_actors > num_experts:
         raise UserError(
-            "rule.experts.sockets is larger than the number of experts",
+            "there are more expert actors than experts",
+            where="rule.experts.sockets",
             observed=n_actors,
             required=f"at most {num_experts}",
             remedy=f"set rule.experts.sockets={num_experts} or less",

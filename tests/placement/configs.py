@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from kt_ray.config.load import from_dict
+from kt_ray.config.schema import Config
 from kt_ray.placement.dims import dims_from_config
-from kt_ray.placement.types import ModelDims
+from kt_ray.placement.hardware import ISAS
+from kt_ray.placement.memory import GIB
+from kt_ray.placement.types import Gpu, Hardware, ModelDims, Socket
 
 _BASE: dict[str, Any] = {
     "hidden_size": 64,
@@ -158,3 +162,48 @@ DEEPSEEK_V3: dict[str, Any] = {
 def small_dims(family: str = "deepseek_v3", **changes: Any) -> ModelDims:
     """Dimensions of a small model of `family`, with some keys changed."""
     return dims_from_config({**SMALL[family], **changes}, name=family)
+
+
+def make_config(
+    *, rule: dict[str, Any] | None = None, mode: str = "plan", cluster: str = "ray", **groups: dict[str, Any]
+) -> Config:
+    """A whole configuration with defaults; `groups` overrides keys of lora, trainer, data, model, ..."""
+    defaults: dict[str, dict[str, Any]] = {
+        "model": {"name": "small"},
+        "data": {"name": "rows", "max_length": 16},
+        "lora": {},
+        "optim": {},
+        "trainer": {},
+        "tracking": {},
+        "plan": {},
+        "run": {},
+    }
+    merged = {group: {**values, **groups.get(group, {})} for group, values in defaults.items()}
+    return from_dict(
+        {
+            "mode": mode,
+            "seed": 0,
+            "rule": {"name": "test", **(rule or {})},
+            "cluster": {"name": cluster},
+            **merged,
+        }
+    )
+
+
+def make_hardware(
+    sockets: int = 1,
+    cores: int = 4,
+    gpus: int = 0,
+    memory: int = 64 * GIB,
+    smt: bool = False,
+    isa: str = "avx512",
+) -> Hardware:
+    """A host with `sockets` nodes of `cores` cores; with `smt` each core has a second thread."""
+    total = sockets * cores
+    nodes = []
+    for n in range(sockets):
+        first = tuple(range(n * cores, (n + 1) * cores))
+        second = tuple(cpu + total for cpu in first) if smt else ()
+        nodes.append(Socket(n, first + second, cores, memory))
+    cards = tuple(Gpu(i, "24 GB GPU", 24 * GIB) for i in range(gpus))
+    return Hardware("test host", tuple(nodes), cards, ISAS[: ISAS.index(isa) + 1])

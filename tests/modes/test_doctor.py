@@ -1,0 +1,256 @@
+"""mode=doctor: every check in every state it can report, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_ray.config.compose import compose
+from kt_ray.config.schema import ClusterConfig, ExpertsRule, RuleConfig
+from kt_ray.modes import doctor
+from kt_ray.modes import doctor_machine as machine
+from kt_ray.modes import doctor_software as software
+from kt_ray.modes.doctor_check import FAIL, PASS, WARN, Check
+from kt_ray.placement.memory import GIB
+from kt_ray.placement.plan import make_plan
+from tests.placement.configs import SMALL, make_config, make_hardware, small_dims
+
+AUTO = RuleConfig("auto")
+
+
+def write(root: Path, name: str, text: str) -> Path:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(text)
+    return root
+
+
+def verdict(check: Check, status: str, *words: str) -> None:
+    assert check.status == status, check
+    for word in words:
+        assert word in check.found + check.remedy, check
+    assert bool(check.remedy) == (status != PASS)
+
+
+def test_run_on_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = compose(["mode=doctor", "cluster=local", f"run.root={tmp_path}"])
+    checks = doctor.examine(config)
+    assert len({check.name for check in checks}) == len(checks) > 20
+    assert all(bool(check.remedy) == (check.status != PASS) for check in checks)
+    code = doctor.run(config)
+    text = capsys.readouterr().out
+    assert code == (1 if any(check.status == FAIL for check in checks) else 0)
+    assert "native engine" in text and " fail" in text.splitlines()[-1]
+
+
+def test_a_failure_gives_exit_code_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = compose(["mode=doctor", "cluster=local", f"run.root={tmp_path}", "model.path=/nowhere"])
+    assert doctor.run(config) == 1
+    assert "does not exist" in capsys.readouterr().out
+
+
+def test_a_broken_check_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def swap() -> Check:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(machine, "swap", swap)
+    checks = doctor.examine(compose(["mode=doctor", "cluster=local", f"run.root={tmp_path}"]))
+    assert [c for c in checks if c.status == FAIL and "RuntimeError: boom" in c.found]
+
+
+def test_python() -> None:
+    verdict(software.python((3, 11, 7)), PASS, "3.11.7")
+    verdict(software.python((3, 10, 0)), FAIL, "3.11")
+    verdict(software.python((3, 14, 0)), FAIL)
+
+
+def test_cpu_and_amx(tmp_path: Path) -> None:
+    write(tmp_path, "proc/cpuinfo", "model name : Test CPU\n")
+    verdict(machine.cpu(make_hardware(), tmp_path), PASS, "Test CPU", "avx512")
+    verdict(machine.cpu(make_hardware(isa="reference"), tmp_path), WARN, "AVX2")
+    verdict(machine.amx(make_hardware(isa="amx"), AUTO), PASS)
+    verdict(machine.amx(make_hardware(), AUTO), PASS, "not needed")
+    verdict(
+        machine.amx(make_hardware(), RuleConfig("r", experts=ExpertsRule(backend="AMXBF16"))), WARN, "avx512"
+    )
+    verdict(machine.amx(make_hardware(), RuleConfig("r", experts=ExpertsRule(isa="amx"))), FAIL)
+
+
+def test_numa(tmp_path: Path) -> None:
+    write(tmp_path, "proc/sys/kernel/numa_balancing", "1\n")
+    verdict(machine.numa(make_hardware(sockets=2), tmp_path), WARN, "sysctl")
+    verdict(machine.numa(make_hardware(sockets=1), tmp_path), PASS, "node 0: 4 cores")
+    write(tmp_path, "proc/sys/kernel/numa_balancing", "0\n")
+    verdict(machine.numa(make_hardware(sockets=2), tmp_path), PASS, "node 1")
+
+
+def test_affinity(tmp_path: Path) -> None:
+    write(tmp_path, "sys/devices/system/cpu/online", "0-7\n")
+    verdict(machine.affinity(tmp_path, set(range(8))), PASS, "8 of 8")
+    verdict(machine.affinity(tmp_path, {0, 1}), WARN, "2 of 8", "taskset")
+    write(tmp_path, "proc/self/cgroup", "0::/\n")
+    write(tmp_path, "sys/fs/cgroup/cpu.max", "150000 100000")
+    verdict(machine.affinity(tmp_path, set(range(8))), WARN, "1.5 CPUs")
+
+
+def test_memory(tmp_path: Path) -> None:
+    plan = make_plan(small_dims(), make_config(), make_hardware())
+    write(tmp_path, "proc/meminfo", f"MemTotal: {64 * GIB // 1024} kB\nMemAvailable: {32 * GIB // 1024} kB\n")
+    verdict(machine.memory(make_hardware(), plan, tmp_path), PASS, "32.00 GiB free", "plan needs")
+    verdict(machine.memory(make_hardware(), None, tmp_path), PASS)
+    verdict(machine.memory(make_hardware(memory=GIB), plan, tmp_path), FAIL, "mode=plan")
+    write(tmp_path, "proc/meminfo", f"MemTotal: {64 * GIB // 1024} kB\nMemAvailable: 1024 kB\n")
+    verdict(machine.memory(make_hardware(), plan, tmp_path), WARN, "end other programs")
+
+
+def test_swap_and_huge_pages(tmp_path: Path) -> None:
+    verdict(machine.swap(write(tmp_path, "proc/meminfo", "SwapTotal: 0 kB\n")), PASS, "none")
+    verdict(
+        machine.swap(write(tmp_path, "proc/meminfo", "SwapTotal: 9000000 kB\nSwapFree: 9000000 kB\n")), PASS
+    )
+    verdict(machine.swap(write(tmp_path, "proc/meminfo", "SwapTotal: 9000000 kB\nSwapFree: 1000 kB\n")), WARN)
+    name = "sys/kernel/mm/transparent_hugepage/enabled"
+    verdict(machine.huge_pages(tmp_path / "absent"), WARN, "not offered")
+    verdict(machine.huge_pages(write(tmp_path, name, "always madvise [never]\n")), WARN, "madvise")
+    verdict(machine.huge_pages(write(tmp_path, name, "[always] madvise never\n")), PASS, "always")
+
+
+def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(small_dims(), make_config(), make_hardware())
+    usage = type("Usage", (), {"total": 4 * GIB, "free": 4 * GIB})
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
+    verdict(machine.shared_memory(plan, tmp_path), PASS, "arenas need")
+    usage.free = 64 << 20
+    verdict(machine.shared_memory(plan, tmp_path), WARN, "--shm-size")
+
+    def refuse(*_: Any) -> int:
+        raise PermissionError("memfd_create")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    verdict(machine.shared_memory(plan, tmp_path), FAIL, "cluster=local")
+
+
+def test_open_files() -> None:
+    verdict(machine.open_files((1024, 65536)), WARN, "ulimit -n 65536")
+    verdict(machine.open_files((1024, 4096)), WARN, "limits.conf")
+    verdict(machine.open_files((65536, 65536)), PASS)
+    verdict(machine.open_files((resource.RLIM_INFINITY, resource.RLIM_INFINITY)), PASS, "unlimited")
+
+
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(run={"root": str(tmp_path / "runs" / "deeper")})
+    plan = make_plan(small_dims(), config, make_hardware())
+    verdict(machine.disk(config, plan), PASS, str(tmp_path))
+    verdict(machine.disk(config, None), PASS)
+    usage = type("Usage", (), {"total": 1, "free": 1})
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
+    verdict(machine.disk(config, plan), FAIL, "run.root")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    verdict(machine.disk(config, plan), FAIL, "cannot be written")
+
+
+def test_packages() -> None:
+    ranges = software.requirements()
+    assert set(software.SHOWN) <= set(ranges) and ranges["torch"].startswith(">=")
+    verdict(software.package("torch", ">=2.6", "2.13.0+cpu"), PASS, "2.13.0+cpu")
+    verdict(software.package("torch", ">=2.6", "2.1.0"), FAIL, "pip install 'torch>=2.6'")
+    verdict(software.package("no-such-package-here", ">=1"), FAIL, "not installed")
+
+
+def test_native() -> None:
+    present = software.native(make_hardware(isa="reference"), AUTO)
+    verdict(present, PASS, "chosen")
+    everything = make_hardware(isa="amx")
+    check = software.native(everything, AUTO)
+    assert check.status in (PASS, WARN) and (check.status == PASS) == ("amx" in check.found.split(";")[0])
+
+
+def test_native_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "kt_ray.native", None)
+    verdict(software.native(make_hardware(), AUTO), FAIL, "not built", "pip install")
+
+
+def test_native_forced_isa_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import kt_ray.native
+
+    def refuse(_: str) -> tuple[str, str]:
+        raise ValueError("amx is not available here")
+
+    monkeypatch.setattr(kt_ray.native, "select_isa", refuse)
+    verdict(software.native(make_hardware(), AUTO), FAIL, "rule.experts.isa=auto")
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    verdict(software.gpus(make_hardware(), AUTO), PASS, "none")
+    cuda = RuleConfig("r", device="cuda", stages=2)
+    verdict(software.gpus(make_hardware(), cuda), FAIL, "needs 2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    verdict(software.gpus(make_hardware(gpus=1), AUTO), FAIL, "CUDA")
+    verdict(software.gpus(make_hardware(gpus=1), RuleConfig("r", device="cpu")), PASS, "not used")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    verdict(software.gpus(make_hardware(gpus=1), AUTO), PASS, "24 GB GPU")
+    verdict(software.gpus(make_hardware(gpus=1), cuda), FAIL, "rule.stages=1")
+
+
+def test_threads_environment() -> None:
+    verdict(software.threads_environment({}), PASS)
+    verdict(software.threads_environment({"OMP_NUM_THREADS": "1"}), PASS, "overruled")
+    verdict(software.threads_environment({"KMP_AFFINITY": "compact"}), WARN, "unset KMP_AFFINITY")
+    verdict(software.threads_environment({"OMP_PROC_BIND": "false"}), PASS)
+
+
+def test_ray_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    file = tmp_path / "ray_current_cluster"
+    verdict(software.ray_cluster(ClusterConfig("local"), file), PASS, "not used")
+    verdict(software.ray_cluster(ClusterConfig(address="local"), file), PASS, "new local")
+    verdict(software.ray_cluster(ClusterConfig(), file), PASS, "none running")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        file.write_text(address)
+        verdict(software.ray_cluster(ClusterConfig(), file), PASS, "will be joined")
+        verdict(software.ray_cluster(ClusterConfig(address=address), file), PASS, "answers")
+    verdict(software.ray_cluster(ClusterConfig(), file), PASS, "none running")  # a stale file
+    verdict(software.ray_cluster(ClusterConfig(address=address), file), FAIL, "ray start --head")
+
+
+def test_model(tmp_path: Path) -> None:
+    verdict(software.model(make_config(model={"build": "demo"}).model), PASS, "first use")
+    verdict(software.model(make_config().model), WARN, "model.path")
+    verdict(
+        software.model(make_config(model={"path": str(tmp_path / "absent")}).model), FAIL, "does not exist"
+    )
+    write(tmp_path, "config.json", json.dumps(SMALL["mixtral"]))
+    config = make_config(model={"path": str(tmp_path)}).model
+    verdict(software.model(config), FAIL)  # no shards
+    quantised = {**SMALL["mixtral"], "quantization_config": {"quant_method": "mxfp4"}}
+    write(tmp_path, "config.json", json.dumps(quantised))
+    verdict(software.model(config), FAIL, "mxfp4")
+
+
+def test_model_complete(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    write(tmp_path, "config.json", json.dumps(SMALL["mixtral"]))
+    save_file({"model.embed_tokens.weight": torch.zeros(256, 64)}, tmp_path / "model.safetensors")
+    verdict(software.model(make_config(model={"path": str(tmp_path)}).model), PASS, "1 tensor")
+
+
+def test_plan_check() -> None:
+    fits = doctor._plan(make_config(model={"config": SMALL["mixtral"]}), make_hardware())
+    assert fits[0] is not None
+    verdict(fits[1], PASS, "1 attention worker, 1 expert actor")
+    small = doctor._plan(make_config(model={"config": SMALL["mixtral"]}), make_hardware(memory=1 << 20))
+    verdict(small[1], FAIL, "lacks", "mode=plan")
+    impossible = make_config(model={"config": SMALL["mixtral"]}, rule={"device": "cuda", "stages": 2})
+    assert doctor._plan(impossible, make_hardware())[0] is None
+    verdict(doctor._plan(impossible, make_hardware())[1], FAIL, "GPU")

@@ -1,0 +1,127 @@
+"""mode=plan end to end: what a user sees, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kt_ray.config.compose import compose
+from kt_ray.config.files import option_names
+from kt_ray.errors import UserError
+from kt_ray.modes.plan import model_dims, other_rules, run
+from tests.placement.configs import SMALL, make_config
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same output on machines with GPUs and without."""
+    monkeypatch.setattr("kt_ray.placement.hardware._gpus", lambda: ())
+
+
+def output(capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, str]:
+    code = run(compose(["mode=plan", *overrides]))
+    return code, capsys.readouterr().out
+
+
+def test_deepseek_v3_on_four_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = output(capsys, "experiment=deepseek_v3_amx_4gpu")
+    assert code == 0
+    for wanted in (
+        *(
+            "671.03 B parameters",
+            "nominal",
+            "8,192 tokens",
+            "cuda:3",
+            "socket 1",
+            "layers",
+            "experts per layer",
+        ),
+        *("weights", "LoRA", "optimizer", "kept activations", "staging", "sum", "capacity", "fits"),
+        *("fp8_block cannot be trained yet", "a BF16 checkpoint of this model fits"),
+    ):
+        assert wanted in text, wanted
+
+
+def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = output(capsys, "experiment=deepseek_v3_amx_4gpu", "rule=amx_1gpu")
+    assert code == 1
+    assert "does not fit rule amx_1gpu (nominal)" in text and "cuda:0 lacks" in text
+    assert "fits with  rule=amx_4gpu" in text
+
+
+def test_plan_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = output(capsys, "model=qwen3_30b_a3b", "plan.hardware=laptop_16gb")
+    assert code == 1 and "file laptop_16gb.yaml: 1 socket x 8 cores, 16 GiB" in text
+    code, text = output(capsys, "model=qwen3_30b_a3b", "plan.hardware=1x4090_1x7950x")
+    assert code == 0 and "cuda:0" in text
+
+
+def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = output(capsys)
+    assert code == 0 and "model     demo (deepseek_v3)" in text and "experts (bf16)" in text
+
+
+@pytest.mark.parametrize("model", ["deepseek_v2_lite", "qwen3_235b_a22b", "kimi_k2", "mixtral_8x7b"])
+def test_every_model_has_a_plan_under_every_rule(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for rule in option_names("rule"):
+        code, text = output(capsys, f"model={model}", f"rule={rule}")
+        assert code in (0, 1)
+        assert ("This plan fits" in text) == (code == 0)
+
+
+def test_other_rules_equal_hydras_composition() -> None:
+    rules = other_rules()
+    assert sorted(rules) == option_names("rule")
+    for name, rule in rules.items():
+        assert rule == compose(["mode=plan", f"rule={name}"]).rule
+
+
+def test_model_dims(tmp_path: Path) -> None:
+    inline = make_config(model={"config": SMALL["mixtral"]}).model
+    assert model_dims(inline).model_type == "mixtral"
+    (tmp_path / "config.json").write_text(json.dumps(SMALL["qwen3_moe"]))
+    from_path = make_config(model={"config": SMALL["mixtral"], "path": str(tmp_path)}).model
+    assert model_dims(from_path).model_type == "qwen3_moe"  # the checkpoint's own config wins
+    empty = make_config(model={"config": SMALL["mixtral"], "path": str(tmp_path / "later")}).model
+    assert model_dims(empty).model_type == "mixtral"
+    built = make_config(model={"build": "mini", "tokenizer": "/some/where"}).model
+    assert any("tokenizer" in note for note in model_dims(built).notes)
+    with pytest.raises(UserError, match="no model to plan for"):
+        model_dims(make_config().model)
+
+
+def test_built_models_have_the_planned_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors import safe_open
+
+    from kt_ray.demo import ensure_demo_model
+
+    directory = Path(ensure_demo_model("demo", 0, cache_dir=str(tmp_path)))
+    dims = model_dims(make_config(model={"build": "demo"}).model)
+    count = 0
+    for shard in directory.glob("*.safetensors"):
+        with safe_open(shard, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if "e_score_correction_bias" not in name:  # a buffer, not a parameter
+                    size = 1
+                    for n in file.get_slice(name).get_shape():
+                        size *= n
+                    count += size
+    assert count == dims.total_params
+
+
+def test_needs_no_torch_and_no_ray() -> None:
+    code = (
+        "import sys\n"
+        "from kt_ray.config.compose import compose\n"
+        "from kt_ray.modes.plan import run\n"
+        "assert run(compose(['mode=plan', 'model=deepseek_v3', 'rule=amx_4gpu', 'plan.hardware=4x4090_2xSPR'])) == 0\n"
+        "heavy = {'torch', 'ray', 'transformers', 'peft'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

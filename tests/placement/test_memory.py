@@ -1,0 +1,193 @@
+"""Byte budgets against figures worked out by hand, and the remedies for what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from kt_ray.config.schema import LoraConfig, RuleConfig
+from kt_ray.placement.dims import dims_from_config
+from kt_ray.placement.hardware import nominal_hardware
+from kt_ray.placement.memory import GIB, expert_lora_params, load_of, lora_params
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.remedies import remedies, shortage
+from kt_ray.placement.render import billions, cpu_ranges, gib, memory_table
+from kt_ray.placement.types import Plan
+from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
+
+V3 = dims_from_config(DEEPSEEK_V3, "DeepSeek-V3")
+FOUR_GPUS = {
+    "name": "amx_4gpu",
+    "device": "cuda",
+    "stages": 4,
+    "experts": {"sockets": 2, "backend": "AMXBF16"},
+}
+TOKENS_8K = {"trainer": {"batch_size": 8}, "data": {"max_length": 1024}}
+
+
+def items(plan: Plan, device: str) -> dict[str, int]:
+    budget = next(b for b in plan.budgets if b.device == device)
+    return {line.item: line.bytes for line in budget.lines}
+
+
+def v3_plan(**rule: Any) -> Plan:
+    config = make_config(rule={**FOUR_GPUS, **rule}, **TOKENS_8K)
+    return make_plan(V3, config, nominal_hardware(config.rule))
+
+
+def test_deepseek_v3_on_the_sockets() -> None:
+    both = [items(v3_plan(), f"socket {n}") for n in (0, 1)]
+    total = {item: sum(s[item] for s in both) for item in both[1]}
+    assert total["experts"] == 2 * V3.routed_params
+    # r=8: 3.28 B parameters, 13 GB of weights and as much of gradients, 26 GB of moments.
+    params = 58 * 256 * 3 * 8 * (7168 + 2048)
+    assert params == pytest.approx(3.28e9, rel=0.01)
+    assert total["LoRA"] == total["optimizer"] == 8 * params
+    # x, gate and up in BF16: 38 GB with x once; each of the two sockets keeps its own x.
+    slots = 58 * 8192 * 8
+    kept = 2 * 58 * 8192 * 7168 * 2 + slots * 2 * 2048 * 2 + 2 * slots * 12
+    assert total["kept activations"] == kept == pytest.approx(38e9 + 6.8e9, rel=0.02)
+
+
+def test_recompute_keeps_only_the_input() -> None:
+    rule = {"experts": {"sockets": 2, "activations": "recompute"}}
+    assert items(v3_plan(**rule), "socket 0")["kept activations"] == 58 * 8192 * (7168 * 2 + 8 * 12)
+
+
+def test_deepseek_v3_on_the_gpus() -> None:
+    plan = v3_plan()
+    on = [items(plan, f"cuda:{i}") for i in range(4)]
+    outside = V3.total_params - V3.routed_params
+    assert sum(d["weights"] + d.get("embedding and head", 0) for d in on) == 2 * outside
+    assert (
+        "embedding and head" in on[0] and "embedding and head" in on[3] and "embedding and head" not in on[1]
+    )
+    assert "logits" in on[3] and "logits" not in on[0]
+    everywhere = sum(lora_params(V3, LoraConfig(), layer) for layer in range(61))
+    assert on[0]["optimizer"] == 8 * everywhere and "optimizer" not in on[1]
+    own = sum(lora_params(V3, LoraConfig(), layer) for layer in range(*plan.workers[0].layers))
+    assert on[0]["LoRA"] == 8 * (everywhere + own)
+    start, stop = plan.workers[1].layers
+    assert on[1]["kept activations"] == (stop - start) * 8192 * (7168 * 2 + 8 * 12)
+    assert plan.fits and all("staging" in items(plan, f"socket {n}") for n in (0, 1))
+
+
+def test_replicas_divide_the_tokens() -> None:
+    config = make_config(rule={"replicas": 2}, trainer={"batch_size": 5, "micro_batch_size": 2})
+    load = load_of(config, groups=2)
+    # 5 rows of 16 tokens; the larger replica has 3 rows, in groups of 2 and 1.
+    assert (load.total, load.replica, load.micro, load.row) == (80, 48, 32, 16)
+    assert load.group == 2 * 2 * 16
+
+
+def test_formats_and_dtype() -> None:
+    base = items(make_plan(small_dims(), make_config(), make_hardware()), "socket 0")
+    single = items(make_plan(small_dims(torch_dtype="float32"), make_config(), make_hardware()), "socket 0")
+    assert single["experts"] == 2 * base["experts"] and single["weights"] == 2 * base["weights"]
+    quantised = small_dims(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert base["experts"] / items(make_plan(quantised, make_config(), make_hardware()), "socket 0")[
+        "experts"
+    ] == pytest.approx(2, rel=1e-3)
+    forced = make_config(model={"dtype": "float32"})
+    assert items(make_plan(small_dims(), forced, make_hardware()), "socket 0")["weights"] == single["weights"]
+
+
+def test_tied_embeddings_count_once_on_one_stage() -> None:
+    def ends(stages: int, tie: bool) -> int:
+        config = make_config(rule={"stages": stages})
+        return items(make_plan(small_dims(tie_word_embeddings=tie), config, make_hardware()), "socket 0")[
+            "embedding and head"
+        ]
+
+    assert ends(1, False) == 2 * ends(1, True) == ends(2, True) == ends(2, False)
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ("none", 0),
+        (["q_proj"], 8 * (64 + 96)),
+        (["self_attn.q_proj", "o_proj"], 8 * (64 + 96 + 96 + 64)),
+        (r"model\.layers\.1\.self_attn\.q_proj", 0),
+        (r"model\.layers\.0\.self_attn\.[qo]_proj", 8 * (64 + 96 + 96 + 64)),
+        ("auto", 8 * (2 * (64 + 96) + 2 * (64 + 48))),
+    ],
+)
+def test_lora_targets(targets: str | list[str], expected: int) -> None:
+    dims = small_dims("qwen3_moe")  # heads 4 x 24 = 96, kv 2 x 24 = 48
+    assert lora_params(dims, LoraConfig(rank=8, target_modules=targets), 0) == expected
+
+
+def test_expert_lora() -> None:
+    assert expert_lora_params(small_dims(), LoraConfig(rank=4)) == 4 * 3 * (64 + 40)
+    assert expert_lora_params(small_dims(), LoraConfig(experts=False)) == 0
+    off = make_plan(
+        small_dims(), make_config(lora={"experts": False, "target_modules": ["q_a_proj"]}), make_hardware()
+    )
+    on = make_plan(small_dims(), make_config(lora={"target_modules": ["q_a_proj"]}), make_hardware())
+    assert items(off, "socket 0")["LoRA"] < items(on, "socket 0")["LoRA"]
+
+
+def test_cluster_local_has_one_process() -> None:
+    ray = items(make_plan(small_dims(), make_config(), make_hardware()), "socket 0")
+    local = items(make_plan(small_dims(), make_config(cluster="local"), make_hardware()), "socket 0")
+    assert local["runtime"] < ray["runtime"]
+
+
+def test_memory_table_adds_up() -> None:
+    plan = v3_plan()
+    header, rows = memory_table(plan)
+    assert header[1:] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "socket 0", "socket 1"]
+    table = {row[0]: row[1:] for row in rows}
+    assert table["layers"][0].startswith("0-") and table["layers"][4] == "-"
+    assert table["experts per layer"][3:] == ["-", "128", "128"]
+    assert table["sum"][4] == gib(plan.budgets[4].total) and table[""] == ["fits"] * 6
+    on_cpu = make_plan(small_dims(), make_config(), make_hardware())
+    assert {row[0]: row[1:] for row in memory_table(on_cpu)[1]}["layers"] == ["0-3"]
+
+
+def test_remedies_start_with_the_smallest_change() -> None:
+    config = make_config(rule={**FOUR_GPUS, "experts": {"sockets": 2}}, **TOKENS_8K)
+    roomy = nominal_hardware(config.rule)
+    need = max(b.total for b in make_plan(V3, config, roomy).budgets if b.device.startswith("socket"))
+    tight = dataclasses.replace(
+        roomy, sockets=tuple(dataclasses.replace(s, memory_bytes=need - GIB) for s in roomy.sockets)
+    )
+    plan = make_plan(V3, config, tight)
+    assert not plan.fits and "socket 0 lacks 1.0 GiB" in shortage(plan)
+    found = remedies(V3, config, tight, {})
+    assert found[0].overrides == "rule.experts.activations=recompute"
+    assert "trainer.batch_size=4" in [r.overrides for r in found]
+
+
+def test_remedies_name_rules_that_fit_elsewhere() -> None:
+    rules = {
+        "one": RuleConfig("one", device="cuda", stages=1),
+        "four": make_config(rule=FOUR_GPUS).rule,
+    }
+    config = make_config(**TOKENS_8K)
+    found = remedies(V3, config, make_hardware(memory=16 * GIB), rules)
+    assert [r.overrides for r in found] == ["rule=four"] and "4 x 24 GB GPU" in found[0].effect
+
+
+def test_remedies_combine_when_one_change_is_not_enough() -> None:
+    config = make_config(trainer={"batch_size": 64, "micro_batch_size": 64}, data={"max_length": 4096})
+    smallest = make_config(
+        rule={"experts": {"activations": "recompute"}},
+        trainer={"batch_size": 1, "micro_batch_size": 1},
+        data={"max_length": 64},
+    )
+    dims = small_dims()
+    room = make_plan(dims, smallest, make_hardware()).budgets[0].total
+    found = remedies(dims, config, make_hardware(memory=room), {})
+    assert len(found) == 1 and "activations=recompute" in found[0].overrides
+    assert "trainer.batch_size=1" in found[0].overrides and "data.max_length=64" in found[0].overrides
+    assert remedies(dims, config, make_hardware(memory=1 << 20), {}) == ()
+
+
+def test_figures_as_text() -> None:
+    assert gib(150 * GIB) == "150 GiB" and gib(1.5 * GIB) == "1.50 GiB" and gib(3 << 20) == "3.0 MiB"
+    assert cpu_ranges((4, 0, 1, 2, 9, 8)) == "0-2,4,8-9" and cpu_ranges(()) == "any"
+    assert billions(671_026_404_352) == "671.03 B" and billions(2_630_000) == "2.63 M"

@@ -1,0 +1,127 @@
+"""Layers to stages, experts to actors."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from kt_ray.config.schema import RuleConfig
+from kt_ray.errors import UserError
+from kt_ray.placement.dims import dims_from_config
+from kt_ray.placement.split import balanced, layer_weights, split_experts, split_layers
+from tests.placement.configs import DEEPSEEK_V3, small_dims
+
+V3 = dims_from_config(DEEPSEEK_V3)
+
+
+def rule(layers: list[Any] | None) -> RuleConfig:
+    return RuleConfig(name="test", layers=layers)
+
+
+@pytest.mark.parametrize("experts", [1, 7, 8, 64, 256])
+@pytest.mark.parametrize("actors", [1, 2, 3, 4])
+def test_experts_are_divided_evenly_and_completely(experts: int, actors: int) -> None:
+    if actors > experts:
+        with pytest.raises(UserError, match="more expert actors"):
+            split_experts(experts, actors)
+        return
+    shares = split_experts(experts, actors)
+    assert [e for share in shares for e in share] == list(range(experts))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_experts_programming_error() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        split_experts(8, 0)
+
+
+def test_counts_and_ranges() -> None:
+    assert split_layers(V3, rule([31, 30]), 2).ranges == ((0, 31), (31, 61))
+    assert split_layers(V3, rule(["0-15", "16-60"]), 2).ranges == ((0, 16), (16, 61))
+    assert split_layers(V3, rule(["0-60"]), 1).devices == (None,)
+
+
+def test_patterns_first_match_wins() -> None:
+    first = {"match": r"^model\.layers\.([0-9]|[12][0-9])\.", "device": "cuda:0"}
+    rest = {"match": r"^model\.layers\..*$", "device": "cuda:1"}
+    split = split_layers(V3, rule([first, rest]), 2)
+    assert split.ranges == ((0, 30), (30, 61)) and split.devices == ("cuda:0", "cuda:1")
+    # A pattern that only names modules without a place of their own (experts) changes nothing.
+    experts = {"match": r"^model\.layers\..*\.mlp\.experts$", "device": "cuda:1"}
+    assert split_layers(V3, rule([experts, first, rest]), 2) == split
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "message"),
+    [
+        ([30, 30], 2, "do not add up"),
+        ([61, 0], 2, "do not add up"),
+        ([61], 2, "1 entries for 2 stages"),
+        (["0-15", "17-60"], 2, "leave a gap"),
+        (["0-15", "15-60"], 2, "overlap"),
+        (["0-15", "16-59"], 2, "last layer"),
+        (["0-15", "16-61"], 2, "last layer"),
+        (["0-15", "20-16"], 2, "leave a gap"),
+        (["0-15", "16-12"], 2, "run backwards"),
+        (["0-15", "rest"], 2, "neither a count, a range nor a pattern"),
+        (
+            [{"match": r"^model\.layers\.[0-9]\.", "device": "cuda:0"}],
+            1,
+            "no pattern in rule.layers matches layer 10",
+        ),
+        (
+            [
+                {"match": r"[02468]\.self_attn|[02468]\.mlp", "device": "cuda:0"},
+                {"match": ".", "device": "cuda:1"},
+            ],
+            2,
+            "divide layer 0",
+        ),
+        (
+            [{"match": r"layers\.\d*[02468]\.", "device": "cuda:0"}, {"match": ".", "device": "cuda:1"}],
+            2,
+            "separate runs",
+        ),
+        ([{"match": "(", "device": "cuda:0"}], 1, "regular expression"),
+        ([{"match": "."}], 1, "incomplete"),
+        ([{"match": ".", "device": "cuda:0"}], 2, "1 devices for 2 stages"),
+    ],
+)
+def test_faulty_layers(layers: list[Any], stages: int, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        split_layers(V3, rule(layers), stages)
+    assert caught.value.where == "rule.layers" and caught.value.remedy
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(UserError, match="more pipeline stages than layers"):
+        split_layers(small_dims(), rule(None), 5)
+
+
+def test_balanced_is_optimal() -> None:
+    rng = random.Random(0)
+    for _ in range(30):
+        weights = [rng.randint(1, 50) for _ in range(rng.randint(1, 9))]
+        n = len(weights)
+        for stages in range(1, n + 1):
+            ranges = balanced(weights, stages)
+            assert [i for a, b in ranges for i in range(a, b)] == list(range(n)) and all(
+                a < b for a, b in ranges
+            )
+            cuts = itertools.combinations(range(1, n), stages - 1)
+            best = min(max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *c, n))) for c in cuts)
+            assert max(sum(weights[a:b]) for a, b in ranges) == best
+
+
+def test_default_split_counts_embedding_and_head() -> None:
+    weights = layer_weights(V3)
+    assert sum(weights) == V3.total_params - V3.routed_params - V3.outside_params
+    ranges = split_layers(V3, rule(None), 4).ranges
+    sums = [sum(weights[a:b]) for a, b in ranges]
+    assert max(sums) / min(sums) < 1.2
+    assert (
+        ranges[0][1] - ranges[0][0] < ranges[1][1] - ranges[1][0]
+    )  # embedding and dense layers weigh on stage 0
