@@ -157,10 +157,11 @@ class Engine:
         """
         if save not in _KEEP:
             raise ValueError(f"save: {save!r}, required True, 'recompute' or False")
+        x_arg = _arg("x", x)
         y = torch.empty(x.shape, dtype=torch.float32)
         saved = self._engine.forward(
             _weights_arg(weights),
-            _arg("x", x),
+            x_arg,
             _arg("ids", ids),
             _arg("weights_TK", weights_TK),
             _lora_args(lora),
@@ -198,12 +199,13 @@ class Engine:
         """
         if saved is None:
             raise ValueError("saved: None; the forward must run with save=True or save='recompute'")
+        weights_arg, dy_arg = _weights_arg(weights), _arg("dy", dy)
         dx = torch.empty((saved.tokens, weights.gate.shape[-1]), dtype=torch.float32)
         dw = torch.empty((saved.tokens, saved.slots), dtype=torch.float32)
         self._engine.backward(
-            _weights_arg(weights),
+            weights_arg,
             saved,
-            _arg("dy", dy),
+            dy_arg,
             _lora_args(lora),
             _grad_args(lora_grads),
             _arg("dx", dx),

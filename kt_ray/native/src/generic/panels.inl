@@ -49,10 +49,7 @@ void panel_from_columns(const S* w, int64_t ld, int64_t columns, int64_t depth, 
         if constexpr (M::kPack == 1) {
             for (int64_t n = 0; n < 2 * kLanes; ++n) to[n] = from_float<T>(to_float(from[n]));
         } else {
-            for (int64_t n = 0; n < 2 * kLanes; ++n) {
-                to[2 * n] = from[n];
-                to[2 * n + 1] = from[ld + n];
-            }
+            interleave_columns(from, from + ld, to);
         }
     }
     for (int64_t step = whole; step < steps; ++step)

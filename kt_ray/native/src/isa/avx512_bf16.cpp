@@ -21,6 +21,17 @@ inline void block_from_rows(const Bf16* w, int64_t ld, Bf16* panel, int64_t step
     store_transposed(a, reinterpret_cast<char*>(panel), step * static_cast<int64_t>(sizeof(Bf16)));
 }
 
+// Two rows of 32 columns become pairs: to[2 n + q] = row q, column n.
+inline void interleave_columns(const Bf16* row0, const Bf16* row1, Bf16* to) {
+    alignas(64) static constexpr uint16_t kFirst[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,
+                                                        37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
+                                                        11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i low = _mm512_load_si512(kFirst), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    const __m512i a = _mm512_loadu_si512(row0), b = _mm512_loadu_si512(row1);
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
+    _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(a, high, b));
+}
+
 struct MicroBf16 {
     using T = Bf16;
     static constexpr int64_t kPack = 2;
