@@ -118,7 +118,8 @@ def test_needs_no_torch_and_no_ray() -> None:
         "import sys\n"
         "from kt_ray.config.compose import compose\n"
         "from kt_ray.modes.plan import run\n"
-        "assert run(compose(['mode=plan', 'model=deepseek_v3', 'rule=amx_4gpu', 'plan.hardware=4x4090_2xSPR'])) == 0\n"
+        "given = ['model=deepseek_v3', 'rule=amx_4gpu', 'plan.hardware=4x4090_2xSPR']\n"
+        "assert run(compose(['mode=plan', *given])) == 0\n"
         "heavy = {'torch', 'ray', 'transformers', 'peft'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
