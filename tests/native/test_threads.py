@@ -156,7 +156,7 @@ except MemoryError as error:
     print(error)
 """
     )
-    assert out.startswith("layer 12"), out
+    assert out.startswith("layer 12, expert 34, gate and up: cannot allocate"), out
     assert "bytes of scratch for a thread" in out
 
 

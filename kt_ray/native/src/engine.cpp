@@ -151,7 +151,7 @@ void Engine::describe(Pass& p, const Weights& w, const Routing& routing, int64_t
 
 void Engine::run(const Kernels& k, const Pass& pass, int64_t layer, const std::vector<int64_t>& expert_ids,
                  Phase phase) {
-    const size_t bytes = k.scratch_bytes(pass);
+    const size_t bytes = k.scratch_bytes(pass, phase);
     pool_->run(k.tasks(pass, phase), [&](int64_t task, int thread) {
         try {
             Buffer& scratch = thread_scratch_[thread];

@@ -119,7 +119,7 @@ struct Kernels {
     bool compute_is_bf16;
     int64_t panel_columns;
     int64_t (*tasks)(const Pass&, Phase);
-    size_t (*scratch_bytes)(const Pass&);  // per thread
+    size_t (*scratch_bytes)(const Pass&, Phase);  // per thread
     void (*run)(const Pass&, Phase, int64_t task, void* scratch);
     // The expert (local number) a task works for, -1 when it works for several.
     int32_t (*expert_of)(const Pass&, Phase, int64_t task);

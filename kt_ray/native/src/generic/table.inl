@@ -29,11 +29,15 @@ struct Entry {
         return p.lora_grads == nullptr ? 0 : p.num_groups * Moe<S, M>::grad_tasks_per_group(p);
     }
 
-    static size_t scratch_bytes(const Pass& p) { return carve<M>(p, nullptr, nullptr); }
+    static size_t scratch_bytes(const Pass& p, Phase phase) {
+        const bool copies =
+            phase == Phase::convert_x || phase == Phase::widen_x || phase == Phase::convert_dy;
+        return copies ? 0 : carve<M>(p, nullptr, nullptr);
+    }
 
     static void run(const Pass& p, Phase phase, int64_t task, void* scratch) {
         Moe<S, M> moe{p, {}};
-        carve<M>(p, static_cast<char*>(scratch), &moe.s);
+        if (scratch_bytes(p, phase) > 0) carve<M>(p, static_cast<char*>(scratch), &moe.s);
         switch (phase) {
             case Phase::convert_x:
                 return moe.convert_x(task);
