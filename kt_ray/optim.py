@@ -66,7 +66,7 @@ class LoraOptimizer:
         self._adamw = torch.optim.AdamW(
             self.parameters or [torch.nn.Parameter(torch.zeros(1))],
             lr=optim.lr,
-            betas=tuple(optim.betas),
+            betas=(optim.betas[0], optim.betas[1]),
             eps=optim.eps,
             weight_decay=optim.weight_decay,
             fused=True,

@@ -90,7 +90,9 @@ class Arena:
         if tensor.numel():
             view = _view(segment.map, offset, tensor.dtype, tuple(tensor.shape))
             view.copy_(tensor)
-        ref = TensorRef(segment.path, segment.size, offset, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        ref = TensorRef(
+            segment.path, segment.size, offset, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        )
         return ref, (index, offset, size)
 
     def free(self, block: tuple[int, int, int]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket as sockets
-import threading
 import time
 from typing import Any
 
@@ -23,16 +22,13 @@ from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named, write_shard
 from kt_ray.config.schema import OptimConfig
-from kt_ray.model.stage import Stage, StageSpec
+from kt_ray.model.spec import StageSpec
+from kt_ray.model.stage import Stage
 from kt_ray.optim import LoraOptimizer, squared_norm
 from kt_ray.placement.order import Op, worker_program
 from kt_ray.placement.types import Plan
 
 ROOT: Address = ("worker", 0)
-
-# transformers builds models under process-wide state (default dtype, patched initialisers), so
-# workers that share a process (cluster=local) build one after the other.
-_BUILDING = threading.Lock()
 
 
 class AttentionWorker:
@@ -93,8 +89,7 @@ class AttentionWorker:
         self._set_threads()
         self.doing = "loading"
         start = time.monotonic()
-        with _BUILDING:
-            self._stage = Stage(self.spec)
+        self._stage = Stage(self.spec)
         probe = self._stage.probe()
         self.load_seconds = time.monotonic() - start
         self.doing = "idle"

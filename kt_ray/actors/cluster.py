@@ -110,7 +110,9 @@ class ActorCluster(ABC):
                     results[i] = self._result(future)
                 except Exception as error:
                     if not errors:
-                        reason = f"{calls[i][0].name} failed in {calls[i][1]}: {type(error).__name__}: {error}"
+                        reason = (
+                            f"{calls[i][0].name} failed in {calls[i][1]}: {type(error).__name__}: {error}"
+                        )
                         self._abort(reason)
                         deadline = min(deadline, time.monotonic() + GRACE)
                     errors.append((calls[i][0], error))
@@ -174,7 +176,9 @@ class ActorCluster(ABC):
     def start(self) -> list[dict[str, Any]]:
         self._spawn()
         facts = self._gather(
-            [(h, "load", ()) for h in self.handles], self.specs.load_timeout, self._note_load if self._on_load else None
+            [(h, "load", ()) for h in self.handles],
+            self.specs.load_timeout,
+            self._note_load if self._on_load else None,
         )
         shapes = self._gather([(h, "collect_shapes", ()) for h in self.workers], self.specs.timeout)
         root = self.workers[0]
@@ -213,7 +217,9 @@ class ActorCluster(ABC):
     def run_pass(self, spec: PassSpec) -> PassReport:
         start = time.monotonic()
         # The actors' own deadlines fire first and say what they waited for.
-        reports = self._gather([(h, "run_pass", (spec,)) for h in self.handles], 2 * self.specs.timeout + GRACE)
+        reports = self._gather(
+            [(h, "run_pass", (spec,)) for h in self.handles], 2 * self.specs.timeout + GRACE
+        )
         workers = tuple(reports[: len(self.workers)])
         loss = sum(w.loss_sum for w in workers) / max(1, spec.loss_tokens)
         return PassReport(loss, time.monotonic() - start, workers, tuple(reports[len(self.workers) :]))

@@ -16,7 +16,9 @@ from kt_ray.actors.port import LocalPort
 class LocalHandle(Handle):
     """A plain actor and its one compute thread."""
 
-    def __init__(self, address: Address, actor: AttentionWorker | ExpertActor, compute: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, address: Address, actor: AttentionWorker | ExpertActor, compute: ThreadPoolExecutor
+    ) -> None:
         self.address = address
         self.actor = actor
         self.compute = compute
@@ -44,7 +46,16 @@ class LocalCluster(ActorCluster):
         deliver: dict[Address, Callable[[Message], None]] = {}
         port = LocalPort(deliver)
         for rank, stage in enumerate(specs.stages):
-            self._add(self.workers, ("worker", rank), AttentionWorker, self.plan, rank, stage, specs.optim, specs.timeout)
+            self._add(
+                self.workers,
+                ("worker", rank),
+                AttentionWorker,
+                self.plan,
+                rank,
+                stage,
+                specs.optim,
+                specs.timeout,
+            )
         for host in specs.experts:
             self._add(self.experts, ("experts", host.rank), ExpertActor, self.plan, host, specs.timeout)
         for handle in self.handles:

@@ -47,7 +47,9 @@ class RayActor:
             self.actor.deliver(unpack(packed, self._reader))
         except Exception as error:  # nobody waits for this call: the compute thread must hear of it
             logger.exception("message %s was lost", packed.tag)
-            self.actor.abort(f"{self._name} could not take message {packed.tag}: {type(error).__name__}: {error}")
+            self.actor.abort(
+                f"{self._name} could not take message {packed.tag}: {type(error).__name__}: {error}"
+            )
 
     @ray.method(concurrency_group="control")
     def control(self, method: str, *args: Any) -> Any:
@@ -59,4 +61,4 @@ class RayActor:
 
 
 # Two control threads: a large message being copied must not hide an abort.
-RemoteActor = ray.remote(concurrency_groups={"compute": 1, "control": 2})(RayActor)
+RemoteActor: Any = ray.remote(concurrency_groups={"compute": 1, "control": 2})(RayActor)  # type: ignore[call-overload]

@@ -126,9 +126,13 @@ class RayCluster(ActorCluster):
         for rank, stage in enumerate(self.specs.stages):
             worker = self.plan.workers[rank]
             args = (self.plan, rank, _own_device(stage), self.specs.optim, self.specs.timeout)
-            wanted.append((("worker", rank), worker.cpus, args, worker_cpus, gpu_share.get(worker.device, 0.0)))
+            wanted.append(
+                (("worker", rank), worker.cpus, args, worker_cpus, gpu_share.get(worker.device, 0.0))
+            )
         for host in self.specs.experts:
-            wanted.append((("experts", host.rank), host.cpus, (self.plan, host, self.specs.timeout), expert_cpus, 0.0))
+            wanted.append(
+                (("experts", host.rank), host.cpus, (self.plan, host, self.specs.timeout), expert_cpus, 0.0)
+            )
         bundles = [{"CPU": cpus, **({"GPU": gpus} if gpus else {})} for _, _, _, cpus, gpus in wanted]
         self._group = placement_group(bundles, strategy=self.rule.strategy)
         self._await_group(bundles)

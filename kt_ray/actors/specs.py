@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kt_ray.config.schema import Config, OptimConfig
 from kt_ray.experts import ExpertHostSpec
-from kt_ray.model.build import StageSpec
+from kt_ray.model.spec import StageSpec
 from kt_ray.placement.types import Plan
 
 

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -97,13 +98,17 @@ class ExpertHost:
         layout = ExpertLayout.detect(index)
         outside = [e for e in spec.experts if e >= layout.num_experts]
         if outside:
-            raise ValueError(f"expert actor {spec.rank}: experts {outside} but the checkpoint has {layout.num_experts}")
+            raise ValueError(
+                f"expert actor {spec.rank}: experts {outside} but the checkpoint has {layout.num_experts}"
+            )
         layers = layout.moe_layers
         element = 2 if layout.dtype == torch.bfloat16 else 4
         per_layer = 3 * len(spec.experts) * layout.hidden * layout.intermediate * element
         with PreferNode(spec.node):
             for done, layer in enumerate(layers):
-                gate, up, down = load_experts(index, layout, layer, spec.experts, threads=min(4, spec.threads))
+                gate, up, down = load_experts(
+                    index, layout, layer, spec.experts, threads=min(4, spec.threads)
+                )
                 self.weights[layer] = ExpertWeights(gate, up, down, layer=layer, expert_ids=spec.experts)
                 self.names[layer] = [layout.names(layer, e) for e in spec.experts]
                 if progress is not None:
@@ -139,7 +144,9 @@ class ExpertHost:
         """Forget kept activations; dropout is on in training passes only."""
         self._saved.clear()
         p = self.spec.lora.dropout
-        self._dropout = DropoutSpec(p=p, seed=self.spec.seed, step=step) if train and p > 0 and self.lora else None
+        self._dropout = (
+            DropoutSpec(p=p, seed=self.spec.seed, step=step) if train and p > 0 and self.lora else None
+        )
 
     def local_ids(self, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
         """Global expert ids [T, K] to local ones; experts held elsewhere become n (no expert)."""
@@ -168,7 +175,7 @@ class ExpertHost:
             y [T, H] float32.
         """
         start = time.monotonic()
-        save: bool | str = False
+        save: bool | Literal["recompute"] = False
         if keep:
             save = "recompute" if self.spec.activations == "recompute" else True
         y, saved = self.engine.forward(

@@ -11,8 +11,9 @@ from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, eval_waves, load_data
 from kt_ray.demo import resolve_model_dir
 from kt_ray.errors import UserError
-from kt_ray.model.build import StageSpec, build_on_meta
+from kt_ray.model.build import build_on_meta
 from kt_ray.model.lora import resolve_targets
+from kt_ray.model.spec import StageSpec
 from kt_ray.placement.dims import dims_from_dir
 from kt_ray.placement.hardware import this_host
 from kt_ray.placement.plan import make_plan
@@ -127,4 +128,3 @@ def _schedule(config: Config, plan: Plan, data: DataBundle) -> Schedule:
         train=batches.waves,
         evaluate=held_out,
     )
-

@@ -41,9 +41,7 @@ def resume_point(prepared: Prepared, rundir: RunDir) -> ResumePoint | None:
     if rundir.checkpoint is None:
         return None
     manifest = Manifest.load(rundir.checkpoint)
-    manifest.require(
-        model=prepared.index.fingerprint, fields=_fields(prepared), where=str(rundir.checkpoint)
-    )
+    manifest.require(model=prepared.index.fingerprint, fields=_fields(prepared), where=str(rundir.checkpoint))
     return ResumePoint(rundir.checkpoint, manifest)
 
 
@@ -55,7 +53,11 @@ def save_checkpoint(prepared: Prepared, rundir: RunDir, cluster: Cluster, taken:
     manifest = Manifest(
         step=taken,
         seed=prepared.config.seed,
-        data={"next_step": taken, "epoch": taken // steps_per_epoch, "step_in_epoch": taken % steps_per_epoch},
+        data={
+            "next_step": taken,
+            "epoch": taken // steps_per_epoch,
+            "step_in_epoch": taken % steps_per_epoch,
+        },
         model=prepared.index.fingerprint,
         fields=_fields(prepared),
         shards=tuple(shards),

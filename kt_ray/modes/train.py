@@ -52,7 +52,9 @@ def run(config: Config) -> int:
                 cluster.restore(str(resume.directory), resume.manifest.step)
                 first_step = resume.manifest.step
                 console().print(f"resumed from {resume.directory} after step {first_step}", markup=False)
-            tracker.start(rundir.path, plain(config), rundir.wandb_id, first_step=first_step + 1 if first_step else 0)
+            tracker.start(
+                rundir.path, plain(config), rundir.wandb_id, first_step=first_step + 1 if first_step else 0
+            )
             summary = _train(prepared, rundir, cluster, tracker, first_step)
             write_adapter(prepared, rundir.adapter, cluster)
             # Once more at the end: how many kernel calls ran, and where.
@@ -113,7 +115,10 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
         out.print(line, markup=False)
         logger.info("%s", line)
     steps = prepared.schedule.total_steps
-    out.print(f"{steps} steps of {config.trainer.batch_size} rows, {len(prepared.data.train)} rows in all", markup=False)
+    out.print(
+        f"{steps} steps of {config.trainer.batch_size} rows, {len(prepared.data.train)} rows in all",
+        markup=False,
+    )
     if config.trainer.preview:
         print_preview(preview_rows(prepared.data.train, prepared.data.tokenizer, config.trainer.preview), out)
 
@@ -135,7 +140,10 @@ def _train(
 ) -> Summary:
     config = prepared.config
     shown = TrainProgress(
-        prepared.schedule.total_steps, first_step, live=config.tracking.progress, log_every=config.trainer.log_every
+        prepared.schedule.total_steps,
+        first_step,
+        live=config.tracking.progress,
+        log_every=config.trainer.log_every,
     )
 
     def on_step(metrics: StepMetrics) -> None:

@@ -65,14 +65,14 @@ def step_metrics(
         expert_tflops_backward=tflops(
             expert_flops(slots_backward, *sizes, "backward", rank=rank, recompute=recompute), backward
         ),
-        expert_tflops_forward_reference=tflops(expert_flops_reference(slots_forward, *sizes, "forward"), forward),
+        expert_tflops_forward_reference=tflops(
+            expert_flops_reference(slots_forward, *sizes, "forward"), forward
+        ),
         expert_tflops_backward_reference=tflops(
             expert_flops_reference(slots_backward, *sizes, "backward"), backward
         ),
         host_rss_bytes=rss,
-        gpu_memory_bytes={
-            plan.workers[w.rank].device: w.gpu_bytes for w in report.workers if w.gpu_bytes
-        },
+        gpu_memory_bytes={plan.workers[w.rank].device: w.gpu_bytes for w in report.workers if w.gpu_bytes},
         expert_load_imbalance=expert_load_imbalance(_histogram(plan, report)),
     )
 

@@ -121,7 +121,12 @@ class Trainer:
         self._passes += 1
         loss_tokens = sum(mb.loss_tokens for wave in waves for group in wave for mb in group)
         spec = PassSpec(
-            number=self._passes, step=step, kind=kind, seed=self.config.seed, waves=waves, loss_tokens=loss_tokens
+            number=self._passes,
+            step=step,
+            kind=kind,
+            seed=self.config.seed,
+            waves=waves,
+            loss_tokens=loss_tokens,
         )
         return spec, self.cluster.run_pass(spec)
 

@@ -20,7 +20,13 @@ from tests.helpers.runs import config_for, local_cluster, one_pass, plan_for, st
 pytestmark = pytest.mark.ray
 
 BATCHES = [random_rows(8, seed=s) for s in range(3)]
-COMMON = ("cluster=ray", "cluster.address=local", "cluster.dashboard=false", "optim.lr=0.02", "lora.dropout=0.1")
+COMMON = (
+    "cluster=ray",
+    "cluster.address=local",
+    "cluster.dashboard=false",
+    "optim.lr=0.02",
+    "lora.dropout=0.1",
+)
 
 
 def ray_cluster(path: Path, config: Config, name: str) -> RayCluster:
@@ -93,7 +99,11 @@ def test_shutdown_leaves_no_process(checkpoint: Path) -> None:
 
 def test_resources_that_never_come(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = config_for(
-        checkpoint, *COMMON, "rule=cpu_1worker_1socket", "rule.ray.expert_cpus=9999", "cluster.start_timeout=3"
+        checkpoint,
+        *COMMON,
+        "rule=cpu_1worker_1socket",
+        "rule.ray.expert_cpus=9999",
+        "cluster.start_timeout=3",
     )
     cluster = ray_cluster(checkpoint, config, "test-wait")
     try:

@@ -64,7 +64,13 @@ def waves_of(rows: Sequence[Row], config: Config, plan: Plan) -> Wave:
 
 
 def one_pass(
-    cluster: ActorCluster, waves: Wave, kind: str = "train", *, number: int = 1, step: int = 0, logits: bool = False
+    cluster: ActorCluster,
+    waves: Wave,
+    kind: str = "train",
+    *,
+    number: int = 1,
+    step: int = 0,
+    logits: bool = False,
 ) -> PassSpec:
     """The description of one pass over `waves`."""
     tokens = sum(mb.loss_tokens for replica in waves for group in replica for mb in group)
@@ -91,7 +97,9 @@ def steps(
     return trainer.summary.losses
 
 
-def by_row(logits: Sequence[Sequence[Tensor]], wave_of_replica: Sequence[Sequence[MicroBatch]]) -> dict[int, Tensor]:
+def by_row(
+    logits: Sequence[Sequence[Tensor]], wave_of_replica: Sequence[Sequence[MicroBatch]]
+) -> dict[int, Tensor]:
     """sample id -> logits [length, V], out of a worker's logits per group and micro-batch."""
     rows: dict[int, Tensor] = {}
     for group, tensors in zip(wave_of_replica, logits, strict=True):
