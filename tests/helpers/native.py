@@ -6,11 +6,10 @@ feed independent random data, so the errors of the elements of a dot product are
 the dot product of rounded data has the same relative error, measured in the Euclidean norm over the
 whole result, as its data. s such storings one after another therefore give sqrt(s) * u_storage /
 sqrt(3); SiLU, with a derivative below 1.1, changes nothing of note. A float32 sum of n products adds a
-random walk of n roundings of partial sums, sqrt(n) * u_float32. The tolerance is twice the first
-plus four times the second (small cases scatter around their expectation; a wrong mask, scale, row or
-pad is orders of magnitude larger):
+random walk of n roundings of partial sums, sqrt(n) * u_float32. The tolerance is twice their sum (small cases
+scatter around their expectation; a wrong mask, scale, row or pad is orders of magnitude larger):
 
-    || engine - reference || <= (2 sqrt(s / 3) u_storage + 4 sqrt(n) u_float32) || reference ||
+    || engine - reference || <= 2 (sqrt(s / 3) u_storage + sqrt(n) u_float32) || reference ||
 
 s counts the storings on the longest path. Forward: x (if it was float32), gate, up, act. Backward: those
 of gate and up, then dy, act, and the gradients of gate and up. With float32 weights a storing is exact.
@@ -41,7 +40,7 @@ def tolerance(dtype: torch.dtype, depth: int, storings: int) -> float:
         storings: roundings to storage type on the longest path.
     """
     u_storage = 2.0**-8 if dtype == torch.bfloat16 else 0.0
-    return 2 * math.sqrt(storings / 3) * u_storage + 4 * math.sqrt(depth) * 2.0**-24
+    return 2 * (math.sqrt(storings / 3) * u_storage + math.sqrt(depth) * 2.0**-24)
 
 
 @dataclass(frozen=True)
