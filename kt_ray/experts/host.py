@@ -83,7 +83,8 @@ class ExpertHost:
         self.load_seconds = 0.0
         self.weight_bytes = 0
         self._grads: dict[int, ExpertLora] = {}
-        self._saved: dict[tuple[int, int], Saved] = {}
+        # (layer, group) -> what its backward needs, and its routed slots
+        self._saved: dict[tuple[int, int], tuple[Saved, int]] = {}
         self._dropout: DropoutSpec | None = None
         self._optimizer: LoraOptimizer | None = None
         self._parameters: dict[int, dict[str, torch.nn.Parameter]] = {}
@@ -188,13 +189,13 @@ class ExpertHost:
             keys=keys,
             save=save,
         )
-        if saved is not None:
-            self._saved[layer, group] = saved
-            kept = sum(s.bytes for s in self._saved.values())
-            self.counters.kept_bytes_peak = max(self.counters.kept_bytes_peak, kept)
         held = len(self.spec.experts)
         counts = torch.bincount(ids.reshape(-1), minlength=held + 1)[:held].tolist()
         self.counters.forward_slots += sum(counts)
+        if saved is not None:
+            self._saved[layer, group] = saved, sum(counts)
+            kept = sum(s.bytes for s, _ in self._saved.values())
+            self.counters.kept_bytes_peak = max(self.counters.kept_bytes_peak, kept)
         seen = self.counters.tokens_per_expert.setdefault(layer, [0] * held)
         for i, count in enumerate(counts):
             seen[i] += count
@@ -207,13 +208,13 @@ class ExpertHost:
         LoRA gradients are added to the ones kept here.
         """
         start = time.monotonic()
-        saved = self._saved.pop((layer, group))
+        saved, slots = self._saved.pop((layer, group))
         dx, dw = self.engine.backward(
             self.weights[layer], saved, dy, lora=self.lora.get(layer), lora_grads=self._grads.get(layer)
         )
-        self.counters.backward_slots += saved.slots
+        self.counters.backward_slots += slots
         if self.spec.activations == "recompute":
-            self.counters.recomputed_slots += saved.slots
+            self.counters.recomputed_slots += slots
         self.counters.backward_seconds += time.monotonic() - start
         return dx, dw
 
