@@ -52,24 +52,24 @@ class RunDir:
     continued: bool = False
 
     @classmethod
-    def create(cls, config: Config) -> RunDir:
+    def create(cls, config: Config, checkpoint: Path | None = None) -> RunDir:
         """Make or find the directory that `run` and `trainer.resume` ask for, and write its config.yaml.
+
+        Args:
+            config: the run's configuration.
+            checkpoint: what `checkpoint_to_resume` found earlier; None = looked for here.
 
         Raises:
             UserError: the name is no plain directory name, the place cannot be written, the
                 directory already holds a run, or there is nothing to resume from.
         """
-        root = Path(config.run.root).expanduser().absolute()
-        if config.run.name is not None:
-            _check_name(config.run.name)
-        named = root / config.run.name if config.run.name is not None else None
+        checkpoint = checkpoint or checkpoint_to_resume(config)
+        root, named = _root_and_named(config)
         try:
-            if config.trainer.resume is None:
+            if checkpoint is None:
                 run = cls(_fresh(root, named, config))
-            elif config.trainer.resume == "latest":
-                run = _resume_latest(root, named, config.model.name)
             else:
-                run = _resume_from(Path(config.trainer.resume).expanduser().absolute(), root, named, config)
+                run = _resumed(checkpoint, root, named, config)
             run.write_config(config)
         except OSError as error:
             raise UserError(
@@ -132,6 +132,20 @@ class RunDir:
         write_atomic(self.path / "wandb_id", run_id + "\n")
 
 
+def checkpoint_to_resume(config: Config) -> Path | None:
+    """The checkpoint that `trainer.resume` names; None = start afresh. Only looks: nothing is written.
+
+    Raises:
+        UserError: as `RunDir.create`.
+    """
+    root, named = _root_and_named(config)
+    if config.trainer.resume is None:
+        return None
+    if config.trainer.resume == "latest":
+        return _latest_checkpoint(root, named, config.model.name)
+    return _named_checkpoint(Path(config.trainer.resume).expanduser().absolute())
+
+
 def write_atomic(path: Path, text: str) -> None:
     """Write beside and rename: a reader, or a crash, sees the old file or the whole new one."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -177,6 +191,15 @@ def _check_name(name: str) -> None:
             required="one name without '/'",
             remedy="give a plain run.name=..., and put the directory into run.root=...",
         )
+
+
+def _root_and_named(config: Config) -> tuple[Path, Path | None]:
+    """run.root, and the run directory when it is named."""
+    root = Path(config.run.root).expanduser().absolute()
+    if config.run.name is None:
+        return root, None
+    _check_name(config.run.name)
+    return root, root / config.run.name
 
 
 def _fresh(root: Path, named: Path | None, config: Config) -> Path:
@@ -234,7 +257,7 @@ def _clear(run: Path) -> None:
         (run / name).unlink(missing_ok=True)
 
 
-def _resume_latest(root: Path, named: Path | None, model: str) -> RunDir:
+def _latest_checkpoint(root: Path, named: Path | None, model: str) -> Path:
     if named is not None:
         found = find_checkpoints(named)
         if not found:
@@ -246,7 +269,7 @@ def _resume_latest(root: Path, named: Path | None, model: str) -> RunDir:
                 required="a run with a complete checkpoint under checkpoints/",
                 remedy="check run.name and run.root, or leave out trainer.resume to start afresh",
             )
-        return RunDir(named, found[-1], continued=True)
+        return found[-1]
     candidates = []
     for config_file in root.glob(f"*/{_CONFIG}"):
         found = find_checkpoints(config_file.parent)
@@ -258,13 +281,10 @@ def _resume_latest(root: Path, named: Path | None, model: str) -> RunDir:
             where=str(root),
             remedy="give run.name or run.root, or leave out trainer.resume to start afresh",
         )
-    checkpoint = max(candidates)[1]
-    run = RunDir(checkpoint.parent.parent, checkpoint, continued=True)
-    log.warning("resuming the newest run of %s: %s, %s", model, run.path, checkpoint.name)
-    return run
+    return max(candidates)[1]
 
 
-def _resume_from(checkpoint: Path, root: Path, named: Path | None, config: Config) -> RunDir:
+def _named_checkpoint(checkpoint: Path) -> Path:
     if not (checkpoint / "manifest.json").exists():
         raise UserError(
             "trainer.resume names no complete checkpoint",
@@ -274,10 +294,17 @@ def _resume_from(checkpoint: Path, root: Path, named: Path | None, config: Confi
             remedy="see runs/<name>/checkpoints for those that exist",
         )
     # "latest" inside checkpoints/ is a link to the step's directory.
-    checkpoint = checkpoint.resolve()
+    return checkpoint.resolve()
+
+
+def _resumed(checkpoint: Path, root: Path, named: Path | None, config: Config) -> RunDir:
+    """The checkpoint's own run, or a new one that begins with it."""
     holder = checkpoint.parent.parent
+    latest = config.trainer.resume == "latest"
     is_run = checkpoint.parent.name == "checkpoints" and (holder / _CONFIG).exists()
-    if is_run and (named is None or named.resolve() == holder):
+    if latest or (is_run and (named is None or named.resolve() == holder)):
+        if latest and named is None:
+            log.warning("resuming the newest run of %s: %s, %s", config.model.name, holder, checkpoint.name)
         return RunDir(holder, checkpoint, continued=True)
     return RunDir(_fresh(root, named, config), checkpoint)
 

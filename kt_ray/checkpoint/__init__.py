@@ -12,7 +12,12 @@ from kt_ray.checkpoint.experts import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.load_experts import load_experts
 from kt_ray.checkpoint.manifest import Manifest, ShardInfo, list_checkpoints
-from kt_ray.checkpoint.non_experts import LoadReport, load_non_experts, materialize_buffers
+from kt_ray.checkpoint.non_experts import (
+    LoadReport,
+    check_non_experts,
+    load_non_experts,
+    materialize_buffers,
+)
 from kt_ray.checkpoint.peft_config import AdapterInfo, adapter_config
 from kt_ray.checkpoint.safetensors_file import TensorInfo
 from kt_ray.checkpoint.training import (
@@ -37,6 +42,7 @@ __all__ = [
     "adapter_config",
     "adapter_layout",
     "begin_checkpoint",
+    "check_non_experts",
     "commit_checkpoint",
     "create_adapter",
     "find_checkpoint",

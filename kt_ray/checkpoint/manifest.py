@@ -149,7 +149,8 @@ class Manifest:
                 where=where,
                 observed=", ".join(f"{k}={now.get(k)}" for k in changed),
                 required=", ".join(f"{k}={self.fields.get(k)}" for k in changed),
-                remedy="set these keys as required, or start without trainer.resume",
+                remedy="set these keys as required (data: the same rows, tokenizer and data.max_length), "
+                "or start without trainer.resume",
             )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -99,15 +101,7 @@ def load_non_experts(
     for name in wanted:
         if name not in placed and name in tied and tied[name] in placed:
             placed[name] = placed[tied[name]]
-    missing = sorted(set(wanted) - set(placed))
-    if missing:
-        raise UserError(
-            "checkpoint lacks weights of the model",
-            where=str(index.path),
-            observed=f"missing: {some(missing)}",
-            required=f"{len(wanted)} tensors outside the routed experts",
-            remedy=_AGAIN,
-        )
+    _check_complete(index, wanted, placed)
     parameters: dict[int, torch.nn.Parameter] = {}
     for name in wanted:
         _assign(index, module, name, placed[name], parameters)
@@ -118,6 +112,72 @@ def load_non_experts(
     report.unexpected.sort()
     report.ignored.sort()
     return report
+
+
+def check_non_experts(
+    index: CheckpointIndex, module: PreTrainedModel, *, layout: ExpertLayout | None = None
+) -> None:
+    """What `load_non_experts` of the whole model would refuse, found in the headers alone.
+
+    Args:
+        index: the checkpoint.
+        module: a `...ForCausalLM` built under `torch.device("meta")`.
+        layout: the routed experts, which are passed over; None = detected here.
+
+    Raises:
+        UserError: missing keys, wrong shapes (of tensors that are loaded as they are), quantised tensors.
+    """
+    layout = layout or ExpertLayout.detect(index)
+    everything = (0, sys.maxsize)
+    wanted = _wanted(module, everything, True, True)
+    tied = _tied(module)
+    sources = set(wanted) | {tied[name] for name in wanted if name in tied}
+    found: set[str] = set()
+    mapping = _map_keys(index, module, layout, sources, everything, LoadReport())
+    for target, (converter, keys) in mapping.items():
+        _check_formats(index, keys)
+        found.add(target)
+        if converter is not None:
+            first = converter.target_patterns[0]
+            found |= {target.replace(first, pattern) for pattern in converter.target_patterns}
+        elif target in wanted:
+            _check_shape(index, target, index.tensors[keys[-1][0]].shape, wanted[target].shape)
+    _check_complete(index, wanted, {n for n in wanted if n in found or tied.get(n) in found})
+
+
+def _check_complete(index: CheckpointIndex, wanted: Collection[str], found: Collection[str]) -> None:
+    missing = sorted(set(wanted) - set(found))
+    if missing:
+        raise UserError(
+            "checkpoint lacks weights of the model",
+            where=str(index.path),
+            observed=f"missing: {some(missing)}",
+            required=f"{len(wanted)} tensors outside the routed experts",
+            remedy=_AGAIN,
+        )
+
+
+def _check_formats(index: CheckpointIndex, keys: Iterable[tuple[str, str]]) -> None:
+    for key, _ in keys:
+        if index.tensors[key].dtype not in _PLAIN:
+            raise UserError(
+                "weights outside the experts are in a format that is not supported",
+                where=f"{index.tensors[key].file}, tensor {key}",
+                observed=index.tensors[key].dtype,
+                required="BF16, F16 or F32",
+                remedy="use a bfloat16 or float32 checkpoint of this model",
+            )
+
+
+def _check_shape(index: CheckpointIndex, name: str, observed: Sequence[int], required: Sequence[int]) -> None:
+    if tuple(observed) != tuple(required):
+        raise UserError(
+            "checkpoint and model disagree about a shape",
+            where=f"{index.path}, {name}",
+            observed=list(observed),
+            required=list(required),
+            remedy=_AGAIN,
+        )
 
 
 def _wanted(
@@ -208,15 +268,7 @@ def _realise(
     converter: WeightConverter | None,
     keys: list[tuple[str, str]],
 ) -> dict[str, torch.Tensor]:
-    for key, _ in keys:
-        if index.tensors[key].dtype not in _PLAIN:
-            raise UserError(
-                "weights outside the experts are in a format that is not supported",
-                where=f"{index.tensors[key].file}, tensor {key}",
-                observed=index.tensors[key].dtype,
-                required="BF16, F16 or F32",
-                remedy="use a bfloat16 or float32 checkpoint of this model",
-            )
+    _check_formats(index, keys)
     if converter is None:
         return {target: read_tensor(index.tensors[keys[-1][0]])}
     transform = copy.deepcopy(converter)
@@ -250,14 +302,7 @@ def _assign(
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     empty = getattr(owner, leaf)
-    if empty.shape != value.shape:
-        raise UserError(
-            "checkpoint and model disagree about a shape",
-            where=f"{index.path}, {name}",
-            observed=list(value.shape),
-            required=list(empty.shape),
-            remedy=_AGAIN,
-        )
+    _check_shape(index, name, value.shape, empty.shape)
     if leaf in owner._parameters:
         parameter = parameters.setdefault(id(value), torch.nn.Parameter(value, requires_grad=False))
         owner._parameters[leaf] = parameter

@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 
-from kt_ray.checkpoint import CheckpointIndex, ExpertLayout
+from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, check_non_experts
 from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, eval_waves, load_data
 from kt_ray.demo import resolve_model_dir
@@ -14,6 +14,7 @@ from kt_ray.errors import UserError
 from kt_ray.model.build import build_on_meta
 from kt_ray.model.lora import resolve_targets
 from kt_ray.model.spec import StageSpec
+from kt_ray.native import ISA_VARIABLE, available_isas, select_isa
 from kt_ray.placement.dims import dims_from_dir
 from kt_ray.placement.hardware import this_host
 from kt_ray.placement.plan import make_plan
@@ -49,13 +50,9 @@ def prepare(config: Config) -> Prepared:
     """
     model_dir = os.path.abspath(resolve_model_dir(config.model))
     dims = dims_from_dir(model_dir)
-    if dims.refusal is not None:
-        raise UserError(
-            f"{dims.model_type} cannot be trained from this checkpoint",
-            where=model_dir,
-            observed=dims.refusal,
-            remedy="give model.path a checkpoint whose experts are BF16 or F32",
-        )
+    # The plan refuses what cannot be trained, by name, before any file is opened.
+    plan = make_plan(dims, config, this_host())
+    _check_isa(config)
     index = CheckpointIndex.open(model_dir)
     layout = ExpertLayout.detect(index)
     layout.check(
@@ -64,13 +61,29 @@ def prepare(config: Config) -> Prepared:
         hidden=dims.hidden_size,
         intermediate=dims.expert_intermediate,
     )
-    plan = make_plan(dims, config, this_host())
     _check_fits(plan)
     whole = build_on_meta(_meta_spec(config, dims, model_dir))
+    check_non_experts(index, whole.causal, layout=layout)
     resolve_targets(config.lora.target_modules, whole.lora_names)
     data = load_data(config, model_dir, config.seed)
     schedule = _schedule(config, plan, data)
     return Prepared(config, model_dir, index, plan, data, schedule, tuple(whole.lora_names))
+
+
+def _check_isa(config: Config) -> None:
+    """Refuse a forced instruction set before an expert actor does; KT_RAY_ISA overrides "auto"."""
+    isa = config.rule.experts.isa
+    try:
+        select_isa(isa)
+    except ValueError:
+        key, value = ("rule.experts.isa", isa) if isa != "auto" else (ISA_VARIABLE, os.environ[ISA_VARIABLE])
+        raise UserError(
+            "the forced instruction set is not available",
+            where=f"{key} on this host",
+            observed=value,
+            required=", ".join(("auto", *available_isas())),
+            remedy=f"unset {key}" if isa == "auto" else f"set {key}=auto",
+        ) from None
 
 
 def _meta_spec(config: Config, dims: ModelDims, model_dir: str) -> StageSpec:
@@ -94,7 +107,8 @@ def _check_fits(plan: Plan) -> None:
                 where=budget.device,
                 observed=f"{budget.total / 1e9:.1f} GB needed",
                 required=f"at most {budget.capacity / 1e9:.1f} GB",
-                remedy="run the same command with mode=plan: it lists every item and the rule or option that fits",
+                remedy="run the same command with mode=plan: it lists every item, and the rule or option "
+                "that fits",
             )
 
 

@@ -19,8 +19,9 @@ from kt_ray.checkpoint.training import (
     step_name,
 )
 from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
 from kt_ray.modes.prepare import Prepared
-from kt_ray.rundir import RunDir
+from kt_ray.rundir import RunDir, checkpoint_to_resume
 from kt_ray.train.cluster import Cluster
 
 
@@ -32,17 +33,29 @@ class ResumePoint:
     manifest: Manifest
 
 
-def resume_point(prepared: Prepared, rundir: RunDir) -> ResumePoint | None:
+def resume_point(prepared: Prepared) -> ResumePoint | None:
     """The checkpoint that this run goes on from, checked against model, data and settings; None = none.
 
+    Writes nothing: a run that may not be continued is left as it was.
+
     Raises:
-        UserError: damaged files, another model, other data or settings.
+        UserError: nothing to resume, damaged files, another model, other data or settings, or a
+            checkpoint beyond this run's last step.
     """
-    if rundir.checkpoint is None:
+    checkpoint = checkpoint_to_resume(prepared.config)
+    if checkpoint is None:
         return None
-    manifest = Manifest.load(rundir.checkpoint)
-    manifest.require(model=prepared.index.fingerprint, fields=_fields(prepared), where=str(rundir.checkpoint))
-    return ResumePoint(rundir.checkpoint, manifest)
+    manifest = Manifest.load(checkpoint)
+    manifest.require(model=prepared.index.fingerprint, fields=_fields(prepared), where=str(checkpoint))
+    if manifest.step > prepared.schedule.total_steps:
+        raise UserError(
+            "the checkpoint lies beyond the last step of this run",
+            where=str(checkpoint),
+            observed=f"step {manifest.step}",
+            required=f"at most step {prepared.schedule.total_steps} (trainer.max_steps or trainer.epochs)",
+            remedy=f"set trainer.max_steps to more than {manifest.step}, or resume an earlier one",
+        )
+    return ResumePoint(checkpoint, manifest)
 
 
 def save_checkpoint(prepared: Prepared, rundir: RunDir, cluster: Cluster, taken: int) -> Path:

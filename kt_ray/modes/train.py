@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.actors.specs import actor_specs
-from kt_ray.checkpoint import adapter as adapters
 from kt_ray.config.schema import Config
 from kt_ray.modes.prepare import Prepared, prepare
 from kt_ray.modes.saving import resume_point, save_checkpoint, write_adapter
@@ -28,10 +26,10 @@ logger = logging.getLogger(__name__)
 def run(config: Config) -> int:
     """Train. Returns the exit code; a user's mistake raises UserError before Ray is touched."""
     prepared = prepare(config)
-    rundir = RunDir.create(config)
+    resume = resume_point(prepared)
+    rundir = RunDir.create(config, resume.directory if resume else None)
     setup_logging(rundir)
     _announce(prepared, rundir)
-    resume = resume_point(prepared, rundir)
     rundir.write_plan(plan_to_dict(prepared.plan))
     rundir.write_env(environment())
     progress = LoadProgress(live=config.tracking.progress)
@@ -102,7 +100,8 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
     for worker in plan.workers:
         start, stop = worker.layers
         out.print(
-            f"attention worker {worker.rank}: layers {start}-{stop - 1} on {worker.device}, {worker.threads} threads",
+            f"attention worker {worker.rank}: layers {start}-{stop - 1} on {worker.device}, "
+            f"{worker.threads} threads",
             markup=False,
         )
     for actor in plan.experts:

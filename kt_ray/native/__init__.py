@@ -2,7 +2,17 @@
 
 from kt_ray.native._native import Saved
 from kt_ray.native.engine import Engine
+from kt_ray.native.isa import ENV as ISA_VARIABLE
 from kt_ray.native.isa import available_isas, select_isa
 from kt_ray.native.types import DropoutSpec, ExpertLora, ExpertWeights
 
-__all__ = ["DropoutSpec", "Engine", "ExpertLora", "ExpertWeights", "Saved", "available_isas", "select_isa"]
+__all__ = [
+    "ISA_VARIABLE",
+    "DropoutSpec",
+    "Engine",
+    "ExpertLora",
+    "ExpertWeights",
+    "Saved",
+    "available_isas",
+    "select_isa",
+]

@@ -92,12 +92,15 @@ def _stages(rule: RuleConfig, device: str, hardware: Hardware, dims: ModelDims) 
     stages = stages_named(rule, default=max(1, min(present // rule.replicas, dims.num_layers)))
     if stages * rule.replicas > present:
         fewer = f"rule.stages={max(1, present // rule.replicas)}"
+        other = "rule=auto"
+        if rule.name == "auto":  # what asks for GPUs is then a key of its own
+            other = "rule.layers=null" if rule.layers else "rule.device=cpu"
         raise UserError(
             "the rule needs more GPUs than there are",
             where=f"rule {rule.name} ({counted(stages, 'stage')}, {counted(rule.replicas, 'replica')})",
             observed=f"{counted(present, 'GPU')} on {hardware.source}",
             required=counted(stages * rule.replicas, "GPU"),
-            remedy=f"set {fewer if present >= rule.replicas else 'rule=auto'}, or mode=plan to see the plan",
+            remedy=f"set {fewer if present >= rule.replicas else other}, or mode=plan to see the plan",
         )
     return stages
 
