@@ -16,6 +16,7 @@ from transformers.core_model_loading import Chunk, WeightConverter
 from kt_ray.checkpoint import (
     CheckpointIndex,
     ExpertLayout,
+    check_non_experts,
     load_experts,
     load_non_experts,
     materialize_buffers,
@@ -51,6 +52,7 @@ def test_equals_from_pretrained(tmp_path: Path, make_model: Make, family: str, d
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     model = meta_model(path, dtype)
     index = CheckpointIndex.open(path)
+    check_non_experts(index, model)
     report = load_non_experts(index, model, layers=(0, 3), dtype=dtype, device="cpu")
     materialize_buffers(model, "cpu")
 
@@ -113,6 +115,7 @@ def test_one_stage_loads_its_own_layers_only(tmp_path: Path, make_model: Make, f
 def test_tied_embeddings_share_one_tensor(tmp_path: Path, make_model: Make) -> None:
     path = saved(tmp_path, make_model("qwen3_moe", tie_word_embeddings=True))
     index = CheckpointIndex.open(path)
+    check_non_experts(index, model)
     assert "lm_head.weight" not in index.tensors
     model = meta_model(path, torch.float32)
     load_non_experts(index, model, layers=(0, 3), dtype=torch.float32, device="cpu")
@@ -165,6 +168,7 @@ def test_converters_of_the_family_are_applied(
     split = WeightConverter("mlp.both.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Chunk(dim=0)])
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: [split])
     model = meta_model(path, torch.float32)
+    check_non_experts(CheckpointIndex.open(path), model)
     report = load_non_experts(
         CheckpointIndex.open(path), model, layers=(0, 1), dtype=torch.float32, device="cpu"
     )
@@ -187,10 +191,13 @@ def test_refused_with_a_remedy(tmp_path: Path, make_model: Make, case: str) -> N
     change, message = REFUSED[case]
     path = saved(tmp_path, make_model("deepseek_v3"))
     _edit(path, change)
-    model = meta_model(path, torch.float32)
+    model, index = meta_model(path, torch.float32), CheckpointIndex.open(path)
+    with pytest.raises(UserError) as early:  # from the headers alone
+        check_non_experts(index, model)
     with pytest.raises(UserError) as caught:
-        load_non_experts(CheckpointIndex.open(path), model, layers=(0, 3), dtype=torch.float32, device="cpu")
+        load_non_experts(index, model, layers=(0, 3), dtype=torch.float32, device="cpu")
     assert message in str(caught.value) and caught.value.remedy
+    assert str(early.value) == str(caught.value)
 
 
 def test_scaled_rotary_table(tmp_path: Path, make_model: Make) -> None:
