@@ -241,7 +241,10 @@ def show_summary(summary: Summary, screen: Console | None = None) -> None:
     target = screen or shared_console()
     log.info("finished\n%s", summary.text())
     if target.is_terminal:
-        target.print(Panel(Text(summary.text()), title="finished", title_align="left", expand=False))
+        # What a user copies stays outside the box, which would wrap it.
+        figures, _, snippet = summary.text().partition("\n\n")
+        target.print(Panel(Text(figures), title="finished", title_align="left", expand=False))
+        target.print(snippet, markup=False, soft_wrap=True)
     else:
         # Without a terminal a box would wrap, and nothing in it could be copied.
         target.print(summary.text(), markup=False, soft_wrap=True)
