@@ -60,8 +60,10 @@ def make_layer(shape: str, tokens: int, rank: int, dtype: torch.dtype) -> Layer:
     def adapter(out: int, features: int) -> torch.Tensor:
         return torch.randn(e, out, features) * features**-0.5
 
-    matrices = ((rank, h), (i, rank), (rank, h), (i, rank), (rank, i), (h, rank))
-    lora = ExpertLora(*(adapter(*m) for m in matrices), scale=1.0) if rank else None
+    lora = None
+    if rank:
+        gate_up = adapter(rank, h), adapter(i, rank), adapter(rank, h), adapter(i, rank)
+        lora = ExpertLora(*gate_up, adapter(rank, i), adapter(h, rank), scale=1.0)
     return Layer(
         ExpertWeights(weight(e, i, h), weight(e, i, h), weight(e, h, i), layer=0, expert_ids=tuple(range(e))),
         lora,

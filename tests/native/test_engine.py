@@ -159,6 +159,33 @@ def test_nothing_is_written_outside_the_outputs(engine_of, isa: str) -> None:
     assert same(plain, case.run(engine_of[isa, 2]))
 
 
+@pytest.mark.parametrize(("isa", "dtype"), EVERY, ids=lambda v: str(v).removeprefix("torch."))
+def test_memory_of_the_last_call_does_not_leak_into_the_next(engine_of, isa: str, dtype: torch.dtype) -> None:
+    """A call full of NaN leaves its scratch full of them, up to the last even column."""
+    odd = make_case(Shape(tokens=40, hidden=33, inter=17), dtype, dropout=0.2)
+    clean = odd.run(engine_of[isa, 2])
+    even = make_case(Shape(tokens=40, hidden=34, inter=18), dtype, dropout=0.2)
+    even.x = torch.full_like(even.x, float("nan"))
+    assert even.run(engine_of[isa, 2])["dx"].isnan().any()
+    assert same(clean, odd.run(engine_of[isa, 2]))
+
+
+@pytest.mark.parametrize(("isa", "dtype"), EVERY, ids=lambda v: str(v).removeprefix("torch."))
+def test_backward_differentiates_what_forward_computed(engine_of, isa: str, dtype: torch.dtype) -> None:
+    """y is linear in w, so sum_k w_k dw_k = <y, dy> for every token.
+
+    It holds to float32 accuracy with bfloat16 weights too (dy taken as bfloat16 values), but only if
+    backward rebuilds the very act that forward used.
+    """
+    case = make_case(Shape(tokens=40, hidden=96, inter=80), dtype, dropout=0.2)
+    case.dy = case.dy.bfloat16().float()
+    got = case.run(engine_of[isa, 2])
+    along_w = (case.weights_TK.double() * got["dw"].double()).sum(1)
+    along_y = (got["y"].double() * case.dy).sum(1)
+    error = (along_w - along_y).norm() / (got["y"].norm() * case.dy.norm()).double() * 40**0.5
+    assert error <= 1e-5
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_gradients_are_added(engine_of, isa: str) -> None:
     engine = engine_of[isa, 2]
