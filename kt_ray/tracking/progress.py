@@ -244,7 +244,7 @@ def show_summary(summary: Summary, screen: Console | None = None) -> None:
         # What a user copies stays outside the box, which would wrap it.
         figures, _, snippet = summary.text().partition("\n\n")
         target.print(Panel(Text(figures), title="finished", title_align="left", expand=False))
-        target.print(snippet, markup=False, soft_wrap=True)
+        target.print(snippet, markup=False, highlight=False, soft_wrap=True)
     else:
         # Without a terminal a box would wrap, and nothing in it could be copied.
         target.print(summary.text(), markup=False, soft_wrap=True)
