@@ -37,7 +37,7 @@ SETTINGS = (
 
 
 def key(isa: str) -> str:
-    """What the losses depend on besides the code: torch and its BLAS choose kernels by capability and vendor."""
+    """What losses depend on besides the code: torch and its BLAS choose kernels by capability and vendor."""
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{isa}, torch {torch.__version__}, {capability}, {vendor()}"
 

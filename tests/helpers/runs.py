@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from tests.helpers.hf_reference import Row
 from torch import Tensor
 
 from kt_ray.actors.cluster import ActorCluster
@@ -23,6 +22,7 @@ from kt_ray.placement.hardware import this_host
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.types import Plan
 from kt_ray.train.loop import Schedule, Trainer
+from tests.helpers.hf_reference import Row
 
 COMMON = (
     "cluster=local",
