@@ -11,12 +11,8 @@ matrices only, 6 K T H I per direction.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import frame, machine, write_json
 from torch.nn.functional import linear, silu
 
 from kt_ray.native import Engine, ExpertLora, ExpertWeights
@@ -137,30 +134,6 @@ def measure(steps: dict[str, Step], rounds: int) -> dict[str, tuple[float, float
     }
 
 
-def machine() -> str:
-    """CPU model and number of CPUs."""
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    return f"{model}, {os.cpu_count()} CPUs"
-
-
-def commit() -> str:
-    """The commit of the working tree, "unknown" outside of one."""
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            capture_output=True,
-            text=True,
-            cwd=Path(__file__).parent,
-        )
-    except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark and print or write its JSON."""
     parser = argparse.ArgumentParser(
@@ -176,6 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file to write; standard output otherwise")
     args = parser.parse_args(arguments)
 
+    about = machine()
     torch.set_num_threads(args.threads)
     layer = make_layer(args.shape, args.tokens, args.rank, getattr(torch, args.dtype))
     h, i, _, k = SHAPES[args.shape]
@@ -204,12 +178,10 @@ def main(arguments: list[str] | None = None) -> int:
         }
         for name, (forward, backward) in medians.items()
     ]
-    text = json.dumps({"machine": machine(), "commit": commit(), "records": records}, indent=2) + "\n"
     if args.json is None:
-        sys.stdout.write(text)
+        sys.stdout.write(frame(records, about))
     else:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(text)
+        write_json(args.json, records, about)
         for r in records:
             print(
                 f"{r['impl']}: forward {r['forward_s'] * 1e3:.0f} ms, backward {r['backward_s'] * 1e3:.0f} ms"

@@ -27,7 +27,9 @@ INDEX = "model.safetensors.index.json"
 
 def main() -> None:
     """Write config.json, tokenizer, shards and index."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="an entry of conf/model with dimensions")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--layers", type=int, help="keep the first N decoder layers only")

@@ -1,0 +1,147 @@
+"""What the benchmarks share: the machine, the commit, the JSON frame, and looks at /proc.
+
+Every benchmark writes {"machine": {...}, "commit": "...", "records": [{...}, ...]}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPO = Path(__file__).resolve().parents[1]
+_PACKAGES = ("torch", "transformers", "peft", "ray", "numpy")
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+
+def machine() -> dict[str, Any]:
+    """The machine without its name: CPU, cores this process may use, memory, versions, load now."""
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in info) if value}
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    return {
+        "cpu": fields.get("model name") or platform.processor() or platform.machine(),
+        "cpu_family": fields.get("cpu family", ""),
+        "cpu_model": fields.get("model", ""),
+        "isa": [flag for flag in _FLAGS if flag in flags],
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str:
+    """The checkout's commit, "+" behind it when tracked files are changed; "" outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(REPO), *arguments], capture_output=True, text=True, timeout=30, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def frame(records: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
+    """The JSON text of every benchmark. `about` is `machine()` as it was before the measurements."""
+    whole = {"machine": dict(about), "commit": commit(), "records": [dict(r) for r in records]}
+    return json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
+
+
+def write_json(path: str | Path, records: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
+    """`frame` into a file, whose directories are made."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(frame(records, about), encoding="utf-8")
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """--json, --threads and --wait-quiet, which every benchmark has."""
+    cpus = len(os.sched_getaffinity(0))
+    parser.add_argument("--json", metavar="FILE", help="write the records here")
+    parser.add_argument("--threads", type=int, default=cpus, help="CPUs that a run may use (default: all)")
+    parser.add_argument(
+        "--wait-quiet",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="wait up to this long for a load below 0.7 before measuring",
+    )
+
+
+def wait_quiet(seconds: float, below: float = 0.7) -> bool:
+    """Wait until the one-minute load is below `below`, `seconds` at the most. Whether it came to that."""
+    deadline = time.monotonic() + seconds
+    while os.getloadavg()[0] >= below:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(5.0)
+    return True
+
+
+def tree() -> list[psutil.Process]:
+    """This process and all its descendants."""
+    me = psutil.Process()
+    return [me, *me.children(recursive=True)]
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """(CPU seconds of this process tree, busy CPU seconds of the whole machine) so far."""
+    own = 0.0
+    for process in tree():
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        own += times.user + times.system
+    total = psutil.cpu_times()
+    return own, sum(total) - total.idle - total.iowait - getattr(total, "guest", 0.0)
+
+
+def memory() -> dict[str, int]:
+    """Memory of this process tree.
+
+    Returns:
+        peak_rss_bytes: sum of each process's own peak of resident memory (shared pages count in every
+            process that maps them); pss_bytes: now, shared pages divided among those that map them.
+    """
+    peak = pss = 0
+    for process in tree():
+        try:
+            status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii", errors="replace")
+            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii", errors="replace")
+        except OSError:  # ended meanwhile
+            continue
+        peak += _kilobytes(status, "VmHWM")
+        pss += _kilobytes(rollup, "Pss")
+    return {"peak_rss_bytes": peak, "pss_bytes": pss}
+
+
+def _kilobytes(text: str, key: str) -> int:
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    return 0
