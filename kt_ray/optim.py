@@ -17,7 +17,7 @@ from kt_ray.config.schema import OptimConfig
 def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
     """`optim.warmup` as a number of steps: a share of all steps below 1, else a count."""
     if optim.warmup < 1:
-        return int(math.ceil(optim.warmup * total_steps))
+        return math.ceil(optim.warmup * total_steps)
     return int(optim.warmup)
 
 
@@ -64,7 +64,7 @@ class LoraOptimizer:
                 raise ValueError(f"optimizer parameters must be float32, got {parameter.dtype}")
             parameter.grad = torch.zeros_like(parameter)
         self._adamw = torch.optim.AdamW(
-            self.parameters or [torch.nn.Parameter(torch.zeros(1))],
+            self.parameters or [torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))],
             lr=optim.lr,
             betas=(optim.betas[0], optim.betas[1]),
             eps=optim.eps,

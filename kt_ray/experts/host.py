@@ -126,11 +126,13 @@ class ExpertHost:
             matrices: dict[str, torch.nn.Parameter] = {}
             for projection in PROJECTIONS:
                 experts, out_features, in_features = getattr(weights, projection).shape
-                a = torch.empty(experts, rank, in_features)
+                # float32 by name: in one process a worker that builds its model changes the default type.
+                a = torch.empty(experts, rank, in_features, dtype=torch.float32)
                 for i, names in enumerate(self.names[layer]):
                     a[i] = init_lora_a(spec.seed, f"{names[projection]}.lora_A.weight", (rank, in_features))
                 matrices[f"{projection}_a"] = torch.nn.Parameter(a)
-                matrices[f"{projection}_b"] = torch.nn.Parameter(torch.zeros(experts, out_features, rank))
+                b = torch.zeros(experts, out_features, rank, dtype=torch.float32)
+                matrices[f"{projection}_b"] = torch.nn.Parameter(b)
             self._parameters[layer] = matrices
             parameters.extend(matrices.values())
         self._optimizer = LoraOptimizer(parameters, spec.optim)
