@@ -76,7 +76,7 @@ class Arena:
     def write(self, tensor: torch.Tensor) -> tuple[TensorRef, tuple[int, int, int]]:
         """Copy a tensor in. Returns its reference and the block (segment, offset, bytes) for `free`."""
         size = max(ALIGNMENT, _round_up(tensor.numel() * tensor.element_size(), ALIGNMENT))
-        for index, segment in enumerate(self._segments):
+        for index, segment in enumerate(self._segments):  # noqa: B007 (used after the loop)
             offset = segment.take(size)
             if offset is not None:
                 break

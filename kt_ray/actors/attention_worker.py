@@ -17,7 +17,6 @@ import torch
 from kt_ray.actors.exchange import MessageExchange
 from kt_ray.actors.mailbox import Address, Mailbox, Message
 from kt_ray.actors.port import Port
-from kt_ray.train.reports import WorkerPassReport, resident_bytes
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named, write_shard
@@ -27,6 +26,7 @@ from kt_ray.model.stage import Stage
 from kt_ray.optim import LoraOptimizer, squared_norm
 from kt_ray.placement.order import Op, worker_program
 from kt_ray.placement.types import Plan
+from kt_ray.train.reports import WorkerPassReport, resident_bytes
 
 ROOT: Address = ("worker", 0)
 

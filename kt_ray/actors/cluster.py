@@ -53,6 +53,7 @@ class ActorCluster(ABC):
         self.workers: list[Handle] = []
         self.experts: list[Handle] = []
         self._on_load = on_load
+        self._load_noted: dict[str, tuple[int, int, int]] = {}
         self._token = 0
         self._closed = False
 
@@ -139,8 +140,8 @@ class ActorCluster(ABC):
             return UserError(
                 f"{handle.name} died",
                 observed=str(error),
-                remedy="look for the kernel's out-of-memory killer (dmesg) and the actor's log, then continue "
-                "from the last checkpoint with trainer.resume=latest",
+                remedy="look for the kernel's out-of-memory killer (dmesg) and the actor's log, then "
+                "continue from the last checkpoint with trainer.resume=latest",
             )
         return error
 
@@ -197,7 +198,9 @@ class ActorCluster(ABC):
                     layer, done, total = self._result(future)
                 except Exception:
                     continue  # its load call carries the error
-                if total:
+                # One line per change: an actor that is done waits for the others without a word.
+                if total and self._load_noted.get(handle.name) != (layer, done, total):
+                    self._load_noted[handle.name] = (layer, done, total)
                     self._on_load(handle.name, layer, done, total)
 
     def _publish(self) -> None:

@@ -17,13 +17,13 @@ import torch
 
 from kt_ray.actors.mailbox import Address, Mailbox, Message
 from kt_ray.actors.port import Lease, Port
-from kt_ray.train.reports import ExpertPassReport, resident_bytes
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named, write_shard
 from kt_ray.experts import ExpertHost, ExpertHostSpec
 from kt_ray.placement.order import expert_order
 from kt_ray.placement.types import Plan
+from kt_ray.train.reports import ExpertPassReport, resident_bytes
 
 
 class ExpertActor:

@@ -64,9 +64,10 @@ class Mailbox:
                         raise Aborted(self._failure)
                     left = timeout - (time.monotonic() - start)
                     if left <= 0:
+                        others = sorted(map(str, self._messages))
                         raise Stalled(
                             f"{self.owner} waited {timeout:.0f} s for message {tag} (trainer.step_timeout); "
-                            f"{len(self._messages)} other messages are waiting: {sorted(map(str, self._messages))[:4]}"
+                            f"{len(others)} other messages are waiting: {others[:4]}"
                         )
                     self._changed.wait(left)
                 return self._messages.pop(tag)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray.actors.cluster import ActorCluster, ActorDied, Handle, LoadNote
 from kt_ray.actors.mailbox import Address
 from kt_ray.actors.ray_actor import RemoteActor
+from kt_ray.actors.ray_address import Running, free_port, running_cluster
 from kt_ray.actors.ray_port import Peer
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import ClusterConfig, RayRule
@@ -65,56 +68,71 @@ class RayCluster(ActorCluster):
         self.rule = rule
         self.namespace = config.namespace or f"kt_ray-{run_name}"
         self.dashboard_url: str | None = None
-        self.started_ray = False
+        self.connected = False  # to Ray, by this object: it then disconnects, too
         self._group: Any = None
 
     # -- start --------------------------------------------------------------------------------
 
     def connect(self) -> list[str]:
-        """Join a running cluster or start a local one; says which, and where the dashboard is."""
+        """Join a running cluster or start a local one; says which, and where the dashboard is.
+
+        Raises:
+            UserError: the cluster named does not answer or refuses, or the dashboard has no port.
+        """
         if ray.is_initialized():
             self.dashboard_url = _dashboard_url()
             return [f"Ray: the cluster this process is connected to already{self._dashboard_hint()}"]
-        common: dict[str, Any] = {
-            "namespace": self.namespace,
-            "log_to_driver": False,
-            "logging_level": logging.ERROR,
-        }
-        address = self.config.address
-        if address != "local":
-            try:
-                context = ray.init(address=address, **common)
-                self.dashboard_url = _dashboard_url(context)
-                gcs = ray.get_runtime_context().gcs_address
-                return [f"Ray: connected to the running cluster at {gcs}{self._dashboard_hint()}"]
-            except ConnectionError as error:
-                if address != "auto":
-                    raise UserError(
-                        "no Ray cluster answers",
-                        where="cluster.address",
-                        observed=f"{address} ({error})",
-                        remedy="start one with 'ray start --head', or use cluster.address=auto",
-                    ) from error
-        context = ray.init(
+        running = running_cluster(self.config.address)
+        if running is not None:
+            self._join(running)
+            where = f"{running.address} (from {running.source})"
+            return [f"Ray: joined the running cluster at {where}{self._dashboard_hint()}"]
+        # Named here only when it is shown: without a dashboard the port must not matter.
+        port = (
+            free_port(self.config.dashboard_host, self.config.dashboard_port)
+            if self.config.dashboard
+            else None
+        )
+        context = self._init(
             address="local",
             include_dashboard=self.config.dashboard,
             dashboard_host=self.config.dashboard_host,
-            dashboard_port=self.config.dashboard_port,
-            **common,
+            dashboard_port=port,
         )
-        self.started_ray = True
         self.dashboard_url = _dashboard_url(context) if self.config.dashboard else None
-        why = "no running cluster found, started" if address == "auto" else "started"
-        return [f"Ray: {why} a local one{self._dashboard_hint()}"]
+        why = "no running cluster found, started" if self.config.address == "auto" else "started"
+        return [f"Ray: {why} a local one, which ends with this run{self._dashboard_hint()}"]
+
+    def _join(self, running: Running) -> None:
+        # Ray looks for this user's token only when it finds the cluster itself; with a named one
+        # RAY_AUTH_MODE decides.
+        address = "auto" if running.source == "ray start" else running.address
+        try:
+            context = self._init(address=address)
+        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+            raise UserError(
+                "the Ray cluster cannot be joined",
+                where=f"{running.address} (from {running.source})",
+                observed=error,
+                remedy="if it wants a token, set RAY_AUTH_MODE=token and put the token into "
+                "~/.ray/auth_token (or name its file in RAY_AUTH_TOKEN_PATH); use the cluster's "
+                "versions of Ray and Python; or set cluster.address=local",
+            ) from error
+        self.dashboard_url = _dashboard_url(context)
+
+    def _init(self, **how: Any) -> Any:
+        handler = signal.getsignal(signal.SIGTERM)
+        context = ray.init(namespace=self.namespace, log_to_driver=False, logging_level=logging.ERROR, **how)
+        self.connected = True
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            # ray.init puts its own in place, which ends the process with code 15.
+            signal.signal(signal.SIGTERM, handler)
+        return context
 
     def _dashboard_hint(self) -> str:
         if self.dashboard_url is None:
             return ", without a dashboard"
-        # Ray asks API clients and the browser for this token when authentication is on (its default).
-        return (
-            f"; dashboard {self.dashboard_url} (if it asks for a token: 'ray get-auth-token' or the file "
-            f"{os.environ.get('RAY_AUTH_TOKEN_PATH', '~/.ray/auth_token')})"
-        )
+        return f"; dashboard {self.dashboard_url}{_token_hint()}"
 
     def _spawn(self) -> None:
         if not ray.is_initialized():
@@ -139,7 +157,7 @@ class RayCluster(ActorCluster):
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         runtime_env = {"runtime_env": {"env_vars": environment}} if environment else {}
         for bundle, (address, cpu_ids, args, cpus, gpus) in enumerate(wanted):
-            actor = RemoteActor.options(
+            factory = RemoteActor.options(
                 name=f"{address[0]}-{address[1]}",
                 namespace=self.namespace,
                 num_cpus=cpus,
@@ -150,7 +168,16 @@ class RayCluster(ActorCluster):
                     placement_group=self._group, placement_group_bundle_index=bundle
                 ),
                 **runtime_env,
-            ).remote(address[0], address[1], cpu_ids, *args)
+            )
+            try:
+                actor = factory.remote(address[0], address[1], cpu_ids, *args)
+            except ValueError as error:
+                raise UserError(
+                    f"an actor {address[0]}-{address[1]} runs already",
+                    where=f"Ray namespace {self.namespace}",
+                    observed=error,
+                    remedy="wait until the other run has ended, or set another run.name or cluster.namespace",
+                ) from error
             (self.workers if address[0] == "worker" else self.experts).append(RayHandle(address, actor))
         nodes = [handle.actor.node.remote() for handle in self._ray_handles()]
         peers: dict[Address, Peer] = {}
@@ -160,7 +187,7 @@ class RayCluster(ActorCluster):
             except GetTimeoutError as error:
                 raise UserError(
                     f"{handle.name} did not start within {self.config.start_timeout:.0f} s",
-                    remedy="raise cluster.start_timeout, or look at the Ray logs in /tmp/ray/session_latest/logs",
+                    remedy="raise cluster.start_timeout, or look into /tmp/ray/session_latest/logs",
                 ) from error
             except RayTaskError as error:
                 raise _cause(error) from error
@@ -197,7 +224,8 @@ class RayCluster(ActorCluster):
                 where="placement group " + " ".join(str(b) for b in bundles),
                 observed=f"free now: CPU {have.get('CPU', 0):g}, GPU {have.get('GPU', 0):g}",
                 required=f"CPU {asked['CPU']:g}, GPU {asked['GPU']:g}",
-                remedy="free resources, choose a smaller rule, or lower rule.ray.worker_cpus and rule.ray.expert_cpus",
+                remedy="free resources, choose a smaller rule, or lower rule.ray.worker_cpus and "
+                "rule.ray.expert_cpus",
             ) from error
 
     def _ray_handles(self) -> list[RayHandle]:
@@ -219,20 +247,24 @@ class RayCluster(ActorCluster):
             return ray.get(future)
         except RayTaskError as error:
             raise _cause(error) from None
-        except RayActorError as error:
+        except RayError as error:
+            # RayActorError, and what Ray says instead when memory ran out or a node went away.
             raise ActorDied(" ".join(str(error).split())) from None
 
     def _close(self) -> None:
         if not ray.is_initialized():
             return
-        for handle in self._ray_handles():
-            ray.kill(handle.actor, no_restart=True)
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
-        if self.started_ray:
-            ray.shutdown()
-            self.started_ray = False
+        try:
+            for handle in self._ray_handles():
+                ray.kill(handle.actor, no_restart=True)
+            if self._group is not None:
+                remove_placement_group(self._group)
+                self._group = None
+        finally:
+            if self.connected:
+                # Ends a cluster that `connect` started; leaves one that it joined.
+                ray.shutdown()
+                self.connected = False
 
 
 def _own_device(stage: Any) -> Any:
@@ -260,6 +292,16 @@ def _cause(error: RayTaskError) -> BaseException:
     if not isinstance(cause, UserError):
         cause.add_note(str(error))  # the traceback inside the actor
     return cause
+
+
+def _token_hint() -> str:
+    """How to get past the dashboard's question. `ray.init` sets RAY_AUTH_MODE when it turns tokens on."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        return ""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return " (asks for a token: the value of RAY_AUTH_TOKEN)"
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
+    return f" (asks for a token: 'ray get-auth-token' prints it, from {path})"
 
 
 def _dashboard_url(context: Any = None) -> str | None:

@@ -39,7 +39,7 @@ def run(config: Config) -> int:
     try:
         with _terminated_as_interrupt():
             for line in cluster.connect():
-                console().print(line, markup=False)
+                _say(line)
                 logger.info("%s", line)
             with progress:
                 facts = cluster.start()
@@ -49,7 +49,7 @@ def run(config: Config) -> int:
             if resume is not None:
                 cluster.restore(str(resume.directory), resume.manifest.step)
                 first_step = resume.manifest.step
-                console().print(f"resumed from {resume.directory} after step {first_step}", markup=False)
+                _say(f"resumed from {resume.directory} after step {first_step}")
             tracker.start(
                 rundir.path, plain(config), rundir.wandb_id, first_step=first_step + 1 if first_step else 0
             )
@@ -95,31 +95,32 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
     from kt_ray.data import preview_rows, print_preview
 
     config, plan = prepared.config, prepared.plan
-    out = console()
-    out.print(f"run directory: {rundir.path}", markup=False)
+    _say(f"run directory: {rundir.path}")
     for worker in plan.workers:
         start, stop = worker.layers
-        out.print(
+        _say(
             f"attention worker {worker.rank}: layers {start}-{stop - 1} on {worker.device}, "
-            f"{worker.threads} threads",
-            markup=False,
+            f"{worker.threads} threads"
         )
     for actor in plan.experts:
-        out.print(
+        _say(
             f"expert actor {actor.rank}: {len(actor.experts)} of {plan.dims.num_experts} experts per layer, "
-            f"socket {actor.node}, {actor.threads} threads",
-            markup=False,
+            f"socket {actor.node}, {actor.threads} threads"
         )
     for line in (*plan.notes, *prepared.data.report.lines()):
-        out.print(line, markup=False)
+        _say(line)
         logger.info("%s", line)
     steps = prepared.schedule.total_steps
-    out.print(
-        f"{steps} steps of {config.trainer.batch_size} rows, {len(prepared.data.train)} rows in all",
-        markup=False,
-    )
+    _say(f"{steps} steps of {config.trainer.batch_size} rows, {len(prepared.data.train)} rows in all")
     if config.trainer.preview:
-        print_preview(preview_rows(prepared.data.train, prepared.data.tokenizer, config.trainer.preview), out)
+        print_preview(
+            preview_rows(prepared.data.train, prepared.data.tokenizer, config.trainer.preview), console()
+        )
+
+
+def _say(line: str) -> None:
+    """One line on the console, whole: paths and addresses in it can then be copied."""
+    console().print(line, markup=False, soft_wrap=True)
 
 
 def _dashboard(cluster: ActorCluster) -> str | None:

@@ -1,4 +1,4 @@
-"""The same actors under Ray: bit-identical to one process, errors and deaths reported, nothing left behind."""
+"""The same actors under Ray: bit-identical to one process, errors and deaths reported, a clean end."""
 
 import os
 import signal
@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+import ray
 
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.ray_cluster import RayCluster
@@ -15,6 +15,7 @@ from kt_ray.actors.specs import actor_specs
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from tests.helpers.hf_reference import build_checkpoint, random_rows
+from tests.helpers.ray_place import Place, ray_place, shared_segments
 from tests.helpers.runs import config_for, local_cluster, one_pass, plan_for, steps, waves_of
 
 pytestmark = pytest.mark.ray
@@ -32,6 +33,15 @@ COMMON = (
 def ray_cluster(path: Path, config: Config, name: str) -> RayCluster:
     plan = plan_for(path, config)
     return RayCluster(plan, actor_specs(plan, config, str(path)), config.cluster, config.rule.ray, name)
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """Ray's files and processes of one test, apart from those of other clusters."""
+    with ray_place() as place:
+        monkeypatch.setenv("RAY_TMPDIR", str(place.path))
+        yield place
+        ray.shutdown()  # of a test that failed half-way, before its cluster goes
 
 
 @pytest.fixture
@@ -77,24 +87,18 @@ def test_a_killed_expert_actor_ends_the_step_with_one_error(started: tuple[Confi
     assert time.monotonic() - begin < 50
 
 
-def test_shutdown_leaves_no_process(checkpoint: Path) -> None:
-    before = {p.pid for p in psutil.process_iter()}
-    shm = set(os.listdir("/dev/shm"))
+def test_shutdown_leaves_no_process(checkpoint: Path, place: Place) -> None:
     config = config_for(checkpoint, *COMMON, "rule=cpu_1worker_1socket")
     cluster = ray_cluster(checkpoint, config, "test-end")
     cluster.start()
-    assert any("raylet" in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
+    steps(cluster, config, BATCHES, 1)
+    segments = [s for fact in cluster.info() for s in shared_segments(fact["pid"])]
+    assert {s.split("-")[1] for s in segments} == {"worker", "experts"}
+    assert len(place.processes()) > 4
     cluster.shutdown()
     cluster.shutdown()
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        left = [p for p in psutil.process_iter(["pid", "name", "cmdline"]) if p.pid not in before]
-        left = [p for p in left if "ray" in " ".join(p.info["cmdline"] or [p.info["name"]])]
-        if not left:
-            break
-        time.sleep(0.5)
-    assert not left
-    assert {n for n in os.listdir("/dev/shm") if "kt_ray" in n} <= shm
+    assert place.left() == []
+    assert not [n for n in os.listdir("/dev/shm") if "kt_ray" in n]
 
 
 def test_resources_that_never_come(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:

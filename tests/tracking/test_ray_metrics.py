@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -66,3 +67,22 @@ def test_gauges_keep_the_last_value_and_counters_add(made):
     assert made["kt_ray_tokens_total"].values == {("a",): 40.0}
     assert made["kt_ray_seconds"].values == {("a", "total"): 2.0, ("a", "experts"): 0.5}
     assert made["kt_ray_host_rss_bytes"].values == {("a", "driver"): 7.0}
+
+
+def test_gauges_are_set_again_while_a_step_lasts(made, monkeypatch):
+    """Ray forgets a gauge that nobody set for twenty seconds."""
+    sets = []
+    monkeypatch.setattr(Gauge, "set", lambda self, value, tags: sets.append((value, tags)))
+    exporter = RayMetrics(refresh=0.01)
+    exporter.start(Path("/runs/a"), {})
+    exporter.log(1, {"eval_loss": 9.0})
+    once = len(sets)
+    deadline = time.monotonic() + 10
+    while len(sets) < 3 * once and time.monotonic() < deadline:
+        time.sleep(0.01)
+    exporter.finish("finished")
+    assert sets[once : 2 * once] == sets[:once] == sets[-once:]
+    ended = len(sets)
+    time.sleep(0.05)
+    assert len(sets) == ended
+    assert made["kt_ray_tokens_total"].values == {}

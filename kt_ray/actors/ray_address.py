@@ -1,0 +1,105 @@
+"""Which Ray cluster `cluster.address` means on this host. Imports no Ray, so that doctor can ask, too."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from kt_ray.errors import UserError
+
+PORTS_TRIED = 50
+
+
+@dataclass(frozen=True)
+class Running:
+    """A cluster that answers.
+
+    Attributes:
+        address: HOST:PORT, or ray://HOST:PORT.
+        source: who named it: "cluster.address", "RAY_ADDRESS", or "ray start".
+    """
+
+    address: str
+    source: str
+
+
+def running_cluster(asked: str) -> Running | None:
+    """The cluster to join, or None when a local one is to be started.
+
+    "auto" is RAY_ADDRESS (which `ray job submit` sets for its jobs), else the cluster of the last
+    `ray start` on this host if it still answers. It is not the private cluster of another run,
+    which Ray's own "auto" would join: that one ends with its run.
+
+    Args:
+        asked: `cluster.address`.
+
+    Raises:
+        UserError: a cluster named by the user does not answer. Ray itself would try for minutes.
+    """
+    source = "cluster.address"
+    if asked == "auto":
+        asked = os.environ.get("RAY_ADDRESS", "")
+        source = "RAY_ADDRESS"
+    if asked == "local":
+        return None
+    if asked not in ("", "auto"):
+        if not answers(asked):
+            raise UserError(
+                "no Ray cluster answers",
+                where=source,
+                observed=asked,
+                required="the HOST:PORT of a running cluster",
+                remedy="start it with 'ray start --head', or set cluster.address=local",
+            )
+        return Running(asked, source)
+    file = address_file()
+    started = file.read_text().strip() if file.is_file() else ""
+    return Running(started, "ray start") if started and answers(started) else None
+
+
+def address_file() -> Path:
+    """Where `ray start` leaves the address of its cluster (a crash leaves it behind)."""
+    return Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+
+
+def answers(address: str, timeout: float = 5.0) -> bool:
+    """Whether something listens at HOST:PORT or ray://HOST:PORT."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        with socket.create_connection((host or "127.0.0.1", int(port)), timeout=timeout):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def free_port(host: str, first: int) -> int:
+    """The first port from `first` on that nobody listens on at `host`.
+
+    Ray looks for one itself only as long as no port is named; a named one that is taken is an error.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in range(first, min(first + PORTS_TRIED, 65536)):
+        with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                trial.bind((host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise UserError(
+                    f"the dashboard cannot listen on {host}:{port}",
+                    where="cluster.dashboard_host, cluster.dashboard_port",
+                    observed=error.strerror,
+                    remedy="set them to an address of this host and a free port, or cluster.dashboard=false",
+                ) from error
+            return port
+    raise UserError(
+        "no free port for the dashboard",
+        where="cluster.dashboard_port",
+        observed=f"{first} to {first + PORTS_TRIED - 1} are taken",
+        remedy="set cluster.dashboard_port to a free one, or cluster.dashboard=false",
+    )

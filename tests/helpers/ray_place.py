@@ -1,0 +1,178 @@
+"""A place for a real Ray cluster in a test: own directory, own token, own ports.
+
+Every process of Ray inherits RAY_TMPDIR, so a place knows its own processes from those of other
+clusters on the machine: only its own are counted, and only its own are ever stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+REPO = Path(__file__).resolve().parents[2]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a cluster lives.
+
+    Attributes:
+        path: RAY_TMPDIR; short, because Ray's socket paths must be.
+        token: what its API asks for.
+    """
+
+    path: Path
+    token: str
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment for processes of this place, free of settings for other clusters."""
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        own = {"RAY_TMPDIR": str(self.path), "RAY_AUTH_TOKEN_PATH": str(self.path / "token")}
+        return {**clean, **own, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that runs here, Ray's own processes and actors included."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get("RAY_TMPDIR") == str(self.path):
+                    found.append(process)
+        return found
+
+    def left(self, seconds: float = 20.0) -> list[str]:
+        """What still runs after at most `seconds`."""
+        with contextlib.suppress(TimeoutError):
+            until(lambda: not self.processes(), seconds, every=0.3)
+        return [" ".join(p.cmdline()) or p.name() for p in self.processes() if p.is_running()]
+
+    def metrics(self) -> str:
+        """The Prometheus text of all endpoints in Ray's service discovery file ("" before there is one)."""
+        file = self.path / "ray" / "prom_metrics_service_discovery.json"
+        text = []
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            for group in json.loads(file.read_text()):
+                text += [fetch(f"http://{target}/metrics")[1] for target in group["targets"]]
+        return "\n".join(text)
+
+    def launch(self, *arguments: str, log: Path) -> subprocess.Popen[bytes]:
+        """`python launch.py ...` in this place, output into `log`."""
+        with log.open("wb") as out:
+            return subprocess.Popen(
+                [sys.executable, str(REPO / "launch.py"), *arguments],
+                env=self.env,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=self.path,
+                start_new_session=True,
+            )
+
+
+@contextlib.contextmanager
+def ray_place() -> Iterator[Place]:
+    """A fresh place; afterwards nothing of it is left, neither processes nor files."""
+    path = Path(tempfile.mkdtemp(prefix="ktr", dir="/tmp"))
+    place = Place(path, secrets.token_hex(16))
+    (path / "token").write_text(place.token)
+    try:
+        yield place
+    finally:
+        killed = place.processes()
+        for process in killed:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(killed, timeout=10)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def head_node(place: Place, log: Path) -> Iterator[str]:
+    """`ray start --head` in a place; yields its dashboard's URL."""
+    gcs, board, agent, client = free_ports(4)
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=4"]
+    command += [f"--port={gcs}", f"--dashboard-port={board}", f"--dashboard-agent-listen-port={agent}"]
+    command += [f"--ray-client-server-port={client}", "--disable-usage-stats"]
+    with log.open("wb") as out:
+        head = subprocess.Popen(
+            command, env=place.env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    file = place.path / "ray" / "ray_current_cluster"
+    try:
+        until(lambda: file.exists() or head.poll() is not None, 60)
+        assert head.poll() is None, log.read_text()
+        yield f"http://127.0.0.1:{board}"
+    finally:
+        head.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            head.wait(20)
+
+
+def until(condition: Callable[[], T], seconds: float, every: float = 0.5) -> T:
+    """The first true value of `condition`. Raises TimeoutError."""
+    end = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {seconds:g} s")
+        time.sleep(every)
+
+
+def fetch(url: str, token: str | None = None) -> tuple[int, str]:
+    """(status, body) of a GET; (0, reason) where nobody answers."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError as error:
+        return 0, str(error)
+
+
+def actors(dashboard: str, token: str) -> dict[str, dict[str, Any]]:
+    """Named actors by name, as the dashboard's state API lists them."""
+    status, body = fetch(f"{dashboard}/api/v0/actors?detail=true", token)
+    assert status == 200, body
+    return {a["name"]: a for a in json.loads(body)["data"]["result"]["result"] if a["name"]}
+
+
+def shared_segments(pid: int) -> list[str]:
+    """Names of the shared-memory files that a process has made for its peers."""
+    names = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            names.append(os.readlink(link))
+    return [n.removeprefix("/memfd:") for n in names if n.startswith("/memfd:kt_ray-")]
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct free ports outside the ranges that Ray and the kernel hand out themselves."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.closing(socket.socket()) as trial, contextlib.suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            if port not in ports:
+                ports.append(port)
+    return ports
