@@ -41,6 +41,12 @@ FLAGS = (
     "--shell-completion",
 )
 
+# Of these and their short forms, those followed by a value.
+TAKES_VALUE = (
+    *("--cfg", "-c", "--package", "-p", "--config-dir", "-cd"),
+    *("--config-name", "-cn", "--config-path", "-cp", "--info", "-i"),
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code.
@@ -110,7 +116,9 @@ def _run_hydra(arguments: list[str]) -> int:
 
     _check_flags(arguments)
     register_resolvers()
-    arguments = expand(arguments)
+    flags, keys = _flags_and_keys(arguments)
+    # Flags first: argparse takes keys in one place only and would refuse `seed=1 -m lora.rank=4,8`.
+    arguments = flags + expand(keys)
     codes: list[int] = []
 
     # Hydra prints lines of its own about exceptions that leave a job; none does.
@@ -126,6 +134,21 @@ def _run_hydra(arguments: list[str]) -> int:
         except SystemExit as stop:  # --help, and argparse about an unknown flag
             return stop.code if isinstance(stop.code, int) else OK if stop.code is None else BAD_INPUT
     return next((code for code in codes if code), OK)
+
+
+def _flags_and_keys(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Hydra's flags with their values, and the rest."""
+    flags: list[str] = []
+    keys: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("-"):
+            keys.append(argument)
+            continue
+        flags.append(argument)
+        if argument in TAKES_VALUE:
+            flags += [value for value in [next(rest, None)] if value is not None]
+    return flags, keys
 
 
 def _check_flags(arguments: Sequence[str]) -> None:

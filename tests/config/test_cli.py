@@ -194,6 +194,22 @@ def test_multirun_runs_every_combination_under_its_own_name(
     assert "== job 3: lora.rank=16 seed=2 run.name=sweep" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "arguments", [["seed=3", "-m", "lora.rank=8,16"], ["lora.rank=8,16", "seed=3", "--multirun"]]
+)
+def test_flags_may_stand_between_keys(arguments: list[str], modes: list[Config]) -> None:
+    assert cli.main([*arguments, "run.name=a"]) == 0
+    assert [(c.lora.rank, c.seed) for c in modes] == [(8, 3), (16, 3)]
+
+
+@pytest.mark.parametrize("flags", [["--cfg", "job", "--package", "model"], ["-c", "job", "-p", "model"]])
+def test_flags_beside_a_path(flags: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """A path implies a group choice, which must not come between flags and keys."""
+    assert cli.main(["model.path=m", *flags, "model.seed=3"]) == 0
+    printed = yaml.safe_load(capfd.readouterr().out)
+    assert (printed["path"], printed["seed"], printed["name"]) == ("m", 3, "custom")
+
+
 def test_multirun_goes_on_after_a_refused_job_and_reports_it(
     modes: list[Config], capfd: pytest.CaptureFixture[str]
 ) -> None:
