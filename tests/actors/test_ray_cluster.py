@@ -15,7 +15,7 @@ from kt_ray.actors.specs import actor_specs
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from tests.helpers.hf_reference import build_checkpoint, random_rows
-from tests.helpers.ray_place import Place, ray_place, shared_segments
+from tests.helpers.ray_place import Place, ray_place, shared_memory
 from tests.helpers.runs import config_for, local_cluster, one_pass, plan_for, steps, waves_of
 
 pytestmark = pytest.mark.ray
@@ -92,8 +92,8 @@ def test_shutdown_leaves_no_process(checkpoint: Path, place: Place) -> None:
     cluster = ray_cluster(checkpoint, config, "test-end")
     cluster.start()
     steps(cluster, config, BATCHES, 1)
-    segments = [s for fact in cluster.info() for s in shared_segments(fact["pid"])]
-    assert {s.split("-")[1] for s in segments} == {"worker", "experts"}
+    opened = {fact["actor"]: shared_memory(fact["pid"]) for fact in cluster.info()}
+    assert opened == {name: {"worker-0", "experts-0"} for name in ("worker-0", "experts-0")}
     assert len(place.processes()) > 4
     cluster.shutdown()
     cluster.shutdown()

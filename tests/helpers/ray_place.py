@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -37,18 +38,26 @@ class Place:
 
     Attributes:
         path: RAY_TMPDIR; short, because Ray's socket paths must be.
-        token: what its API asks for.
+        token: what its API asks for; None = authentication is off.
     """
 
     path: Path
-    token: str
+    token: str | None
 
     @property
     def env(self) -> dict[str, str]:
         """The environment for processes of this place, free of settings for other clusters."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-        own = {"RAY_TMPDIR": str(self.path), "RAY_AUTH_TOKEN_PATH": str(self.path / "token")}
+        own = {"RAY_TMPDIR": str(self.path)}
+        own |= (
+            {"RAY_AUTH_TOKEN_PATH": str(self.path / "token")} if self.token else {"RAY_AUTH_MODE": "disabled"}
+        )
         return {**clean, **own, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the cluster that `head_node` started here."""
+        return (self.path / "ray" / "ray_current_cluster").read_text().strip()
 
     def processes(self) -> list[psutil.Process]:
         """Everything that runs here, Ray's own processes and actors included."""
@@ -88,11 +97,12 @@ class Place:
 
 
 @contextlib.contextmanager
-def ray_place() -> Iterator[Place]:
+def ray_place(*, authentication: bool = True) -> Iterator[Place]:
     """A fresh place; afterwards nothing of it is left, neither processes nor files."""
     path = Path(tempfile.mkdtemp(prefix="ktr", dir="/tmp"))
-    place = Place(path, secrets.token_hex(16))
-    (path / "token").write_text(place.token)
+    place = Place(path, secrets.token_hex(16) if authentication else None)
+    if place.token:
+        (path / "token").write_text(place.token)
     try:
         yield place
     finally:
@@ -105,25 +115,38 @@ def ray_place() -> Iterator[Place]:
 
 
 @contextlib.contextmanager
-def head_node(place: Place, log: Path) -> Iterator[str]:
+def head_node(place: Place, log: Path, cpus: int = 4) -> Iterator[str]:
     """`ray start --head` in a place; yields its dashboard's URL."""
-    gcs, board, agent, client = free_ports(4)
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=4"]
-    command += [f"--port={gcs}", f"--dashboard-port={board}", f"--dashboard-agent-listen-port={agent}"]
-    command += [f"--ray-client-server-port={client}", "--disable-usage-stats"]
+    gcs, board, client = free_ports(3)
+    how = [f"--port={gcs}", f"--dashboard-port={board}", f"--ray-client-server-port={client}"]
+    with _node(place, log, "--head", f"--num-cpus={cpus}", "--disable-usage-stats", *how):
+        yield f"http://127.0.0.1:{board}"
+
+
+@contextlib.contextmanager
+def second_node(place: Place, log: Path, cpus: int = 4) -> Iterator[None]:
+    """`ray start --address` in a place: one more node of its cluster, on the same machine."""
+    with _node(place, log, f"--address={place.address}", f"--num-cpus={cpus}"):
+        yield
+
+
+@contextlib.contextmanager
+def _node(place: Place, log: Path, *how: str) -> Iterator[None]:
+    (agent,) = free_ports(1)
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *how]
+    command += [f"--dashboard-agent-listen-port={agent}"]
     with log.open("wb") as out:
-        head = subprocess.Popen(
+        node = subprocess.Popen(
             command, env=place.env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
-    file = place.path / "ray" / "ray_current_cluster"
     try:
-        until(lambda: file.exists() or head.poll() is not None, 60)
-        assert head.poll() is None, log.read_text()
-        yield f"http://127.0.0.1:{board}"
+        until(lambda: "Ray runtime started" in log.read_text() or node.poll() is not None, 60)
+        assert node.poll() is None, log.read_text()
+        yield
     finally:
-        head.send_signal(signal.SIGINT)
+        node.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            head.wait(20)
+            node.wait(20)
 
 
 def until(condition: Callable[[], T], seconds: float, every: float = 0.5) -> T:
@@ -157,13 +180,13 @@ def actors(dashboard: str, token: str) -> dict[str, dict[str, Any]]:
     return {a["name"]: a for a in json.loads(body)["data"]["result"]["result"] if a["name"]}
 
 
-def shared_segments(pid: int) -> list[str]:
-    """Names of the shared-memory files that a process has made for its peers."""
-    names = []
+def shared_memory(pid: int) -> set[str]:
+    """Actors whose shared memory a process has open: its own ("worker-0") and that of peers it has read."""
+    names = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            names.append(os.readlink(link))
-    return [n.removeprefix("/memfd:") for n in names if n.startswith("/memfd:kt_ray-")]
+            names.add(os.readlink(link))
+    return {m.group(1) for n in names if (m := re.match(r"/memfd:kt_ray-(\w+-\d+)-", n))}
 
 
 def free_ports(count: int) -> list[int]:
