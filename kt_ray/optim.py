@@ -42,12 +42,20 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     raise ValueError(f"optim.schedule {optim.schedule!r} is not one of cosine, linear, constant")
 
 
+_ROW = 4096  # summed by one thread, whatever their number
+_BLOCK = _ROW * 4096  # elements widened to float64 at a time
+
+
 def squared_norm(tensors: Sequence[torch.Tensor]) -> float:
-    """Sum of squares of all elements, in float64, tensor by tensor in the given order."""
-    total = 0.0
+    """Sum of squares of all elements in float64; the same bits for any number of torch threads."""
+    rows: list[float] = []
     for tensor in tensors:
-        total += float(torch.sum(torch.square(tensor.detach().to(torch.float64))))
-    return total
+        for block in tensor.detach().reshape(-1).split(_BLOCK):
+            squares = block.to(torch.float64).square_()
+            whole = squares.numel() // _ROW * _ROW
+            rows.extend(squares[:whole].view(-1, _ROW).sum(dim=1).tolist())
+            rows.append(float(squares[whole:].sum()))
+    return math.fsum(rows)
 
 
 class LoraOptimizer:

@@ -62,3 +62,18 @@ def test_warmup_as_share_and_as_count() -> None:
     assert warmup_steps(dataclasses.replace(BASE, warmup=0.001), 100) == 1
     assert warmup_steps(dataclasses.replace(BASE, warmup=7), 100) == 7
     assert warmup_steps(dataclasses.replace(BASE, warmup=0), 100) == 0
+
+
+def test_squared_norm_does_not_depend_on_threads() -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(300_001), torch.randn(7, 65_537), torch.randn(5)]
+    before = torch.get_num_threads()
+    seen = set()
+    try:
+        for threads in (1, 2, 3, 4):
+            torch.set_num_threads(threads)
+            seen.add(squared_norm(tensors))
+    finally:
+        torch.set_num_threads(before)
+    assert len(seen) == 1
+    assert seen.pop() == pytest.approx(sum(float((t.double() ** 2).sum()) for t in tensors), rel=1e-12)

@@ -138,6 +138,28 @@ def prune_checkpoints(root: str | os.PathLike[str], keep: int) -> list[Path]:
     return removed
 
 
+def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
+    """Rename checkpoints beyond `step` to superseded_step_...: a run that goes on from an older one leaves them.
+
+    Otherwise the abandoned ones would count as the newest: kept when pruning, and taken by resume=latest.
+
+    Returns:
+        Their new paths.
+    """
+    renamed: list[Path] = []
+    for path in list_checkpoints(root):
+        if int(path.name.removeprefix("step_")) > step:
+            target = path.with_name(f"superseded_{path.name}")
+            shutil.rmtree(target, ignore_errors=True)
+            renamed.append(path.rename(target))
+    if renamed:
+        link = Path(root) / f".{LATEST}.partial"
+        link.unlink(missing_ok=True)
+        link.symlink_to(step_name(step))
+        os.replace(link, Path(root) / LATEST)
+    return renamed
+
+
 def find_checkpoint(run_dir: str | os.PathLike[str], which: str) -> Path:
     """The checkpoint that `trainer.resume` names: "latest" of a run directory, or a path.
 
@@ -170,7 +192,41 @@ def read_named(checkpoint: str | os.PathLike[str], names: Iterable[str]) -> dict
     Raises:
         UserError: the checkpoint does not hold some of them, or holds one twice.
     """
-    path = Path(checkpoint)
+    held = _locate(Path(checkpoint), list(names))
+    result = {name: torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype]) for name, info in held.items()}
+    _read_all(held, result)
+    return result
+
+
+def read_named_into(checkpoint: str | os.PathLike[str], targets: Mapping[str, torch.Tensor]) -> None:
+    """Read tensors by key into live tensors of the same shapes; contiguous float32 on the CPU needs no copy.
+
+    Raises:
+        UserError: as `read_named`, or a shape that differs.
+    """
+    held = _locate(Path(checkpoint), list(targets))
+    for name, info in held.items():
+        if tuple(info.shape) != tuple(targets[name].shape):
+            raise UserError(
+                "checkpoint holds a parameter of another shape",
+                where=str(info.file),
+                observed=f"{name} {tuple(info.shape)}",
+                required=tuple(targets[name].shape),
+                remedy="set lora.rank and the model as in the run that wrote it",
+            )
+    direct = {n: t for n, t in targets.items() if _readable(t, held[n])}
+    _read_all({n: held[n] for n in direct}, direct)
+    for name in targets.keys() - direct.keys():
+        value = {name: torch.empty(held[name].shape, dtype=TORCH_DTYPES[held[name].dtype])}
+        _read_all({name: held[name]}, value)
+        targets[name].copy_(value[name])
+
+
+def _readable(tensor: torch.Tensor, info: TensorInfo) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == TORCH_DTYPES[info.dtype]
+
+
+def _locate(path: Path, wanted: list[str]) -> dict[str, TensorInfo]:
     held: dict[str, TensorInfo] = {}
     for file in sorted(path.glob("*.safetensors")):
         for name, info in read_header(
@@ -184,7 +240,6 @@ def read_named(checkpoint: str | os.PathLike[str], names: Iterable[str]) -> dict
                     remedy="choose another checkpoint (trainer.resume)",
                 )
             held[name] = info
-    wanted = list(names)
     missing = sorted(name for name in wanted if name not in held)
     if missing:
         raise UserError(
@@ -194,18 +249,20 @@ def read_named(checkpoint: str | os.PathLike[str], names: Iterable[str]) -> dict
             required=f"{len(wanted)} tensors",
             remedy="set lora.target_modules and lora.experts as in the run that wrote it",
         )
-    result = {name: torch.empty(held[name].shape, dtype=TORCH_DTYPES[held[name].dtype]) for name in wanted}
+    return {name: held[name] for name in wanted}
+
+
+def _read_all(held: Mapping[str, TensorInfo], targets: Mapping[str, torch.Tensor]) -> None:
     fds: dict[Path, int] = {}
     try:
-        for name in sorted(wanted, key=lambda n: (held[n].file, held[n].start)):
+        for name in sorted(held, key=lambda n: (held[n].file, held[n].start)):
             info = held[name]
             if info.file not in fds:
                 fds[info.file] = os.open(info.file, os.O_RDONLY)
-            read_into(fds[info.file], tensor_bytes(result[name]), info.start, info.file)
+            read_into(fds[info.file], tensor_bytes(targets[name]), info.start, info.file)
     finally:
         for fd in fds.values():
             os.close(fd)
-    return result
 
 
 def write_text(path: Path, text: str) -> None:

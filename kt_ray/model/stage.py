@@ -8,6 +8,7 @@ cross to other stages or to the experts are on the CPU.
 from __future__ import annotations
 
 import threading
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kt_ray.batch import PassSpec
+from kt_ray.errors import UserError
 from kt_ray.model.build import StageModel, build_stage_model
 from kt_ray.model.dropout import DropoutContext
 from kt_ray.model.exchange import Exchange
@@ -216,10 +218,30 @@ class Stage:
                 if spec.return_logits:
                     with torch.no_grad():
                         logits.append(self._head.logits(h).float().cpu())
+        if not math.isfinite(total):
+            raise self._not_finite(total, group)
         state.hidden = None
         state.grads = grads if spec.kind == "train" else None
         state.logits = logits if spec.return_logits else None
         return total
+
+    def _not_finite(self, total: float, group: int) -> UserError:
+        """Where a NaN or infinity of the loss comes from, as far as this stage kept what went through it."""
+        assert self._spec is not None
+        state = self._groups[group]
+        origin = "the head or the last layer"
+        for layer in sorted(state.kept):
+            if not all(bool(torch.isfinite(h).all()) for h in state.kept[layer]):
+                origin = f"layer {layer - 1} or before" if layer > 0 else "the embedding"
+                break
+        samples = [int(s) for micro in state.micro for s in micro.batch.sample_ids]
+        return UserError(
+            f"the loss of step {self._spec.step + 1} is {total}; the step was not applied",
+            where=f"{origin}, group {group}, rows {samples[:8]}" + (", ..." if len(samples) > 8 else ""),
+            required="a finite number",
+            remedy="lower optim.lr or optim.max_grad_norm and continue from the last checkpoint with "
+            "trainer.resume=latest; if it is the first step, look at these rows with mode=preview",
+        )
 
     def logits(self, group: int) -> list[Tensor]:
         """Float32 logits [b, s, V] of a group's micro-batches (padding included), on the CPU."""

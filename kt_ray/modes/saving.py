@@ -16,6 +16,7 @@ from kt_ray.checkpoint.training import (
     begin_checkpoint,
     commit_checkpoint,
     prune_checkpoints,
+    set_aside_later,
     step_name,
 )
 from kt_ray.config.schema import Config
@@ -79,6 +80,14 @@ def save_checkpoint(prepared: Prepared, rundir: RunDir, cluster: Cluster, taken:
     final = commit_checkpoint(partial, rundir.checkpoints / step_name(taken), manifest)
     prune_checkpoints(rundir.checkpoints, prepared.config.trainer.keep_checkpoints)
     return final
+
+
+def go_on_from(resume: ResumePoint, rundir: RunDir) -> list[str]:
+    """What the directory of a continued run needs before its first step; lines for the user."""
+    if not rundir.continued:
+        return []
+    aside = set_aside_later(rundir.checkpoints, resume.manifest.step)
+    return [f"set aside: {path} (from before the run went back to step {resume.manifest.step})" for path in aside]
 
 
 def write_adapter(prepared: Prepared, directory: Path, cluster: Cluster, notes: tuple[str, ...] = ()) -> Path:

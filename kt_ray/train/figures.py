@@ -40,7 +40,9 @@ def step_metrics(
     backward = [c.backward_seconds for c in counters]
     slots_forward = sum(c.forward_slots for c in counters)
     slots_backward = sum(c.backward_slots for c in counters)
-    waiting = [w.terms["experts"] + w.terms["stages"] for w in report.workers]
+    busiest = max(f + b for f, b in zip(forward, backward, strict=True))
+    # What a worker waited beyond the experts' own computing: carrying, queueing, other stages.
+    waiting = [max(0.0, w.terms["experts"] + w.terms["stages"] - busiest) for w in report.workers]
     rss = {"driver": resident_bytes()}
     # In one process every actor reports the same memory: count each process once.
     processes: dict[int, tuple[str, int]] = {e.pid: ("expert", e.host_rss_bytes) for e in report.experts}
@@ -58,7 +60,7 @@ def step_metrics(
         tokens_per_s=spec.tokens / seconds,
         seconds=seconds,
         seconds_attention=max(w.terms["attention"] + w.terms["head"] for w in report.workers),
-        seconds_experts=max(f + b for f, b in zip(forward, backward, strict=True)),
+        seconds_experts=busiest,
         seconds_transport=sum(waiting) / len(waiting),
         seconds_optimizer=optimizer_seconds,
         expert_tflops_forward=tflops(expert_flops(slots_forward, *sizes, "forward", rank=rank), forward),

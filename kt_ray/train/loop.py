@@ -76,7 +76,6 @@ class Trainer:
         schedule: batches and their number.
         events: where figures and checkpoints go.
         first_step: number of steps already taken (resume).
-        first_pass: number of passes already run in this cluster (message tags must be unique).
     """
 
     def __init__(
@@ -138,6 +137,7 @@ class Trainer:
         if not math.isfinite(report.loss):
             self.cluster.discard()
             raise _not_finite("loss", report.loss, step)
+        passed = time.monotonic()
         norm = math.sqrt(self.cluster.prepare(step))
         if not math.isfinite(norm):
             self.cluster.discard()
@@ -146,7 +146,6 @@ class Trainer:
         if optim.max_grad_norm > 0 and norm > optim.max_grad_norm:
             clip = optim.max_grad_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         lr = learning_rate(optim, step, self.schedule.total_steps)
-        committed = time.monotonic()
         self.cluster.commit(step, lr, clip)
         now = time.monotonic()
         self.summary.steps += 1
@@ -162,7 +161,7 @@ class Trainer:
             grad_norm=norm,
             lr=lr,
             seconds=now - start,
-            optimizer_seconds=now - committed,
+            optimizer_seconds=now - passed,
         )
         logger.info("step %d loss %.6f grad_norm %.4f lr %.3e", step + 1, report.loss, norm, lr)
         self.events.on_step(metrics)
