@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-import socket
 import subprocess
 import sys
 import tomllib
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from kt_ray.actors.ray_address import address_file, answers
 from kt_ray.config.schema import ClusterConfig, ModelConfig, RuleConfig
 from kt_ray.errors import UserError
 from kt_ray.modes.doctor_check import Check, failed, passed, warned
@@ -23,7 +23,6 @@ from kt_ray.placement.types import Hardware
 
 # Packages whose versions matter to results or to starting at all; ranges come from the package metadata.
 SHOWN = ("torch", "transformers", "peft", "ray", "hydra-core", "wandb", "safetensors", "numpy")
-_RAY_ADDRESS_FILE = "/tmp/ray/ray_current_cluster"
 
 
 def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Check:
@@ -153,7 +152,7 @@ def threads_environment(environment: dict[str, str] | None = None) -> Check:
     )
 
 
-def ray_cluster(cluster: ClusterConfig, address_file: str | Path = _RAY_ADDRESS_FILE) -> Check:
+def ray_cluster(cluster: ClusterConfig, file: Path | None = None) -> Check:
     """Which Ray cluster would be used. Connects a socket at most; starts nothing."""
     if cluster.name != "ray":
         return passed("Ray cluster", f"not used (cluster={cluster.name})")
@@ -161,27 +160,18 @@ def ray_cluster(cluster: ClusterConfig, address_file: str | Path = _RAY_ADDRESS_
         return passed("Ray cluster", "a new local one will be started")
     named = cluster.address if cluster.address != "auto" else os.environ.get("RAY_ADDRESS", "")
     if named and named not in ("auto", "local"):
-        if _reachable(named):
+        if answers(named):
             return passed("Ray cluster", f"{named} answers")
         return failed(
             "Ray cluster",
             f"{named} does not answer",
             "start it (ray start --head), or set cluster.address=local",
         )
-    file = Path(address_file)
+    file = address_file() if file is None else file
     address = file.read_text().strip() if file.is_file() else ""
-    if address and _reachable(address):
+    if address and answers(address):
         return passed("Ray cluster", f"a cluster runs at {address} and will be joined")
     return passed("Ray cluster", "none running: a local one will be started")
-
-
-def _reachable(address: str) -> bool:
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    try:
-        with socket.create_connection((host or "127.0.0.1", int(port)), timeout=2):
-            return True
-    except (OSError, ValueError):
-        return False
 
 
 def model(config: ModelConfig) -> Check:
