@@ -1,0 +1,128 @@
+"""Whole runs by the command line under Ray: as a program, interrupted, and as a submitted job."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_ray import cli
+from kt_ray.native import available_isas
+from tests.helpers.ray_place import REPO, Place, head_node, ray_place, until
+
+pytestmark = pytest.mark.ray
+
+RUN = ["trainer.max_steps=2", "data.limit=40", "run.name=a"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The demo model is built once, and not into the user's cache."""
+    path = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KT_RAY_CACHE", str(path))
+        for name in ("KT_RAY_ISA", "KT_RAY_DEBUG"):
+            patch.delenv(name, raising=False)
+        yield path
+
+
+@pytest.fixture
+def place(cache: Path) -> Iterator[Place]:
+    with ray_place() as made:
+        yield made
+
+
+def _records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _check_actors(run: Path, driver: int | None = None) -> dict[str, Any]:
+    """env.json: every actor a process of its own, the best ISA, and kernels that ran."""
+    env: dict[str, Any] = json.loads((run / "env.json").read_text())
+    actors = {actor["actor"]: actor for actor in env["actors"]}
+    pids = {actor["pid"] for actor in actors.values()}
+    assert {"worker-0", "experts-0"} <= set(actors)
+    assert len(pids) == len(actors) and env["pid"] not in pids
+    assert driver is None or env["pid"] == driver
+    for name, actor in actors.items():
+        if name.startswith("experts"):
+            assert actor["isa"] == available_isas()[-1] and actor["isa_reason"] and actor["kernel_calls"] > 0
+    return env
+
+
+def test_launch_without_more_is_a_ray_run(place: Place, tmp_path: Path) -> None:
+    """Ray, its processes, and nothing left of them; the losses of one process, bit for bit."""
+    log = tmp_path / "output"
+    process = place.launch(*RUN, log=log)
+    assert process.wait(240) == 0, log.read_text()
+    assert place.left() == []
+    run = place.path / "runs" / "a"  # the working directory is the place
+    env = _check_actors(run, process.pid)
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+", env["dashboard"])
+    output = log.read_text()
+    assert "Ray: no running cluster found, started a local one" in output and "Traceback" not in output
+
+    assert cli.main([*RUN, "cluster=local", f"run.root={tmp_path}"]) == 0
+    expected = [(r["step"], r.get("loss"), r.get("eval_loss")) for r in _records(tmp_path / "a")]
+    assert [(r["step"], r.get("loss"), r.get("eval_loss")) for r in _records(run)] == expected
+    assert len([loss for _, loss, _ in expected if loss]) == 2
+    own, local = (p / "adapter" / "adapter_model.safetensors" for p in (run, tmp_path / "a"))
+    assert own.read_bytes() == local.read_bytes()
+
+
+@pytest.mark.parametrize("whole_group", [True, False], ids=["Ctrl-C", "SIGTERM"])
+def test_an_interrupted_run_leaves_no_process(place: Place, tmp_path: Path, whole_group: bool) -> None:
+    """A terminal's Ctrl-C reaches every process of the group, kill only the driver."""
+    log = tmp_path / "output"
+    process = place.launch(*RUN[1:], "trainer.max_steps=100000", "trainer.eval_every=0", log=log)
+    metrics = place.path / "runs" / "a" / "metrics.jsonl"
+
+    def stepped() -> bool:
+        assert process.poll() is None, log.read_text()
+        return metrics.exists() and len(metrics.read_text().splitlines()) >= 2
+
+    until(stepped, 240)
+    assert len(place.processes()) > 4  # the driver, Ray's own, the actors
+    if whole_group:
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == cli.INTERRUPTED
+    assert place.left() == []
+    output = log.read_text()
+    assert output.rstrip().endswith("interrupted") and "Traceback" not in output, output
+
+
+def test_a_submitted_job_joins_its_cluster(place: Place, tmp_path: Path) -> None:
+    with head_node(place, tmp_path / "head") as url:
+        submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", url, "--"]
+        job = [sys.executable, str(REPO / "launch.py"), *RUN, f"run.root={tmp_path}"]
+        env = {**place.env, "RAY_AUTH_MODE": "token"}
+        done = subprocess.run(
+            submit + job, env=env, capture_output=True, text=True, timeout=240, cwd=place.path
+        )
+        output = done.stdout + done.stderr
+        assert done.returncode == 0, output
+        assert "succeeded" in output and "Ray: joined the running cluster" in output
+        env_json = _check_actors(tmp_path / "a")
+        assert env_json["dashboard"] == url
+        # The run is over, the cluster is not: its actors are gone, its own processes are there.
+        names = until(lambda: _without_actors(place), 30)
+        assert any("raylet" in name for name in names) and any("gcs_server" in name for name in names)
+    assert place.left() == []
+    assert [r["step"] for r in _records(tmp_path / "a") if "loss" in r] == [1, 2]
+    assert (tmp_path / "a" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def _without_actors(place: Place) -> list[str]:
+    """Command lines of the place's processes, once none is an actor of ours; else nothing."""
+    names = [" ".join(process.cmdline()) for process in place.processes()]
+    return [] if any("RemoteActor" in name for name in names) else names
