@@ -42,6 +42,16 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     raise ValueError(f"optim.schedule {optim.schedule!r} is not one of cosine, linear, constant")
 
 
+def use_torch_threads(threads: int) -> None:
+    """torch's thread count for the calling thread.
+
+    The first parallel operation of a thread sets its count to the process-wide last one; asking first
+    makes that happen now, so that it cannot undo what is set here.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(max(1, threads))
+
+
 _ROW = 4096  # summed by one thread, whatever their number
 _BLOCK = _ROW * 4096  # elements widened to float64 at a time
 

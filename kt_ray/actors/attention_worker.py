@@ -19,11 +19,11 @@ from kt_ray.actors.mailbox import Address, Mailbox, Message
 from kt_ray.actors.port import Port
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
-from kt_ray.checkpoint.training import ShardInfo, read_named, write_shard
+from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.config.schema import OptimConfig
 from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
-from kt_ray.optim import LoraOptimizer, squared_norm
+from kt_ray.optim import LoraOptimizer, squared_norm, use_torch_threads
 from kt_ray.placement.order import Op, worker_program
 from kt_ray.placement.types import Plan
 from kt_ray.train.reports import WorkerPassReport, resident_bytes
@@ -56,11 +56,18 @@ class AttentionWorker:
         self._stage: Stage | None = None
         self._committed = -1
         self._masters: _Masters | None = None
-        self._set_threads()
+        use_torch_threads(self.here.threads)
 
-    def _set_threads(self) -> None:
-        # Per thread and per process: the same number under Ray and in one process gives the same bits.
-        torch.set_num_threads(max(1, self.here.threads))
+    def _claim_thread(self) -> None:
+        """Set what torch keeps per thread: its number of threads, and the current GPU.
+
+        The same number under Ray and in one process gives the same bits. Events and streams of the layer
+        loop are those of the current device, which in one process is another one for each stage.
+        """
+        use_torch_threads(self.here.threads)
+        device = torch.device(self.spec.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
 
     @property
     def stage(self) -> Stage:
@@ -86,7 +93,7 @@ class AttentionWorker:
 
     def load(self) -> dict[str, Any]:
         """Build the stage, probe its MoE layers. Returns facts about this worker for env.json."""
-        self._set_threads()
+        self._claim_thread()
         self.doing = "loading"
         start = time.monotonic()
         self._stage = Stage(self.spec)
@@ -120,7 +127,7 @@ class AttentionWorker:
     def run_pass(self, spec: PassSpec) -> WorkerPassReport:
         """Walk this worker's program of the pass."""
         assert self.port is not None
-        self._set_threads()
+        self._claim_thread()
         self.port.release_all()
         start = time.monotonic()
         exchange = MessageExchange(
@@ -236,7 +243,7 @@ class AttentionWorker:
 
     def prepare(self, step: int) -> float:
         """Phase one: reduce gradients to worker 0; returns their squared norm there, 0 elsewhere."""
-        self._set_threads()
+        self._claim_thread()
         assert self.port is not None
         if self.rank != 0:
             self.port.send([ROOT], Message(("grads", step, self.rank), {"flat": self._flat(grad=True)}))
@@ -257,16 +264,18 @@ class AttentionWorker:
         self.doing = "idle"
         return squared_norm(self._masters.optimizer.gradients())
 
-    def commit(self, step: int, lr: float, clip: float) -> float:
-        """Phase two, idempotent: step at worker 0, updated weights to all. Returns seconds spent."""
-        if step <= self._committed:
-            return 0.0
-        self._set_threads()
+    def commit(self, step: int, lr: float, clip: float, token: int) -> float:
+        """Phase two, idempotent: step at worker 0, updated weights to all. Returns seconds spent.
+
+        Repeated for a step that was applied already, it only hands the weights out again; `token` tells
+        the attempts' messages apart.
+        """
+        self._claim_thread()
         start = time.monotonic()
-        if self.rank == 0:
+        if self.rank == 0 and step > self._committed:
             assert self._masters is not None
             self._masters.optimizer.apply(lr, clip)
-        self._exchange_parameters(("updated", step))
+        self._exchange_parameters(("updated", token))
         self.stage.zero_grad()
         self._committed = step
         return time.monotonic() - start
@@ -345,9 +354,9 @@ class AttentionWorker:
         if self._masters is None:
             return
         for what in ("param", "exp_avg", "exp_avg_sq"):
-            own = {f"{what}/{name}": tensor for name, tensor in self._masters.named(what)}
-            for key, value in read_named(directory, list(own)).items():
-                own[key].copy_(value)
+            read_named_into(
+                directory, {f"{what}/{name}": tensor for name, tensor in self._masters.named(what)}
+            )
         self._masters.optimizer.set_step(step)
 
     def write_adapter(self, directory: str, layout: Any) -> int:

@@ -18,6 +18,7 @@ from kt_ray.train.reports import PassReport
 
 LoadNote = Callable[[str, int, int, int], None]  # (actor, layer, bytes done, bytes in total)
 GRACE = 15.0  # seconds the other actors get to notice an abort
+LONGEST_WAIT = 3600.0  # seconds of one look at the futures; only the number of looks depends on it
 POLL = 0.5  # seconds between looks at load progress
 
 
@@ -88,21 +89,25 @@ class ActorCluster(ABC):
     def _gather(
         self,
         calls: Sequence[tuple[Handle, str, tuple[Any, ...]]],
-        timeout: float,
+        timeout: float | None,
         while_waiting: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """Run calls in parallel; all results in order, or the error that came first in cause."""
+        """Run calls in parallel; all results in order, or the error that came first in cause.
+
+        timeout: seconds; None = the actors' own deadlines decide (each waits for every message at the
+        most `trainer.step_timeout`, so one that hangs is reported by those who wait for it).
+        """
         futures = [handle.start(method, *args) for handle, method, args in calls]
         position = {id(future): i for i, future in enumerate(futures)}
         results: list[Any] = [None] * len(futures)
         pending = list(futures)
         errors: list[tuple[Handle, BaseException]] = []
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout if timeout is not None else float("inf")
         while pending:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            done = self._wait(pending, min(left, POLL) if while_waiting else left)
+            done = self._wait(pending, min(left, POLL if while_waiting else LONGEST_WAIT))
             if while_waiting is not None and not errors:
                 while_waiting()
             for future in done:
@@ -121,7 +126,7 @@ class ActorCluster(ABC):
         if errors:
             raise self._cause(errors)
         if pending:
-            raise self._overdue(calls, timeout)
+            raise self._overdue(calls, timeout or GRACE)
         return results
 
     def _cause(self, errors: list[tuple[Handle, BaseException]]) -> BaseException:
@@ -170,7 +175,8 @@ class ActorCluster(ABC):
             handle.control("abort", reason)
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        return self._gather([(h, method, args) for h in self.handles], self.specs.timeout)
+        # Later than the actors' own deadlines, whose errors say what was missing.
+        return self._gather([(h, method, args) for h in self.handles], self.specs.timeout + GRACE)
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -181,11 +187,11 @@ class ActorCluster(ABC):
             self.specs.load_timeout,
             self._note_load if self._on_load else None,
         )
-        shapes = self._gather([(h, "collect_shapes", ()) for h in self.workers], self.specs.timeout)
+        shapes = self._gather([(h, "collect_shapes", ()) for h in self.workers], self.specs.timeout + GRACE)
         root = self.workers[0]
         self._gather([(root, "hold_masters", (shapes[: self.plan.stages],))], self.specs.timeout)
         self._token += 1
-        self._gather([(h, "start_masters", (self._token,)) for h in self.workers], self.specs.timeout)
+        self._gather([(h, "start_masters", (self._token,)) for h in self.workers], self.specs.timeout + GRACE)
         self._publish()
         return facts
 
@@ -205,7 +211,7 @@ class ActorCluster(ABC):
 
     def _publish(self) -> None:
         self._token += 1
-        self._gather([(h, "publish", (self._token,)) for h in self.workers], self.specs.timeout)
+        self._gather([(h, "publish", (self._token,)) for h in self.workers], self.specs.timeout + GRACE)
 
     def info(self) -> list[dict[str, Any]]:
         return self._all("info")
@@ -219,10 +225,7 @@ class ActorCluster(ABC):
 
     def run_pass(self, spec: PassSpec) -> PassReport:
         start = time.monotonic()
-        # The actors' own deadlines fire first and say what they waited for.
-        reports = self._gather(
-            [(h, "run_pass", (spec,)) for h in self.handles], 2 * self.specs.timeout + GRACE
-        )
+        reports = self._gather([(h, "run_pass", (spec,)) for h in self.handles], None)
         workers = tuple(reports[: len(self.workers)])
         loss = sum(w.loss_sum for w in workers) / max(1, spec.loss_tokens)
         return PassReport(loss, time.monotonic() - start, workers, tuple(reports[len(self.workers) :]))
@@ -231,7 +234,8 @@ class ActorCluster(ABC):
         return float(sum(self._all("prepare", step)))
 
     def commit(self, step: int, lr: float, clip: float) -> float:
-        return float(max(self._all("commit", step, lr, clip)))
+        self._token += 1
+        return float(max(self._all("commit", step, lr, clip, self._token)))
 
     def discard(self) -> None:
         self._all("discard")

@@ -19,8 +19,9 @@ from kt_ray.actors.mailbox import Address, Mailbox, Message
 from kt_ray.actors.port import Lease, Port
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
-from kt_ray.checkpoint.training import ShardInfo, read_named, write_shard
+from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.experts import ExpertHost, ExpertHostSpec
+from kt_ray.optim import use_torch_threads
 from kt_ray.placement.order import expert_order
 from kt_ray.placement.types import Plan
 from kt_ray.train.reports import ExpertPassReport, resident_bytes
@@ -44,7 +45,7 @@ class ExpertActor:
         self.doing = "starting"
         self.load_progress = (0, 0, 0)  # (layer, bytes done, bytes in total)
         self._committed = -1
-        torch.set_num_threads(max(1, spec.threads))
+        use_torch_threads(spec.threads)
         self.host = ExpertHost(spec)
 
     # -- control -----------------------------------------------------------------------------
@@ -66,7 +67,7 @@ class ExpertActor:
 
     def load(self) -> dict[str, Any]:
         """Read weights, make LoRA. Returns facts about this actor for env.json."""
-        torch.set_num_threads(max(1, self.host.spec.threads))
+        use_torch_threads(self.host.spec.threads)
         self.doing = "loading"
 
         def note(layer: int, done: int, total: int) -> None:
@@ -101,6 +102,7 @@ class ExpertActor:
     def run_pass(self, spec: PassSpec) -> ExpertPassReport:
         """Serve every item of the planned order. Shapes and steps come with the messages."""
         assert self.port is not None
+        use_torch_threads(self.host.spec.threads)
         self.port.release_all()
         self.mailbox.seconds_waited = 0.0
         train = spec.kind == "train"
@@ -156,12 +158,15 @@ class ExpertActor:
 
     def prepare(self, step: int) -> float:
         """Phase one: the squared norm of this actor's gradients (float64)."""
+        use_torch_threads(self.host.spec.threads)
         return self.host.gradient_norm_squared()
 
-    def commit(self, step: int, lr: float, clip: float) -> float:
+    def commit(self, step: int, lr: float, clip: float, token: int) -> float:
         """Phase two, idempotent: apply the gradients of `step`. Returns seconds spent."""
+        del token  # nothing travels here
         if step <= self._committed:
             return 0.0
+        use_torch_threads(self.host.spec.threads)
         start = time.monotonic()
         self.host.apply_gradients(lr, clip)
         self._committed = step
@@ -202,9 +207,8 @@ class ExpertActor:
     def restore(self, directory: str, step: int) -> None:
         """Take parameters and moments by name from a checkpoint; `step` updates were taken so far."""
         for what in ("param", "exp_avg", "exp_avg_sq"):
-            own = {f"{what}/{name}": tensor for name, tensor in self.host.named(what)}
-            for key, value in read_named(directory, list(own)).items():
-                own[key].copy_(value)
+            # Straight into place: a copy of one kind would be gigabytes for a large model.
+            read_named_into(directory, {f"{what}/{name}": tensor for name, tensor in self.host.named(what)})
         self.host.set_step(step)
         self.discard()
         self._committed = step - 1

@@ -33,6 +33,13 @@ class RayActor:
         self.actor: AttentionWorker | ExpertActor
         self.actor = AttentionWorker(*args) if kind == "worker" else ExpertActor(*args)
 
+    def __repr__(self) -> str:
+        """What the dashboard shows beside the actor's name, and what its log lines begin with."""
+        if isinstance(self.actor, AttentionWorker):
+            start, stop = self.actor.here.layers
+            return f"attention, layers {start}-{stop - 1}"
+        return f"{len(self.actor.host.spec.experts)} experts per layer"
+
     @ray.method(concurrency_group="control")
     def node(self) -> str:
         return str(ray.get_runtime_context().get_node_id())

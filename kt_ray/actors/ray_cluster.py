@@ -193,7 +193,15 @@ class RayCluster(ActorCluster):
                 raise _cause(error) from error
             except RayActorError as error:
                 raise UserError(f"{handle.name} did not start", observed=str(error)) from error
-        ray.get([handle.actor.connect.remote(peers) for handle in self._ray_handles()])
+        introduced = [handle.actor.connect.remote(peers) for handle in self._ray_handles()]
+        try:
+            ray.get(introduced, timeout=self.config.start_timeout)
+        except GetTimeoutError as error:
+            raise UserError(
+                f"the actors could not be introduced to each other within {self.config.start_timeout:.0f} s",
+                observed=" | ".join(self._states()),
+                remedy="raise cluster.start_timeout",
+            ) from error
 
     def _reservations(self) -> tuple[float, float]:
         """CPUs per attention worker and per expert actor.
