@@ -93,6 +93,9 @@ class RayCluster(ActorCluster):
             if self.config.dashboard
             else None
         )
+        # Ray kills workers at 95 % of the host's memory; the plan has already counted every byte against
+        # its capacity, and 5 % of a terabyte is much. A value of the user's stays.
+        os.environ.setdefault("RAY_memory_usage_threshold", "0.99")
         context = self._init(
             address="local",
             include_dashboard=self.config.dashboard,

@@ -12,7 +12,7 @@ from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.actors.specs import actor_specs
 from kt_ray.config.schema import Config
 from kt_ray.modes.prepare import Prepared, prepare
-from kt_ray.modes.saving import resume_point, save_checkpoint, write_adapter
+from kt_ray.modes.saving import go_on_from, resume_point, save_checkpoint, write_adapter
 from kt_ray.placement.plan import plan_to_dict
 from kt_ray.rundir import RunDir, environment, plain, setup_logging
 from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
@@ -49,6 +49,8 @@ def run(config: Config) -> int:
             if resume is not None:
                 cluster.restore(str(resume.directory), resume.manifest.step)
                 first_step = resume.manifest.step
+                for line in go_on_from(resume, rundir):
+                    _say(line)
                 _say(f"resumed from {resume.directory} after step {first_step}")
             tracker.start(
                 rundir.path, plain(config), rundir.wandb_id, first_step=first_step + 1 if first_step else 0
@@ -70,9 +72,12 @@ def run(config: Config) -> int:
         status = "interrupted"
         raise
     finally:
-        if tracker is not None:
-            tracker.finish(status)
-        cluster.shutdown()
+        # Nested: a second Ctrl-C during a slow upload must not leave actors behind.
+        try:
+            if tracker is not None:
+                tracker.finish(status)
+        finally:
+            cluster.shutdown()
 
 
 def make_cluster(prepared: Prepared, run_name: str, progress: LoadProgress | None = None) -> ActorCluster:

@@ -20,8 +20,10 @@ from kt_ray.checkpoint import (
     list_checkpoints,
     prune_checkpoints,
     read_named,
+    step_name,
     write_shard,
 )
+from kt_ray.checkpoint.training import set_aside_later
 from kt_ray.errors import UserError
 
 FIELDS = {"lora.rank": 8, "lora.experts": True, "lora.target_modules": ["q_proj"], "seed": 3}
@@ -206,3 +208,24 @@ def test_manifest_is_plain_json(tmp_path: Path) -> None:
         "experts-0.safetensors",
     }
     assert replace(Manifest.load(path), step=11).step == 11
+
+
+def test_a_run_that_goes_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+
+    def save(step: int) -> None:
+        partial = begin_checkpoint(root, step)
+        shard = write_shard(partial, "worker-0.safetensors", {"param/x": torch.ones(2)})
+        manifest = Manifest(step=step, seed=0, data={}, model="m", fields={}, shards=(shard,))
+        commit_checkpoint(partial, root / step_name(step), manifest)
+
+    for step in (200, 300, 400):
+        save(step)
+    aside = set_aside_later(root, 200)
+    assert sorted(p.name for p in aside) == ["superseded_step_000300", "superseded_step_000400"]
+    assert (root / "latest").resolve().name == "step_000200"
+    save(250)
+    prune_checkpoints(root, 2)
+    assert [p.name for p in list_checkpoints(root)] == ["step_000200", "step_000250"]
+    assert (root / "latest").resolve().name == "step_000250"
+    assert set_aside_later(root, 250) == []

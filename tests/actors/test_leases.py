@@ -1,0 +1,82 @@
+"""Shared memory is never read after its lease ended: freed blocks are overwritten, the curve must not move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_ray.actors import ray_port
+from kt_ray.actors.arena import Arena, ArenaReader
+from kt_ray.actors.local_cluster import LocalCluster, LocalHandle
+from kt_ray.actors.mailbox import Address
+from kt_ray.actors.ray_port import Packed, Peer, RayPort, unpack
+from kt_ray.actors.specs import actor_specs
+from tests.helpers.hf_reference import build_checkpoint, random_rows
+from tests.helpers.runs import config_for, local_cluster, plan_for, steps
+
+BATCHES = [random_rows(8, seed=s) for s in range(2)]
+
+
+class _Doorbell:
+    """Stands where a Ray handle stands: `deliver.remote(packed)`, in this process."""
+
+    def __init__(self, handle: LocalHandle, reader: ArenaReader) -> None:
+        self.deliver = self
+        self._handle, self._reader = handle, reader
+
+    def remote(self, packed: Packed) -> None:
+        self._handle.actor.deliver(unpack(packed, self._reader))
+
+
+class _PoisoningArena(Arena):
+    freed = 0
+
+    def free(self, block: tuple[int, int, int]) -> None:
+        index, offset, size = block
+        self._segments[index].map[offset : offset + size] = b"\xff" * size
+        _PoisoningArena.freed += 1
+        super().free(block)
+
+
+class _ArenaCluster(LocalCluster):
+    def _spawn(self) -> None:
+        super()._spawn()
+        peers: Mapping[Address, Peer] = {
+            h.address: Peer(_Doorbell(h, ArenaReader()), "here") for h in self._local()
+        }
+        for handle in self._local():
+            handle.actor.port = RayPort("test", "here", peers)
+
+    def _local(self) -> Sequence[LocalHandle]:
+        return [h for h in self.handles if isinstance(h, LocalHandle)]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["rule=cpu_1worker_1socket"],
+        ["rule.device=cpu", "rule.stages=2", "rule.replicas=2", "rule.experts.sockets=2", "rule.groups=2"],
+    ],
+)
+def test_no_block_is_read_after_release(
+    tmp_path: Path, layout: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_port, "Arena", _PoisoningArena)
+    monkeypatch.setattr(ray_port, "INLINE_BYTES", -1)
+    path = build_checkpoint(tmp_path, "deepseek_v3")
+    config = config_for(path, *layout, "optim.lr=0.02", "lora.dropout=0.1")
+    with local_cluster(path, config) as local:
+        expected = steps(local, config, BATCHES, 4)
+    plan = plan_for(path, config)
+    cluster: Any = _ArenaCluster(plan, actor_specs(plan, config, str(path)))
+    _PoisoningArena.freed = 0
+    try:
+        cluster.start()
+        observed = steps(cluster, config, BATCHES, 4)
+    finally:
+        cluster.shutdown()
+    assert observed == expected
+    assert _PoisoningArena.freed > 100
