@@ -113,6 +113,23 @@ def test_the_rest_of_the_input_is_good(place: Place, capfd: pytest.CaptureFixtur
     ]
 
 
+def test_a_run_that_blows_up_says_where(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    """Settings that no check can know to be wrong: the step is not applied, and the line names it."""
+    arguments = "model.path={model} data.path={dir}/rows.jsonl trainer.eval_every=0 cluster=local run.name=a"
+    arguments += " lora.alpha=1e30 optim.lr=1 optim.warmup=0 trainer.max_steps=4 trainer.save_every=1"
+    assert cli.main(_arguments(arguments, place)) == cli.BAD_INPUT
+    err = capfd.readouterr().err
+    assert err.startswith("error: the loss of step 2 is nan") and err.count("\n") == 1, err
+    assert (
+        "the step was not applied" in err
+        and "To fix: lower optim.lr" in err
+        and "trainer.resume=latest" in err
+    )
+    run = place.path / "runs" / "a"
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1]
+    assert os.readlink(run / "checkpoints" / "latest") == "step_000001" and not (run / "adapter").exists()
+
+
 @pytest.mark.ray
 def test_a_ray_cluster_that_is_not_there(
     checkpoint: Path,
