@@ -139,7 +139,7 @@ def prune_checkpoints(root: str | os.PathLike[str], keep: int) -> list[Path]:
 
 
 def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
-    """Rename checkpoints beyond `step` to superseded_step_...: a run that goes on from an older one leaves them.
+    """Rename checkpoints beyond `step` to superseded_step_...: a run that went back to `step` left them.
 
     Otherwise the abandoned ones would count as the newest: kept when pruning, and taken by resume=latest.
 

@@ -7,8 +7,8 @@ cross to other stages or to the experts are on the CPU.
 
 from __future__ import annotations
 
-import threading
 import math
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

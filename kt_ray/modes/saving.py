@@ -87,7 +87,9 @@ def go_on_from(resume: ResumePoint, rundir: RunDir) -> list[str]:
     if not rundir.continued:
         return []
     aside = set_aside_later(rundir.checkpoints, resume.manifest.step)
-    return [f"set aside: {path} (from before the run went back to step {resume.manifest.step})" for path in aside]
+    return [
+        f"set aside: {path} (from before the run went back to step {resume.manifest.step})" for path in aside
+    ]
 
 
 def write_adapter(prepared: Prepared, directory: Path, cluster: Cluster, notes: tuple[str, ...] = ()) -> Path:

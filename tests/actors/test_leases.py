@@ -1,4 +1,4 @@
-"""Shared memory is never read after its lease ended: freed blocks are overwritten, the curve must not move."""
+"""Shared memory is not read after its lease: freed blocks are overwritten, the curve must not move."""
 
 from __future__ import annotations
 
