@@ -37,7 +37,7 @@ class RayActor:
         """What the dashboard shows beside the actor's name, and what its log lines begin with."""
         if isinstance(self.actor, AttentionWorker):
             start, stop = self.actor.here.layers
-            return f"attention, layers {start}-{stop - 1}"
+            return f"layers {start}-{stop - 1}" if stop - start > 1 else f"layer {start}"
         return f"{len(self.actor.host.spec.experts)} experts per layer"
 
     @ray.method(concurrency_group="control")

@@ -259,8 +259,8 @@ class ClusterConfig:
 
     Attributes:
         name: "ray" or "local" (the same classes in one process, without Ray).
-        address: Ray address; "auto" = a running cluster if there is one, else a local one;
-            "local" = always a new local one; or HOST:PORT.
+        address: Ray address; "auto" = the cluster of RAY_ADDRESS or of `ray start` on this host, else a
+            local one; "local" = always a new local one; or HOST:PORT.
         namespace: Ray namespace of the named actors; None = one per run.
         dashboard: start the dashboard with a local cluster.
         dashboard_host: address the dashboard listens on.

@@ -58,6 +58,10 @@ def test_a_run_shows_its_figures_and_its_actors_and_ends_clean(tiny_run: list[st
         assert set(named) == {"worker-0", "experts-0"}
         assert {a["state"] for a in named.values()} == {"ALIVE"}
         assert {a["ray_namespace"] for a in named.values()} == {"kt_ray-watched"}
+        assert {n: a["repr_name"] for n, a in named.items()} == {
+            "worker-0": "layers 0-2",
+            "experts-0": "8 experts per layer",
+        }
         env = json.loads((root / "watched" / "env.json").read_text())
         assert {a["actor"]: a["pid"] for a in env["actors"]} == {n: a["pid"] for n, a in named.items()}
         assert env["dashboard"] == dashboard
