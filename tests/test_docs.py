@@ -47,5 +47,6 @@ def test_keys_are_options(page):
     text = (ROOT / page).read_text()
     # `lora.rank=8` or `lora.rank` in code; file names such as optim.py are no keys.
     named = set(re.findall(rf"(?<![\w./])(?:{groups})\.[a-z_]+(?:\.[a-z_]+)?(?![\w/])", text))
-    unknown = {k for k in named if not any(f == k or f.startswith(f"{k}.") for f in fields())} - {"optim.py"}
-    assert not unknown
+    unknown = {k for k in named if not any(f == k or f.startswith(f"{k}.") for f in fields())}
+    # A file of the tree; the beginning of a module's name in transformers.
+    assert not unknown - {"optim.py", "model.layers"}
