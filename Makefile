@@ -22,7 +22,7 @@ $(PY):
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE) | $(PY)
 	@if $(PY) -c 'import torch' 2>/dev/null; then grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt; \
 	 else cp constraints.txt $(VENV)/constraints.txt; $(PY) -m pip install -q -c constraints.txt torch; fi
-	$(PY) -m pip install -q -c $(VENV)/constraints.txt -e '.[dev]'
+	$(PY) -m pip install -q -c $(VENV)/constraints.txt -e '.[dev,deepspeed]'
 	@touch $@
 
 demo: $(STAMP)  ## set up, build, and fine-tune the demo model to the end

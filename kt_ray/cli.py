@@ -102,6 +102,9 @@ def _report(action: Callable[[], int]) -> int:
 
 def dispatch(config: Config) -> int:
     """Imports the module of `config.mode` and runs it."""
+    if not os.path.exists("/dev/nvidiactl"):
+        # deepspeed, where installed, otherwise prints that it looked for a GPU in vain. Actors inherit this.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return int(importlib.import_module(f"kt_ray.modes.{config.mode}").run(config))
 
 
