@@ -1,0 +1,57 @@
+"""What all clusters share, on handles that only pretend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+from kt_ray.actors.cluster import ActorCluster, Handle
+from kt_ray.actors.specs import ActorSpecs
+from kt_ray.placement.types import Plan
+
+
+class Loading(Handle):
+    """An expert actor whose load call ends after a given number of looks at its progress."""
+
+    def __init__(self, rank: int, progress: Sequence[tuple[int, int, int]]) -> None:
+        self.address = ("experts", rank)
+        self.progress = list(progress)
+        self.looks = 0
+
+    def start(self, method: str, *args: Any) -> Any:
+        return SimpleNamespace(done=lambda: self.looks >= len(self.progress), value=method)
+
+    def control(self, method: str, *args: Any) -> Any:
+        value = self.progress[min(self.looks, len(self.progress) - 1)]
+        self.looks += 1
+        return SimpleNamespace(done=lambda: True, value=value)
+
+
+class Pretended(ActorCluster):
+    def connect(self) -> list[str]:
+        return []
+
+    def _spawn(self) -> None:
+        raise AssertionError("spawned by the test")
+
+    def _wait(self, futures: Sequence[Any], timeout: float) -> list[Any]:
+        return [future for future in futures if future.done()][:1]
+
+    def _result(self, future: Any) -> Any:
+        return future.value
+
+    def _close(self) -> None:
+        pass
+
+
+def test_load_progress_is_told_once_per_change() -> None:
+    notes: list[tuple[str, int, int, int]] = []
+    specs = cast(ActorSpecs, SimpleNamespace(timeout=10.0, load_timeout=10.0))
+    cluster = Pretended(cast(Plan, None), specs, lambda *note: notes.append(note))
+    quick = [(0, 0, 0), (1, 5, 10), (2, 10, 10)]
+    slow = [(0, 0, 0), (1, 5, 10), (1, 5, 10), (1, 5, 10), (2, 10, 10)]
+    cluster.experts = [Loading(0, quick), Loading(1, slow)]
+    assert cluster._gather([(h, "load", ()) for h in cluster.handles], 10, cluster._note_load) == ["load"] * 2
+    for rank in (0, 1):
+        assert [n[1:] for n in notes if n[0] == f"expert actor {rank}"] == [(1, 5, 10), (2, 10, 10)]
