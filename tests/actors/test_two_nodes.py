@@ -23,9 +23,9 @@ BATCHES = [random_rows(8, seed=s) for s in range(2)]
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
     """Two Ray nodes, two CPUs each, as processes on this machine."""
-    # Without tokens: this process may hold one for other clusters already.
+    # This process joins by itself, and it may hold a token for other clusters already.
     with (
-        ray_place(authentication=False) as place,
+        ray_place(own_token=False) as place,
         head_node(place, tmp_path / "head", cpus=2),
         second_node(place, tmp_path / "second", cpus=2),
     ):

@@ -38,7 +38,7 @@ class Place:
 
     Attributes:
         path: RAY_TMPDIR; short, because Ray's socket paths must be.
-        token: what its API asks for; None = authentication is off.
+        token: what its API asks for; None = what this very process uses, a token or none.
     """
 
     path: Path
@@ -49,9 +49,12 @@ class Place:
         """The environment for processes of this place, free of settings for other clusters."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         own = {"RAY_TMPDIR": str(self.path)}
-        own |= (
-            {"RAY_AUTH_TOKEN_PATH": str(self.path / "token")} if self.token else {"RAY_AUTH_MODE": "disabled"}
-        )
+        if self.token:
+            own["RAY_AUTH_TOKEN_PATH"] = str(self.path / "token")
+        else:
+            # Ray turns tokens on for good in a process that once started a local cluster.
+            own |= {"RAY_AUTH_MODE": "disabled"}
+            own |= {key: value for key, value in os.environ.items() if key.startswith("RAY_AUTH_")}
         return {**clean, **own, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
     @property
@@ -97,10 +100,10 @@ class Place:
 
 
 @contextlib.contextmanager
-def ray_place(*, authentication: bool = True) -> Iterator[Place]:
+def ray_place(*, own_token: bool = True) -> Iterator[Place]:
     """A fresh place; afterwards nothing of it is left, neither processes nor files."""
     path = Path(tempfile.mkdtemp(prefix="ktr", dir="/tmp"))
-    place = Place(path, secrets.token_hex(16) if authentication else None)
+    place = Place(path, secrets.token_hex(16) if own_token else None)
     if place.token:
         (path / "token").write_text(place.token)
     try:
