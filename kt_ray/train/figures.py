@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 from kt_ray.batch import PassSpec
@@ -47,6 +48,7 @@ def step_metrics(
     # In one process every actor reports the same memory: count each process once.
     processes: dict[int, tuple[str, int]] = {e.pid: ("expert", e.host_rss_bytes) for e in report.experts}
     processes.update({w.pid: ("worker", w.host_rss_bytes) for w in report.workers})
+    processes.pop(os.getpid(), None)  # cluster=local: the driver's own
     for kind, size in processes.values():
         rss[kind] = rss.get(kind, 0) + size
     return StepMetrics(
