@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
+from kt_ray.actors.base import PlainActor
 from kt_ray.actors.exchange import MessageExchange
-from kt_ray.actors.mailbox import Address, Mailbox, Message
-from kt_ray.actors.port import Port
+from kt_ray.actors.mailbox import Address, Message
+from kt_ray.actors.masters import Masters
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.config.schema import OptimConfig
 from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
-from kt_ray.optim import LoraOptimizer, squared_norm, use_torch_threads
+from kt_ray.optim import squared_norm, use_torch_threads
 from kt_ray.placement.order import Op, worker_program
 from kt_ray.placement.types import Plan
 from kt_ray.train.reports import WorkerPassReport, resident_bytes
@@ -31,7 +32,7 @@ from kt_ray.train.reports import WorkerPassReport, resident_bytes
 ROOT: Address = ("worker", 0)
 
 
-class AttentionWorker:
+class AttentionWorker(PlainActor):
     """One stage of one replica, driven by messages.
 
     Args:
@@ -48,14 +49,11 @@ class AttentionWorker:
         self.here = plan.workers[rank]
         self.spec = spec
         self.optim = optim
-        self.timeout = timeout
-        self.mailbox = Mailbox(f"attention worker {rank}")
-        self.port: Port | None = None
-        self.doing = "starting"
+        super().__init__(f"attention worker {rank}", timeout)
         self.load_seconds = 0.0
         self._stage: Stage | None = None
         self._committed = -1
-        self._masters: _Masters | None = None
+        self._masters: Masters | None = None
         use_torch_threads(self.here.threads)
 
     def _claim_thread(self) -> None:
@@ -73,21 +71,6 @@ class AttentionWorker:
     def stage(self) -> Stage:
         assert self._stage is not None, "load() comes first"
         return self._stage
-
-    # -- control -----------------------------------------------------------------------------
-
-    def deliver(self, message: Message) -> None:
-        self.mailbox.put(message)
-
-    def abort(self, reason: str) -> None:
-        self.mailbox.fail(reason)
-
-    def status(self) -> str:
-        waiting = self.mailbox.waiting_for
-        return f"attention worker {self.rank}: {self.doing}" + (f", waiting for {waiting}" if waiting else "")
-
-    def progress(self) -> tuple[int, int, int]:
-        return (0, 0, 0)
 
     # -- life --------------------------------------------------------------------------------
 
@@ -219,7 +202,7 @@ class AttentionWorker:
     def hold_masters(self, shapes: list[dict[str, tuple[int, ...]]]) -> None:
         """Worker 0: make the optimizer for all stages' LoRA (one flat float32 vector per stage)."""
         assert self.rank == 0
-        self._masters = _Masters(shapes, self.optim, self.spec.device)
+        self._masters = Masters(shapes, self.optim, self.spec.device)
 
     def publish(self, token: int) -> None:
         """Worker 0 sends every worker the current masters; the others take them."""
@@ -366,34 +349,3 @@ class AttentionWorker:
         tensors = self.parameters()
         write_tensors(directory, layout, tensors)
         return len(tensors)
-
-
-class _Masters:
-    """Float32 masters of the non-expert LoRA of all stages: one flat parameter per stage, with names."""
-
-    def __init__(self, shapes: list[dict[str, tuple[int, ...]]], optim: OptimConfig, device: str) -> None:
-        self._shapes = shapes
-        sizes = [sum(torch.Size(shape).numel() for shape in stage.values()) for stage in shapes]
-        self._flat = [torch.nn.Parameter(torch.zeros(size, device=device)) for size in sizes]
-        self.optimizer = LoraOptimizer(self._flat, optim)
-
-    def set(self, stage: int, flat: torch.Tensor) -> None:
-        self._flat[stage].data.copy_(flat)
-
-    def get(self, stage: int) -> torch.Tensor:
-        return self._flat[stage].data
-
-    def set_grad(self, stage: int, flat: torch.Tensor) -> None:
-        grad = self._flat[stage].grad
-        assert grad is not None
-        grad.copy_(flat)
-
-    def named(self, what: str) -> Any:
-        """Yield (name, live view) for "param", "exp_avg" or "exp_avg_sq"."""
-        for shapes, flat in zip(self._shapes, self._flat, strict=True):
-            source = flat.data if what == "param" else self.optimizer.moments(flat)[what == "exp_avg_sq"]
-            begin = 0
-            for name, shape in shapes.items():
-                count = torch.Size(shape).numel()
-                yield name, source[begin : begin + count].view(shape)
-                begin += count

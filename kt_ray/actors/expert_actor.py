@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from kt_ray.actors.mailbox import Address, Mailbox, Message
-from kt_ray.actors.port import Lease, Port
+from kt_ray.actors.base import PlainActor
+from kt_ray.actors.mailbox import Address, Message
+from kt_ray.actors.port import Lease
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
@@ -27,7 +28,7 @@ from kt_ray.placement.types import Plan
 from kt_ray.train.reports import ExpertPassReport, resident_bytes
 
 
-class ExpertActor:
+class ExpertActor(PlainActor):
     """One socket's experts, driven by messages.
 
     Args:
@@ -39,29 +40,10 @@ class ExpertActor:
     def __init__(self, plan: Plan, spec: ExpertHostSpec, timeout: float) -> None:
         self.plan = plan
         self.rank = spec.rank
-        self.timeout = timeout
-        self.mailbox = Mailbox(f"expert actor {spec.rank}")
-        self.port: Port | None = None
-        self.doing = "starting"
-        self.load_progress = (0, 0, 0)  # (layer, bytes done, bytes in total)
+        super().__init__(f"expert actor {spec.rank}", timeout)
         self._committed = -1
         use_torch_threads(spec.threads)
         self.host = ExpertHost(spec)
-
-    # -- control -----------------------------------------------------------------------------
-
-    def deliver(self, message: Message) -> None:
-        self.mailbox.put(message)
-
-    def abort(self, reason: str) -> None:
-        self.mailbox.fail(reason)
-
-    def status(self) -> str:
-        waiting = self.mailbox.waiting_for
-        return f"expert actor {self.rank}: {self.doing}" + (f", waiting for {waiting}" if waiting else "")
-
-    def progress(self) -> tuple[int, int, int]:
-        return self.load_progress
 
     # -- life --------------------------------------------------------------------------------
 

@@ -1,0 +1,45 @@
+"""What both kinds of actors have: a mailbox, a port, and answers for those who ask how it goes."""
+
+from __future__ import annotations
+
+from kt_ray.actors.mailbox import Mailbox, Message
+from kt_ray.actors.port import Port
+
+
+class PlainActor:
+    """A plain class; Ray or a thread calls it. Methods here may run beside the compute thread.
+
+    Args:
+        title: for people ("expert actor 1").
+        timeout: seconds to wait for a message before giving the pass up.
+
+    Attributes:
+        port: how it sends; set before the first pass.
+        doing: what the compute thread is at.
+        load_progress: (layer, bytes done, bytes in total).
+    """
+
+    def __init__(self, title: str, timeout: float) -> None:
+        self.title = title
+        self.timeout = timeout
+        self.mailbox = Mailbox(title)
+        self.port: Port | None = None
+        self.doing = "starting"
+        self.load_progress = (0, 0, 0)
+
+    def deliver(self, message: Message) -> None:
+        """Take a message from a peer."""
+        self.mailbox.put(message)
+
+    def abort(self, reason: str) -> None:
+        """Another actor failed: wake whoever waits for a message."""
+        self.mailbox.fail(reason)
+
+    def status(self) -> str:
+        """One line for a report: what it does, and what it waits for."""
+        waiting = self.mailbox.waiting_for
+        return f"{self.title}: {self.doing}" + (f", waiting for {waiting}" if waiting else "")
+
+    def progress(self) -> tuple[int, int, int]:
+        """How far loading is."""
+        return self.load_progress
