@@ -87,18 +87,21 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="wait up to this long for a load below 0.7 before measuring",
+        help="wait up to this long for an idle machine before measuring",
     )
 
 
-def wait_quiet(seconds: float, below: float = 0.7) -> bool:
-    """Wait until the one-minute load is below `below`, `seconds` at the most. Whether it came to that."""
+def wait_quiet(seconds: float, below: float = 0.2, window: float = 20.0) -> bool:
+    """Wait, `seconds` at the most, for a `window` in which others use less than `below` CPUs.
+
+    Not by the load average: it counts what only waits, and remembers for minutes.
+    """
     deadline = time.monotonic() + seconds
-    while os.getloadavg()[0] >= below:
+    while True:
+        if psutil.cpu_percent(interval=window) / 100 * (os.cpu_count() or 1) < below:
+            return True
         if time.monotonic() >= deadline:
             return False
-        time.sleep(5.0)
-    return True
 
 
 def tree() -> list[psutil.Process]:

@@ -26,7 +26,7 @@ class Job:
     """What one process runs.
 
     Attributes:
-        impl: "kt_ray", "kt_ray_local", "kt_ray_2x2", or one of peers.PEERS.
+        impl: "kt_ray_ray", "kt_ray_local", "kt_ray_ray_2x2", or one of peers.PEERS.
         overrides: the configuration, as on kt_ray's command line.
         model_dir: checkpoint; its dtype is everybody's.
         warmup: steps before the measured ones.
@@ -46,9 +46,9 @@ class Job:
 
 
 RULES = {
-    "kt_ray": ["rule=auto", "rule.device=cpu", "cluster=ray", "cluster.address=local"],
+    "kt_ray_ray": ["rule=auto", "rule.device=cpu", "cluster=ray", "cluster.address=local"],
     "kt_ray_local": ["rule=auto", "rule.device=cpu", "cluster=local"],
-    "kt_ray_2x2": ["rule=cpu_2workers_2sockets", "cluster=ray", "cluster.address=local"],
+    "kt_ray_ray_2x2": ["rule=cpu_2workers_2sockets", "cluster=ray", "cluster.address=local"],
 }
 
 

@@ -5,12 +5,12 @@
 
 Model, rows, batches, LoRA rank, learning rates and CPUs are the same for all:
 
-    kt_ray         under Ray, on a local cluster of its own
-    kt_ray_local   the same plan in one process, without Ray
-    kt_ray_2x2     under Ray with two pipeline stages and two expert actors (rule=cpu_2workers_2sockets)
-    hf_factored    Hugging Face with LoRA on every expert, written in torch for speed (always runs: the
-                   losses are held against it)
-    hf, peft       what --against names: see benchmarks/peers.py
+    kt_ray_ray      under Ray, on a local cluster of its own
+    kt_ray_local    the same plan in one process, without Ray
+    kt_ray_ray_2x2  under Ray with two pipeline stages and two expert actors (rule=cpu_2workers_2sockets)
+    hf_factored     Hugging Face with LoRA on every expert, written in torch for speed (always runs: the
+                    losses are held against it)
+    hf, peft        what --against names: see benchmarks/peers.py
 
 With KT_RAY_TEST_DATA (or --data) naming the folder with nekoqa/ and tokenizers/, rows and tokenizer come
 from there; otherwise they are the demo's, and the records say which. Each implementation runs in a process
@@ -166,7 +166,7 @@ def _run(job: Job, scratch: Path, label: str) -> Result:
         sys.exit(f"{job.impl} failed (exit code {done.returncode}):\n{tail}")
     result: Result = json.loads(result_file.read_text(encoding="utf-8"))
     measured = [step["seconds"] for step in result["steps"][job.warmup :]]
-    print(f"{label}  {job.impl:<13} {statistics.median(measured):7.3f} s per step", flush=True)
+    print(f"{label}  {job.impl:<14} {statistics.median(measured):7.3f} s per step", flush=True)
     return result
 
 
@@ -253,11 +253,11 @@ def _compare(records: Sequence[Result]) -> None:
 
 
 def _show(records: Sequence[Result]) -> None:
-    print(f"\n{'impl':<14}{'dtype':<10}{'s/step':>8}{'tokens/s':>10}{'peak RSS':>11}{'PSS':>9}  first loss")
+    print(f"\n{'impl':<16}{'dtype':<10}{'s/step':>8}{'tokens/s':>10}{'peak RSS':>11}{'PSS':>9}  first loss")
     for r in records:
         apart = r.get("loss_difference", {}).get("first_step")
         print(
-            f"{r['impl']:<14}{r['dtype']:<10}{r['median_s']:>8.3f}{r['tokens_per_s']:>10.0f}"
+            f"{r['impl']:<16}{r['dtype']:<10}{r['median_s']:>8.3f}{r['tokens_per_s']:>10.0f}"
             f"{r['peak_rss_bytes'] / 2**20:>7.0f} MiB{r['pss_bytes'] / 2**20:>5.0f} MiB  {r['losses'][0]:.5f}"
             + (f"  {apart:.1e}" if apart is not None else "")
         )
