@@ -325,11 +325,17 @@ def _dashboard_url(context: Any = None) -> str | None:
 
 
 def _ray_status() -> str:
-    """What `ray status` prints for the connected cluster."""
+    """What `ray status` prints for the connected cluster, and its resources as Ray counts them now."""
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        status = done.stdout or done.stderr
     except subprocess.TimeoutExpired:
-        return "ray status: no answer within 60 s"
-    return done.stdout or done.stderr
+        status = "ray status: no answer within 60 s\n"
+    # A cluster that has just started has no status yet.
+    total, free = ray.cluster_resources(), ray.available_resources()
+    counted = [
+        f"  {kind}: {free.get(kind, 0):g} of {total[kind]:g} free" for kind in ("CPU", "GPU") if kind in total
+    ]
+    return "\n".join([status.rstrip(), f"Resources of {len(ray.nodes())} node(s):", *counted])

@@ -115,7 +115,8 @@ def test_resources_that_never_come(checkpoint: Path, capfd: pytest.CaptureFixtur
             cluster.start()
     finally:
         cluster.shutdown()
-    assert "Resources" in capfd.readouterr().err  # what `ray status` prints
+    printed = capfd.readouterr().err
+    assert "Resources of 1 node(s):" in printed and "CPU:" in printed
 
 
 def test_an_actor_that_cannot_load_names_the_fault(checkpoint: Path) -> None:
