@@ -52,7 +52,7 @@ def test_frame_and_equal_losses(tmp_path: Path) -> None:
     assert ours["trainable_parameters"] == factored["trainable_parameters"] > hf["trainable_parameters"]
     # Three steps: the first is the forward, the others hold only if gradients and updates agree too.
     assert len(ours["losses"]) == 3 and ours["losses"][2] != ours["losses"][0]
-    assert ours["losses"] == pytest.approx(factored["losses"], rel=1e-4)
+    assert ours["losses"] == pytest.approx(factored["losses"], rel=1e-5)
     assert ours["losses"][0] == pytest.approx(factored["losses"][0], rel=1e-6)
     # bf16 against float32 of the same model and rows
     assert hf["losses"][0] == pytest.approx(factored["losses"][0], rel=2e-2)
