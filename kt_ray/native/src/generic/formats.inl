@@ -1,0 +1,241 @@
+// Weight formats, in plain C++: a strip of up to 32 elements of a row becomes the float32 values that
+// the format's reference dequantisation gives, in its order of operations. Included after scalar.inl.
+//
+// Loops run over whole strips where the format allows no other, without table look-ups, so that the
+// compiler vectorises them.
+
+constexpr int64_t kStrip = 32;
+
+// Elements and bytes of the smallest unit along a row; for GGUF, its blocks.
+template <Format F>
+constexpr int64_t block_elements() {
+    if (F == Format::q4_k || F == Format::q5_k || F == Format::q6_k) return 256;
+    if (F == Format::f32 || F == Format::bf16 || F == Format::fp8 || F == Format::int8) return 1;
+    return kStrip;
+}
+
+template <Format F>
+constexpr int64_t block_bytes() {
+    switch (F) {
+        case Format::f32:
+            return 4;
+        case Format::bf16:
+            return 2;
+        case Format::fp8:
+        case Format::int8:
+            return 1;
+        case Format::mxfp4:
+        case Format::int4:
+            return 16;
+        case Format::q8_0:
+            return 34;
+        case Format::q4_0:
+            return 18;
+        case Format::q5_0:
+            return 22;
+        case Format::q5_1:
+            return 24;
+        case Format::q4_k:
+            return 144;
+        case Format::q5_k:
+            return 176;
+        case Format::q6_k:
+            return 210;
+    }
+    return 0;
+}
+
+// The block that holds element k of row n.
+template <Format F>
+inline const uint8_t* block_at(const Matrix& m, int64_t n, int64_t k) {
+    constexpr uint64_t elements = block_elements<F>();
+    return m.data + n * m.row_bytes +
+           static_cast<int64_t>(static_cast<uint64_t>(k) / elements) * block_bytes<F>();
+}
+
+template <class T>
+inline T load_as(const uint8_t* p) {
+    T v;
+    __builtin_memcpy(&v, p, sizeof(T));
+    return v;
+}
+
+inline float half_to_float(uint16_t h) {
+    const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, magnitude = h & 0x7fffu;
+    const uint32_t normal = (magnitude << 13) + (112u << 23);
+    const uint32_t small = float_bits(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+    const uint32_t special = magnitude << 13 | 0x7f800000u;
+    return bits_float(sign | (magnitude < 0x400u ? small : magnitude < 0x7c00u ? normal : special));
+}
+
+// 2^(e - 127), subnormal for 0; 255 is a NaN.
+inline float ue8m0_to_float(uint8_t e) {
+    const bool end = static_cast<uint8_t>(e + 1) < 2;
+    return bits_float(static_cast<uint32_t>(e) << 23 | (end ? 0x00400000u : 0u));
+}
+
+inline float fp8_to_float(uint8_t v) {
+    const uint32_t magnitude = v & 0x7fu, sign = static_cast<uint32_t>(v & 0x80u) << 24;
+    const uint32_t normal = (magnitude << 20) + (120u << 23);
+    const uint32_t small = float_bits(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-9f);
+    const uint32_t finite = magnitude < 8 ? small : normal;
+    return bits_float(sign | (magnitude == 0x7fu ? 0x7fc00000u : finite));
+}
+
+inline float fp4_to_float(uint32_t nibble) {
+    const uint32_t magnitude = nibble & 7u, sign = (nibble & 8u) << 28;
+    const uint32_t normal = (magnitude << 22) + (126u << 23);
+    const uint32_t small = magnitude * 0x3f000000u;  // 0 or 0.5
+    return bits_float(sign | (magnitude < 2 ? small : normal));
+}
+
+inline int64_t scale_size(ScaleType type) {
+    return type == ScaleType::f32 ? 4 : type == ScaleType::ue8m0 ? 1 : 2;
+}
+
+inline float scale_value(ScaleType type, const uint8_t* p) {
+    switch (type) {
+        case ScaleType::f32:
+            return load_as<float>(p);
+        case ScaleType::ue8m0:
+            return ue8m0_to_float(*p);
+        case ScaleType::bf16:
+            return to_float(load_as<Bf16>(p));
+        case ScaleType::f16:
+            return half_to_float(load_as<uint16_t>(p));
+        case ScaleType::none:
+            break;
+    }
+    return 1.0f;
+}
+
+// The scale of the strip at (n, k). 32-bit divisions: several times faster, and sizes are far below 2^32.
+inline float strip_scale(const Matrix& m, int64_t n, int64_t k) {
+    const uint32_t row = static_cast<uint32_t>(n) / static_cast<uint32_t>(m.block_rows);
+    const uint32_t col =
+        k < m.block_cols ? 0 : static_cast<uint32_t>(k) / static_cast<uint32_t>(m.block_cols);
+    return scale_value(m.scale_type, m.scales + row * m.scale_row_bytes + col * scale_size(m.scale_type));
+}
+
+// Scale and minimum of sub-block j of a Q4_K or Q5_K block: 6 bits each, packed in the 12 bytes p.
+struct ScaleMin {
+    float scale, min;
+};
+
+inline ScaleMin k_scale_min(const uint8_t* p, int64_t j) {
+    const int64_t i = j & 3;
+    const uint32_t a = p[i], b = p[4 + i], c = p[8 + i];
+    const uint32_t scale = j < 4 ? a & 63u : (c & 15u) | (a >> 2 & 0x30u);
+    const uint32_t min = j < 4 ? b & 63u : c >> 4 | (b >> 2 & 0x30u);
+    return {static_cast<float>(static_cast<int32_t>(scale)), static_cast<float>(static_cast<int32_t>(min))};
+}
+
+// A whole strip of a format that has no shorter ones: to[0 .. 32).
+template <Format F>
+inline void whole_strip(const Matrix& m, int64_t n, int64_t k, float* __restrict to) {
+    const uint8_t* block = block_at<F>(m, n, k);
+    if constexpr (F == Format::mxfp4 || F == Format::int4) {
+        const float scale = strip_scale(m, n, k);
+        uint32_t nibbles[kStrip];
+        for (int64_t j = 0; j < 16; ++j) {
+            nibbles[2 * j] = block[j] & 15u;
+            nibbles[2 * j + 1] = static_cast<uint32_t>(block[j]) >> 4;
+        }
+        for (int64_t j = 0; j < kStrip; ++j) {
+            const float v = F == Format::mxfp4 ? fp4_to_float(nibbles[j])
+                                               : static_cast<float>(static_cast<int32_t>(nibbles[j]) - 8);
+            to[j] = v * scale;
+        }
+    } else if constexpr (F == Format::q8_0) {
+        const float d = half_to_float(load_as<uint16_t>(block));
+        for (int64_t j = 0; j < kStrip; ++j)
+            to[j] = static_cast<float>(static_cast<int8_t>(block[2 + j])) * d;
+    } else if constexpr (F == Format::q4_0) {
+        const float d = half_to_float(load_as<uint16_t>(block));
+        for (int64_t j = 0; j < 16; ++j) {
+            to[j] = d * static_cast<float>((block[2 + j] & 15) - 8);
+            to[16 + j] = d * static_cast<float>((block[2 + j] >> 4) - 8);
+        }
+    } else if constexpr (F == Format::q5_0 || F == Format::q5_1) {
+        constexpr bool with_min = F == Format::q5_1;
+        const float d = half_to_float(load_as<uint16_t>(block));
+        const float min = with_min ? half_to_float(load_as<uint16_t>(block + 2)) : 0.0f;
+        const uint8_t* q = block + (with_min ? 8 : 6);
+        const uint32_t high = load_as<uint32_t>(q - 4);
+        for (int64_t j = 0; j < 16; ++j) {
+            const int32_t a = (q[j] & 15) | static_cast<int32_t>(high >> j & 1u) << 4;
+            const int32_t b = (q[j] >> 4) | static_cast<int32_t>(high >> (16 + j) & 1u) << 4;
+            to[j] = with_min ? d * static_cast<float>(a) + min : d * static_cast<float>(a - 16);
+            to[16 + j] = with_min ? d * static_cast<float>(b) + min : d * static_cast<float>(b - 16);
+        }
+    } else if constexpr (F == Format::q4_k || F == Format::q5_k) {
+        const int64_t sub = k % 256 / kStrip;
+        const ScaleMin s = k_scale_min(block + 4, sub);
+        const float d = half_to_float(load_as<uint16_t>(block)) * s.scale;
+        const float min = half_to_float(load_as<uint16_t>(block + 2)) * s.min;
+        const uint8_t* high = block + 16;
+        const uint8_t* q = block + (F == Format::q5_k ? 48 : 16) + sub / 2 * kStrip;
+        const int shift = sub % 2 * 4;
+        for (int64_t j = 0; j < kStrip; ++j) {
+            int32_t v = q[j] >> shift & 15;
+            if constexpr (F == Format::q5_k) v |= (high[j] >> sub & 1) << 4;
+            to[j] = d * static_cast<float>(v) - min;
+        }
+    } else {
+        static_assert(F == Format::q6_k);
+        // Per 128 elements 64 bytes of low nibbles and 32 of high pairs; strip s of the four has its
+        // nibbles in half s % 2, shifted by 4 for s >= 2, and its pairs shifted by 2 s.
+        const int64_t half = k % 256 / 128, s = k % 128 / kStrip;
+        const uint8_t* low = block + half * 64 + s % 2 * kStrip;
+        const uint8_t* high = block + 128 + half * 32;
+        const uint8_t* scales = block + 192 + half * 8 + s * 2;
+        const float d = half_to_float(load_as<uint16_t>(block + 208));
+        const int low_shift = static_cast<int>(s / 2 * 4), high_shift = static_cast<int>(s * 2);
+        for (int64_t part = 0; part < 2; ++part) {
+            const float scale = d * static_cast<float>(static_cast<int8_t>(scales[part]));
+            for (int64_t j = part * 16; j < part * 16 + 16; ++j) {
+                const int32_t v = (low[j] >> low_shift & 15) | (high[j] >> high_shift & 3) << 4;
+                to[j] = scale * static_cast<float>(v - 32);
+            }
+        }
+    }
+}
+
+template <class T>
+inline void widen_strided(const uint8_t* from, int64_t step, int64_t count, float* __restrict to) {
+    for (int64_t j = 0; j < count; ++j) to[j] = to_float(load_as<T>(from + j * step));
+}
+
+template <Format F>
+inline void scaled_bytes(const uint8_t* from, float scale, int64_t count, float* __restrict to) {
+    for (int64_t j = 0; j < count; ++j) {
+        const float v =
+            F == Format::fp8 ? fp8_to_float(from[j]) : static_cast<float>(static_cast<int8_t>(from[j]));
+        to[j] = v * scale;
+    }
+}
+
+// Reference float32 values of W[n][k .. k + count): k a multiple of 32, 1 <= count <= 32, k + count <= cols.
+template <Format F>
+inline void strip(const Matrix& m, int64_t n, int64_t k, int64_t count, float* to) {
+    // The whole strip apart, so that its loops have a constant length.
+    if constexpr (F == Format::f32) {
+        const uint8_t* from = m.data + n * m.row_bytes + k * m.col_bytes;
+        if (m.col_bytes == 4 && count == kStrip) return widen_strided<float>(from, 4, kStrip, to);
+        widen_strided<float>(from, m.col_bytes, count, to);
+    } else if constexpr (F == Format::bf16) {
+        const uint8_t* from = m.data + n * m.row_bytes + k * m.col_bytes;
+        if (m.col_bytes == 2 && count == kStrip) return widen_strided<Bf16>(from, 2, kStrip, to);
+        widen_strided<Bf16>(from, m.col_bytes, count, to);
+    } else if constexpr (F == Format::fp8 || F == Format::int8) {
+        const uint8_t* from = block_at<F>(m, n, k);
+        const float scale = strip_scale(m, n, k);
+        if (count == kStrip) return scaled_bytes<F>(from, scale, kStrip, to);
+        scaled_bytes<F>(from, scale, count, to);
+    } else {
+        if (count == kStrip) return whole_strip<F>(m, n, k, to);
+        float all[kStrip];
+        whole_strip<F>(m, n, k, all);
+        for (int64_t j = 0; j < count; ++j) to[j] = all[j];
+    }
+}

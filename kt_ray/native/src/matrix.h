@@ -1,0 +1,44 @@
+// The experts' matrices as a checkpoint stores them. Nothing is repacked: a decoder reads them in place.
+#pragma once
+
+#include <cstdint>
+
+namespace kt {
+
+enum class Format : int32_t { f32, bf16, fp8, mxfp4, int8, int4, q8_0, q4_0, q5_0, q5_1, q4_k, q5_k, q6_k };
+
+// f16 is the IEEE half; ue8m0 is 2^(byte - 127), 255 a NaN.
+enum class ScaleType : int32_t { none, f32, bf16, f16, ue8m0 };
+
+// One expert's projection: W[n][k], n < rows, k < cols; the projection is W x.
+struct Matrix {
+    Format format;
+    ScaleType scale_type;
+    const uint8_t* data;
+    int64_t row_bytes;  // between rows n
+    int64_t
+        col_bytes;  // f32, bf16 only: between elements k; the size of one unless transposed or interleaved
+    const uint8_t* scales;
+    int64_t scale_row_bytes;  // between rows of scales; the scales of a row are contiguous
+    int64_t block_rows;       // one scale covers so many rows ...
+    int64_t block_cols;       // ... by so many columns: a multiple of 32, or all of them
+    int64_t rows;
+    int64_t cols;
+};
+
+// One projection of all local experts.
+struct ExpertMatrices {
+    Matrix first;
+    int64_t expert_bytes;
+    int64_t scale_expert_bytes;
+
+    // Always inlined: an instruction set's object must not define a symbol that others could link to.
+    [[gnu::always_inline]] inline Matrix at(int64_t expert) const {
+        Matrix m = first;
+        m.data += expert * expert_bytes;
+        if (m.scales != nullptr) m.scales += expert * scale_expert_bytes;
+        return m;
+    }
+};
+
+}  // namespace kt
