@@ -18,7 +18,8 @@ inline __m512i look_up(__m512i table, __m512i words) { return _mm512_permutexvar
 inline __m128i load_16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 inline __m256i load_32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 
-inline float load_half(const uint8_t* p) { return _cvtsh_ss(load_as<uint16_t>(p)); }
+// An IEEE half in every lane.
+inline __m512 all_half(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_set1_epi16(load_as<int16_t>(p))); }
 
 // first, first + 1, ... first + 15
 inline __m512 counting(int first) {
@@ -41,40 +42,56 @@ inline __m512i nibble_halves(const uint8_t* p) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_srli_epi16(low, 4), 1);
 }
 
-// x / size, by a shift where size is a power of two or no x reaches it.
+// x / size by a multiplication, exact for x < limit with limit * size < 2^32; 0 where size >= limit.
 struct Divider {
-    uint32_t size;
-    int shift;  // -1: division
+    uint64_t inverse;
 
-    Divider(int64_t size, int64_t limit) : size(static_cast<uint32_t>(size)), shift(-1) {
-        if (size >= limit)
-            shift = 62;
-        else if ((size & (size - 1)) == 0)
-            shift = __builtin_ctzll(static_cast<uint64_t>(size));
+    Divider(int64_t size, int64_t limit)
+        : inverse(size >= limit ? 0
+                                : ((uint64_t{1} << 32) + static_cast<uint64_t>(size) - 1) /
+                                      static_cast<uint64_t>(size)) {}
+    int64_t operator()(int64_t x) const {
+        return static_cast<int64_t>(static_cast<uint64_t>(x) * inverse >> 32);
     }
-    int64_t operator()(int64_t x) const { return shift >= 0 ? x >> shift : static_cast<uint32_t>(x) / size; }
 };
 
 // Scales that lie apart from the elements.
 struct StripScales {
     const uint8_t* at;
     int64_t row_bytes;
-    Divider rows, cols;
+    Divider rows, strips;
     ScaleType type;
-    int size_shift;
+    int64_t size;
 
     explicit StripScales(const Matrix& m)
         : at(m.scales),
           row_bytes(m.scale_row_bytes),
           rows(m.block_rows, m.rows),
-          cols(m.block_cols, m.cols),
+          strips(m.block_cols / kStrip, m.block_cols >= m.cols ? 0 : pieces(m.cols, kStrip)),
           type(m.scale_type),
-          size_shift(type == ScaleType::f32     ? 2
-                     : type == ScaleType::ue8m0 ? 0
-                                                : 1) {}
+          size(scale_size(type)) {}
 
-    float operator()(int64_t n, int64_t k) const {
-        return scale_value(type, at + rows(n) * row_bytes + (cols(k) << size_shift));
+    // In blocks of rows, or each row its own.
+    const uint8_t* of_block(int64_t n, int64_t k) const {
+        return at + rows(n) * row_bytes + strips(k / kStrip) * size;
+    }
+    const uint8_t* of_row(int64_t n, int64_t k) const {
+        return at + n * row_bytes + strips(k / kStrip) * size;
+    }
+
+    // The scale at p in every lane.
+    __m512 operator()(const uint8_t* p) const {
+        switch (type) {
+            case ScaleType::f32:
+                return _mm512_set1_ps(load_as<float>(p));
+            case ScaleType::bf16:
+                return (__m512)_mm512_and_si512(_mm512_set1_epi16(load_as<int16_t>(p)),
+                                                _mm512_set1_epi32(static_cast<int32_t>(0xffff0000)));
+            case ScaleType::f16:
+                return all_half(p);
+            default:
+                return _mm512_set1_ps(ue8m0_to_float(*p));
+        }
     }
 };
 
@@ -117,35 +134,72 @@ struct Strip<Format::f32> {
     }
 };
 
-// E4M3 becomes an IEEE half by shifts: 2^-8 of its value, subnormals included, and vcvtph2ps widens
-// those whatever MXCSR says. Multiplied by 2^8 times the scale the product is that of the definition.
+// E4M3: the 128 magnitudes are a table. Where a scale covers many rows, they are multiplied by it and
+// rounded, until the scale changes; where it does not, the looked up values are, two registers of them.
 template <>
 struct Strip<Format::fp8> {
     const uint8_t* data;
     int64_t row_bytes;
     StripScales scales;
+    bool blocks;
+    mutable const uint8_t* table_of = nullptr;  // the scale in the table
+    mutable __m512i table[4];
 
-    explicit Strip(const Matrix& m) : data(m.data), row_bytes(m.row_bytes), scales(m) {}
+    explicit Strip(const Matrix& m)
+        : data(m.data), row_bytes(m.row_bytes), scales(m), blocks(m.block_rows >= 8) {
+        fill(_mm512_set1_ps(1.0f));
+    }
+
     __m512i bf16(int64_t n, int64_t k) const {
-        const __m512i kept = _mm512_set1_epi16(static_cast<int16_t>(0xbf80)), nan = _mm512_set1_epi16(0x3f80);
         const __m512i bytes = _mm512_cvtepi8_epi16(load_32(data + n * row_bytes + k));
-        __m512i half = _mm512_and_si512(_mm512_slli_epi16(bytes, 7), kept);
-        const __mmask32 nans = _mm512_testn_epi16_mask(_mm512_add_epi16(half, _mm512_set1_epi16(0x80)), nan);
-        half = _mm512_mask_mov_epi16(half, nans, _mm512_set1_epi16(0x7e00));
-        __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(half));
-        __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
-        float scale = scales(n, k);
-        if (__builtin_fabsf(scale) < 0x1p119f) [[likely]] {
-            scale *= 0x1p8f;
-        } else {
-            low = _mm512_mul_ps(low, _mm512_set1_ps(0x1p8f));
-            high = _mm512_mul_ps(high, _mm512_set1_ps(0x1p8f));
+        const uint8_t* scale = scales.of_block(n, k);
+        if (blocks && scale != table_of) [[unlikely]] {
+            table_of = scale;
+            fill(scales(scale));
         }
-        const __m512 s = _mm512_set1_ps(scale);
-        return rounded(_mm512_mul_ps(low, s), _mm512_mul_ps(high, s));
+        const __m512i small = _mm512_permutex2var_epi16(table[0], bytes, table[1]);
+        const __m512i large = _mm512_permutex2var_epi16(table[2], bytes, table[3]);
+        const __mmask32 is_large = _mm512_test_epi16_mask(bytes, _mm512_set1_epi16(64));
+        // magnitude ^ (bytes & sign): a scale may be negative
+        const __m512i v = _mm512_ternarylogic_epi32(_mm512_mask_blend_epi16(is_large, small, large), bytes,
+                                                    _mm512_set1_epi16(INT16_MIN), 0x78);
+        if (blocks) return v;
+        const __m512 s = scales(scale);
+        const __m512 even = (__m512)_mm512_slli_epi32(v, 16);
+        const __m512 odd = (__m512)_mm512_and_si512(v, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000)));
+        return interleaved(rounded(_mm512_mul_ps(even, s), _mm512_mul_ps(odd, s)));
     }
     static void prefetch(const Matrix& m, int64_t n, int64_t k) {
         prefetch_bytes(m.data + n * m.row_bytes + k, 32);
+    }
+
+  private:
+    // Words 0, 16, 1, 17, ...
+    static __m512i interleaved(__m512i v) {
+        const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        return _mm512_permutexvar_epi16(
+            _mm512_add_epi32(_mm512_mullo_epi32(steps, _mm512_set1_epi32(0x10001)),
+                             _mm512_set1_epi32(16 << 16)),
+            v);
+    }
+
+    void fill(__m512 scale) const {
+        const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        for (int i = 0; i < 4; ++i) {
+            const __m512i low = _mm512_add_epi32(steps, _mm512_set1_epi32(32 * i));
+            const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(16));
+            table[i] = rounded(_mm512_mul_ps(magnitudes(low), scale), _mm512_mul_ps(magnitudes(high), scale));
+        }
+    }
+
+    // The values of 0 .. 127.
+    static __m512 magnitudes(__m512i v) {
+        const __mmask16 small = _mm512_cmplt_epi32_mask(v, _mm512_set1_epi32(8));
+        const __m512i normal = _mm512_add_epi32(_mm512_slli_epi32(v, 20), _mm512_set1_epi32(120 << 23));
+        const __m512 finite =
+            _mm512_mask_mul_ps((__m512)normal, small, _mm512_cvtepi32_ps(v), _mm512_set1_ps(0x1p-9f));
+        return _mm512_mask_mov_ps(finite, _mm512_cmpeq_epi32_mask(v, _mm512_set1_epi32(127)),
+                                  _mm512_set1_ps(__builtin_nanf("")));
     }
 };
 
@@ -158,7 +212,7 @@ struct Strip<Format::int8> {
     explicit Strip(const Matrix& m) : data(m.data), row_bytes(m.row_bytes), scales(m) {}
     __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = data + n * row_bytes + k;
-        const __m512 scale = _mm512_set1_ps(scales(n, k));
+        const __m512 scale = scales(scales.of_row(n, k));
         return rounded(scaled_int8(load_16(p), scale), scaled_int8(load_16(p + 16), scale));
     }
     static void prefetch(const Matrix& m, int64_t n, int64_t k) {
@@ -178,11 +232,11 @@ struct NibbleStrip {
         values = F == Format::int4 ? counting(-8)
                                    : _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f,
                                                     -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
-        if (F == Format::mxfp4)
-            scales.type = ScaleType::ue8m0;  // the only one: lets the compiler drop the rest
     }
     __m512i bf16(int64_t n, int64_t k) const {
-        const __m512 scale = _mm512_set1_ps(scales(n, k));
+        const __m512 scale =
+            F == Format::mxfp4 ? _mm512_set1_ps(ue8m0_to_float(scales.at[n * scales.row_bytes + k / kStrip]))
+                               : scales(scales.of_row(n, k));
         return look_up(rounded_twice(_mm512_mul_ps(values, scale)),
                        nibble_pairs(data + n * row_bytes + k / 2));
     }
@@ -225,7 +279,7 @@ struct Strip<Format::q8_0> : GgufStrip<Format::q8_0> {
     using GgufStrip::GgufStrip;
     __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = block(n, k);
-        const __m512 d = _mm512_set1_ps(load_half(p));
+        const __m512 d = all_half(p);
         return rounded(scaled_int8(load_16(p + 2), d), scaled_int8(load_16(p + 18), d));
     }
 };
@@ -237,7 +291,7 @@ struct Strip<Format::q4_0> : GgufStrip<Format::q4_0> {
     using GgufStrip::GgufStrip;
     __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = block(n, k);
-        const __m512 d = _mm512_set1_ps(load_half(p));
+        const __m512 d = all_half(p);
         return look_up(rounded_twice(_mm512_mul_ps(values, d)), nibble_halves(p + 2));
     }
 };
@@ -255,7 +309,7 @@ struct Strip<Format::q5_0> : GgufStrip<Format::q5_0> {
     using GgufStrip::GgufStrip;
     __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = block(n, k);
-        const __m512 d = _mm512_set1_ps(load_half(p));
+        const __m512 d = all_half(p);
         return look_up(rounded(_mm512_mul_ps(low, d), _mm512_mul_ps(high, d)),
                        with_high_bits(nibble_halves(p + 6), load_as<uint32_t>(p + 2)));
     }
@@ -268,7 +322,7 @@ struct Strip<Format::q5_1> : GgufStrip<Format::q5_1> {
     using GgufStrip::GgufStrip;
     __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = block(n, k);
-        const __m512 d = _mm512_set1_ps(load_half(p)), min = _mm512_set1_ps(load_half(p + 2));
+        const __m512 d = all_half(p), min = all_half(p + 2);
         const __m512i table =
             rounded(_mm512_add_ps(_mm512_mul_ps(low, d), min), _mm512_add_ps(_mm512_mul_ps(high, d), min));
         return look_up(table, with_high_bits(nibble_halves(p + 8), load_as<uint32_t>(p + 4)));
@@ -340,7 +394,8 @@ struct Strip<Format::q6_k> : GgufStrip<Format::q6_k> {
         const __m256i v = _mm256_sub_epi8(q, _mm256_set1_epi8(32));
         const __m128i scales =
             _mm_cvtepi8_epi32(_mm_cvtsi32_si128(load_as<uint16_t>(p + 192 + half * 8 + s * 2)));
-        const __m128 d = _mm_mul_ps(_mm_set1_ps(load_half(p + 208)), _mm_cvtepi32_ps(scales));
+        const __m128 d =
+            _mm_mul_ps(_mm_cvtph_ps(_mm_set1_epi16(load_as<int16_t>(p + 208))), _mm_cvtepi32_ps(scales));
         return rounded(
             scaled_int8(_mm256_castsi256_si128(v), _mm512_broadcastss_ps(d)),
             scaled_int8(_mm256_extracti128_si256(v, 1), _mm512_broadcastss_ps(_mm_movehdup_ps(d))));
