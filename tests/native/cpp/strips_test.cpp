@@ -40,14 +40,12 @@ void for_format(Format f, const Body& body) {
         KT_CASE(f32)
         KT_CASE(bf16)
         KT_CASE(fp8)
-        KT_CASE(mxfp4) KT_CASE(int8) KT_CASE(int4) KT_CASE(q8_0) KT_CASE(q4_0) KT_CASE(q5_0) KT_CASE(q5_1)
-            KT_CASE(q4_k) KT_CASE(q5_k) KT_CASE(q6_k)
+        KT_CASE(mxfp4)
+        KT_CASE(int8)
+        KT_CASE(int4) KT_CASE(q8_0) KT_CASE(q4_0) KT_CASE(q5_0) KT_CASE(q5_1) KT_CASE(q4_k) KT_CASE(q5_k)
+            KT_CASE(q6_k)
 #undef KT_CASE
     }
-}
-
-bool has_scales(Format f) {
-    return f == Format::fp8 || f == Format::mxfp4 || f == Format::int8 || f == Format::int4;
 }
 
 int find(const char* const* names, int count, const char* name) {
@@ -95,6 +93,10 @@ int decode(char** args) {
 }
 
 #if defined(__AVX512BF16__)
+
+bool has_scales(Format f) {
+    return f == Format::fp8 || f == Format::mxfp4 || f == Format::int8 || f == Format::int4;
+}
 
 uint64_t state = 88172645463325252u;
 uint64_t next() {

@@ -117,17 +117,31 @@ inline float strip_scale(const Matrix& m, int64_t n, int64_t k) {
     return scale_value(m.scale_type, m.scales + row * m.scale_row_bytes + col * scale_size(m.scale_type));
 }
 
-// Scale and minimum of sub-block j of a Q4_K or Q5_K block: 6 bits each, packed in the 12 bytes p.
-struct ScaleMin {
-    float scale, min;
+// Scale (low half) and minimum (high half) of sub-block j of a Q4_K or Q5_K block: 6 bits each, packed in
+// the 12 bytes p.
+inline uint32_t k_scale_min_bits(const uint8_t* p, int64_t j) {
+    const uint8_t* q = p + (j & 3);
+    const uint32_t both = static_cast<uint32_t>(q[0]) | static_cast<uint32_t>(q[4]) << 16;
+    if (j < 4) return both & 0x003f003fu;
+    const uint32_t low = static_cast<uint32_t>(q[8]);
+    return (low & 15u) | (low >> 4) << 16 | (both >> 2 & 0x00300030u);
+}
+
+// A strip's integers, one per byte, put together eight at a time.
+struct Codes {
+    uint8_t of[kStrip];
+
+    void set(int64_t eight, uint64_t bytes) { __builtin_memcpy(of + 8 * eight, &bytes, 8); }
 };
 
-inline ScaleMin k_scale_min(const uint8_t* p, int64_t j) {
-    const int64_t i = j & 3;
-    const uint32_t a = p[i], b = p[4 + i], c = p[8 + i];
-    const uint32_t scale = j < 4 ? a & 63u : (c & 15u) | (a >> 2 & 0x30u);
-    const uint32_t min = j < 4 ? b & 63u : c >> 4 | (b >> 2 & 0x30u);
-    return {static_cast<float>(static_cast<int32_t>(scale)), static_cast<float>(static_cast<int32_t>(min))};
+constexpr uint64_t kEach = 0x0101010101010101u;  // times a byte: it in all eight
+
+// Eight nibbles, low first.
+inline uint64_t spread_nibbles(uint32_t nibbles) {
+    uint64_t v = nibbles;
+    v = (v | v << 16) & 0x0000ffff0000ffffu;
+    v = (v | v << 8) & 0x00ff00ff00ff00ffu;
+    return (v | v << 4) & 15 * kEach;
 }
 
 // A whole strip of a format that has no shorter ones: to[0 .. 32).
@@ -136,15 +150,12 @@ inline void whole_strip(const Matrix& m, int64_t n, int64_t k, float* __restrict
     const uint8_t* block = block_at<F>(m, n, k);
     if constexpr (F == Format::mxfp4 || F == Format::int4) {
         const float scale = strip_scale(m, n, k);
-        uint32_t nibbles[kStrip];
-        for (int64_t j = 0; j < 16; ++j) {
-            nibbles[2 * j] = block[j] & 15u;
-            nibbles[2 * j + 1] = static_cast<uint32_t>(block[j]) >> 4;
-        }
+        Codes codes;
+        for (int64_t j = 0; j < 4; ++j) codes.set(j, spread_nibbles(load_as<uint32_t>(block + 4 * j)));
         for (int64_t j = 0; j < kStrip; ++j) {
-            const float v = F == Format::mxfp4 ? fp4_to_float(nibbles[j])
-                                               : static_cast<float>(static_cast<int32_t>(nibbles[j]) - 8);
-            to[j] = v * scale;
+            const uint32_t v = codes.of[j];
+            to[j] = scale *
+                    (F == Format::mxfp4 ? fp4_to_float(v) : static_cast<float>(static_cast<int32_t>(v) - 8));
         }
     } else if constexpr (F == Format::q8_0) {
         const float d = half_to_float(load_as<uint16_t>(block));
@@ -170,17 +181,18 @@ inline void whole_strip(const Matrix& m, int64_t n, int64_t k, float* __restrict
         }
     } else if constexpr (F == Format::q4_k || F == Format::q5_k) {
         const int64_t sub = k % 256 / kStrip;
-        const ScaleMin s = k_scale_min(block + 4, sub);
-        const float d = half_to_float(load_as<uint16_t>(block)) * s.scale;
-        const float min = half_to_float(load_as<uint16_t>(block + 2)) * s.min;
+        const uint32_t s = k_scale_min_bits(block + 4, sub);
+        const float d = half_to_float(load_as<uint16_t>(block)) * static_cast<float>(s & 0xffff);
+        const float min = half_to_float(load_as<uint16_t>(block + 2)) * static_cast<float>(s >> 16);
         const uint8_t* high = block + 16;
-        const uint8_t* q = block + (F == Format::q5_k ? 48 : 16) + sub / 2 * kStrip;
-        const int shift = sub % 2 * 4;
-        for (int64_t j = 0; j < kStrip; ++j) {
-            int32_t v = q[j] >> shift & 15;
-            if constexpr (F == Format::q5_k) v |= (high[j] >> sub & 1) << 4;
-            to[j] = d * static_cast<float>(v) - min;
+        const uint8_t* low = block + (F == Format::q5_k ? 48 : 16) + sub / 2 * kStrip;
+        Codes codes;
+        for (int64_t j = 0; j < 4; ++j) {
+            uint64_t v = load_as<uint64_t>(low + 8 * j) >> (sub % 2 * 4) & 15 * kEach;
+            if constexpr (F == Format::q5_k) v |= (load_as<uint64_t>(high + 8 * j) >> sub & kEach) << 4;
+            codes.set(j, v);
         }
+        for (int64_t j = 0; j < kStrip; ++j) to[j] = d * static_cast<float>(codes.of[j]) - min;
     } else {
         static_assert(F == Format::q6_k);
         // Per 128 elements 64 bytes of low nibbles and 32 of high pairs; strip s of the four has its
@@ -190,14 +202,14 @@ inline void whole_strip(const Matrix& m, int64_t n, int64_t k, float* __restrict
         const uint8_t* high = block + 128 + half * 32;
         const uint8_t* scales = block + 192 + half * 8 + s * 2;
         const float d = half_to_float(load_as<uint16_t>(block + 208));
-        const int low_shift = static_cast<int>(s / 2 * 4), high_shift = static_cast<int>(s * 2);
-        for (int64_t part = 0; part < 2; ++part) {
-            const float scale = d * static_cast<float>(static_cast<int8_t>(scales[part]));
-            for (int64_t j = part * 16; j < part * 16 + 16; ++j) {
-                const int32_t v = (low[j] >> low_shift & 15) | (high[j] >> high_shift & 3) << 4;
-                to[j] = scale * static_cast<float>(v - 32);
-            }
-        }
+        Codes codes;
+        for (int64_t j = 0; j < 4; ++j)
+            codes.set(j, (load_as<uint64_t>(low + 8 * j) >> (s / 2 * 4) & 15 * kEach) |
+                             (load_as<uint64_t>(high + 8 * j) >> (s * 2) & 3 * kEach) << 4);
+        const float scale[2] = {d * static_cast<float>(static_cast<int8_t>(scales[0])),
+                                d * static_cast<float>(static_cast<int8_t>(scales[1]))};
+        for (int64_t j = 0; j < kStrip; ++j)
+            to[j] = (j < 16 ? scale[0] : scale[1]) * static_cast<float>(codes.of[j] - 32);
     }
 }
 

@@ -3,15 +3,13 @@
 // vcvtne2ps2bf16's, which flushes subnormals to zero, as the products that read the panel do.
 //
 // Formats with at most 32 different values per scale multiply a table of them and round it, then look
-// the strip's elements up (vpermw), which costs less than converting every element.
+// the strip's elements up (vpermw), which costs less than converting every element. What counts is the
+// number of operations on the two pipes that shuffle, then those on the two that multiply.
 
 inline __m512i rounded(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
 
-// A table for look_up: the 16 values, rounded, twice, so that bit 4 of an index does not matter.
-inline __m512i rounded_twice(__m512 values) {
-    const __m256i half = (__m256i)_mm512_cvtneps_pbh(values);
-    return _mm512_broadcast_i64x4(half);
-}
+// A table for look_up: the first 16 values.
+inline __m512i rounded(__m512 values) { return _mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh(values)); }
 
 inline __m512i look_up(__m512i table, __m512i words) { return _mm512_permutexvar_epi16(words, table); }
 
@@ -31,16 +29,29 @@ inline __m512 scaled_int8(__m128i bytes, __m512 scale) {
     return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), scale);
 }
 
-// Words whose low 5 bits, up to bit 4, are the 32 nibbles of 16 bytes; low nibble first in each byte ...
+// The 32 nibbles of 16 bytes as words; the low nibble first in each byte ...
 inline __m512i nibble_pairs(const uint8_t* p) {
     const __m512i bytes = _mm512_cvtepu8_epi32(load_16(p));
-    return _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+    // (bytes | bytes << 12) & 15 in each word
+    return _mm512_ternarylogic_epi32(bytes, _mm512_slli_epi32(bytes, 12), _mm512_set1_epi16(15), 0xa8);
 }
-// ... or all low nibbles first.
+// ... or all low nibbles first, then in bits 4 to 7 of the low ones the high ones.
 inline __m512i nibble_halves(const uint8_t* p) {
     const __m256i low = _mm256_cvtepu8_epi16(load_16(p));
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_srli_epi16(low, 4), 1);
 }
+inline __m512i low_nibbles(__m512i words) { return _mm512_and_si512(words, _mm512_set1_epi16(15)); }
+
+// ue8m0_to_float of every byte: read as one operand, where computing it takes the shuffling pipes.
+struct Ue8m0Table {
+    alignas(64) float of[256];
+
+    constexpr Ue8m0Table() : of() {
+        for (uint32_t e = 0; e < 256; ++e)
+            of[e] = __builtin_bit_cast(float, e << 23 | (e == 0 || e == 255 ? 0x00400000u : 0u));
+    }
+};
+constexpr Ue8m0Table kUe8m0;
 
 // x / size by a multiplication, exact for x < limit with limit * size < 2^32; 0 where size >= limit.
 struct Divider {
@@ -90,7 +101,7 @@ struct StripScales {
             case ScaleType::f16:
                 return all_half(p);
             default:
-                return _mm512_set1_ps(ue8m0_to_float(*p));
+                return _mm512_set1_ps(kUe8m0.of[*p]);
         }
     }
 };
@@ -234,11 +245,10 @@ struct NibbleStrip {
                                                     -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
     }
     __m512i bf16(int64_t n, int64_t k) const {
-        const __m512 scale =
-            F == Format::mxfp4 ? _mm512_set1_ps(ue8m0_to_float(scales.at[n * scales.row_bytes + k / kStrip]))
-                               : scales(scales.of_row(n, k));
-        return look_up(rounded_twice(_mm512_mul_ps(values, scale)),
-                       nibble_pairs(data + n * row_bytes + k / 2));
+        const __m512 scale = F == Format::mxfp4
+                                 ? _mm512_set1_ps(kUe8m0.of[scales.at[n * scales.row_bytes + k / kStrip]])
+                                 : scales(scales.of_row(n, k));
+        return look_up(rounded(_mm512_mul_ps(values, scale)), nibble_pairs(data + n * row_bytes + k / 2));
     }
     static void prefetch(const Matrix& m, int64_t n, int64_t k) {
         prefetch_bytes(m.data + n * m.row_bytes + k / 2, 16);
@@ -292,13 +302,13 @@ struct Strip<Format::q4_0> : GgufStrip<Format::q4_0> {
     __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = block(n, k);
         const __m512 d = all_half(p);
-        return look_up(rounded_twice(_mm512_mul_ps(values, d)), nibble_halves(p + 2));
+        return look_up(rounded(_mm512_mul_ps(values, d)), low_nibbles(nibble_halves(p + 2)));
     }
 };
 
 // Indices of 5 bits: nibbles, and the high bits of 32 elements in order.
 inline __m512i with_high_bits(__m512i nibbles, __mmask32 high) {
-    const __m512i low = _mm512_and_si512(nibbles, _mm512_set1_epi16(15));
+    const __m512i low = low_nibbles(nibbles);
     return _mm512_mask_add_epi16(low, high, low, _mm512_set1_epi16(16));
 }
 
@@ -331,9 +341,9 @@ struct Strip<Format::q5_1> : GgufStrip<Format::q5_1> {
 
 // d * scale and d_min * min of a sub-block, in lanes 0 and 1.
 inline __m128 k_scales(const uint8_t* block, int64_t sub) {
-    const ScaleMin s = k_scale_min(block + 4, sub);
-    const __m128 d = _mm_cvtph_ps(_mm_cvtsi32_si128(load_as<int32_t>(block)));
-    return _mm_mul_ps(d, _mm_setr_ps(s.scale, s.min, 0.0f, 0.0f));
+    const __m128i both = _mm_cvtsi32_si128(static_cast<int>(k_scale_min_bits(block + 4, sub)));
+    const __m128 d = _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(block)));
+    return _mm_mul_ps(d, _mm_cvtepi32_ps(_mm_cvtepu16_epi32(both)));
 }
 
 // Words with the nibbles of 32 bytes in bits 0 to 3, those of an even sub-block or an odd one; and more.
@@ -352,8 +362,8 @@ struct Strip<Format::q4_k> : GgufStrip<Format::q4_k> {
         const int64_t sub = k >> 5 & 7;
         const __m128 scales = k_scales(p, sub);
         const __m512 d = _mm512_broadcastss_ps(scales), min = _mm512_broadcastss_ps(_mm_movehdup_ps(scales));
-        return look_up(rounded_twice(_mm512_sub_ps(_mm512_mul_ps(values, d), min)),
-                       k_nibbles(p + 16 + sub / 2 * kStrip, sub));
+        return look_up(rounded(_mm512_sub_ps(_mm512_mul_ps(values, d), min)),
+                       low_nibbles(k_nibbles(p + 16 + sub / 2 * kStrip, sub)));
     }
 };
 
