@@ -36,14 +36,20 @@ void for_format(Format f, const Body& body) {
     switch (f) {
 #define KT_CASE(name)  \
     case Format::name: \
-        return body.template operator()<Format::name>();
-        KT_CASE(f32)
-        KT_CASE(bf16)
-        KT_CASE(fp8)
-        KT_CASE(mxfp4)
-        KT_CASE(int8)
-        KT_CASE(int4) KT_CASE(q8_0) KT_CASE(q4_0) KT_CASE(q5_0) KT_CASE(q5_1) KT_CASE(q4_k) KT_CASE(q5_k)
-            KT_CASE(q6_k)
+        return body.template operator()<Format::name>()
+        KT_CASE(f32);
+        KT_CASE(bf16);
+        KT_CASE(fp8);
+        KT_CASE(mxfp4);
+        KT_CASE(int8);
+        KT_CASE(int4);
+        KT_CASE(q8_0);
+        KT_CASE(q4_0);
+        KT_CASE(q5_0);
+        KT_CASE(q5_1);
+        KT_CASE(q4_k);
+        KT_CASE(q5_k);
+        KT_CASE(q6_k);
 #undef KT_CASE
     }
 }

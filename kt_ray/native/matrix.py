@@ -1,0 +1,382 @@
+"""Expert weights as checkpoints store them: quantised, with their scales, never repacked.
+
+Shapes: E local experts, N rows (outputs) and K columns (inputs) of one projection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+MatrixArg = tuple[str, str, int, int, int, int, int, int, int, str, int, int, int, int, int]
+"""Name, format, E, N, K; address of the data, bytes between experts, rows, columns (0 where elements have
+no address of their own); type of the scales or "none", their address, bytes between experts and rows;
+rows and columns that one scale covers."""
+
+GGUF_BLOCKS = {
+    "q8_0": (32, 34),
+    "q4_0": (32, 18),
+    "q5_0": (32, 22),
+    "q5_1": (32, 24),
+    "q4_k": (256, 144),
+    "q5_k": (256, 176),
+    "q6_k": (256, 210),
+}
+"""Elements and bytes of a block of each GGUF type, which holds its scales itself."""
+
+SCALED_FORMATS = ("fp8", "mxfp4", "int8", "int4")
+FORMATS = (*SCALED_FORMATS, *GGUF_BLOCKS)
+PLAIN_FORMATS = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+_E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # torch 2.7 has it
+_SCALE_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.uint8: "ue8m0"}
+if _E8M0 is not None:
+    _SCALE_TYPES[_E8M0] = "ue8m0"
+
+# Format: element type, elements of data per value of the matrix as a fraction, allowed types of scales.
+_DATA = {
+    "fp8": (torch.float8_e4m3fn, 1, ("f32", "bf16", "f16", "ue8m0")),
+    "mxfp4": (torch.uint8, 2, ("ue8m0",)),
+    "int8": (torch.int8, 1, ("f32", "bf16", "f16")),
+    "int4": (torch.int32, 8, ("f32", "bf16", "f16")),
+}
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _pieces(n: int, size: int) -> int:
+    return -(-n // size)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertMatrix:
+    """One projection of all local experts in a quantised format, as stored; W[e] is [N, K].
+
+    The constructors `fp8`, `mxfp4`, `int8`, `int4` and `gguf` take what checkpoints hold. Nothing is
+    copied: views of larger tensors do, such as every second row of a fused projection, as long as the
+    elements of a row lie together.
+
+    Attributes:
+        format: "fp8", "mxfp4", "int8", "int4", "q8_0", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k" or "q6_k".
+        data: [E, N, ...], the bytes of a row in the dimensions after the second: fp8 float8_e4m3fn and
+            int8 int8 [K]; mxfp4 uint8 [K / 2], low nibble first; int4 int32 [K / 8], nibbles of value + 8,
+            low first; GGUF types uint8, their blocks.
+        shape: (E, N, K).
+        scales: [E, ceil(N / rows), ceil(K / columns)] with `block` rows and columns: float32, bfloat16,
+            float16, or ue8m0 (uint8 or float8_e8m0fnu, 2^(byte - 127)), the only type of mxfp4 and none of
+            int8 and int4; None for GGUF types.
+        block: rows and columns that one scale covers; rows are 1 but for fp8, columns K or a multiple of
+            32; None: (1, K) or (1, group) as the scales' shape says, and (1, 32) for mxfp4.
+
+    Raises:
+        ValueError: a tensor that does not fit; names the argument, what was seen, what is required.
+    """
+
+    format: str
+    data: Tensor
+    shape: tuple[int, int, int]
+    scales: Tensor | None = None
+    block: tuple[int, int] | None = None
+
+    @classmethod
+    def fp8(cls, data: Tensor, scales: Tensor, block: tuple[int, int] | None = (128, 128)) -> ExpertMatrix:
+        """E4M3 with scales per block, or with block=None per row.
+
+        Args:
+            data: [E, N, K] float8_e4m3fn.
+            scales: [E, ceil(N / rows), ceil(K / columns)] of the block; per row [E, N] or [E, N, 1].
+            block: rows and columns that one scale covers, or None.
+        """
+        shape = _three("data", data)
+        scales = scales.unsqueeze(-1) if block is None and scales.dim() == 2 else scales
+        return cls("fp8", data, shape, scales, (1, shape[2]) if block is None else block)
+
+    @classmethod
+    def mxfp4(cls, blocks: Tensor, scales: Tensor) -> ExpertMatrix:
+        """E2M1 in groups of 32 along a row.
+
+        Args:
+            blocks: [E, N, K / 32, 16] uint8.
+            scales: [E, N, K / 32] uint8 or float8_e8m0fnu.
+        """
+        if blocks.dim() != 4 or blocks.shape[3] != 16:
+            raise ValueError(f"blocks: shape {list(blocks.shape)}, required [E, N, K / 32, 16]")
+        return cls("mxfp4", blocks, (blocks.shape[0], blocks.shape[1], blocks.shape[2] * 32), scales)
+
+    @classmethod
+    def int8(cls, data: Tensor, scales: Tensor) -> ExpertMatrix:
+        """Symmetric 8-bit integers, scales per row or per group along a row.
+
+        Args:
+            data: [E, N, K] int8.
+            scales: [E, N], [E, N, 1] or [E, N, K / group], group a multiple of 32.
+        """
+        return cls("int8", data, _three("data", data), scales.unsqueeze(-1) if scales.dim() == 2 else scales)
+
+    @classmethod
+    def int4(cls, packed: Tensor, scales: Tensor) -> ExpertMatrix:
+        """Symmetric 4-bit integers, packed as compressed-tensors' pack-quantized format does.
+
+        Args:
+            packed: [E, N, K / 8] int32.
+            scales: [E, N], [E, N, 1] or [E, N, K / group], group a multiple of 32.
+        """
+        experts, rows, words = _three("packed", packed)
+        scales = scales.unsqueeze(-1) if scales.dim() == 2 else scales
+        return cls("int4", packed, (experts, rows, words * 8), scales)
+
+    @classmethod
+    def gguf(cls, kind: str, data: Tensor) -> ExpertMatrix:
+        """Blocks of a GGUF type.
+
+        Args:
+            kind: the type's name, such as "q4_k"; case does not matter.
+            data: [E, N, bytes of a row] uint8.
+        """
+        kind = kind.lower()
+        if kind not in GGUF_BLOCKS:
+            raise ValueError(f"kind: {kind!r}, required one of {', '.join(GGUF_BLOCKS)}")
+        experts, rows, size = _three("data", data)
+        elements, block = GGUF_BLOCKS[kind]
+        if size % block:
+            raise ValueError(f"data: rows of {size} bytes, required a multiple of {block}, a block of {kind}")
+        return cls(kind, data, (experts, rows, size // block * elements))
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(f"format: {self.format!r}, required one of {', '.join(FORMATS)}")
+        if len(self.shape) != 3 or min(self.shape) < 1:
+            raise ValueError(f"shape: {self.shape}, required three positive sizes (E, N, K)")
+        if max(self.shape[1:]) >= 2**31:
+            raise ValueError(f"shape: {self.shape}, required fewer than 2^31 rows and columns")
+        self._check_data()
+        if self.format in GGUF_BLOCKS:
+            if self.scales is not None or self.block is not None:
+                raise ValueError(f"scales, block: given, required None: {self.format} blocks hold their own")
+            return
+        if not isinstance(self.scales, Tensor):
+            got = type(self.scales).__name__
+            raise ValueError(f"scales: must be a tensor for format {self.format}, got {got}")
+        if self.block is None:
+            object.__setattr__(self, "block", self._implied_block(self.scales))
+        self._check_scales(self.scales)
+
+    def _check_data(self) -> None:
+        experts, rows, columns = self.shape
+        if self.format in GGUF_BLOCKS:
+            elements, size = GGUF_BLOCKS[self.format]
+            dtype, multiple = torch.uint8, elements
+            row = columns // elements * size
+        else:
+            dtype, packing, _ = _DATA[self.format]
+            multiple = 32 if packing > 1 else 1
+            row = columns // packing
+        if columns % multiple:
+            raise ValueError(f"shape: K = {columns}, required a multiple of {multiple} for {self.format}")
+        _check_tensor("data", self.data)
+        if self.data.dtype != dtype:
+            raise ValueError(f"data: {self.data.dtype}, required {dtype} for format {self.format}")
+        held = self.data.shape[2:].numel() if self.data.dim() >= 3 else 0
+        if self.data.dim() < 3 or tuple(self.data.shape[:2]) != (experts, rows) or held != row:
+            raise ValueError(
+                f"data: shape {list(self.data.shape)}, required [{experts}, {rows}, {row} in all] "
+                f"for format {self.format} and shape {self.shape}"
+            )
+        _check_rows("data", self.data)
+
+    def _implied_block(self, scales: Tensor) -> tuple[int, int]:
+        columns = self.shape[2]
+        if self.format == "mxfp4":
+            return 1, 32
+        groups = scales.shape[-1] if scales.dim() == 3 else 1
+        if groups == 0 or columns % groups:
+            raise ValueError(f"scales: {groups} in a row, required a divisor of K = {columns}")
+        return 1, columns // groups
+
+    def _check_scales(self, scales: Tensor) -> None:
+        rows, columns = self.scale_block
+        experts, n, k = self.shape
+        _check_tensor("scales", scales)
+        allowed = _DATA[self.format][2]
+        if _SCALE_TYPES.get(scales.dtype) not in allowed:
+            raise ValueError(f"scales: {scales.dtype}, required {_types(allowed)} for format {self.format}")
+        if rows < 1 or columns < 1 or (columns < k and columns % 32):
+            raise ValueError(
+                f"block: {(rows, columns)}, required a row or more, by K = {k} columns or a multiple of 32"
+            )
+        if rows > 1 and self.format != "fp8":
+            raise ValueError(f"block: {rows} rows, required 1 for format {self.format}")
+        if self.format == "mxfp4" and columns != 32:
+            raise ValueError(f"block: {columns} columns, required 32 for format mxfp4")
+        if self.format in ("int8", "int4") and k % columns:
+            raise ValueError(f"block: {columns} columns, required a divisor of K = {k} for {self.format}")
+        required = (experts, _pieces(n, rows), _pieces(k, columns))
+        if tuple(scales.shape) != required:
+            raise ValueError(
+                f"scales: shape {list(scales.shape)}, required {list(required)} for shape {self.shape} and "
+                f"blocks of {rows} x {columns}"
+            )
+        _check_rows("scales", scales)
+
+    @property
+    def scale_block(self) -> tuple[int, int]:
+        """Rows and columns that one scale covers; (1, K) for GGUF types."""
+        return (1, self.shape[2]) if self.block is None else self.block
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the data and the scales, without what a view leaves out."""
+        scales = 0 if self.scales is None else self.scales.numel() * self.scales.element_size()
+        return self.data.numel() * self.data.element_size() + scales
+
+    def rows(self, start: int, stop: int, step: int = 1) -> ExpertMatrix:
+        """Rows [start, stop) in steps, as a view: a part of a fused projection.
+
+        Raises:
+            ValueError: rows beyond the matrix, or that cut a block of scales.
+        """
+        experts, n, k = self.shape
+        if not (0 <= start < stop <= n and step >= 1):
+            raise ValueError(f"rows: {start}:{stop}:{step}, required a part of 0:{n}")
+        data = self.data[:, start:stop:step]
+        shape = (experts, data.shape[1], k)
+        if self.scales is None:
+            return ExpertMatrix(self.format, data, shape)
+        rows, columns = self.scale_block
+        if rows == 1:
+            scales, kept = self.scales[:, start:stop:step], 1
+        else:
+            if rows % step or start % rows >= step:
+                raise ValueError(f"rows: {start}:{stop}:{step}, required whole blocks of {rows} rows")
+            kept = rows // step
+            first = start // rows
+            scales = self.scales[:, first : first + _pieces(data.shape[1], kept)]
+        return ExpertMatrix(self.format, data, shape, scales, (kept, columns))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values [E, N, K]: the formats' definition in float32, then rounded to `dtype`.
+
+        Raises:
+            ImportError: a GGUF type without the gguf package.
+        """
+        experts, n, k = self.shape
+        if self.scales is None:
+            return _dequantize_gguf(self.format, self.data, k).to(dtype)
+        rows, columns = self.scale_block
+        scales = scales_to_float(self.scales)
+        scales = scales.repeat_interleave(rows, 1)[:, :n].repeat_interleave(columns, 2)[:, :, :k]
+        return (self._unscaled().reshape(experts, n, k) * scales).to(dtype)
+
+    def _unscaled(self) -> Tensor:
+        if self.format in ("fp8", "int8"):
+            return self.data.to(torch.float32)
+        if self.format == "mxfp4":
+            values = torch.tensor([*_E2M1, *(-v for v in _E2M1)])
+            return values[torch.stack((self.data & 15, self.data >> 4), -1).long()]
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+        return ((self.data.unsqueeze(-1) >> shifts & 15) - 8).to(torch.float32)
+
+    def binding_arg(self, name: str) -> MatrixArg:
+        """What the binding needs of it; `name` is for its messages."""
+        size = self.data.element_size()
+        addresses = (self.data.data_ptr(), self.data.stride(0) * size, self.data.stride(1) * size, 0)
+        kind, at, per_expert, per_row = "none", 0, 0, 0
+        if self.scales is not None:
+            kind, at = _SCALE_TYPES[self.scales.dtype], self.scales.data_ptr()
+            per_expert = self.scales.stride(0) * self.scales.element_size()
+            per_row = self.scales.stride(1) * self.scales.element_size()
+        return (name, self.format, *self.shape, *addresses, kind, at, per_expert, per_row, *self.scale_block)
+
+
+def matrix_arg(name: str, matrix: Tensor | ExpertMatrix) -> MatrixArg:
+    """What the binding needs of one projection, plain or quantised.
+
+    Args:
+        name: the argument's, for messages.
+        matrix: quantised, or [E, N, K] float32 or bfloat16 with any strides: row by row, transposed,
+            or interleaved.
+
+    Raises:
+        ValueError: a tensor of another type or shape, or one that is not in this process's memory.
+    """
+    if isinstance(matrix, ExpertMatrix):
+        return matrix.binding_arg(name)
+    _check_tensor(name, matrix)
+    if matrix.dtype not in PLAIN_FORMATS:
+        raise ValueError(f"{name}: {matrix.dtype}, required torch.float32, torch.bfloat16 or an ExpertMatrix")
+    experts, rows, columns = _three(name, matrix)
+    size = matrix.element_size()
+    strides = (matrix.stride(0) * size, matrix.stride(1) * size, matrix.stride(2) * size)
+    shape = (experts, rows, columns)
+    return (
+        name,
+        PLAIN_FORMATS[matrix.dtype],
+        *shape,
+        matrix.data_ptr(),
+        *strides,
+        "none",
+        0,
+        0,
+        0,
+        1,
+        columns,
+    )
+
+
+def scales_to_float(scales: Tensor) -> Tensor:
+    """Scales of any of the formats' types as float32; ue8m0 is 2^(byte - 127), 255 a NaN."""
+    if _SCALE_TYPES[scales.dtype] != "ue8m0":
+        return scales.to(torch.float32)
+    exponent = scales.view(torch.uint8).to(torch.int32)
+    bits = torch.where(exponent == 0, 0x00400000, exponent << 23).to(torch.int32)
+    return torch.where(exponent == 255, torch.nan, bits.view(torch.float32))
+
+
+def gguf_quants(needed_for: str) -> ModuleType:
+    """The module gguf.quants.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
+    try:
+        import gguf.quants
+    except ImportError as error:
+        raise ImportError(f"{needed_for} needs the gguf package: pip install gguf") from error
+    return gguf.quants  # type: ignore[no-any-return, unused-ignore]
+
+
+def _dequantize_gguf(kind: str, data: Tensor, columns: int) -> Tensor:
+    quants = gguf_quants(f"dequantising {kind}")
+    rows = data.reshape(data.shape[0] * data.shape[1], -1).contiguous().numpy()
+    values = quants.dequantize(rows, quants.GGMLQuantizationType[kind.upper()])
+    return torch.from_numpy(values).reshape(*data.shape[:2], columns)
+
+
+def _three(name: str, tensor: Tensor) -> tuple[int, int, int]:
+    if tensor.dim() != 3:
+        raise ValueError(f"{name}: shape {list(tensor.shape)}, required three dimensions [E, N, ...]")
+    return tensor.shape[0], tensor.shape[1], tensor.shape[2]
+
+
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name}: must be a tensor, got {type(tensor).__name__}")
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise ValueError(f"{name}: {tensor.layout} on {tensor.device}, required torch.strided on cpu")
+
+
+def _check_rows(name: str, tensor: Tensor) -> None:
+    """The dimensions after the second must be contiguous."""
+    expected = 1
+    for dim in range(tensor.dim() - 1, 1, -1):
+        if tensor.shape[dim] > 1 and tensor.stride(dim) != expected:
+            raise ValueError(
+                f"{name}: strides {list(tensor.stride())}, required contiguous dimensions from the third on"
+            )
+        expected *= tensor.shape[dim]
+
+
+def _types(names: tuple[str, ...]) -> str:
+    return " or ".join(str(dtype) for dtype, name in _SCALE_TYPES.items() if name in names)

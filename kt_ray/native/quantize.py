@@ -1,0 +1,171 @@
+"""Makes quantised expert weights: round to nearest, no calibration. For tests, benchmarks and first steps.
+
+Shapes: E experts, N rows and K columns of one projection.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kt_ray.native.matrix import FORMATS, GGUF_BLOCKS, ExpertMatrix, gguf_quants, scales_to_float
+
+ScaleType = Literal["float32", "bfloat16", "float16", "ue8m0"]
+
+
+def quantize(
+    format: str,
+    w: Tensor,
+    *,
+    block: tuple[int, int] | None = (128, 128),
+    group: int | None = None,
+    scale_type: ScaleType = "float32",
+) -> ExpertMatrix:
+    """Quantises, each value to the nearest that its scale allows.
+
+    Q8_0, Q4_0, Q5_0 and Q5_1 are the gguf package's own. Q4_K, Q5_K and Q6_K take scales from minima and
+    maxima, without the searches of llama.cpp: valid blocks, at a somewhat larger error.
+
+    Args:
+        format: one of `FORMATS`.
+        w: [E, N, K], any floating type, finite.
+        block: fp8 only: rows and columns that share a scale; None = each row its own.
+        group: int8 and int4 only: columns that share a scale; None = all.
+        scale_type: of fp8, int8 and int4; "ue8m0" for fp8 alone, rounded up to a power of two.
+
+    Raises:
+        ValueError: an unknown format, or a shape that it cannot hold.
+        ImportError: Q8_0, Q4_0, Q5_0 or Q5_1 without the gguf package.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format: {format!r}, required one of {', '.join(FORMATS)}")
+    if w.dim() != 3:
+        raise ValueError(f"w: shape {list(w.shape)}, required three dimensions [E, N, K]")
+    w = w.detach().to(torch.float32).contiguous()
+    columns = w.shape[2]
+    multiple = GGUF_BLOCKS[format][0] if format in GGUF_BLOCKS else 32 if format in ("mxfp4", "int4") else 1
+    if columns % multiple:
+        raise ValueError(f"w: K = {columns}, required a multiple of {multiple} for format {format}")
+    if format == "fp8":
+        return _fp8(w, block, scale_type)
+    if format == "mxfp4":
+        return _mxfp4(w)
+    if format in ("int8", "int4"):
+        if scale_type == "ue8m0":
+            raise ValueError(f"scale_type: 'ue8m0', required float32, bfloat16 or float16 for {format}")
+        return _integers(format, w, columns if group is None else group, scale_type)
+    if format in ("q4_k", "q5_k"):
+        return ExpertMatrix.gguf(format, _q45_k(w, 4 if format == "q4_k" else 5))
+    if format == "q6_k":
+        return ExpertMatrix.gguf(format, _q6_k(w))
+    quants = gguf_quants(f"quantising {format}")
+    blocks = quants.quantize(w.numpy(), quants.GGMLQuantizationType[format.upper()])
+    return ExpertMatrix.gguf(format, torch.from_numpy(blocks))
+
+
+def _fp8(w: Tensor, block: tuple[int, int] | None, scale_type: ScaleType) -> ExpertMatrix:
+    experts, n, k = w.shape
+    rows, columns = (1, k) if block is None else block
+    down, across = -(-n // rows), -(-k // columns)
+    padded = w.new_zeros(experts, down * rows, across * columns)
+    padded[:, :n, :k] = w
+    largest = padded.view(experts, down, rows, across, columns).abs().amax((2, 4))
+    scales = _stored(largest / 448, scale_type)
+    each = _nonzero(scales_to_float(scales)).repeat_interleave(rows, 1)[:, :n]
+    each = each.repeat_interleave(columns, 2)[:, :, :k]
+    data = (w / each).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return ExpertMatrix.fp8(data, scales, (rows, columns))
+
+
+def _mxfp4(w: Tensor) -> ExpertMatrix:
+    experts, n, k = w.shape
+    grouped = w.view(experts, n, k // 32, 32)
+    # frexp gives largest = mantissa * 2^exponent, mantissa in [1/2, 1); 6 = 1.5 * 2^2 is the largest value.
+    exponent = torch.frexp(grouped.abs().amax(-1)).exponent - 3
+    scales = (exponent + 127).clamp(0, 254).to(torch.uint8)
+    scaled = grouped.abs() / scales_to_float(scales).unsqueeze(-1)
+    # Halfway between neighbours the even code is nearest.
+    code = torch.zeros_like(scaled, dtype=torch.uint8)
+    for i, bound in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        code += (scaled > bound) | ((scaled == bound) & (i % 2 == 1))
+    code |= torch.signbit(grouped).to(torch.uint8) << 3
+    return ExpertMatrix.mxfp4(code[..., 0::2] | code[..., 1::2] << 4, scales)
+
+
+def _integers(format: str, w: Tensor, group: int, scale_type: ScaleType) -> ExpertMatrix:
+    experts, n, k = w.shape
+    if group < 1 or k % group:
+        raise ValueError(f"group: {group}, required a divisor of K = {k}")
+    grouped = w.view(experts, n, k // group, group)
+    steps = 127.0 if format == "int8" else 7.5
+    scales = _stored(grouped.abs().amax(-1) / steps, scale_type)
+    limits = (-127, 127) if format == "int8" else (-8, 7)
+    q = (grouped / _nonzero(scales_to_float(scales)).unsqueeze(-1)).round().clamp(*limits)
+    q = q.view(experts, n, k)
+    if format == "int8":
+        return ExpertMatrix.int8(q.to(torch.int8), scales)
+    nibbles = (q + 8).to(torch.int64).view(experts, n, k // 8, 8)
+    packed = (nibbles << torch.arange(0, 32, 4)).sum(-1)
+    return ExpertMatrix.int4(torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32), scales)
+
+
+def _q45_k(w: Tensor, bits: int) -> Tensor:
+    """Blocks of Q4_K or Q5_K: per 32 values a scale and a minimum of 6 bits, per 256 a factor of each."""
+    experts, n, _ = w.shape
+    sub = w.view(-1, 8, 32)
+    top = 2**bits - 1
+    low = sub.amin(-1).clamp(max=0)
+    scale = (sub.amax(-1) - low) / top
+    d, d_min = (v.amax(-1, keepdim=True).div(63).to(torch.float16) for v in (scale, -low))
+    six_scale = (scale / _nonzero(d.float())).round().clamp(0, 63)
+    six_min = (-low / _nonzero(d_min.float())).round().clamp(0, 63)
+    step, least = d.float() * six_scale, d_min.float() * six_min
+    q = ((sub + least.unsqueeze(-1)) / _nonzero(step).unsqueeze(-1)).round().clamp(0, top).to(torch.uint8)
+    s, m = six_scale.to(torch.uint8), six_min.to(torch.uint8)
+    packed_scales = torch.cat(
+        (
+            s[:, :4] | (s[:, 4:] >> 4) << 6,
+            m[:, :4] | (m[:, 4:] >> 4) << 6,
+            (s[:, 4:] & 15) | (m[:, 4:] & 15) << 4,
+        ),
+        -1,
+    )
+    nibbles = (q[:, 0::2] & 15) | (q[:, 1::2] & 15) << 4
+    parts = [d.view(torch.uint8), d_min.view(torch.uint8), packed_scales]
+    if bits == 5:
+        eighths = torch.arange(8, dtype=torch.uint8).view(8, 1)
+        parts.append(((q >> 4) << eighths).sum(1).to(torch.uint8))
+    parts.append(nibbles.flatten(1))
+    return torch.cat(parts, -1).view(experts, n, -1)
+
+
+def _q6_k(w: Tensor) -> Tensor:
+    """Blocks of Q6_K: per 16 values a scale of 8 bits, per 256 its factor."""
+    experts, n, _ = w.shape
+    sub = w.view(-1, 16, 16)
+    scale = sub.abs().amax(-1) / 31
+    d = scale.amax(-1, keepdim=True).div(127).to(torch.float16)
+    eight = (scale / _nonzero(d.float())).round().clamp(0, 127)
+    step = _nonzero(d.float() * eight).unsqueeze(-1)
+    q = ((sub / step).round().clamp(-32, 31) + 32).to(torch.uint8).view(-1, 2, 4, 32)
+    low = (q[:, :, :2] & 15) | (q[:, :, 2:] & 15) << 4
+    quarters = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)
+    high = ((q >> 4) << quarters).sum(2).to(torch.uint8)
+    parts = (low.flatten(1), high.flatten(1), eight.to(torch.int8).view(torch.uint8), d.view(torch.uint8))
+    return torch.cat(parts, -1).view(experts, n, -1)
+
+
+def _stored(scales: Tensor, scale_type: ScaleType) -> Tensor:
+    """Scales in their type; ue8m0 at least as large."""
+    if scale_type != "ue8m0":
+        return scales.to(getattr(torch, scale_type))
+    mantissa, exponent = torch.frexp(scales)
+    exponent = exponent - (mantissa == 0.5).to(torch.int32)
+    return (exponent + 127).clamp(0, 254).to(torch.uint8)
+
+
+def _nonzero(scales: Tensor) -> Tensor:
+    """Divisors: 1 where all values are zero."""
+    return torch.where(scales == 0, 1.0, scales)
