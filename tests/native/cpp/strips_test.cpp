@@ -250,14 +250,9 @@ int64_t check() {
 
 // Eight rows at a time, as a panel is filled; most formats' matrix and panel fit the first-level cache.
 template <Format F>
-void bench() {
+void bench(ScaleType type, int64_t block_rows, int64_t block_cols) {
     constexpr int64_t kRows = 16, kCols = 1024;
-    const int64_t block_cols = F == Format::mxfp4 ? 32 : F == Format::fp8 || F == Format::int4 ? 128 : kCols;
-    const ScaleType type = F == Format::mxfp4  ? ScaleType::ue8m0
-                           : F == Format::int4 ? ScaleType::bf16
-                                               : ScaleType::f32;
-    const Case c(F, has_scales(F) ? type : ScaleType::none, kRows, kCols, F == Format::fp8 ? 128 : 1,
-                 block_cols, false);
+    const Case c(F, type, kRows, kCols, block_rows, block_cols, false);
     const Matrix m = c.m;
     alignas(64) static uint16_t panel[8 * kStrip * 64];
     const auto seconds = [&](const auto& body) {
@@ -287,8 +282,20 @@ void bench() {
         __asm__ volatile("" ::: "memory");
     });
     const double strips = kRows * kCols / kStrip;
-    printf("%-6s %6.2f ns/strip, scalar source %6.2f ns/strip\n", kNames[static_cast<int>(F)],
+    printf("%-6s scales %-5s %4ld x %-4ld %6.2f ns/strip, scalar source %6.2f\n", kNames[static_cast<int>(F)],
+           kScaleNames[static_cast<int>(type)], static_cast<long>(block_rows), static_cast<long>(block_cols),
            fast / strips * 1e9, plain / strips * 1e9);
+}
+
+template <Format F>
+void benches() {
+    if (!has_scales(F)) return bench<F>(ScaleType::none, 1, 1024);
+    if (F == Format::mxfp4) return bench<F>(ScaleType::ue8m0, 1, 32);
+    if (F == Format::fp8) bench<F>(ScaleType::f32, 128, 128);
+    if (F == Format::fp8) bench<F>(ScaleType::ue8m0, 128, 128);
+    if (F != Format::int4) bench<F>(ScaleType::f32, 1, 1024);
+    bench<F>(ScaleType::bf16, 1, F == Format::fp8 ? 1024 : 128);
+    if (F == Format::int4) bench<F>(ScaleType::f16, 1, 32);
 }
 
 #endif
@@ -307,7 +314,7 @@ int main(int argc, char** argv) {
             const int64_t here = kt::check<F>();
             printf("%-6s %s\n", kt::kNames[f], here == 0 ? "ok" : "WRONG");
             wrong += here;
-            if (timed) kt::bench<F>();
+            if (timed) kt::benches<F>();
         });
     }
     return wrong == 0 ? 0 : 1;
