@@ -149,8 +149,8 @@ class ExpertMatrix:
             raise ValueError(f"format: {self.format!r}, required one of {', '.join(FORMATS)}")
         if len(self.shape) != 3 or min(self.shape) < 1:
             raise ValueError(f"shape: {self.shape}, required three positive sizes (E, N, K)")
-        if max(self.shape[1:]) >= 2**31:
-            raise ValueError(f"shape: {self.shape}, required fewer than 2^31 rows and columns")
+        if max(self.shape[1:]) > 2**20:
+            raise ValueError(f"shape: {self.shape}, required at most 2^20 rows and columns")
         self._check_data()
         if self.format in GGUF_BLOCKS:
             if self.scales is not None or self.block is not None:
@@ -206,6 +206,8 @@ class ExpertMatrix:
             raise ValueError(
                 f"block: {(rows, columns)}, required a row or more, by K = {k} columns or a multiple of 32"
             )
+        if 2**12 <= rows < n:  # the decoders find a row's block by a multiplication
+            raise ValueError(f"block: {rows} rows, required fewer than 4096, or all {n}")
         if rows > 1 and self.format != "fp8":
             raise ValueError(f"block: {rows} rows, required 1 for format {self.format}")
         if self.format == "mxfp4" and columns != 32:

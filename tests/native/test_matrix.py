@@ -80,6 +80,20 @@ def test_the_decoder_gives_the_oracles_values_bit_for_bit(driver: Path, name: st
     assert torch.equal(decode(driver, matrix), matrix.dequantize()[0])
 
 
+@pytest.mark.parametrize("format", ["fp8", "mxfp4", *GGUF_BLOCKS])
+def test_the_decoder_gives_the_oracles_values_for_any_bits(driver: Path, format: str) -> None:
+    """Scales that are subnormal, infinite or no numbers, values that overflow."""
+    matrix = random_matrix(format, (1, 16, 512), generator(), scales=torch.uint8)
+    holder = matrix.data if matrix.scales is None else matrix.scales
+    raw = holder.view(torch.uint8)
+    raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=generator(1)))
+    if format == "fp8":
+        matrix.data.view(torch.uint8)[0, :, ::5] = 127
+    with np.errstate(all="ignore"):
+        expected = matrix.dequantize()[0]
+    torch.testing.assert_close(decode(driver, matrix), expected, rtol=0, atol=0, equal_nan=True)
+
+
 # One scale for an odd number of rows cannot be cut in two.
 @pytest.mark.parametrize("name", [name for name in CASES if name != "fp8-tensor"])
 def test_every_second_row_is_a_view(driver: Path, name: str) -> None:
@@ -224,6 +238,11 @@ U8 = torch.zeros(2, 4, 288, dtype=torch.uint8)
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: ExpertMatrix("fp9", F8, (2, 4, 64)), "format: 'fp9', required one of fp8, mxfp4"),
     (lambda: ExpertMatrix("fp8", F8, (2, 0, 64)), "shape: (2, 0, 64), required three positive sizes"),
+    (lambda: ExpertMatrix("fp8", F8, (2, 4, 2**21)), "shape: (2, 4, 2097152), required at most 2^20"),
+    (
+        lambda: ExpertMatrix.fp8(F8[:, :1, :1].expand(2, 5000, 1), torch.ones(2, 2, 1), (4096, 1)),
+        "block: 4096 rows, required fewer than 4096, or all 5000",
+    ),
     (lambda: ExpertMatrix.fp8(I8, torch.ones(2, 1, 1)), "data: torch.int8, required torch.float8_e4m3fn"),
     (lambda: ExpertMatrix.fp8(F8[0], torch.ones(2, 1, 1)), "data: shape [4, 64], required three dimensions"),
     (lambda: ExpertMatrix("fp8", F8, (2, 4, 63)), "data: shape [2, 4, 64], required [2, 4, 63 in all]"),

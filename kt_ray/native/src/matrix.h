@@ -20,7 +20,7 @@ struct Matrix {
         col_bytes;  // f32, bf16 only: between elements k; the size of one unless transposed or interleaved
     const uint8_t* scales;
     int64_t scale_row_bytes;  // between rows of scales; the scales of a row are contiguous
-    int64_t block_rows;       // one scale covers so many rows (fp8; 1 in other formats) ...
+    int64_t block_rows;       // one scale covers so many rows (fp8: < 4096 or all; other formats: 1) ...
     int64_t block_cols;       // ... by so many columns: a multiple of 32, or all of them
     int64_t rows;
     int64_t cols;

@@ -60,7 +60,8 @@ struct Ue8m0Table {
 };
 constexpr Ue8m0Table kUe8m0;
 
-// x / size by a multiplication, exact for x < limit with limit * size < 2^32; 0 where size >= limit.
+// x / size by a multiplication, exact where x * size < 2^32 (at most 2^20 rows and columns, blocks of fewer
+// than 2^12 rows); 0 where size >= limit, more than any x.
 struct Divider {
     uint64_t inverse;
 
@@ -152,6 +153,19 @@ struct Strip<Format::f32> {
     }
 };
 
+// The values of E4M3's 128 magnitudes.
+struct Fp8Table {
+    alignas(64) float of[128];
+
+    constexpr Fp8Table() : of() {
+        for (uint32_t v = 0; v < 128; ++v)
+            of[v] =
+                v < 8 ? static_cast<float>(v) * 0x1p-9f : __builtin_bit_cast(float, (v << 20) + (120u << 23));
+        of[127] = __builtin_nanf("");
+    }
+};
+constexpr Fp8Table kFp8;
+
 // E4M3: the 128 magnitudes are a table. Where a scale covers many rows, they are multiplied by it and
 // rounded, until the scale changes; where it does not, the looked up values are, two registers of them.
 template <>
@@ -202,22 +216,9 @@ struct Strip<Format::fp8> {
     }
 
     void fill(__m512 scale) const {
-        const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        for (int i = 0; i < 4; ++i) {
-            const __m512i low = _mm512_add_epi32(steps, _mm512_set1_epi32(32 * i));
-            const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(16));
-            table[i] = rounded(_mm512_mul_ps(magnitudes(low), scale), _mm512_mul_ps(magnitudes(high), scale));
-        }
-    }
-
-    // The values of 0 .. 127.
-    static __m512 magnitudes(__m512i v) {
-        const __mmask16 small = _mm512_cmplt_epi32_mask(v, _mm512_set1_epi32(8));
-        const __m512i normal = _mm512_add_epi32(_mm512_slli_epi32(v, 20), _mm512_set1_epi32(120 << 23));
-        const __m512 finite =
-            _mm512_mask_mul_ps((__m512)normal, small, _mm512_cvtepi32_ps(v), _mm512_set1_ps(0x1p-9f));
-        return _mm512_mask_mov_ps(finite, _mm512_cmpeq_epi32_mask(v, _mm512_set1_epi32(127)),
-                                  _mm512_set1_ps(__builtin_nanf("")));
+        for (int i = 0; i < 4; ++i)
+            table[i] = rounded(_mm512_mul_ps(_mm512_load_ps(kFp8.of + 32 * i), scale),
+                               _mm512_mul_ps(_mm512_load_ps(kFp8.of + 32 * i + 16), scale));
     }
 };
 
