@@ -16,11 +16,10 @@ struct Matrix {
     ScaleType scale_type;
     const uint8_t* data;
     int64_t row_bytes;  // between rows n
-    int64_t
-        col_bytes;  // f32, bf16 only: between elements k; the size of one unless transposed or interleaved
+    int64_t col_bytes;  // f32, bf16 only: between elements k
     const uint8_t* scales;
     int64_t scale_row_bytes;  // between rows of scales; the scales of a row are contiguous
-    int64_t block_rows;       // one scale covers so many rows (fp8: < 4096 or all; other formats: 1) ...
+    int64_t block_rows;       // one scale covers so many rows: fp8 < 4096 or all, others 1 ...
     int64_t block_cols;       // ... by so many columns: a multiple of 32, or all of them
     int64_t rows;
     int64_t cols;
