@@ -59,24 +59,100 @@ struct Tensor {
     }
 };
 
-// (gate, up, down, layer, expert_ids)
+// One projection as the façade describes it; shapes and pointers were checked there.
+struct Projection {
+    std::string name;
+    int64_t experts, rows, cols;
+    kt::ExpertMatrices matrices;
+
+    explicit Projection(const py::tuple& t)
+        : name(t[0].cast<std::string>()),
+          experts(t[2].cast<int64_t>()),
+          rows(t[3].cast<int64_t>()),
+          cols(t[4].cast<int64_t>()) {
+        kt::Matrix& m = matrices.first;
+        m.format = named(t[1].cast<std::string>(), kFormats, name + ": format");
+        m.rows = rows;
+        m.cols = cols;
+        m.data = reinterpret_cast<const uint8_t*>(t[5].cast<uintptr_t>());
+        matrices.expert_bytes = t[6].cast<int64_t>();
+        m.row_bytes = t[7].cast<int64_t>();
+        m.col_bytes = t[8].cast<int64_t>();
+        m.scale_type = named(t[9].cast<std::string>(), kScaleTypes, name + ": scale type");
+        m.scales = reinterpret_cast<const uint8_t*>(t[10].cast<uintptr_t>());
+        matrices.scale_expert_bytes = t[11].cast<int64_t>();
+        m.scale_row_bytes = t[12].cast<int64_t>();
+        m.block_rows = t[13].cast<int64_t>();
+        m.block_cols = t[14].cast<int64_t>();
+    }
+
+    const Projection& shaped(int64_t e, int64_t n, int64_t k) const {
+        if (experts != e || rows != n || cols != k)
+            throw py::value_error(name + ": shape " + Tensor::text({experts, rows, cols}) + ", required " +
+                                  Tensor::text({e, n, k}));
+        return *this;
+    }
+
+    template <class Value>
+    using Names = std::initializer_list<std::pair<const char*, Value>>;
+    template <class Value>
+    static Value named(const std::string& text, Names<Value> names, const std::string& what) {
+        for (const auto& [name, value] : names)
+            if (text == name) return value;
+        throw py::value_error(what + " " + text + " is not known to this engine");
+    }
+
+    static constexpr Names<kt::Format> kFormats = {
+        {"f32", kt::Format::f32},   {"bf16", kt::Format::bf16}, {"fp8", kt::Format::fp8},
+        {"mxfp4", kt::Format::mxfp4}, {"int8", kt::Format::int8}, {"int4", kt::Format::int4},
+        {"q8_0", kt::Format::q8_0}, {"q4_0", kt::Format::q4_0}, {"q5_0", kt::Format::q5_0},
+        {"q5_1", kt::Format::q5_1}, {"q4_k", kt::Format::q4_k}, {"q5_k", kt::Format::q5_k},
+        {"q6_k", kt::Format::q6_k}};
+    static constexpr Names<kt::ScaleType> kScaleTypes = {{"none", kt::ScaleType::none},
+                                                         {"f32", kt::ScaleType::f32},
+                                                         {"bf16", kt::ScaleType::bf16},
+                                                         {"f16", kt::ScaleType::f16},
+                                                         {"ue8m0", kt::ScaleType::ue8m0}};
+};
+
+const float* bias_from(const py::object& object, int64_t e, int64_t n) {
+    if (object.is_none()) return nullptr;
+    return Tensor(object.cast<py::tuple>()).typed({"float32"}).shaped({e, n}).as<const float>();
+}
+
+// (gate or None, up, down, layer, expert_ids, (activation, alpha, limit), (gate, up, down biases or None))
 kt::Weights weights_from(const py::tuple& t) {
-    const Tensor gate(t[0]), up(t[1]), down(t[2]);
-    gate.typed({"float32", "bfloat16"}).shaped({-1, -1, -1});
-    const int64_t e = gate.shape[0], i = gate.shape[1], h = gate.shape[2];
-    up.typed({gate.dtype.c_str()}).shaped({e, i, h});
-    down.typed({gate.dtype.c_str()}).shaped({e, h, i});
+    const Projection up(t[1].cast<py::tuple>()), down(t[2].cast<py::tuple>());
+    const int64_t e = up.experts, i = up.rows, h = up.cols;
     if (h < 1 || i < 1)
-        throw py::value_error("gate: shape " + Tensor::text(gate.shape) + " has no elements per expert");
-    kt::Weights w{gate.dtype == "bfloat16" ? kt::Format::bf16 : kt::Format::f32,
-                  gate.data,
-                  up.data,
-                  down.data,
-                  e,
-                  h,
-                  i,
-                  t[3].cast<int64_t>(),
-                  t[4].cast<std::vector<int64_t>>()};
+        throw py::value_error("up: shape " + Tensor::text({e, i, h}) + " has no elements per expert");
+    down.shaped(e, h, i);
+    kt::Weights w{};
+    w.up = up.matrices;
+    w.down = down.matrices;
+    const py::tuple activation = t[5].cast<py::tuple>();
+    w.activation.kind =
+        Projection::named<kt::Activation>(activation[0].cast<std::string>(),
+                                          {{"silu", kt::Activation::silu},
+                                           {"gelu_tanh", kt::Activation::gelu_tanh},
+                                           {"swiglu_oai", kt::Activation::swiglu_oai},
+                                           {"relu2", kt::Activation::relu2}},
+                                          "activation:");
+    w.activation.alpha = activation[1].cast<float>();
+    w.activation.limit = activation[2].cast<float>();
+    if (w.activation.gated()) {
+        if (t[0].is_none()) throw py::value_error("gate: required by this activation");
+        w.gate = Projection(t[0].cast<py::tuple>()).shaped(e, i, h).matrices;
+    }
+    const py::tuple biases = t[6].cast<py::tuple>();
+    w.gate_bias = w.activation.gated() ? bias_from(biases[0], e, i) : nullptr;
+    w.up_bias = bias_from(biases[1], e, i);
+    w.down_bias = bias_from(biases[2], e, h);
+    w.experts = e;
+    w.hidden = h;
+    w.inter = i;
+    w.layer = t[3].cast<int64_t>();
+    w.expert_ids = t[4].cast<std::vector<int64_t>>();
     if (static_cast<int64_t>(w.expert_ids.size()) != e)
         throw py::value_error("expert_ids: " + std::to_string(w.expert_ids.size()) + " numbers for " +
                               std::to_string(e) + " experts");
@@ -196,7 +272,7 @@ void backward(kt::Engine& engine, const py::tuple& weights, const kt::Saved& sav
     const std::vector<kt::LoraView> lora = lora_from(lora_arg, w);
     const std::vector<kt::LoraGradView> grads = grads_from(grads_arg, lora, w);
     if (saved.released) throw py::value_error("saved: was released");
-    if (saved.format != w.format || saved.experts != w.experts || saved.hidden != w.hidden ||
+    if (saved.in_float32 != w.in_float32() || saved.experts != w.experts || saved.hidden != w.hidden ||
         saved.inter != w.inter)
         throw py::value_error("saved: belongs to a layer of other shape or dtype than weights");
     std::vector<int64_t> ranks;

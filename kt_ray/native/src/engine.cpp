@@ -32,10 +32,8 @@ const std::string& checked(const std::string& isa) {
 
 const char* name_of(Phase phase) {
     switch (phase) {
-        case Phase::convert_x:
-            return "conversion of x";
-        case Phase::widen_x:
-            return "widening of x";
+        case Phase::store_x:
+            return "storing x";
         case Phase::lora_in:
             return "LoRA of gate and up";
         case Phase::gate_up:
@@ -44,8 +42,8 @@ const char* name_of(Phase phase) {
             return "LoRA of down";
         case Phase::down:
             return "down";
-        case Phase::convert_dy:
-            return "conversion of dy";
+        case Phase::store_dy:
+            return "storing dy";
         case Phase::lora_out:
             return "LoRA of down, backward";
         case Phase::dact:
@@ -64,16 +62,11 @@ struct TaskOutOfMemory : std::bad_alloc {
     std::string text;
 };
 
-int64_t even(int64_t n) { return (n + 1) / 2 * 2; }
+constexpr int64_t kDepthStep = 32;  // packed depths are multiples of it: a slice of a panel
+constexpr int64_t kPackedBytes = 2 << 20;
 
-// A row stride with room for a vector and an odd number of cache lines, so that the rows of a tile do
-// not fall into one set of the L1 cache.
-int64_t stride(int64_t n) {
-    const int64_t lines = (even(n) + 31) / 32;
-    return (lines | 1) * 32;
-}
-
-size_t size_of(Format format) { return format == Format::bf16 ? 2 : 4; }
+int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }
+int64_t padded(int64_t n, int64_t step) { return pieces(n, step) * step; }
 
 }  // namespace
 
@@ -114,39 +107,53 @@ size_t Engine::scratch_bytes() const {
     return sum;
 }
 
+int64_t Engine::span_rows(const Weights& w, const Kernels& k) {
+    const int64_t row_bytes = padded(w.hidden, kDepthStep) * (k.compute_is_bf16 ? 2 : 4);
+    return std::clamp<int64_t>(kPackedBytes / row_bytes, 64, 512);
+}
+
 void Engine::describe(Pass& p, const Weights& w, const Routing& routing, int64_t tokens,
                       const std::vector<LoraView>& lora, const Dropout& dropout) const {
+    const Kernels& k = kernels(w.in_float32());
     p.tokens = tokens;
     p.experts = w.experts;
     p.hidden = w.hidden;
     p.inter = w.inter;
     p.rows = routing.rows();
-    p.hidden_stride = stride(w.hidden);
-    p.inter_even = even(w.inter);
-    p.inter_stride = stride(w.inter);
-    p.pair_stride = stride(2 * p.inter_even);
-    for (const LoraView& view : lora) p.rank_stride = std::max(p.rank_stride, view.rank);
+    p.parts = w.activation.gated() ? 2 : 1;
+    p.hidden_stride = p.hidden_pad = padded(w.hidden, kDepthStep);
+    p.inter_pad = padded(w.inter, kDepthStep);
+    for (const LoraView& view : lora) p.rank_pad = std::max(p.rank_pad, padded(view.rank, 16));
     p.gate = w.gate;
     p.up = w.up;
     p.down = w.down;
+    p.gate_bias = w.gate_bias;
+    p.up_bias = w.up_bias;
+    p.down_bias = w.down_bias;
+    p.activation = w.activation;
     p.lora = lora.data();
-    p.expert_rows = routing.expert_rows.data();
-    p.num_expert_rows = static_cast<int64_t>(routing.expert_rows.size());
     p.groups = routing.groups.data();
     p.num_groups = static_cast<int64_t>(routing.groups.size());
+    p.blocks = routing.blocks.data();
+    p.num_blocks = static_cast<int64_t>(routing.blocks.size());
+    p.spans = routing.spans.data();
+    p.num_spans = static_cast<int64_t>(routing.spans.size());
     p.chunks = routing.chunks.data();
     p.num_chunks = static_cast<int64_t>(routing.chunks.size());
     p.row_token = routing.row_token.data();
     p.row_weight = routing.row_weight.data();
+    p.span_rows = span_rows(w, k);
     if (dropout.p > 0) {
         p.row_hash = routing.row_hash.data();
         p.drop_below = static_cast<uint32_t>(std::floor(dropout.p * 4294967296.0));
         p.keep_scale = static_cast<float>(1.0 / (1.0 - dropout.p));
     }
-    // Enough slabs to keep every thread busy to the end, none wider than its panels stay in cache.
-    const int64_t panel = kernels(w.format).panel_columns;
-    const int64_t wanted = w.hidden / (4 * threads_) / panel * panel;
-    p.slab_columns = std::clamp<int64_t>(wanted, panel, 256);
+    // Enough tasks to keep every thread busy to the end, none narrower than needed: each packs its rows
+    // or walks all experts once more.
+    const int64_t wanted = pieces(8 * threads_, std::max<int64_t>(p.num_spans, 1));
+    p.inter_slab = padded(pieces(w.inter, wanted), kDwColumns);
+    const int64_t slab = w.hidden / (4 * threads_) / k.panel_columns * k.panel_columns;
+    p.hidden_slab = std::clamp<int64_t>(slab, k.panel_columns, 256);
 }
 
 void Engine::run(const Kernels& k, const Pass& pass, int64_t layer, const std::vector<int64_t>& expert_ids,
@@ -174,11 +181,11 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
                                        const std::vector<LoraView>& lora, Keep keep, float* y) {
     std::lock_guard lock(call_mutex_);
     if (!pool_) throw std::runtime_error("the engine is closed");
-    const Kernels& k = kernels(w.format);
-    const size_t storage = size_of(w.format), compute = k.compute_is_bf16 ? 2 : 4;
+    const Kernels& k = kernels(w.in_float32());
+    const size_t storage = w.in_float32() ? 4 : 2, compute = k.compute_is_bf16 ? 2 : 4;
 
     auto saved = std::make_unique<Saved>();
-    saved->format = w.format;
+    saved->in_float32 = w.in_float32();
     saved->tokens = input.tokens;
     saved->slots = input.slots;
     saved->experts = w.experts;
@@ -186,28 +193,27 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     saved->inter = w.inter;
     saved->keep = keep;
     saved->routing = std::move(input.routing);
+    saved->routing.cut(k.max_rows, k.row_step, span_rows(w, k));
     for (const LoraView& view : lora) saved->ranks.push_back(view.rank);
     saved->dropout = input.dropout;
 
     Pass p{};
     describe(p, w, saved->routing, input.tokens, lora, input.dropout);
     saved->x = take(p.tokens * p.hidden_stride * storage);
-    saved->lora_in = take(p.rows * 2 * p.rank_stride * sizeof(float));
-    saved->lora_mid = take(p.rows * p.rank_stride * sizeof(float));
-    if (keep == Keep::all) saved->pair = take(p.rows * p.pair_stride * storage);
-    const Lease act = take(p.rows * p.inter_stride * compute);
-    const Lease wide = take(storage == compute ? 0 : p.tokens * p.hidden_stride * compute);
+    saved->lora_in = take(p.rows * 2 * p.rank_pad * sizeof(float));
+    saved->lora_mid = take(p.rows * p.rank_pad * sizeof(float));
+    if (keep == Keep::all) saved->pair = take(p.rows * p.parts * p.inter_pad * storage);
+    const Lease act = take(p.rows * p.inter_pad * compute);
 
     p.x_in = input.x;
     p.x_in_bf16 = input.x_is_bf16;
     p.x = saved->x.data();
-    p.x_compute = storage == compute ? p.x : wide.data();
     p.pair = saved->pair.data();
     p.act = act.data();
     p.lora_in = saved->lora_in.as<float>();
     p.lora_mid = saved->lora_mid.as<float>();
     p.y = y;
-    for (const Phase phase : {Phase::convert_x, Phase::lora_in, Phase::gate_up, Phase::lora_mid, Phase::down})
+    for (const Phase phase : {Phase::store_x, Phase::lora_in, Phase::gate_up, Phase::lora_mid, Phase::down})
         run(k, p, w.layer, w.expert_ids, phase);
     ++calls_;
 
@@ -224,35 +230,33 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
                       float* dw) {
     std::lock_guard lock(call_mutex_);
     if (!pool_) throw std::runtime_error("the engine is closed");
-    const Kernels& k = kernels(w.format);
-    const size_t storage = size_of(w.format), compute = k.compute_is_bf16 ? 2 : 4;
+    const Kernels& k = kernels(w.in_float32());
+    const size_t storage = w.in_float32() ? 4 : 2, compute = k.compute_is_bf16 ? 2 : 4;
     const Routing& routing = saved.routing;
 
     Pass p{};
     describe(p, w, routing, saved.tokens, lora, saved.dropout);
     const bool again = saved.keep == Keep::input;
-    const int64_t slabs = (p.inter + kSlab - 1) / kSlab;
-    const Lease wide = take(storage == compute ? 0 : p.tokens * p.hidden_stride * compute);
-    const Lease pair = take(again ? p.rows * p.pair_stride * storage : 0);
-    const Lease lora_in = take(again ? p.rows * 2 * p.rank_stride * sizeof(float) : 0);
-    const Lease lora_mid = take(again ? p.rows * p.rank_stride * sizeof(float) : 0);
-    const Lease act = take(p.rows * p.inter_stride * compute);
-    const Lease dpair = take(p.rows * p.pair_stride * compute);
-    const Lease dy_compute = take(p.tokens * p.hidden_stride * compute);
-    const Lease lora_out = take(p.rows * p.rank_stride * sizeof(float));
-    const Lease dlora_in = take(p.rows * 2 * p.rank_stride * sizeof(float));
-    const Lease dw_parts = take(slabs * p.rows * sizeof(float));
+    const size_t pair_size = p.rows * p.parts * p.inter_pad;
+    const Lease pair = take(again ? pair_size * storage : 0);
+    const Lease lora_in = take(again ? p.rows * 2 * p.rank_pad * sizeof(float) : 0);
+    const Lease lora_mid = take(again ? p.rows * p.rank_pad * sizeof(float) : 0);
+    const Lease act = take(p.rows * p.inter_pad * compute);
+    const Lease dpair = take(pair_size * compute);
+    const Lease dy_stored = take(p.tokens * p.hidden_stride * storage);
+    const Lease lora_out = take(p.rows * p.rank_pad * sizeof(float));
+    const Lease dlora_in = take(p.rows * 2 * p.rank_pad * sizeof(float));
+    const Lease dw_parts = take(pieces(p.inter, kDwColumns) * p.rows * sizeof(float));
     const Lease dw_rows = take(p.rows * sizeof(float));
 
     p.x = saved.x.data();
-    p.x_compute = storage == compute ? p.x : wide.data();
     p.pair = again ? pair.data() : saved.pair.data();
     p.lora_in = again ? lora_in.as<float>() : saved.lora_in.as<float>();
     p.lora_mid = again ? lora_mid.as<float>() : saved.lora_mid.as<float>();
     p.act = act.data();
     p.dpair = dpair.data();
     p.dy = dy;
-    p.dy_compute = dy_compute.data();
+    p.dy_stored = dy_stored.data();
     p.lora_out = lora_out.as<float>();
     p.dlora_in = dlora_in.as<float>();
     p.dw_parts = dw_parts.as<float>();
@@ -260,12 +264,11 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
     p.dx = dx;
     p.lora_grads = grads.empty() ? nullptr : grads.data();
 
-    if (p.x_compute != p.x) run(k, p, w.layer, w.expert_ids, Phase::widen_x);
     if (again)
         for (const Phase phase : {Phase::lora_in, Phase::gate_up, Phase::lora_mid})
             run(k, p, w.layer, w.expert_ids, phase);
     for (const Phase phase :
-         {Phase::convert_dy, Phase::lora_out, Phase::dact, Phase::dlora_in, Phase::dx_grads})
+         {Phase::store_dy, Phase::lora_out, Phase::dact, Phase::dlora_in, Phase::dx_grads})
         run(k, p, w.layer, w.expert_ids, phase);
 
     std::memset(dw, 0, saved.tokens * saved.slots * sizeof(float));

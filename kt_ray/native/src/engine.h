@@ -46,18 +46,25 @@ class Lease {
 
 // The experts of one layer; shapes as in kernels.h. `inter` and `hidden` are at least 1.
 struct Weights {
-    Format format;
-    const void *gate, *up, *down;
+    ExpertMatrices gate, up, down;  // gate unused when the activation is ungated
+    const float *gate_bias, *up_bias, *down_bias;
+    ActivationSpec activation;
     int64_t experts, hidden, inter;
     int64_t layer;
     std::vector<int64_t> expert_ids;  // global number of each
+
+    // Float32 weights are computed and their activations kept in float32, all others in bfloat16.
+    bool in_float32() const {
+        return down.first.format == Format::f32 && up.first.format == Format::f32 &&
+               (!activation.gated() || gate.first.format == Format::f32);
+    }
 };
 
 enum class Keep { nothing, input, all };
 
 // What backward needs of one forward.
 struct Saved {
-    Format format;
+    bool in_float32;
     int64_t tokens, slots, experts, hidden, inter;
     Keep keep;
     Routing routing;
@@ -101,8 +108,10 @@ class Engine {
     size_t scratch_bytes() const;
 
   private:
-    const Kernels& kernels(Format format) const { return *kernels_[static_cast<int>(format)]; }
+    const Kernels& kernels(bool in_float32) const { return *kernels_[in_float32 ? 0 : 1]; }
     Lease take(size_t bytes) { return Lease(cache_, bytes); }
+    // Rows of a span, whose packed left operand is to stay in the L2 cache.
+    static int64_t span_rows(const Weights& weights, const Kernels& kernels);
     void describe(Pass& pass, const Weights& weights, const Routing& routing, int64_t tokens,
                   const std::vector<LoraView>& lora, const Dropout& dropout) const;
     void run(const Kernels& kernels, const Pass& pass, int64_t layer, const std::vector<int64_t>& expert_ids,

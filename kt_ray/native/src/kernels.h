@@ -1,17 +1,22 @@
 // The contract between the engine (portable code) and one instruction set's kernels.
 //
-// Shapes: T tokens, K slots per token, E experts, H hidden, I intermediate, R rows = slots that name
-// an expert, sorted by (expert, adapter, slot). Strides are in elements of the buffer's own type.
-// "Storage type" S: float or bfloat16, that of the weights. "Compute type" C: what the micro-kernel
-// of this instruction set multiplies; float widens bfloat16 storage exactly.
+// Shapes: T tokens, K slots per token, E experts, H hidden, I intermediate, R rows = slots that name an
+// expert, sorted by (expert, adapter, slot).
+// "Storage type" S: float for float32 weights, bfloat16 for all other formats: what activations are
+// kept and rounded in. "Compute type" C: what the micro-kernel of this instruction set multiplies;
+// float widens bfloat16 exactly.
+//
+// Left operands of the micro-kernels are *packed*: the rows of one row block lie as
+// [piece][row][line elements], a piece being one cache line of each row, padded with zeros. A packed
+// buffer of depth D (elements, padded to whole lines) holds block b at offset b.begin * D.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-namespace kt {
+#include "matrix.h"
 
-enum class Format : int32_t { f32, bf16 };
+namespace kt {
 
 // Rows [begin, end) of one expert and one adapter (-1: none).
 struct Group {
@@ -19,20 +24,25 @@ struct Group {
     int64_t begin, end;
 };
 
-// Groups [group_begin, group_end) of one expert, covering rows [begin, end).
-struct ExpertRows {
-    int32_t expert;
-    int64_t begin, end;
-    int64_t group_begin, group_end;
+// Rows that one run of the micro-kernel takes; never across groups.
+struct RowBlock {
+    int64_t begin;
+    int32_t count, group;
 };
 
-// A piece of a group small enough for one task.
+// Consecutive row blocks of one expert, few enough rows for a thread's scratch.
+struct Span {
+    int32_t expert;
+    int64_t block_begin, block_end;
+};
+
+// Consecutive row blocks of one group: a task of the LoRA projections.
 struct Chunk {
     int32_t group;
-    int64_t begin, end;
+    int64_t block_begin, block_end;
 };
 
-// One adapter's matrices for every expert: a [E, rank, in], b [E, out, rank].
+// One adapter's matrices for every expert: a [E, rank, in], b [E, out, rank]. No gate_*: ungated.
 struct LoraView {
     const float *gate_a, *gate_b, *up_a, *up_b, *down_a, *down_b;
     float scale;
@@ -46,23 +56,37 @@ struct LoraGradView {
 
 enum Projection : int { kGate = 0, kUp = 1, kDown = 2 };
 
+// docs/numerics.md gives the formulas.
+enum class Activation : int32_t { silu, gelu_tanh, swiglu_oai, relu2 };
+
+struct ActivationSpec {
+    Activation kind = Activation::silu;
+    float alpha = 1.702f;  // swiglu_oai
+    float limit = 0.0f;    // of silu and swiglu_oai; infinite: none
+    bool gated() const { return kind != Activation::relu2; }
+};
+
 // Everything one call needs. Pointers are into the caller's tensors or the engine's buffers.
 struct Pass {
     int64_t tokens, experts, hidden, inter, rows;
-    int64_t hidden_stride;  // of x, dy in compute/storage buffers: even, padded with zeros
-    int64_t inter_even;     // inter rounded up to even: where `up` starts in a gate|up row
-    int64_t inter_stride;   // of act
-    int64_t pair_stride;    // of gate|up and their gradients
-    int64_t rank_stride;    // of LoRA intermediates (the largest rank)
+    int64_t parts;          // 2: gate and up; 1: up alone
+    int64_t hidden_stride;  // of x and dy in S and C: padded with zeros to whole lines of C
+    int64_t hidden_pad;     // depth of packed x, dy
+    int64_t inter_pad;      // depth of packed act; one part of packed gradients
+    int64_t rank_pad;       // the largest rank, padded to a line of floats
 
-    const void *gate, *up, *down;  // [E, I, H], [E, I, H], [E, H, I] in S
+    ExpertMatrices gate, up, down;  // [I, H], [I, H], [H, I] per expert; gate unused when parts is 1
+    const float *gate_bias, *up_bias, *down_bias;  // [E, I], [E, I], [E, H] or null
+    ActivationSpec activation;
     const LoraView* lora;
     const LoraGradView* lora_grads;
 
-    const ExpertRows* expert_rows;
-    int64_t num_expert_rows;
     const Group* groups;
     int64_t num_groups;
+    const RowBlock* blocks;
+    int64_t num_blocks;
+    const Span* spans;
+    int64_t num_spans;
     const Chunk* chunks;
     int64_t num_chunks;
     const int32_t* row_token;
@@ -74,49 +98,52 @@ struct Pass {
     const void* x_in;  // caller's x [T, H], float or bfloat16
     bool x_in_bf16;
     void* x;          // [T, hidden_stride] S: kept for backward
-    void* x_compute;  // [T, hidden_stride] C: the same buffer as x when C is S
-    void* pair;       // [R, pair_stride] S: gate|up; null: not kept
-    void* act;        // [R, inter_stride] C
-    float* lora_in;   // [R, 2 * rank_stride]: scale * A drop(x), gate then up
-    float* lora_mid;  // [R, rank_stride]: scale * A_down drop(act)
+    void* pair;       // [R, parts * inter_pad] S: gate, up; null: not kept
+    void* act;        // [R, inter_pad] C, packed
+    float* lora_in;   // [R, 2 * rank_pad] packed: scale * A drop(x), gate then up
+    float* lora_mid;  // [R, rank_pad] packed: scale * A_down drop(act)
     float* y;         // [T, H]
 
-    const float* dy;   // [T, H]
-    void* dy_compute;  // [T, hidden_stride] C
-    void* dpair;       // [R, pair_stride] C: gradients of gate|up, weighted
-    float* lora_out;   // [R, rank_stride]: scale * B_down^T dy, unweighted
-    float* dlora_in;   // [R, 2 * rank_stride]: scale * B^T d(gate|up)
-    float* dw_parts;   // [slabs, R]
-    float* dw_rows;    // [R]
-    float* dx;         // [T, H]
+    const float* dy;  // [T, H]
+    void* dy_stored;  // [T, hidden_stride] S
+    void* dpair;      // [R, parts * inter_pad] C, packed: gradients of gate, up; weighted
+    float* lora_out;  // [R, rank_pad] packed: scale * B_down^T dy, unweighted
+    float* dlora_in;  // [R, 2 * rank_pad] packed: scale * B^T d(gate, up)
+    float* dw_parts;  // [pieces(I, kDwColumns), R]
+    float* dw_rows;   // [R]
+    float* dx;        // [T, H]
 
-    int64_t slab_columns;  // columns of H per task of the scattering phases; does not affect results
+    int64_t span_rows;    // at most, of a span
+    int64_t inter_slab;   // columns of I per task: a multiple of kDwColumns; does not affect results
+    int64_t hidden_slab;  // columns of H per task of the scattering phases; does not affect results
 };
 
 // Steps of forward and backward: all tasks of one are done before the next begins.
 enum class Phase : int32_t {
-    convert_x,   // task = kTokenChunk tokens: x -> storage and compute type
-    widen_x,     // task = kTokenChunk tokens: kept x -> compute type
-    lora_in,     // task = chunk: A_gate, A_up
-    gate_up,     // task = (expert, slab of I): gate, up, act
-    lora_mid,    // task = chunk: A_down
-    down,        // task = slab of H: y
-    convert_dy,  // task = kTokenChunk tokens
-    lora_out,    // task = chunk: B_down^T
-    dact,        // task = (expert, slab of I): gradients of gate, up; parts of dw
-    dlora_in,    // task = chunk: B_gate^T, B_up^T; dw
-    dx_grads,    // tasks = slabs of H: dx; then (group, matrix, slab): gradients of the adapters
+    store_x,    // task = kTokenChunk tokens: x -> S
+    lora_in,    // task = chunk: A_gate, A_up
+    gate_up,    // task = (span, slab of I): gate, up, act
+    lora_mid,   // task = chunk: A_down
+    down,       // task = slab of H: y
+    store_dy,   // task = kTokenChunk tokens
+    lora_out,   // task = chunk: B_down^T
+    dact,       // task = (span, slab of I): gradients of gate, up; parts of dw
+    dlora_in,   // task = chunk: B_gate^T, B_up^T; dw
+    dx_grads,   // tasks = slabs of H: dx; then (group, matrix, slab): gradients of the adapters
 };
 
 constexpr int64_t kTokenChunk = 64;
-constexpr int64_t kMaxChunkRows = 48;  // rows of one task of the LoRA phases
-constexpr int64_t kSlab = 128;         // columns of I per task: a multiple of every panel's width
-constexpr int64_t kGradSlab = 256;     // columns per task of the adapter gradients
+constexpr int64_t kChunkRows = 128;   // at most, of a chunk
+constexpr int64_t kDwColumns = 128;   // columns of I whose part of dw is summed in one piece
+constexpr int64_t kGradSlab = 512;    // columns per task of the adapter gradients
 constexpr int kGradMatrices = 6;
 
-// The kernels of one instruction set for one storage format.
+// The kernels of one instruction set for one storage type.
 struct Kernels {
     bool compute_is_bf16;
+    int64_t line;      // elements of C in a cache line
+    int64_t max_rows;  // of a row block
+    int64_t row_step;  // row blocks are multiples of this but for the last of a group
     int64_t panel_columns;
     int64_t (*tasks)(const Pass&, Phase);
     size_t (*scratch_bytes)(const Pass&, Phase);  // per thread

@@ -1,5 +1,6 @@
 #include "routing.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -8,13 +9,7 @@
 namespace kt {
 namespace {
 
-// Even pieces: a ragged last one would leave its thread with a poor row block.
-void add_chunks(std::vector<Chunk>& chunks, int32_t index, const Group& group) {
-    const int64_t rows = group.end - group.begin;
-    const int64_t pieces = (rows + kMaxChunkRows - 1) / kMaxChunkRows;
-    for (int64_t i = 0; i < pieces; ++i)
-        chunks.push_back({index, group.begin + rows * i / pieces, group.begin + rows * (i + 1) / pieces});
-}
+int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 }  // namespace
 
@@ -51,18 +46,11 @@ Routing make_routing(const Id* ids, const float* weights, const int64_t* adapter
     r.row_slot.resize(rows);
     r.row_weight.resize(rows);
     for (int64_t e = 0; e < experts; ++e) {
-        ExpertRows range{static_cast<int32_t>(e), starts[e * per_expert], starts[(e + 1) * per_expert],
-                         static_cast<int64_t>(r.groups.size()), 0};
-        if (range.begin == range.end) continue;
         for (int64_t a = 0; a < per_expert; ++a) {
-            const Group group{range.expert, static_cast<int32_t>(a - 1), starts[e * per_expert + a],
-                              starts[e * per_expert + a + 1]};
-            if (group.begin == group.end) continue;
-            add_chunks(r.chunks, static_cast<int32_t>(r.groups.size()), group);
-            r.groups.push_back(group);
+            const Group group{static_cast<int32_t>(e), static_cast<int32_t>(a - 1),
+                              starts[e * per_expert + a], starts[e * per_expert + a + 1]};
+            if (group.begin < group.end) r.groups.push_back(group);
         }
-        range.group_end = static_cast<int64_t>(r.groups.size());
-        r.expert_rows.push_back(range);
     }
     std::vector<int64_t> next = starts;
     for (int64_t s = 0; s < tokens * slots; ++s) {
@@ -81,11 +69,43 @@ template Routing make_routing(const int32_t*, const float*, const int64_t*, int6
 template Routing make_routing(const int64_t*, const float*, const int64_t*, int64_t, int64_t, int64_t,
                               int64_t);
 
+void Routing::cut(int64_t max_rows, int64_t step, int64_t max_span) {
+    blocks.clear();
+    spans.clear();
+    chunks.clear();
+    int64_t span_rows = 0, chunk_rows = 0;
+    for (size_t g = 0; g < groups.size(); ++g) {
+        const Group& group = groups[g];
+        const int64_t rows = group.end - group.begin, steps = pieces(rows, step);
+        const int64_t count = pieces(rows, max_rows);
+        chunk_rows = 0;
+        for (int64_t b = 0; b < count; ++b) {
+            // Even blocks: a ragged last one would waste most of a micro-kernel.
+            const int64_t begin = group.begin + std::min(rows, steps * b / count * step);
+            const int64_t end = group.begin + std::min(rows, steps * (b + 1) / count * step);
+            const int64_t index = static_cast<int64_t>(blocks.size());
+            blocks.push_back({begin, static_cast<int32_t>(end - begin), static_cast<int32_t>(g)});
+            if (spans.empty() || spans.back().expert != group.expert || span_rows + end - begin > max_span) {
+                spans.push_back({group.expert, index, index});
+                span_rows = 0;
+            }
+            spans.back().block_end = index + 1;
+            span_rows += end - begin;
+            if (chunk_rows == 0 || chunk_rows + end - begin > kChunkRows) {
+                chunks.push_back({static_cast<int32_t>(g), index, index});
+                chunk_rows = 0;
+            }
+            chunks.back().block_end = index + 1;
+            chunk_rows += end - begin;
+        }
+    }
+}
+
 void hash_rows(Routing& routing, const Dropout& dropout, int64_t layer,
                const std::vector<int64_t>& expert_ids, const int64_t* keys) {
     const int64_t rows = routing.rows();
     routing.row_hash.resize(3 * rows);
-    for (const ExpertRows& range : routing.expert_rows)
+    for (const Group& range : routing.groups)
         for (int projection = 0; projection < 3; ++projection) {
             const uint32_t stream =
                 expert_stream(static_cast<uint32_t>(layer), static_cast<uint32_t>(expert_ids[range.expert]),

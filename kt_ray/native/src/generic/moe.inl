@@ -1,108 +1,178 @@
 // One expert layer, forward and backward, with LoRA: the algorithm, written once. S is the storage type
-// of the weights, M the micro-kernel of their compute type; LoRA always runs on MicroF32.
+// of activations, C the compute side of the instruction set (its type, micro-kernel and decoder of the
+// next panel); the rank-sized expansions of LoRA and the adapters' gradients always run in float32.
 //
 // Bit-identical for any number of threads: a task owns its outputs, sums run in an order fixed by the
 // shapes and the routing alone, and scattering tasks own column slabs of all tokens.
 
-constexpr int64_t kColumns = 2 * kLanes;  // of a panel
-constexpr int64_t kDepthBlock = 1024;     // contraction per pass of the LoRA projections
-constexpr int64_t kRowBlock = 512;        // rows per pass of the adapter gradients
+constexpr int64_t kColumns = 2 * kLanes;       // of a panel
+constexpr int64_t kRankLine = MicroF32::kLine; // ranks in a line of the packed LoRA intermediates
+constexpr int64_t kGradRows = 512;             // rows per pass of the adapters' gradients
+constexpr int64_t kGradRanks = 8;              // ranks per run of their kernel
 
-// Smallest panel-aligned scratch of one thread, carved from one allocation.
-template <class M>
+template <class C>
+constexpr int64_t slice_steps() {
+    return kSlice / pack_of<typename C::T>();
+}
+
+// A panel's depth is cut so that two of them stay in the L2 cache.
+template <class C>
+constexpr int64_t max_slices() {
+    return 256 * 1024 / (slice_steps<C>() * step_size<typename C::T>() * static_cast<int64_t>(sizeof(typename C::T)));
+}
+
+// Scratch of one thread, carved from one allocation.
+template <class C>
 struct Scratch {
-    typename M::T* panel;  // [max(hidden, 2 * inter_even)] deep
-    float* lora_panel;     // [max(2 * rank, kDepthBlock)] deep
-    float* inputs;         // [kMaxChunkRows, kDepthBlock]
-    float* sums;           // [panels of rank, kMaxChunkRows, kColumns]
-    float* left;           // [rank, kRowBlock]
-    float* tile;           // [kMaxRows, kColumns]
-    float* tile2;
+    using T = typename C::T;
+    T* panel[2];        // decoded weights: in use, and the next
+    T* packed;          // left operand of a span or chunk
+    float* tiles;       // [rows of a span][kColumns]
+    float* masked;      // [rows of a block][kColumns]
+    float* lora_panel;  // [2 * rank_pad][kColumns]
+    float* sums;        // [panels of the projections][kChunkRows][kColumns]
+    float* left;        // [kGradRows][kGradRanks]
+    float* right;       // [kGradRows][kColumns]
+    const void** rows;  // [2 * kGradRows]
 };
 
-template <class M>
-size_t carve(const Pass& p, char* base, Scratch<M>* s) {
+template <class C>
+size_t carve(const Pass& p, char* base, Scratch<C>* s) {
+    using T = typename C::T;
     size_t used = 0;
     const auto take = [&](int64_t count, size_t element) {
         char* here = base + used;
-        used += (static_cast<size_t>(count) * element + 63) / 64 * 64;
+        used += (static_cast<size_t>(count) * element + 127) / 128 * 128;
         return here;
     };
-    const int64_t even = (p.hidden + 1) / 2 * 2;
-    const int64_t depth = max_of(even, 2 * p.inter_even);
-    const int64_t rank = max_of(p.rank_stride, 1);
-    char* panel = take(depth * kColumns, sizeof(typename M::T));
-    char* lora_panel = take(max_of(2 * rank, kDepthBlock) * kColumns, sizeof(float));
-    char* inputs = take(kMaxChunkRows * kDepthBlock, sizeof(float));
-    char* sums = take(pieces(rank, kColumns) * kMaxChunkRows * kColumns, sizeof(float));
-    char* left = take(rank * kRowBlock, sizeof(float));
-    char* tile = take(kMaxRows * kColumns, sizeof(float));
-    char* tile2 = take(kMaxRows * kColumns, sizeof(float));
+    const int64_t depth = max_of(p.hidden_pad, p.parts * p.inter_pad) / kSlice;
+    const int64_t panel = min_of(depth, max_slices<C>()) * slice_steps<C>() * step_size<T>();
+    const int64_t rows = max_of(p.span_rows, kChunkRows);
+    const int64_t rank = max_of(p.rank_pad, kRankLine);
+    char* panel0 = take(panel, sizeof(T));
+    char* panel1 = take(panel, sizeof(T));
+    char* packed = take(rows * max_of(p.hidden_pad, p.inter_pad), sizeof(T));
+    char* tiles = take(rows * kColumns, sizeof(float));
+    char* masked = take(C::Micro::kMaxRows * kColumns, sizeof(float));
+    char* lora_panel = take(2 * rank * kColumns, sizeof(float));
+    char* sums = take(pieces(4 * rank, kColumns) * kChunkRows * kColumns, sizeof(float));
+    char* left = take(kGradRows * kGradRanks, sizeof(float));
+    char* right = take(kGradRows * kColumns, sizeof(float));
+    char* pointers = take(2 * kGradRows, sizeof(void*));
     if (s != nullptr) {
-        s->panel = reinterpret_cast<typename M::T*>(panel);
+        s->panel[0] = reinterpret_cast<T*>(panel0);
+        s->panel[1] = reinterpret_cast<T*>(panel1);
+        s->packed = reinterpret_cast<T*>(packed);
+        s->tiles = reinterpret_cast<float*>(tiles);
+        s->masked = reinterpret_cast<float*>(masked);
         s->lora_panel = reinterpret_cast<float*>(lora_panel);
-        s->inputs = reinterpret_cast<float*>(inputs);
         s->sums = reinterpret_cast<float*>(sums);
         s->left = reinterpret_cast<float*>(left);
-        s->tile = reinterpret_cast<float*>(tile);
-        s->tile2 = reinterpret_cast<float*>(tile2);
+        s->right = reinterpret_cast<float*>(right);
+        s->rows = reinterpret_cast<const void**>(pointers);
     }
     return used;
 }
 
-// Calls body(first row, count) over even blocks of at most kMaxRows.
-template <class Body>
-void row_blocks(int64_t begin, int64_t end, const Body& body) {
-    const int64_t rows = end - begin, blocks = pieces(rows, kMaxRows);
-    for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t first = begin + rows * b / blocks;
-        body(first, static_cast<int>(begin + rows * (b + 1) / blocks - first));
-    }
-}
-
-template <class S, class M>
+template <class S, class C>
 struct Moe {
-    using T = typename M::T;
+    using T = typename C::T;
+    static constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
 
     const Pass& p;
-    Scratch<M> s;
+    Scratch<C> s;
 
-    const S* matrix(const void* base, int64_t expert) const {
-        return static_cast<const S*>(base) + expert * p.inter * p.hidden;
+    const S* x_row(int64_t token) const { return static_cast<const S*>(p.x) + token * p.hidden_stride; }
+    const S* dy_row(int64_t token) const {
+        return static_cast<const S*>(p.dy_stored) + token * p.hidden_stride;
     }
-    const T* x_row(int64_t token) const {
-        return static_cast<const T*>(p.x_compute) + token * p.hidden_stride;
+    S* pair_row(int64_t row) const { return static_cast<S*>(p.pair) + row * p.parts * p.inter_pad; }
+    T* act(const RowBlock& b) const { return static_cast<T*>(p.act) + b.begin * p.inter_pad; }
+    T* dpair(const RowBlock& b) const { return static_cast<T*>(p.dpair) + b.begin * p.parts * p.inter_pad; }
+    float* lora_in(const RowBlock& b) const { return p.lora_in + b.begin * 2 * p.rank_pad; }
+    float* dlora_in(const RowBlock& b) const { return p.dlora_in + b.begin * 2 * p.rank_pad; }
+    float* lora_mid(const RowBlock& b) const { return p.lora_mid + b.begin * p.rank_pad; }
+    float* lora_out(const RowBlock& b) const { return p.lora_out + b.begin * p.rank_pad; }
+
+    // Element `column` of row i of a packed block that starts at `base`.
+    static T* packed_at(T* base, const RowBlock& b, int64_t i, int64_t column) {
+        return base + (column / kLine * b.count + i) * kLine + column % kLine;
     }
-    const T* dy_row(int64_t token) const {
-        return static_cast<const T*>(p.dy_compute) + token * p.hidden_stride;
+    const LoraView* lora_of(const RowBlock& b) const {
+        const int32_t adapter = p.groups[b.group].adapter;
+        return adapter < 0 ? nullptr : p.lora + adapter;
     }
-    T* act_row(int64_t row) const { return static_cast<T*>(p.act) + row * p.inter_stride; }
-    S* pair_row(int64_t row) const { return static_cast<S*>(p.pair) + row * p.pair_stride; }
-    T* dpair_row(int64_t row) const { return static_cast<T*>(p.dpair) + row * p.pair_stride; }
-    float* lora_in_row(int64_t row) const { return p.lora_in + row * 2 * p.rank_stride; }
-    float* dlora_in_row(int64_t row) const { return p.dlora_in + row * 2 * p.rank_stride; }
-    float* lora_mid_row(int64_t row) const { return p.lora_mid + row * p.rank_stride; }
-    float* lora_out_row(int64_t row) const { return p.lora_out + row * p.rank_stride; }
+    static int64_t rank_lines(const LoraView& lora) { return pieces(lora.rank, kRankLine); }
 
     void drop(float* v, int64_t n, int64_t first, int64_t row, Projection projection) const {
-        if (p.row_hash != nullptr)
-            apply_dropout(v, n, first, p.row_hash[projection * p.rows + row], p.drop_below, p.keep_scale);
+        apply_dropout(v, n, first, p.row_hash[projection * p.rows + row], p.drop_below, p.keep_scale);
     }
 
-    // tile (+)= rows(i)[0..steps) times the panel; `rows(i)` gives row i's first element.
-    template <class Kernel, class Rows>
-    static void multiply(int count, const Rows& rows, int64_t steps, const typename Kernel::T* panel,
-                         float* tile, bool accumulate, Prefetch* next = nullptr) {
-        const typename Kernel::T* pointers[kMaxRows];
-        for (int i = 0; i < count; ++i) pointers[i] = rows(i);
-        Prefetch nothing;
-        Kernel::run(count, pointers, steps, panel, tile, accumulate,
-                    (next != nullptr ? next : &nothing)->take(steps));
+    // Packs `depth` elements (whole lines) of the rows of a block; from(i) gives row i.
+    template <class From>
+    void pack(const RowBlock& b, int64_t depth, const From& from, T* to) const {
+        for (int64_t i = 0; i < b.count; ++i) {
+            const S* row = from(i);
+            T* line = to + i * kLine;
+            for (int64_t k = 0; k < depth; k += kLine, line += b.count * kLine)
+                for (int64_t j = 0; j < kLine; ++j) line[j] = from_float<T>(to_float(row[k + j]));
+        }
     }
+
+    // Products of packed rows with a sequence of panels, each decoded while the one before is used.
+    //
+    // source_of(j): the panel of item j; blocks_of(j): its row blocks [first, last); left_of(block): their
+    // packed rows, `slices` deep; before(j, block); finish(j, block, tile) with the complete products.
+    template <class SourceOf, class BlocksOf, class LeftOf, class Before, class Finish>
+    void sweep(int64_t items, int64_t slices, const SourceOf& source_of, const BlocksOf& blocks_of,
+               const LeftOf& left_of, const Before& before, const Finish& finish) const {
+        if (items == 0) return;
+        const int64_t cuts = pieces(slices, max_slices<C>());
+        const auto cut = [&](int64_t d) { return slices * d / cuts; };
+        typename C::Ahead ahead;
+        Source sources[2] = {source_of(0), Source()};
+        int now = 0;
+        ahead.start(sources[0], 0, cut(1), s.panel[0], 0);
+        ahead.finish();
+        int buffer = 0;
+        for (int64_t j = 0; j < items; ++j) {
+            const BlockRange range = blocks_of(j);
+            const int64_t first_row = p.blocks[range.first].begin;
+            for (int64_t d = 0; d < cuts; ++d) {
+                const bool last = d + 1 == cuts;
+                const int64_t slices_now = cut(d + 1) - cut(d);
+                if (!last) {
+                    ahead.start(sources[now], cut(d + 1), cut(d + 2), s.panel[buffer ^ 1],
+                                slices_now * (range.last - range.first));
+                } else if (j + 1 < items) {
+                    sources[now ^ 1] = source_of(j + 1);
+                    ahead.start(sources[now ^ 1], 0, cut(1), s.panel[buffer ^ 1],
+                                slices_now * (range.last - range.first));
+                }
+                for (int64_t q = range.first; q < range.last; ++q) {
+                    const RowBlock& b = p.blocks[q];
+                    if (last) before(j, b);
+                    float* tile = cuts == 1 ? s.tiles : s.tiles + (b.begin - first_row) * kColumns;
+                    C::run(ahead, b.count, left_of(b) + cut(d) * kSlice * b.count, b.count * kLine, slices_now,
+                           s.panel[buffer], tile, d > 0);
+                    if (last) finish(j, b, tile);
+                }
+                ahead.finish();
+                buffer ^= 1;
+            }
+            now ^= 1;
+        }
+    }
+
+    struct BlockRange {
+        int64_t first, last;
+    };
+    BlockRange blocks_of(const Span& span) const { return {span.block_begin, span.block_end}; }
 
 #include "generic/moe_forward.inl"
 #include "generic/moe_backward.inl"
 #include "generic/moe_lora.inl"
+#include "generic/moe_grads.inl"
 };
 
 #include "generic/table.inl"

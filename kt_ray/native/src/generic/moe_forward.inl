@@ -1,146 +1,211 @@
 // Members of Moe: forward. Included inside the class.
 
-void convert_x(int64_t task) const {
+void store_x(int64_t task) const {
     const int64_t end = min_of(p.tokens, (task + 1) * kTokenChunk);
     for (int64_t t = task * kTokenChunk; t < end; ++t) {
         S* kept = static_cast<S*>(p.x) + t * p.hidden_stride;
-        if (p.x_in_bf16) {
-            const Bf16* from = static_cast<const Bf16*>(p.x_in) + t * p.hidden;
-            for (int64_t j = 0; j < p.hidden; ++j) kept[j] = from_float<S>(to_float(from[j]));
-        } else {
-            const float* from = static_cast<const float*>(p.x_in) + t * p.hidden;
-            for (int64_t j = 0; j < p.hidden; ++j) kept[j] = from_float<S>(from[j]);
-        }
-        for (int64_t j = p.hidden; j < p.hidden_stride; ++j) kept[j] = from_float<S>(0.0f);
+        if (p.x_in_bf16)
+            store_row(static_cast<const Bf16*>(p.x_in) + t * p.hidden, kept);
+        else
+            store_row(static_cast<const float*>(p.x_in) + t * p.hidden, kept);
     }
-    widen_x(task);
 }
 
-// Where the compute type is wider than the storage type, x is widened once per token.
-void widen_x(int64_t task) const {
-    if (p.x_compute == p.x) return;
-    const int64_t end = min_of(p.tokens, (task + 1) * kTokenChunk);
-    const S* from = static_cast<const S*>(p.x);
-    T* to = static_cast<T*>(p.x_compute);
-    for (int64_t j = task * kTokenChunk * p.hidden_stride; j < end * p.hidden_stride; ++j)
-        to[j] = from_float<T>(to_float(from[j]));
+template <class From>
+void store_row(const From* from, S* to) const {
+    for (int64_t j = 0; j < p.hidden; ++j) to[j] = from_float<S>(to_float(from[j]));
+    for (int64_t j = p.hidden; j < p.hidden_stride; ++j) to[j] = from_float<S>(0.0f);
 }
 
-// The LoRA part of a gate|up panel: [2 * rank] deep, B_gate over the first half, B_up over the second.
-void lora_pair_panel(const LoraView& lora, int64_t expert, int64_t i, int64_t columns) const {
-    const int64_t r = lora.rank;
-    float* second = s.lora_panel + r * kColumns;
-    const int64_t at = (expert * p.inter + i) * r;
-    panel_from_rows<MicroF32>(lora.gate_b + at, r, columns, r, r, s.lora_panel);
-    zero_half(r, s.lora_panel + kLanes);
-    zero_half(r, second);
-    panel_from_rows<MicroF32>(lora.up_b + at, r, columns, r, r, second + kLanes);
+// Packs the rows of `table` (x or dy in S) that a range of blocks names, into scratch.
+template <class RowOf>
+void pack_tokens(const BlockRange& range, const RowOf& row_of) const {
+    const int64_t first = p.blocks[range.first].begin;
+    for (int64_t q = range.first; q < range.last; ++q) {
+        const RowBlock& b = p.blocks[q];
+        pack(
+            b, p.hidden_pad, [&](int64_t i) { return row_of(p.row_token[b.begin + i]); },
+            s.packed + (b.begin - first) * p.hidden_pad);
+    }
 }
 
-// gate, up and act of one expert for a slab of I.
+// panel[q][n] = b[n][q] for a half panel: the rows of a [out, rank] matrix as columns.
+static void expand_rows(const float* b, int64_t count, int64_t rank, float* half) {
+    alignas(64) float square[kLanes * kLanes];
+    for (int64_t q = 0; q < rank; q += kLanes) {
+        memset(square, 0, sizeof(square));
+        for (int64_t n = 0; n < count; ++n)
+            memcpy(square + n * kLanes, b + n * rank + q, min_of(kLanes, rank - q) * sizeof(float));
+        transpose_block(square, kLanes, half + q * kColumns, kColumns);
+    }
+}
+
+// panel[q][n] = a[q][n]: columns of a [rank, in] matrix.
+static void expand_columns(const float* a, int64_t ld, int64_t count, int64_t rank, float* panel) {
+    for (int64_t q = 0; q < rank; ++q, panel += kColumns) {
+        memcpy(panel, a + q * ld, count * sizeof(float));
+        for (int64_t n = count; n < kColumns; ++n) panel[n] = 0.0f;
+    }
+}
+
+// gate, up and act of the rows of a span for a slab of I.
 void gate_up(int64_t task) const {
-    const int64_t slabs = pieces(p.inter, kSlab);
-    const ExpertRows& expert = p.expert_rows[task / slabs];
-    const int64_t i_begin = task % slabs * kSlab, i_end = min_of(p.inter, i_begin + kSlab);
-    const int64_t steps = pieces(p.hidden, M::kPack);
-    const S* gate = matrix(p.gate, expert.expert);
-    const S* up = matrix(p.up, expert.expert);
-    for (int64_t i = i_begin; i < i_end; i += kLanes) {
-        const int64_t columns = min_of(kLanes, i_end - i);
-        panel_from_rows<M>(gate + i * p.hidden, p.hidden, columns, p.hidden, steps, s.panel);
-        panel_from_rows<M>(up + i * p.hidden, p.hidden, columns, p.hidden, steps,
-                           s.panel + kLanes * M::kPack);
-        Prefetch next;
-        next.add_rows(gate + (i + kLanes) * p.hidden, min_of(kLanes, p.inter - i - kLanes), p.hidden);
-        next.add_rows(up + (i + kLanes) * p.hidden, min_of(kLanes, p.inter - i - kLanes), p.hidden);
-        for (int64_t g = expert.group_begin; g < expert.group_end; ++g) {
-            const Group& group = p.groups[g];
-            const LoraView* lora = group.adapter < 0 ? nullptr : p.lora + group.adapter;
-            if (lora != nullptr) lora_pair_panel(*lora, expert.expert, i, columns);
-            row_blocks(group.begin, group.end, [&](int64_t row, int count) {
-                multiply<M>(
-                    count, [&](int k) { return x_row(p.row_token[row + k]); }, steps, s.panel, s.tile, false,
-                    &next);
-                if (lora != nullptr)
-                    multiply<MicroF32>(
-                        count, [&](int k) { return lora_in_row(row + k); }, 2 * lora->rank, s.lora_panel,
-                        s.tile, true);
-                for (int k = 0; k < count; ++k) activate(s.tile + k * kColumns, row + k, i, columns);
+    const int64_t slabs = pieces(p.inter, p.inter_slab);
+    const Span& span = p.spans[task / slabs];
+    const int64_t first = task % slabs * p.inter_slab, last = min_of(p.inter, first + p.inter_slab);
+    const BlockRange range = blocks_of(span);
+    const int64_t first_row = p.blocks[range.first].begin, e = span.expert;
+    const bool gated = p.parts == 2;
+    const int64_t width = gated ? kLanes : kColumns;
+    const Matrix gate = gated ? p.gate.at(e) : Matrix(), up = p.up.at(e);
+    pack_tokens(range, [&](int64_t token) { return x_row(token); });
+    int64_t panel_item = -1, panel_group = -1;
+    sweep(
+        pieces(last - first, width), p.hidden_pad / kSlice,
+        [&](int64_t j) {
+            const int64_t i = first + j * width;
+            if (!gated) return Source{{make_part(up, false, i, 0, 2, 0), Part()}, 1};
+            return Source{{make_part(gate, false, i, 0, 1, 0), make_part(up, false, i, 1, 1, 0)}, 2};
+        },
+        [&](int64_t) { return range; },
+        [&](const RowBlock& b) { return s.packed + (b.begin - first_row) * p.hidden_pad; },
+        [](int64_t, const RowBlock&) {},
+        [&](int64_t j, const RowBlock& b, float* tile) {
+            const int64_t i = first + j * width, columns = min_of(width, p.inter - i);
+            if (const LoraView* lora = lora_of(b)) {
+                if (j != panel_item || b.group != panel_group) expand_pair(*lora, e, i, columns);
+                const int64_t up_piece = gated ? rank_lines(*lora) * b.count * kRankLine : 0;
+                const float* left = lora_in(b);
+                MicroF32::run_two(b.count, left, left + (gated ? up_piece : 0), b.count * kRankLine,
+                                  lora->rank, s.lora_panel, tile);
+                panel_item = j;
+                panel_group = b.group;
+            }
+            add_bias(tile, b.count, e, i, columns);
+            for_activation([&](auto kind) {
+                for (int64_t k = 0; k < b.count; ++k)
+                    activate_row<decltype(kind)::value>(tile + k * kColumns, b, k, i);
             });
+        });
+}
+
+void expand_pair(const LoraView& lora, int64_t e, int64_t i, int64_t columns) const {
+    const int64_t at = (e * p.inter + i) * lora.rank;
+    if (p.parts == 2) {
+        expand_rows(lora.gate_b + at, columns, lora.rank, s.lora_panel);
+        expand_rows(lora.up_b + at, columns, lora.rank, s.lora_panel + kLanes);
+    } else {
+        expand_rows(lora.up_b + at, min_of(kLanes, columns), lora.rank, s.lora_panel);
+        expand_rows(lora.up_b + at + kLanes * lora.rank, max_of(0, columns - kLanes), lora.rank,
+                    s.lora_panel + kLanes);
+    }
+}
+
+void add_bias(float* tile, int64_t rows, int64_t e, int64_t i, int64_t columns) const {
+    if (p.gate_bias == nullptr && p.up_bias == nullptr) return;
+    const int64_t up_at = p.parts == 2 ? kLanes : 0;
+    for (int64_t k = 0; k < rows; ++k)
+        for (int64_t j = 0; j < columns; ++j) {
+            if (p.gate_bias != nullptr) tile[k * kColumns + j] += p.gate_bias[e * p.inter + i + j];
+            if (p.up_bias != nullptr) tile[k * kColumns + up_at + j] += p.up_bias[e * p.inter + i + j];
         }
+}
+
+template <Activation A>
+struct Kind {
+    static constexpr Activation value = A;
+};
+
+template <class Body>
+void for_activation(const Body& body) const {
+    switch (p.activation.kind) {
+        case Activation::silu:
+            return body(Kind<Activation::silu>());
+        case Activation::gelu_tanh:
+            return body(Kind<Activation::gelu_tanh>());
+        case Activation::swiglu_oai:
+            return body(Kind<Activation::swiglu_oai>());
+        case Activation::relu2:
+            return body(Kind<Activation::relu2>());
     }
 }
 
-// act = silu(gate) * up from the stored gate and up, so that keeping or recomputing them is the same.
-void activate(const float* tile, int64_t row, int64_t i, int64_t columns) const {
-    S gate[kLanes], up[kLanes];
-    T act[kLanes];
-    for (int64_t j = 0; j < kLanes; ++j) {
-        gate[j] = from_float<S>(tile[j]);
-        up[j] = from_float<S>(tile[kLanes + j]);
-        const float g = to_float(gate[j]);
-        act[j] = from_float<T>(through<S>(g * sigmoid(g) * to_float(up[j])));
+// act from the stored gate and up, so that keeping or recomputing them is the same. Columns beyond I
+// come out as zero, which the padding of act must be.
+template <Activation A>
+void activate_row(const float* tile, const RowBlock& b, int64_t k, int64_t i) const {
+    constexpr bool gated = A != Activation::relu2;
+    constexpr int64_t width = gated ? kLanes : kColumns;
+    S gate[width], up[width];
+    T result[width];
+    const ActivationSpec spec = p.activation;
+    for (int64_t j = 0; j < width; ++j) {
+        gate[j] = from_float<S>(gated ? tile[j] : 0.0f);
+        up[j] = from_float<S>(gated ? tile[kLanes + j] : tile[j]);
     }
-    memcpy(act_row(row) + i, act, columns * sizeof(T));
-    pad(act_row(row), i + columns);
-    if (p.pair != nullptr) {
-        memcpy(pair_row(row) + i, gate, columns * sizeof(S));
-        memcpy(pair_row(row) + p.inter_even + i, up, columns * sizeof(S));
+    for (int64_t j = 0; j < width; ++j)
+        result[j] = from_float<T>(through<S>(activate<A>(spec, to_float(gate[j]), to_float(up[j]))));
+    memcpy(packed_at(act(b), b, k, i), result, width * sizeof(T));
+    const int64_t end = i + width;
+    if (end >= p.inter) pad_packed(act(b), b, k, end, p.inter_pad);
+    if (p.pair == nullptr) return;
+    for (int64_t part = 0; part < p.parts; ++part) {
+        S* pair = pair_row(b.begin + k) + part * p.inter_pad;
+        memcpy(pair + i, gated && part == 0 ? gate : up, width * sizeof(S));
+        if (end >= p.inter) memset(pair + end, 0, (p.inter_pad - end) * sizeof(S));
     }
 }
 
-// The column that makes an odd I even is read by the micro-kernel.
-void pad(T* row, int64_t end) const {
-    if (end == p.inter && p.inter_even > p.inter) row[p.inter] = from_float<T>(0.0f);
+// Zeros in columns [from, to) of row k.
+static void pad_packed(T* base, const RowBlock& b, int64_t k, int64_t from, int64_t to) {
+    for (int64_t j = from; j < to; ++j) *packed_at(base, b, k, j) = from_float<T>(0.0f);
 }
 
 // y for a slab of H, over all experts in order.
 void down(int64_t task) const {
-    const int64_t h_begin = task * p.slab_columns, h_end = min_of(p.hidden, h_begin + p.slab_columns);
+    const int64_t first = task * p.hidden_slab, last = min_of(p.hidden, first + p.hidden_slab);
     for (int64_t t = 0; t < p.tokens; ++t)
-        memset(p.y + t * p.hidden + h_begin, 0, (h_end - h_begin) * sizeof(float));
-    const int64_t steps = pieces(p.inter, M::kPack);
-    for (int64_t e = 0; e < p.num_expert_rows; ++e) {
-        const ExpertRows& expert = p.expert_rows[e];
-        const S* w = matrix(p.down, expert.expert);
-        for (int64_t h = h_begin; h < h_end; h += kColumns) {
-            const int64_t columns = min_of(kColumns, h_end - h);
-            full_panel_from_rows<M>(w + h * p.inter, p.inter, columns, p.inter, steps, s.panel);
-            Prefetch next = next_rows(e, h, h_begin, h_end);
-            for (int64_t g = expert.group_begin; g < expert.group_end; ++g) {
-                const Group& group = p.groups[g];
-                const LoraView* lora = group.adapter < 0 ? nullptr : p.lora + group.adapter;
-                if (lora != nullptr)
-                    full_panel_from_rows<MicroF32>(lora->down_b + (expert.expert * p.hidden + h) * lora->rank,
-                                                   lora->rank, columns, lora->rank, lora->rank, s.lora_panel);
-                row_blocks(group.begin, group.end, [&](int64_t row, int count) {
-                    multiply<M>(
-                        count, [&](int k) { return act_row(row + k); }, steps, s.panel, s.tile, false, &next);
-                    if (lora != nullptr)
-                        multiply<MicroF32>(
-                            count, [&](int k) { return lora_mid_row(row + k); }, lora->rank, s.lora_panel,
-                            s.tile, true);
-                    for (int k = 0; k < count; ++k)
-                        scatter(p.y + p.row_token[row + k] * p.hidden + h, s.tile + k * kColumns,
-                                p.row_weight[row + k], columns);
-                });
+        memset(p.y + t * p.hidden + first, 0, (last - first) * sizeof(float));
+    const int64_t panels = pieces(last - first, kColumns);
+    int64_t panel_item = -1, panel_group = -1;
+    sweep(
+        p.num_spans * panels, p.inter_pad / kSlice,
+        [&](int64_t j) {
+            const Matrix w = p.down.at(p.spans[j / panels].expert);
+            return Source{{make_part(w, false, first + j % panels * kColumns, 0, 2, 0), Part()}, 1};
+        },
+        [&](int64_t j) { return blocks_of(p.spans[j / panels]); }, [&](const RowBlock& b) { return act(b); },
+        [&](int64_t j, const RowBlock& b) { prefetch_rows(p.y + first + j % panels * kColumns, b); },
+        [&](int64_t j, const RowBlock& b, float* tile) {
+            const int64_t h = first + j % panels * kColumns, columns = min_of(kColumns, p.hidden - h);
+            const int64_t e = p.spans[j / panels].expert;
+            if (const LoraView* lora = lora_of(b)) {
+                if (j != panel_item || b.group != panel_group) {
+                    const float* from = lora->down_b + (e * p.hidden + h) * lora->rank;
+                    expand_rows(from, min_of(kLanes, columns), lora->rank, s.lora_panel);
+                    expand_rows(from + kLanes * lora->rank, max_of(0, columns - kLanes), lora->rank,
+                                s.lora_panel + kLanes);
+                }
+                MicroF32::run(b.count, lora_mid(b), b.count * kRankLine, lora->rank, s.lora_panel, tile, true);
+                panel_item = j;
+                panel_group = b.group;
             }
-        }
-    }
+            for (int64_t k = 0; k < b.count; ++k) {
+                if (p.down_bias != nullptr)
+                    for (int64_t c = 0; c < columns; ++c)
+                        tile[k * kColumns + c] += p.down_bias[e * p.hidden + h + c];
+                scatter(p.y + p.row_token[b.begin + k] * p.hidden + h, tile + k * kColumns,
+                        p.row_weight[b.begin + k], columns);
+            }
+        });
 }
 
-// The panel of `down` after columns h of expert e: the slab's next, or the next expert's first.
-Prefetch next_rows(int64_t e, int64_t h, int64_t h_begin, int64_t h_end) const {
-    Prefetch next;
-    h += kColumns;
-    if (h >= h_end) {
-        h = h_begin;
-        ++e;
+// The rows of y or dx that a block will be added to: far apart, so no hardware prefetcher finds them.
+void prefetch_rows(const float* column, const RowBlock& b) const {
+    for (int64_t k = 0; k < b.count; ++k) {
+        const char* row = reinterpret_cast<const char*>(column + p.row_token[b.begin + k] * p.hidden);
+        for (int64_t byte = 0; byte < kColumns * 4; byte += 64) __builtin_prefetch(row + byte, 1, 2);
     }
-    if (e < p.num_expert_rows)
-        next.add_rows(matrix(p.down, p.expert_rows[e].expert) + h * p.inter, min_of(kColumns, h_end - h),
-                      p.inter);
-    return next;
 }
 
 static void scatter(float* to, const float* tile, float weight, int64_t columns) {

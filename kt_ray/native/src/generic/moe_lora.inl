@@ -1,63 +1,142 @@
-// Members of Moe: LoRA projections to rank r, and the gradients of the adapters. Included inside the class.
+// Members of Moe: the LoRA projections to rank r. Included inside the class.
+//
+// They run on the same micro-kernel as the frozen products. Where that multiplies bfloat16, an adapter's
+// float32 value takes two columns, its rounding and the rounding of what that leaves: together 16 bits
+// of mantissa, times activations that are bfloat16 anyway.
 
-// out(row)[0..rank) = scale * input(row)[0..depth) times a [depth, rank] matrix, for the rows of a chunk.
-// fill(row, k, n, to) writes input elements [k, k + n); decode(column, columns, k, n, panel) the matrix.
-template <class Fill, class Decode, class Out>
-void project(const Chunk& chunk, int64_t depth, int64_t rank, float scale, const Fill& fill,
-             const Decode& decode, const Out& out) const {
-    const int64_t rows = chunk.end - chunk.begin;
-    for (int64_t k = 0; k < depth; k += kDepthBlock) {
-        const int64_t n = min_of(kDepthBlock, depth - k);
-        for (int64_t i = 0; i < rows; ++i) fill(chunk.begin + i, k, n, s.inputs + i * kDepthBlock);
-        for (int64_t c = 0; c < rank; c += kColumns) {
-            decode(c, min_of(kColumns, rank - c), k, n, s.lora_panel);
-            float* sums = s.sums + c * kMaxChunkRows;
-            row_blocks(0, rows, [&](int64_t i, int count) {
-                multiply<MicroF32>(
-                    count, [&](int q) { return s.inputs + (i + q) * kDepthBlock; }, n, s.lora_panel,
-                    sums + i * kColumns, k > 0);
-            });
+static constexpr int64_t kSplits = sizeof(T) == 2 ? 2 : 1;
+
+// One or two adapter matrices whose columns a projection's panels hold, one after the other.
+struct Projected {
+    const float* matrix[2];
+    int64_t count;
+    int64_t rank, depth;
+    bool along_columns;  // [depth, rank], as every B; else [rank, depth], as every A
+
+    int64_t columns() const { return count * rank; }
+};
+
+static float split(float v, int64_t which) { return which == 0 ? v : v - through<T>(v); }
+
+// Columns [first, first + kColumns) for slices [begin, end).
+void projection_panel(const Projected& w, int64_t first, int64_t begin, int64_t end, T* panel) const {
+    alignas(64) float buffer[kLanes * kSlice];
+    const int64_t columns = w.columns();
+    for (int64_t slice = begin; slice < end; ++slice) {
+        T* to = panel + (slice - begin) * slice_steps<C>() * step_size<T>();
+        const int64_t k = slice * kSlice, n_depth = min_of(kSlice, w.depth - k);
+        if (!w.along_columns) {
+            for (int64_t half = 0; half < 2; ++half) {
+                memset(buffer, 0, sizeof(buffer));
+                for (int64_t n = 0; n < kLanes; ++n) {
+                    const int64_t v = first + half * kLanes + n, which = v / columns, c = v % columns;
+                    if (which >= kSplits) break;
+                    const float* from = w.matrix[c / w.rank] + c % w.rank * w.depth + k;
+                    for (int64_t q = 0; q < n_depth; ++q) buffer[n * kSlice + q] = split(from[q], which);
+                }
+                place_rows<T>(buffer, to + half * kLanes * pack_of<T>());
+            }
+        } else {
+            for (int64_t q = 0; q < kSlice; q += pack_of<T>()) {
+                memset(buffer, 0, pack_of<T>() * kColumns * sizeof(float));
+                for (int64_t r = 0; r < pack_of<T>() && q + r < n_depth; ++r) {
+                    const float* from = w.matrix[0] + (k + q + r) * w.rank;
+                    float* row = buffer + r * kColumns;
+                    for (int64_t which = 0; which < kSplits; ++which) {
+                        const int64_t low = max_of(first, which * columns);
+                        const int64_t high = min_of(first + kColumns, (which + 1) * columns);
+                        for (int64_t v = low; v < high; ++v)
+                            row[v - first] = split(from[v - which * columns], which);
+                    }
+                }
+                place_step<T>(buffer, kColumns, kColumns, q / pack_of<T>(), to);
+            }
         }
     }
-    for (int64_t i = 0; i < rows; ++i) {
-        float* to = out(chunk.begin + i);
-        for (int64_t c = 0; c < rank; ++c)
-            to[c] = scale * s.sums[c / kColumns * kColumns * kMaxChunkRows + i * kColumns + c % kColumns];
+}
+
+// out(block, matrix) gets scale * left times the columns of that matrix, packed; left_of(block) is packed
+// and w.depth deep, padded to slices.
+template <class LeftOf, class Out>
+void project(const Chunk& chunk, const Projected& w, float scale, const LeftOf& left_of,
+             const Out& out) const {
+    const int64_t slices = pieces(w.depth, kSlice), panels = pieces(kSplits * w.columns(), kColumns);
+    const int64_t first_row = p.blocks[chunk.block_begin].begin;
+    for (int64_t from = 0; from < slices; from += max_slices<C>()) {
+        const int64_t to = min_of(slices, from + max_slices<C>());
+        for (int64_t panel = 0; panel < panels; ++panel) {
+            projection_panel(w, panel * kColumns, from, to, s.panel[0]);
+            typename C::Ahead nothing;
+            for (int64_t q = chunk.block_begin; q < chunk.block_end; ++q) {
+                const RowBlock& b = p.blocks[q];
+                C::run(nothing, b.count, left_of(b) + from * kSlice * b.count, b.count * kLine, to - from,
+                       s.panel[0], s.sums + (panel * kChunkRows + b.begin - first_row) * kColumns, from > 0);
+            }
+        }
+    }
+    for (int64_t q = chunk.block_begin; q < chunk.block_end; ++q) {
+        const RowBlock& b = p.blocks[q];
+        for (int64_t k = 0; k < b.count; ++k) {
+            const auto sum = [&](int64_t v) {
+                return s.sums[(v / kColumns * kChunkRows + b.begin - first_row + k) * kColumns + v % kColumns];
+            };
+            for (int64_t m = 0; m < w.count; ++m) {
+                float* to = out(b, m) + k * kRankLine;
+                for (int64_t line = 0; line < w.rank; line += kRankLine, to += b.count * kRankLine)
+                    for (int64_t j = 0; j < kRankLine; ++j) {
+                        const int64_t c = m * w.rank + line + j;
+                        float v = 0.0f;
+                        if (line + j < w.rank) {
+                            v = sum(c);
+                            if (kSplits == 2) v += sum(w.columns() + c);
+                        }
+                        to[j] = scale * v;
+                    }
+            }
+        }
     }
 }
 
-// The same with a [rank, depth] matrix, as every A is stored.
-template <class Fill, class Out>
-void project_a(const Chunk& chunk, const float* a, int64_t depth, int64_t rank, float scale, const Fill& fill,
-               const Out& out) const {
-    project(
-        chunk, depth, rank, scale, fill,
-        [&](int64_t c, int64_t columns, int64_t k, int64_t n, float* panel) {
-            full_panel_from_rows<MicroF32>(a + c * depth + k, depth, columns, n, n, panel);
-        },
-        out);
+// Packs the rows of a chunk with dropped elements zeroed; the scale of the others is left to the result.
+template <class From>
+void pack_masked(const Chunk& chunk, int64_t width, int64_t depth, Projection projection,
+                 const From& from) const {
+    const int64_t first_row = p.blocks[chunk.block_begin].begin;
+    for (int64_t q = chunk.block_begin; q < chunk.block_end; ++q) {
+        const RowBlock& b = p.blocks[q];
+        T* base = s.packed + (b.begin - first_row) * depth;
+        for (int64_t i = 0; i < b.count; ++i) {
+            const uint32_t hash = p.row_hash == nullptr ? 0 : p.row_hash[projection * p.rows + b.begin + i];
+            for (int64_t k = 0; k < depth; k += kLine) {
+                T* line = packed_at(base, b, i, k);
+                from(b, i, k, line);
+                if (p.row_hash == nullptr) continue;
+                for (int64_t j = 0; j < kLine && k + j < width; ++j)
+                    if (element_hash(hash, static_cast<uint32_t>(k + j)) < p.drop_below)
+                        line[j] = from_float<T>(0.0f);
+            }
+        }
+    }
 }
 
-// The same with a [depth, rank] matrix, as every B is stored.
-template <class Fill, class Out>
-void project_b(const Chunk& chunk, const float* b, int64_t depth, int64_t rank, float scale, const Fill& fill,
-               const Out& out) const {
-    project(
-        chunk, depth, rank, scale, fill,
-        [&](int64_t c, int64_t columns, int64_t k, int64_t n, float* panel) {
-            panel_from_columns<MicroF32>(b + k * rank + c, rank, columns, n, n, panel);
-        },
-        out);
+template <class RowOf>
+void pack_masked_rows(const Chunk& chunk, Projection projection, const RowOf& row_of) const {
+    pack_masked(chunk, p.hidden, p.hidden_pad, projection,
+                [&](const RowBlock& b, int64_t i, int64_t k, T* line) {
+                    const S* row = row_of(p.row_token[b.begin + i]) + k;
+                    for (int64_t j = 0; j < kLine; ++j) line[j] = from_float<T>(to_float(row[j]));
+                });
 }
 
-// Dropped-out inputs of one row, elements [k, k + n).
-void input_x(int64_t row, int64_t k, int64_t n, Projection projection, float* to) const {
-    widen(x_row(p.row_token[row]) + k, n, to);
-    drop(to, n, k, row, projection);
+float kept(const LoraView& lora) const {
+    return p.row_hash == nullptr ? lora.scale : lora.scale * p.keep_scale;
 }
-void input_act(int64_t row, int64_t k, int64_t n, float* to) const {
-    widen(act_row(row) + k, n, to);
-    drop(to, n, k, row, kDown);
+
+auto packed_of(const Chunk& chunk, int64_t depth) const {
+    const int64_t first_row = p.blocks[chunk.block_begin].begin;
+    return [this, first_row, depth](const RowBlock& b) -> const T* {
+        return s.packed + (b.begin - first_row) * depth;
+    };
 }
 
 const LoraView* lora_of(const Chunk& chunk, int64_t* expert) const {
@@ -72,14 +151,26 @@ void lora_in(int64_t task) const {
     const LoraView* lora = lora_of(chunk, &e);
     if (lora == nullptr) return;
     const int64_t r = lora->rank, at = e * r * p.hidden;
-    project_a(
-        chunk, lora->gate_a + at, p.hidden, r, lora->scale,
-        [&](int64_t row, int64_t k, int64_t n, float* to) { input_x(row, k, n, kGate, to); },
-        [&](int64_t row) { return lora_in_row(row); });
-    project_a(
-        chunk, lora->up_a + at, p.hidden, r, lora->scale,
-        [&](int64_t row, int64_t k, int64_t n, float* to) { input_x(row, k, n, kUp, to); },
-        [&](int64_t row) { return lora_in_row(row) + r; });
+    const auto x = [&](int64_t token) { return x_row(token); };
+    const auto out = [&](const RowBlock& b, int64_t m) {
+        return lora_in(b) + m * rank_lines(*lora) * b.count * kRankLine;
+    };
+    if (p.parts == 1) {
+        pack_masked_rows(chunk, kUp, x);
+        project(chunk, {{lora->up_a + at, nullptr}, 1, r, p.hidden, false}, kept(*lora),
+                packed_of(chunk, p.hidden_pad), out);
+    } else if (p.row_hash == nullptr) {
+        pack_masked_rows(chunk, kGate, x);
+        project(chunk, {{lora->gate_a + at, lora->up_a + at}, 2, r, p.hidden, false}, kept(*lora),
+                packed_of(chunk, p.hidden_pad), out);
+    } else {
+        for (int64_t m = 0; m < 2; ++m) {
+            pack_masked_rows(chunk, m == 0 ? kGate : kUp, x);
+            project(chunk, {{(m == 0 ? lora->gate_a : lora->up_a) + at, nullptr}, 1, r, p.hidden, false},
+                    kept(*lora), packed_of(chunk, p.hidden_pad),
+                    [&](const RowBlock& b, int64_t) { return out(b, m); });
+        }
+    }
 }
 
 void lora_mid(int64_t task) const {
@@ -87,10 +178,14 @@ void lora_mid(int64_t task) const {
     const Chunk& chunk = p.chunks[task];
     const LoraView* lora = lora_of(chunk, &e);
     if (lora == nullptr) return;
-    project_a(
-        chunk, lora->down_a + e * lora->rank * p.inter, p.inter, lora->rank, lora->scale,
-        [&](int64_t row, int64_t k, int64_t n, float* to) { input_act(row, k, n, to); },
-        [&](int64_t row) { return lora_mid_row(row); });
+    const Projected w = {{lora->down_a + e * lora->rank * p.inter, nullptr}, 1, lora->rank, p.inter, false};
+    const auto out = [&](const RowBlock& b, int64_t) { return lora_mid(b); };
+    if (p.row_hash == nullptr)
+        return project(chunk, w, kept(*lora), [&](const RowBlock& b) { return act(b); }, out);
+    pack_masked(chunk, p.inter, p.inter_pad, kDown, [&](const RowBlock& b, int64_t i, int64_t k, T* line) {
+        memcpy(line, packed_at(act(b), b, i, k), kLine * sizeof(T));
+    });
+    project(chunk, w, kept(*lora), packed_of(chunk, p.inter_pad), out);
 }
 
 void lora_out(int64_t task) const {
@@ -98,131 +193,39 @@ void lora_out(int64_t task) const {
     const Chunk& chunk = p.chunks[task];
     const LoraView* lora = lora_of(chunk, &e);
     if (lora == nullptr) return;
-    project_b(
-        chunk, lora->down_b + e * lora->rank * p.hidden, p.hidden, lora->rank, lora->scale,
-        [&](int64_t row, int64_t k, int64_t n, float* to) {
-            widen(p.dy + p.row_token[row] * p.hidden + k, n, to);
-        },
-        [&](int64_t row) { return lora_out_row(row); });
+    pack_tokens({chunk.block_begin, chunk.block_end}, [&](int64_t token) { return dy_row(token); });
+    project(chunk,
+            {{lora->down_b + e * lora->rank * p.hidden, nullptr}, 1, lora->rank, p.hidden, true},
+            lora->scale, packed_of(chunk, p.hidden_pad),
+            [&](const RowBlock& b, int64_t) { return lora_out(b); });
 }
 
 // Back through B_gate and B_up; and dw, whose parts are complete by now.
 void dlora_in(int64_t task) const {
     const Chunk& chunk = p.chunks[task];
-    const int64_t slabs = pieces(p.inter, kSlab);
-    for (int64_t row = chunk.begin; row < chunk.end; ++row) {
-        float sum = 0.0f;
-        for (int64_t slab = 0; slab < slabs; ++slab) sum += p.dw_parts[slab * p.rows + row];
-        p.dw_rows[row] = sum;
-    }
+    const int64_t slabs = pieces(p.inter, kDwColumns);
+    for (int64_t q = chunk.block_begin; q < chunk.block_end; ++q)
+        for (int64_t i = 0; i < p.blocks[q].count; ++i) finish_dw(p.blocks[q].begin + i, slabs, chunk);
     int64_t e;
     const LoraView* lora = lora_of(chunk, &e);
     if (lora == nullptr) return;
-    const int64_t r = lora->rank, at = e * r * p.inter;
-    project_b(
-        chunk, lora->gate_b + at, p.inter, r, lora->scale,
-        [&](int64_t row, int64_t k, int64_t n, float* to) { widen(dpair_row(row) + k, n, to); },
-        [&](int64_t row) { return dlora_in_row(row); });
-    project_b(
-        chunk, lora->up_b + at, p.inter, r, lora->scale,
-        [&](int64_t row, int64_t k, int64_t n, float* to) {
-            widen(dpair_row(row) + p.inter_even + k, n, to);
-        },
-        [&](int64_t row) { return dlora_in_row(row) + r; });
+    const int64_t at = e * p.inter * lora->rank;
+    for (int64_t m = 0; m < p.parts; ++m)
+        project(chunk, {{(p.parts == 2 && m == 0 ? lora->gate_b : lora->up_b) + at, nullptr},
+                        1, lora->rank, p.inter, true},
+                lora->scale, [&](const RowBlock& b) { return dpair(b) + m * p.inter_pad * b.count; },
+                [&](const RowBlock& b, int64_t) {
+                    return dlora_in(b) + m * rank_lines(*lora) * b.count * kRankLine;
+                });
 }
 
-// One adapter matrix's gradient is a sum over rows of left(row) [rank] times right(row) [columns].
-enum GradMatrix { kDownB, kGateA, kUpA, kDownA, kGateB, kUpB };
-
-static int64_t grad_columns(const Pass& p, int64_t m) { return m <= kUpA ? p.hidden : p.inter; }
-static int64_t grad_tasks_per_group(const Pass& p) {
-    return 3 * pieces(p.hidden, kGradSlab) + 3 * pieces(p.inter, kGradSlab);
-}
-
-void left_column(int64_t m, int64_t row, int64_t r, float* to, int64_t stride) const {
-    const float weight = p.row_weight[row];
-    const float* from;
-    switch (m) {
-        case kDownB:
-            from = lora_mid_row(row);
-            break;
-        case kDownA:
-            from = lora_out_row(row);
-            break;
-        case kGateA:
-            from = dlora_in_row(row);
-            break;
-        case kUpA:
-            from = dlora_in_row(row) + r;
-            break;
-        case kGateB:
-            from = lora_in_row(row);
-            break;
-        default:
-            from = lora_in_row(row) + r;
-            break;
+void finish_dw(int64_t row, int64_t slabs, const Chunk& chunk) const {
+    float sum = 0.0f;
+    for (int64_t slab = 0; slab < slabs; ++slab) sum += p.dw_parts[slab * p.rows + row];
+    if (p.down_bias != nullptr) {
+        const float* bias = p.down_bias + p.groups[chunk.group].expert * p.hidden;
+        const float* dy = p.dy + p.row_token[row] * p.hidden;
+        for (int64_t h = 0; h < p.hidden; ++h) sum += bias[h] * dy[h];
     }
-    // dy and what comes from it are unweighted in these two; the others hold the weight already.
-    const float factor = m == kDownB || m == kDownA ? weight : 1.0f;
-    for (int64_t q = 0; q < r; ++q) to[q * stride] = factor * from[q];
-}
-
-void right_row(int64_t m, int64_t row, int64_t c, int64_t n, float* to) const {
-    switch (m) {
-        case kDownB:
-            widen(p.dy + p.row_token[row] * p.hidden + c, n, to);
-            break;
-        case kDownA:
-            input_act(row, c, n, to);
-            break;
-        case kGateA:
-            input_x(row, c, n, kGate, to);
-            break;
-        case kUpA:
-            input_x(row, c, n, kUp, to);
-            break;
-        case kGateB:
-            widen(dpair_row(row) + c, n, to);
-            break;
-        default:
-            widen(dpair_row(row) + p.inter_even + c, n, to);
-            break;
-    }
-    for (int64_t j = n; j < kColumns; ++j) to[j] = 0.0f;
-}
-
-static float* grad_of(const LoraGradView& grads, int64_t m) {
-    float* const all[kGradMatrices] = {grads.down_b, grads.gate_a, grads.up_a,
-                                       grads.down_a, grads.gate_b, grads.up_b};
-    return all[m];
-}
-
-void adapter_grads(int64_t task) const {
-    const Group& group = p.groups[task / grad_tasks_per_group(p)];
-    if (group.adapter < 0 || p.lora_grads[group.adapter].gate_a == nullptr) return;
-    int64_t slab = task % grad_tasks_per_group(p), m = 0;
-    for (; slab >= pieces(grad_columns(p, m), kGradSlab); ++m) slab -= pieces(grad_columns(p, m), kGradSlab);
-
-    const int64_t r = p.lora[group.adapter].rank, width = grad_columns(p, m);
-    const int64_t c_begin = slab * kGradSlab, c_end = min_of(width, c_begin + kGradSlab);
-    const bool is_a = m == kGateA || m == kUpA || m == kDownA;
-    float* grad = grad_of(p.lora_grads[group.adapter], m) + group.expert * r * width;
-    for (int64_t first = group.begin; first < group.end; first += kRowBlock) {
-        const int64_t rows = min_of(kRowBlock, group.end - first);
-        for (int64_t k = 0; k < rows; ++k) left_column(m, first + k, r, s.left + k, kRowBlock);
-        for (int64_t c = c_begin; c < c_end; c += kColumns) {
-            const int64_t columns = min_of(kColumns, c_end - c);
-            for (int64_t k = 0; k < rows; ++k)
-                right_row(m, first + k, c, columns, s.lora_panel + k * kColumns);
-            row_blocks(0, r, [&](int64_t q, int count) {
-                multiply<MicroF32>(
-                    count, [&](int k) { return s.left + (q + k) * kRowBlock; }, rows, s.lora_panel, s.tile,
-                    false);
-                for (int k = 0; k < count; ++k)
-                    for (int64_t j = 0; j < columns; ++j)
-                        grad[is_a ? (q + k) * width + c + j : (c + j) * r + q + k] +=
-                            s.tile[k * kColumns + j];
-            });
-        }
-    }
+    p.dw_rows[row] = sum;
 }

@@ -1,67 +1,141 @@
-// Panel decoders: a block of a row-major matrix becomes what the micro-kernel eats, in either
-// orientation, so that one copy of the weights serves forward and backward.
+// Panel decoders: a block of a stored matrix becomes what the micro-kernel eats, in either orientation,
+// so that one copy of the weights serves forward and backward.
 //
-// A panel holds 2 * kLanes columns, [step][2][kLanes][M::kPack]: two vectors per step, each lane with
-// kPack consecutive elements of the contraction. The halves are filled separately, as gate and up
-// share a panel. Columns beyond `columns` and depths beyond `depth` are zero. `panel` points at a half.
+// A panel holds 2 * kLanes columns, [step][2][kLanes][kPack]: two vectors per step, each lane with kPack
+// consecutive elements of the contraction. Depth goes in slices of kSlice elements; columns and depths
+// beyond the matrix are zero.
 
-template <class M>
+constexpr int64_t kSlice = 32;
+
+// A matrix' contribution to a panel: along its rows (contraction over k, as in W x) or along its
+// columns (contraction over n, as in W^T x).
+struct Part {
+    Matrix m;
+    bool along_columns;
+    int64_t at, count;  // first row or column of the matrix in the panel, and how many there are
+    int64_t half;       // first half of the panel that is filled
+    int64_t halves;     // 1 or 2
+    int64_t slice_begin, slice_end;  // where in the panel's depth
+};
+
+struct Source {
+    Part part[2];
+    int parts;
+};
+
+inline int64_t element_bytes(Format format) {
+    return format == Format::f32 ? 4 : format == Format::bf16 ? 2 : 0;
+}
+
+inline Part make_part(const Matrix& m, bool along_columns, int64_t at, int64_t half, int64_t halves,
+                      int64_t slice_begin) {
+    Part part{m, along_columns, at, 0, half, halves, slice_begin, 0};
+    if (element_bytes(m.format) > 0 && m.col_bytes > m.row_bytes) {  // stored transposed
+        part.m.rows = m.cols;
+        part.m.cols = m.rows;
+        part.m.row_bytes = m.col_bytes;
+        part.m.col_bytes = m.row_bytes;
+        part.along_columns = !along_columns;
+    }
+    const int64_t width = part.along_columns ? part.m.cols : part.m.rows;
+    const int64_t depth = part.along_columns ? part.m.rows : part.m.cols;
+    part.count = max_of(0, min_of(halves * kLanes, width - at));
+    part.slice_end = slice_begin + pieces(depth, kSlice);
+    return part;
+}
+
+template <class T>
+constexpr int64_t pack_of() {
+    return 4 / static_cast<int64_t>(sizeof(T));
+}
+template <class T>
 constexpr int64_t step_size() {
-    return 2 * kLanes * M::kPack;
+    return 2 * kLanes * pack_of<T>();
 }
 
-// Contraction along the matrix's rows: column n of the panel is row n of `w` (leading dimension ld).
-template <class M, class S>
-void panel_from_rows(const S* w, int64_t ld, int64_t columns, int64_t depth, int64_t steps,
-                     typename M::T* panel) {
-    constexpr int64_t kDepth = kLanes * M::kPack;  // depth of one square block
-    const int64_t blocks = columns == kLanes ? depth / kDepth : 0;
-    for (int64_t b = 0; b < blocks; ++b)
-        block_from_rows(w + b * kDepth, ld, panel + b * kLanes * step_size<M>(), step_size<M>());
-    for (int64_t step = blocks * kLanes; step < steps; ++step)
+// Places [kLanes][kSlice] floats into one half of a slice: column n is row n of `from`.
+template <class T>
+void place_rows(const float* from, T* half) {
+    constexpr int64_t kPack = pack_of<T>();
+    if constexpr (kPack == 1) {
+        for (int64_t k = 0; k < kSlice; k += kLanes)
+            transpose_block(from + k, kSlice, half + k * step_size<T>(), step_size<T>());
+    } else {
         for (int64_t n = 0; n < kLanes; ++n)
-            for (int64_t q = 0; q < M::kPack; ++q) {
-                const int64_t k = step * M::kPack + q;
-                const float v = n < columns && k < depth ? to_float(w[n * ld + k]) : 0.0f;
-                panel[step * step_size<M>() + n * M::kPack + q] = from_float<typename M::T>(v);
+            for (int64_t k = 0; k < kSlice; ++k)
+                half[k / kPack * step_size<T>() + n * kPack + k % kPack] =
+                    from_float<T>(from[n * kSlice + k]);
+    }
+}
+
+// Places kPack consecutive depths, `width` floats each at from + q * stride, at step `step` of a slice.
+template <class T>
+void place_step(const float* from, int64_t stride, int64_t width, int64_t step, T* half) {
+    constexpr int64_t kPack = pack_of<T>();
+    T* to = half + step * step_size<T>();
+    for (int64_t n = 0; n < width; ++n)
+        for (int64_t q = 0; q < kPack; ++q) to[n * kPack + q] = from_float<T>(from[q * stride + n]);
+}
+
+// Slices [begin, end) of the panel; `panel` is where slice `begin` starts.
+template <Format F, class T>
+void decode_part(const Part& part, int64_t begin, int64_t end, T* panel) {
+    constexpr int64_t kPack = pack_of<T>();
+    const Matrix& m = part.m;
+    alignas(64) float buffer[kLanes * kSlice];
+    for (int64_t s = max_of(begin, part.slice_begin); s < min_of(end, part.slice_end); ++s) {
+        T* slice = panel + (s - begin) * kSlice / kPack * step_size<T>() + part.half * kLanes * kPack;
+        const int64_t depth = (s - part.slice_begin) * kSlice;
+        if (!part.along_columns) {
+            const int64_t n_depth = min_of(kSlice, m.cols - depth);
+            for (int64_t half = 0; half < part.halves; ++half) {
+                if (part.count < kLanes * part.halves || n_depth < kSlice) memset(buffer, 0, sizeof(buffer));
+                const int64_t columns = min_of(kLanes, part.count - half * kLanes);
+                for (int64_t n = 0; n < columns; ++n)
+                    strip<F>(m, part.at + half * kLanes + n, depth, n_depth, buffer + n * kSlice);
+                place_rows<T>(buffer, slice + half * kLanes * kPack);
             }
-}
-
-// Both halves of a panel over columns [0, columns), at most 2 * kLanes of them.
-template <class M, class S>
-void full_panel_from_rows(const S* w, int64_t ld, int64_t columns, int64_t depth, int64_t steps,
-                          typename M::T* panel) {
-    panel_from_rows<M>(w, ld, min_of(columns, kLanes), depth, steps, panel);
-    panel_from_rows<M>(w + kLanes * ld, ld, max_of(columns - kLanes, 0), depth, steps,
-                       panel + kLanes * M::kPack);
-}
-
-// Contraction down the matrix's columns: column n of the panel, of at most 2 * kLanes, is column n of `w`.
-// Both halves at once, so that a cache line of the matrix is read once.
-template <class M, class S>
-void panel_from_columns(const S* w, int64_t ld, int64_t columns, int64_t depth, int64_t steps,
-                        typename M::T* panel) {
-    using T = typename M::T;
-    const int64_t whole = columns == 2 * kLanes ? depth / M::kPack : 0;
-    for (int64_t step = 0; step < whole; ++step) {
-        const S* from = w + step * M::kPack * ld;
-        T* to = panel + step * step_size<M>();
-        if constexpr (M::kPack == 1) {
-            for (int64_t n = 0; n < 2 * kLanes; ++n) to[n] = from_float<T>(to_float(from[n]));
         } else {
-            interleave_columns(from, from + ld, to);
+            const int64_t n_depth = min_of(kSlice, m.rows - depth);
+            const int64_t start = part.at / kSlice * kSlice, skip = part.at - start;
+            for (int64_t q = 0; q < kSlice; q += kPack) {
+                for (int64_t j = 0; j < kPack * 2 * kSlice; ++j) buffer[j] = 0.0f;
+                for (int64_t r = 0; r < kPack && q + r < n_depth; ++r) {
+                    float* row = buffer + r * 2 * kSlice;
+                    for (int64_t k = start; k < part.at + part.count; k += kSlice)
+                        strip<F>(m, depth + q + r, k, min_of(kSlice, m.cols - k), row + k - start);
+                    for (int64_t n = part.count; n < part.halves * kLanes; ++n) row[skip + n] = 0.0f;
+                }
+                place_step<T>(buffer + skip, 2 * kSlice, part.halves * kLanes, q / kPack, slice);
+            }
         }
     }
-    for (int64_t step = whole; step < steps; ++step)
-        for (int64_t n = 0; n < 2 * kLanes; ++n)
-            for (int64_t q = 0; q < M::kPack; ++q) {
-                const int64_t k = step * M::kPack + q;
-                const float v = n < columns && k < depth ? to_float(w[k * ld + n]) : 0.0f;
-                panel[step * step_size<M>() + n * M::kPack + q] = from_float<T>(v);
-            }
 }
 
-inline void zero_half(int64_t steps, float* panel) {
-    for (int64_t step = 0; step < steps; ++step)
-        for (int64_t n = 0; n < kLanes; ++n) panel[step * 2 * kLanes + n] = 0.0f;
+template <class T>
+void decode_part(const Part& part, int64_t begin, int64_t end, T* panel) {
+    switch (part.m.format) {
+#define KT_FORMAT(F)                                              \
+    case Format::F:                                               \
+        return decode_part<Format::F, T>(part, begin, end, panel);
+        KT_FORMAT(f32)
+        KT_FORMAT(bf16)
+        KT_FORMAT(fp8)
+        KT_FORMAT(mxfp4)
+        KT_FORMAT(int8)
+        KT_FORMAT(int4)
+        KT_FORMAT(q8_0)
+        KT_FORMAT(q4_0)
+        KT_FORMAT(q5_0)
+        KT_FORMAT(q5_1)
+        KT_FORMAT(q4_k)
+        KT_FORMAT(q5_k)
+        KT_FORMAT(q6_k)
+#undef KT_FORMAT
+    }
+}
+
+template <class T>
+void decode(const Source& source, int64_t begin, int64_t end, T* panel) {
+    for (int i = 0; i < source.parts; ++i) decode_part<T>(source.part[i], begin, end, panel);
 }

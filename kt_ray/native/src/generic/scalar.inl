@@ -64,6 +64,10 @@ inline float exp_clamped(float x) {
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exp_clamped(-x)); }
 
+// GELU in its tanh form is g * sigmoid(2 z) with z = sqrt(2 / pi) (g + 0.044715 g^3).
+inline float gelu_gate(float g) { return sigmoid(1.5957691216057308f * (g + 0.044715f * (g * g * g))); }
+inline float gelu_slope(float g) { return 1.5957691216057308f * (1.0f + 0.134145f * (g * g)); }
+
 // Mask times 1 / (1 - p) for elements [first, first + n) of a row with hash `row`.
 inline void apply_dropout(float* v, int64_t n, int64_t first, uint32_t row, uint32_t drop_below,
                           float keep_scale) {

@@ -114,10 +114,11 @@ struct StripScales {
     }
 };
 
-inline void prefetch_bytes(const uint8_t* p, int64_t bytes) {
-    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+// GCC takes a function that only prefetches for one without effects and drops calls to it: always inline.
+__attribute__((always_inline)) inline void prefetch_bytes(const uint8_t* p, int64_t bytes) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
     if ((reinterpret_cast<uintptr_t>(p) & 63) + static_cast<uint64_t>(bytes) > 64)
-        _mm_prefetch(reinterpret_cast<const char*>(p + bytes - 1), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(p + bytes - 1), _MM_HINT_T1);
 }
 
 // One for each format: bf16(n, k) decodes W[n][k .. k + 32), which lies inside the row-major matrix.
@@ -130,8 +131,8 @@ struct Strip<Format::bf16> {
     int64_t row_bytes;
 
     explicit Strip(const Matrix& m) : data(m.data), row_bytes(m.row_bytes) {}
-    __m512i bf16(int64_t n, int64_t k) const { return _mm512_loadu_si512(data + n * row_bytes + 2 * k); }
-    static void prefetch(const Matrix& m, int64_t n, int64_t k) {
+    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const { return _mm512_loadu_si512(data + n * row_bytes + 2 * k); }
+    __attribute__((always_inline)) static void prefetch(const Matrix& m, int64_t n, int64_t k) {
         prefetch_bytes(m.data + n * m.row_bytes + 2 * k, 64);
     }
 };
@@ -142,11 +143,11 @@ struct Strip<Format::f32> {
     int64_t row_bytes;
 
     explicit Strip(const Matrix& m) : data(m.data), row_bytes(m.row_bytes) {}
-    __m512i bf16(int64_t n, int64_t k) const {
+    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = data + n * row_bytes + 4 * k;
         return rounded(_mm512_loadu_ps(p), _mm512_loadu_ps(p + 64));
     }
-    static void prefetch(const Matrix& m, int64_t n, int64_t k) {
+    __attribute__((always_inline)) static void prefetch(const Matrix& m, int64_t n, int64_t k) {
         const uint8_t* p = m.data + n * m.row_bytes + 4 * k;
         prefetch_bytes(p, 64);
         prefetch_bytes(p + 64, 64);
@@ -182,7 +183,7 @@ struct Strip<Format::fp8> {
         fill(_mm512_set1_ps(1.0f));
     }
 
-    __m512i bf16(int64_t n, int64_t k) const {
+    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
         const __m512i bytes = _mm512_cvtepi8_epi16(load_32(data + n * row_bytes + k));
         const uint8_t* scale = scales.of_block(n, k);
         if (blocks && scale != table_of) [[unlikely]] {
@@ -201,7 +202,7 @@ struct Strip<Format::fp8> {
         const __m512 odd = (__m512)_mm512_and_si512(v, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000)));
         return interleaved(rounded(_mm512_mul_ps(even, s), _mm512_mul_ps(odd, s)));
     }
-    static void prefetch(const Matrix& m, int64_t n, int64_t k) {
+    __attribute__((always_inline)) static void prefetch(const Matrix& m, int64_t n, int64_t k) {
         prefetch_bytes(m.data + n * m.row_bytes + k, 32);
     }
 
@@ -229,12 +230,12 @@ struct Strip<Format::int8> {
     StripScales scales;
 
     explicit Strip(const Matrix& m) : data(m.data), row_bytes(m.row_bytes), scales(m) {}
-    __m512i bf16(int64_t n, int64_t k) const {
+    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = data + n * row_bytes + k;
         const __m512 scale = scales(scales.of_row(n, k));
         return rounded(scaled_int8(load_16(p), scale), scaled_int8(load_16(p + 16), scale));
     }
-    static void prefetch(const Matrix& m, int64_t n, int64_t k) {
+    __attribute__((always_inline)) static void prefetch(const Matrix& m, int64_t n, int64_t k) {
         prefetch_bytes(m.data + n * m.row_bytes + k, 32);
     }
 };
@@ -252,13 +253,13 @@ struct NibbleStrip {
                                    : _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f,
                                                     -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
     }
-    __m512i bf16(int64_t n, int64_t k) const {
+    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
         const __m512 scale = F == Format::mxfp4
                                  ? _mm512_set1_ps(kUe8m0.of[scales.at[n * scales.row_bytes + k / kStrip]])
                                  : scales(scales.of_row(n, k));
         return look_up(rounded(_mm512_mul_ps(values, scale)), nibble_pairs(data + n * row_bytes + k / 2));
     }
-    static void prefetch(const Matrix& m, int64_t n, int64_t k) {
+    __attribute__((always_inline)) static void prefetch(const Matrix& m, int64_t n, int64_t k) {
         prefetch_bytes(m.data + n * m.row_bytes + k / 2, 16);
     }
 };

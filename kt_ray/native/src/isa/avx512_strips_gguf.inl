@@ -14,7 +14,7 @@ struct GgufStrip {
                static_cast<int64_t>(static_cast<uint64_t>(k) / elements) * block_bytes<F>();
     }
     // The strip's share of its block, by place: of a K-quant's parts the larger one.
-    static void prefetch(const Matrix& m, int64_t n, int64_t k) {
+    __attribute__((always_inline)) static void prefetch(const Matrix& m, int64_t n, int64_t k) {
         constexpr int64_t share = block_bytes<F>() * kStrip / block_elements<F>();
         const int64_t strip = k % block_elements<F>() / kStrip;
         prefetch_bytes(block_at<F>(m, n, k) + strip * share, share + 1);
@@ -24,7 +24,7 @@ struct GgufStrip {
 template <>
 struct Strip<Format::q8_0> : GgufStrip<Format::q8_0> {
     using GgufStrip::GgufStrip;
-    __m512i bf16(int64_t n, int64_t k) const {
+    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = block(n, k);
         const __m512 d = all(four_halves(p));
         return rounded(scaled_int8(load_16(p + 2), d), scaled_int8(load_16(p + 18), d));
@@ -36,7 +36,7 @@ struct Strip<Format::q4_0> : GgufStrip<Format::q4_0> {
     __m512 values = counting(-8);
 
     using GgufStrip::GgufStrip;
-    __m512i bf16(int64_t n, int64_t k) const {
+    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = block(n, k);
         const __m512 d = all(four_halves(p));
         return look_up(rounded(_mm512_mul_ps(values, d)), low_nibbles(nibble_halves(p + 2)));
@@ -54,7 +54,7 @@ struct Strip<Format::q5_0> : GgufStrip<Format::q5_0> {
     __m512 low = counting(-16), high = counting(0);
 
     using GgufStrip::GgufStrip;
-    __m512i bf16(int64_t n, int64_t k) const {
+    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = block(n, k);
         const __m512 d = all(four_halves(p));
         return look_up(rounded(_mm512_mul_ps(low, d), _mm512_mul_ps(high, d)),
@@ -67,7 +67,7 @@ struct Strip<Format::q5_1> : GgufStrip<Format::q5_1> {
     __m512 low = counting(0), high = counting(16);
 
     using GgufStrip::GgufStrip;
-    __m512i bf16(int64_t n, int64_t k) const {
+    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = block(n, k);
         const __m128 halves = four_halves(p);
         const __m512 d = all(halves), min = all_second(halves);
@@ -94,7 +94,7 @@ struct Strip<Format::q4_k> : GgufStrip<Format::q4_k> {
     __m512 values = counting(0);
 
     using GgufStrip::GgufStrip;
-    __m512i bf16(int64_t n, int64_t k) const {
+    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = block(n, k);
         const int64_t sub = k >> 5 & 7;
         const __m128 scales = k_scales(p, sub);
@@ -109,7 +109,7 @@ struct Strip<Format::q5_k> : GgufStrip<Format::q5_k> {
     __m512 low = counting(0), high = counting(16);
 
     using GgufStrip::GgufStrip;
-    __m512i bf16(int64_t n, int64_t k) const {
+    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = block(n, k);
         const int64_t sub = k >> 5 & 7;
         const __m128 scales = k_scales(p, sub);
@@ -126,7 +126,7 @@ struct Strip<Format::q5_k> : GgufStrip<Format::q5_k> {
 template <>
 struct Strip<Format::q6_k> : GgufStrip<Format::q6_k> {
     using GgufStrip::GgufStrip;
-    __m512i bf16(int64_t n, int64_t k) const {
+    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
         const uint8_t* p = block(n, k);
         const int64_t half = k >> 7 & 1, s = k >> 5 & 3;
         const __m256i low = _mm256_srl_epi16(load_32(p + half * 64 + (s & 1) * kStrip),

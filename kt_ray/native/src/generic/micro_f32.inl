@@ -1,0 +1,75 @@
+// The float32 micro-kernel, written once over the instruction set's vector: Vec of kLanes floats with
+// vload, vstore, vset1, vfma(a, b, c) = a * b + c.
+
+// What a micro-kernel does besides multiplying: nothing. See ahead.inl for the other one.
+struct NoJob {
+    void step() {}
+};
+
+struct MicroF32 {
+    using T = float;
+    static constexpr int64_t kPack = 1;
+    static constexpr int64_t kLine = 16;
+    static constexpr int64_t kMaxRows = kMaxRowsF32;
+    static constexpr int64_t kRowStep = 1;
+
+    // `left1` multiplies the second half of the panel; the same as `left0` unless kTwo.
+    template <int N, bool kTwo>
+    static void tile(const float* left0, const float* left1, int64_t piece_stride, int64_t steps,
+                     const float* panel, float* to, bool accumulate) {
+        Vec sum[N][2];
+        for (int i = 0; i < N; ++i) {
+            sum[i][0] = accumulate ? vload(to + i * 2 * kLanes) : vset1(0.0f);
+            sum[i][1] = accumulate ? vload(to + i * 2 * kLanes + kLanes) : vset1(0.0f);
+        }
+        for (int64_t done = 0; done < steps; done += kLine) {
+            const int64_t n = min_of(kLine, steps - done);
+            for (int64_t k = 0; k < n; ++k) {
+                const Vec b0 = vload(panel), b1 = vload(panel + kLanes);
+                panel += 2 * kLanes;
+#pragma GCC unroll 16
+                for (int i = 0; i < N; ++i) {
+                    const Vec x0 = vset1(left0[i * kLine + k]);
+                    const Vec x1 = kTwo ? vset1(left1[i * kLine + k]) : x0;
+                    sum[i][0] = vfma(x0, b0, sum[i][0]);
+                    sum[i][1] = vfma(x1, b1, sum[i][1]);
+                }
+            }
+            left0 += piece_stride;
+            left1 += piece_stride;
+        }
+        for (int i = 0; i < N; ++i) {
+            vstore(to + i * 2 * kLanes, sum[i][0]);
+            vstore(to + i * 2 * kLanes + kLanes, sum[i][1]);
+        }
+    }
+
+    template <bool kTwo, int... Counts>
+    static void dispatch(int count, const float* left0, const float* left1, int64_t piece_stride,
+                         int64_t steps, const float* panel, float* to, bool accumulate,
+                         std::integer_sequence<int, Counts...>) {
+        using Tile =
+            void (*)(const float*, const float*, int64_t, int64_t, const float*, float*, bool);
+        static constexpr Tile tiles[] = {tile<Counts + 1, kTwo>...};
+        const int runs = static_cast<int>(pieces(count, kMaxRows));
+        for (int q = 0; q < runs; ++q) {
+            const int first = count * q / runs, rows = count * (q + 1) / runs - first;
+            tiles[rows - 1](left0 + first * kLine, left1 + first * kLine, piece_stride, steps, panel,
+                            to + first * 2 * kLanes, accumulate);
+        }
+    }
+
+    // tile [count][2 * kLanes] (+)= packed left [.., steps] times panel [steps][2 * kLanes].
+    static void run(int count, const float* left, int64_t piece_stride, int64_t steps, const float* panel,
+                    float* to, bool accumulate) {
+        dispatch<false>(count, left, left, piece_stride, steps, panel, to, accumulate,
+                        std::make_integer_sequence<int, kMaxRows>());
+    }
+
+    // The halves of the tile += left0 and left1 times the halves of the panel.
+    static void run_two(int count, const float* left0, const float* left1, int64_t piece_stride, int64_t steps,
+                        const float* panel, float* to) {
+        dispatch<true>(count, left0, left1, piece_stride, steps, panel, to, true,
+                       std::make_integer_sequence<int, kMaxRows>());
+    }
+};

@@ -1,0 +1,296 @@
+// Decoding the next panel inside the micro-kernel of the current one (bfloat16 compute, 16 lanes).
+//
+// A unit is 8 strips (32 elements of one matrix row each): 8 rows of a panel's columns, or 8 depths of
+// it. Done one unit per slice of products, its shuffles, loads and stores hide behind the arithmetic;
+// done at once they would add to it.
+
+#define KT_INLINE __attribute__((always_inline)) inline
+
+constexpr int64_t kPanelStep = 128;                    // bytes
+constexpr int64_t kPanelSlice = kSlice / 2 * kPanelStep;
+constexpr int64_t kUnits = 4;                          // of a slice
+
+// 8 rows n of 32 elements: dwords (pairs along the contraction) of column n at to + pair * kPanelStep.
+KT_INLINE void store_unit_of_rows(const __m512i a[8], char* to) {
+    const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+    const __m512i second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    __m512i quad[2][4];
+    for (int h = 0; h < 2; ++h) {
+        const __m512i* r = a + 4 * h;
+        const __m512i t0 = _mm512_unpacklo_epi32(r[0], r[1]), t1 = _mm512_unpackhi_epi32(r[0], r[1]);
+        const __m512i t2 = _mm512_unpacklo_epi32(r[2], r[3]), t3 = _mm512_unpackhi_epi32(r[2], r[3]);
+        // 128-bit lane L of quad[h][j]: pair 4 L + j of the four rows.
+        quad[h][0] = _mm512_unpacklo_epi64(t0, t2);
+        quad[h][1] = _mm512_unpackhi_epi64(t0, t2);
+        quad[h][2] = _mm512_unpacklo_epi64(t1, t3);
+        quad[h][3] = _mm512_unpackhi_epi64(t1, t3);
+    }
+    for (int j = 0; j < 4; ++j) {
+        const __m512i low = _mm512_permutex2var_epi64(quad[0][j], first, quad[1][j]);
+        const __m512i high = _mm512_permutex2var_epi64(quad[0][j], second, quad[1][j]);
+        const auto put = [&](int pair, __m256i v) {
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + pair * kPanelStep), v);
+        };
+        put(j, _mm512_castsi512_si256(low));
+        put(4 + j, _mm512_extracti64x4_epi64(low, 1));
+        put(8 + j, _mm512_castsi512_si256(high));
+        put(12 + j, _mm512_extracti64x4_epi64(high, 1));
+    }
+}
+
+// 16 rows n of 16 elements in memory: the 8 pairs of column n at to + pair * kPanelStep, whole lines.
+KT_INLINE void store_half_slice(const uint8_t* from, int64_t row_bytes, char* to) {
+    const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
+    const __m512i second = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+    const uint8_t* far = from + 8 * row_bytes;
+    const auto row = [&](int64_t i) {
+        const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i * row_bytes));
+        const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(far + i * row_bytes));
+        return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    };
+    // Per half register: an 8 x 8 transpose of dwords.
+    __m512i quad[2][4];
+    for (int h = 0; h < 2; ++h) {
+        const __m512i r0 = row(4 * h), r1 = row(4 * h + 1), r2 = row(4 * h + 2), r3 = row(4 * h + 3);
+        const __m512i t0 = _mm512_unpacklo_epi32(r0, r1), t1 = _mm512_unpackhi_epi32(r0, r1);
+        const __m512i t2 = _mm512_unpacklo_epi32(r2, r3), t3 = _mm512_unpackhi_epi32(r2, r3);
+        quad[h][0] = _mm512_unpacklo_epi64(t0, t2);
+        quad[h][1] = _mm512_unpackhi_epi64(t0, t2);
+        quad[h][2] = _mm512_unpacklo_epi64(t1, t3);
+        quad[h][3] = _mm512_unpackhi_epi64(t1, t3);
+    }
+    for (int j = 0; j < 4; ++j) {
+        _mm512_storeu_si512(to + j * kPanelStep, _mm512_permutex2var_epi64(quad[0][j], first, quad[1][j]));
+        _mm512_storeu_si512(to + (4 + j) * kPanelStep,
+                            _mm512_permutex2var_epi64(quad[0][j], second, quad[1][j]));
+    }
+}
+
+// Two depths of 32 columns become a step of pairs.
+KT_INLINE void store_step(__m512i depth0, __m512i depth1, char* to) {
+    alignas(64) static constexpr uint16_t kFirst[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,
+                                                        37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
+                                                        11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i low = _mm512_load_si512(kFirst), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(depth0, low, depth1));
+    _mm512_storeu_si512(to + 64, _mm512_permutex2var_epi16(depth0, high, depth1));
+}
+
+inline __m512i round_32(const float* from) {
+    return (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from));
+}
+
+// The generic decoders' placing, for whole vectors.
+template <>
+inline void place_rows<Bf16>(const float* from, Bf16* half) {
+    __m512i a[16];
+    for (int n = 0; n < 16; ++n) a[n] = round_32(from + n * kSlice);
+    store_transposed(a, reinterpret_cast<char*>(half), kPanelStep);
+}
+template <>
+inline void place_step<Bf16>(const float* from, int64_t stride, int64_t width, int64_t step, Bf16* half) {
+    char* to = reinterpret_cast<char*>(half) + step * kPanelStep;
+    if (width == 2 * kLanes) return store_step(round_32(from), round_32(from + stride), to);
+    for (int64_t n = 0; n < width; ++n) {
+        const Bf16 pair[2] = {to_bf16(from[n]), to_bf16(from[stride + n])};
+        memcpy(to + n * 4, pair, 4);
+    }
+}
+
+// What is left to decode: runs of whole slices, each of one matrix.
+struct AheadState {
+    struct Run {
+        Matrix m[2];  // along rows: of the halves
+        int64_t at[2];
+        int64_t slice, units;  // first slice in the part, units in this run
+        char* panel;
+    };
+    Run runs[2];
+    int run = 0, count = 0;
+    int64_t unit = 0;       // next, in the current run
+    int64_t quota = 0;      // units per slice of products
+};
+
+template <Format F, bool kAlongColumns>
+struct Job {
+    AheadState& state;
+    const AheadState::Run& run;
+    Strip<F> first, second;
+    int64_t unit, quota;
+
+    explicit Job(AheadState& s)
+        : state(s), run(s.runs[s.run]), first(run.m[0]), second(run.m[1]), unit(s.unit), quota(s.quota) {}
+    ~Job() { state.unit = unit; }
+
+    KT_INLINE void step() {
+        for (int64_t q = 0; q < quota && unit < run.units; ++q, ++unit) decode(unit);
+    }
+
+    KT_INLINE void decode(int64_t u) const {
+        constexpr int64_t kAhead = 4;  // slices
+        __m512i a[8];
+        const int64_t slice = run.slice + u / kUnits;
+        if constexpr (kAlongColumns) {
+            const int64_t n = slice * kSlice + u % kUnits * 8, k = run.at[0];
+            for (int i = 0; i < 8; ++i) Strip<F>::prefetch(run.m[0], n + kAhead * kSlice + i, k);
+            for (int i = 0; i < 8; ++i) a[i] = first.bf16(n + i, k);
+            char* to = run.panel + u * 4 * kPanelStep;
+            for (int i = 0; i < 4; ++i) store_step(a[2 * i], a[2 * i + 1], to + i * kPanelStep);
+        } else {
+            const int64_t half = u / 2 % 2, sub = u % 2;
+            if constexpr (F == Format::bf16) {
+                const Matrix& m = run.m[half];
+                const int64_t k = slice * kSlice;
+                for (int i = 0; i < 8; ++i) Strip<F>::prefetch(m, run.at[half] + sub * 8 + i, k + kAhead * kSlice);
+                store_half_slice(m.data + run.at[half] * m.row_bytes + (k + sub * 16) * 2, m.row_bytes,
+                                 run.panel + u / kUnits * kPanelSlice + sub * 8 * kPanelStep + half * 64);
+                return;
+            }
+            const Strip<F>& strip = half == 0 ? first : second;
+            const int64_t n = run.at[half] + sub * 8, k = slice * kSlice;
+            for (int i = 0; i < 8; ++i) Strip<F>::prefetch(run.m[half], n + i, k + kAhead * kSlice);
+            for (int i = 0; i < 8; ++i) a[i] = strip.bf16(n + i, k);
+            store_unit_of_rows(a, run.panel + u / kUnits * kPanelSlice + half * 64 + sub * 32);
+        }
+    }
+};
+
+struct NoJob512 {
+    void step() {}
+};
+
+// Compute side of the instruction sets with bfloat16 products: K is their micro-kernel.
+template <class K>
+struct ComputeBf16 {
+    using T = Bf16;
+    using Micro = K;
+    using Products = void (*)(AheadState&, int, const Bf16*, int64_t, int64_t, const Bf16*, float*, bool);
+    using Drain = void (*)(AheadState&);
+
+    template <Format F, bool kAlongColumns>
+    static void products(AheadState& state, int count, const Bf16* left, int64_t piece_stride, int64_t slices,
+                         const Bf16* panel, float* tile, bool accumulate) {
+        Job<F, kAlongColumns> job(state);
+        K::run(count, left, piece_stride, slices, panel, tile, accumulate, job);
+    }
+    static void products_alone(AheadState&, int count, const Bf16* left, int64_t piece_stride, int64_t slices,
+                               const Bf16* panel, float* tile, bool accumulate) {
+        NoJob512 job;
+        K::run(count, left, piece_stride, slices, panel, tile, accumulate, job);
+    }
+    template <Format F, bool kAlongColumns>
+    static void drain(AheadState& state) {
+        Job<F, kAlongColumns> job(state);
+        for (; job.unit < job.run.units; ++job.unit) job.decode(job.unit);
+    }
+
+    struct Functions {
+        Products products;
+        Drain drain;
+    };
+    template <Format F>
+    static constexpr Functions kFunctions[2] = {{products<F, false>, drain<F, false>},
+                                                {products<F, true>, drain<F, true>}};
+    static Functions functions(Format format, bool along_columns) {
+        switch (format) {
+#define KT_FORMAT(F)    \
+    case Format::F:     \
+        return kFunctions<Format::F>[along_columns];
+            KT_FORMAT(bf16)
+#ifndef KT_TUNE
+            KT_FORMAT(f32)
+            KT_FORMAT(fp8)
+            KT_FORMAT(mxfp4)
+            KT_FORMAT(int8)
+            KT_FORMAT(int4)
+            KT_FORMAT(q8_0)
+            KT_FORMAT(q4_0)
+            KT_FORMAT(q5_0)
+            KT_FORMAT(q5_1)
+            KT_FORMAT(q4_k)
+            KT_FORMAT(q5_k)
+            KT_FORMAT(q6_k)
+#endif
+            default: break;
+#undef KT_FORMAT
+        }
+        return {};
+    }
+
+    struct Ahead {
+        AheadState state;
+        Functions use{products_alone, nullptr};
+
+        // Slices [begin, end) of `source` are wanted in `panel`; `slices` slices of products will run
+        // meanwhile. What does not come in whole units is decoded here.
+        void start(const Source& source, int64_t begin, int64_t end, Bf16* panel, int64_t slices) {
+            state = AheadState();
+            use = {products_alone, nullptr};
+            if (!whole(source)) return decode<Bf16>(source, begin, end, panel);
+            const bool along_columns = source.part[0].along_columns;
+            int64_t units = 0;
+            const int parts = along_columns ? source.parts : 1;
+            for (int i = 0; i < parts; ++i) {
+                const Part& part = source.part[i];
+                const Part& other = source.part[source.parts - 1];
+                const int64_t depth = along_columns ? part.m.rows : part.m.cols;
+                const int64_t first = max_of(begin, part.slice_begin), last = min_of(end, part.slice_end);
+                const int64_t full = min_of(last, part.slice_begin + depth / kSlice);
+                if (full < last) {
+                    Bf16* tail = panel + (full - begin) * kPanelSlice / 2;
+                    if (along_columns)
+                        decode_part<Bf16>(part, full, last, tail);
+                    else
+                        decode<Bf16>(source, full, last, tail);
+                }
+                if (full <= first) continue;
+                AheadState::Run& run = state.runs[state.count++];
+                run.m[0] = part.m;
+                run.m[1] = along_columns ? part.m : other.m;
+                run.at[0] = part.at;
+                run.at[1] = source.parts == 1 ? part.at + kLanes : other.at;
+                run.slice = first - part.slice_begin;
+                run.units = (full - first) * kUnits;
+                run.panel = reinterpret_cast<char*>(panel) + (first - begin) * kPanelSlice;
+                units += run.units;
+            }
+            if (state.count == 0) return;
+            state.quota = slices == 0 ? 0 : pieces(units, slices);
+            use = functions(source.part[0].m.format, along_columns);
+        }
+
+        void finish() {
+            while (state.run < state.count) {
+                use.drain(state);
+                ++state.run;
+                state.unit = 0;
+            }
+            use = {products_alone, nullptr};
+        }
+
+        // All columns there, row-major, one format, one direction.
+        static bool whole(const Source& source) {
+            const Part& a = source.part[0];
+            for (int i = 0; i < source.parts; ++i) {
+                const Part& part = source.part[i];
+                if (part.count < part.halves * kLanes || part.m.format != a.m.format ||
+                    part.along_columns != a.along_columns || (part.along_columns && part.halves < 2))
+                    return false;
+                const int64_t element = element_bytes(part.m.format);
+                if (element > 0 && part.m.col_bytes != element) return false;
+            }
+            return true;
+        }
+    };
+
+    static void run(Ahead& ahead, int count, const Bf16* left, int64_t piece_stride, int64_t slices,
+                    const Bf16* panel, float* tile, bool accumulate) {
+        AheadState& state = ahead.state;
+        if (state.run < state.count && state.unit == state.runs[state.run].units) {
+            ++state.run;
+            state.unit = 0;
+            if (state.run == state.count) ahead.use.products = products_alone;
+        }
+        ahead.use.products(state, count, left, piece_stride, slices, panel, tile, accumulate);
+    }
+};
