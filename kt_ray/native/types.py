@@ -167,6 +167,8 @@ class ExpertWeights:
             raise ValueError("gate: given with activation 'relu2', required None: relu2 has no gate")
         if not math.isfinite(self.alpha):
             raise ValueError(f"alpha: {self.alpha}, required a finite number; gpt-oss has 1.702")
+        if self.limit == math.inf:
+            object.__setattr__(self, "limit", None)
         if self.limit is None:
             return
         if self.activation not in CLAMPED:
