@@ -112,6 +112,12 @@ def expert_weights(module: Any) -> ExpertWeights:
         gate, up = gate_up.chunk(2, dim=1)
     else:
         gate, up = gate_up[:, 0::2], gate_up[:, 1::2]
-    weights = ExpertWeights(gate, up, down)  # views of the parameters
+    weights = ExpertWeights(
+        gate=gate.contiguous(),
+        up=up.contiguous(),
+        down=down.contiguous(),
+        layer=0,
+        expert_ids=tuple(range(gate.shape[0])),
+    )
     module.__dict__["_kt_weights"] = (key, weights)
     return weights
