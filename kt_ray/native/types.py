@@ -108,8 +108,8 @@ class ExpertWeights:
     | "swiglu_oai" | (c(up, -limit, limit) + 1) · g · σ(alpha g), g = c(gate, max=limit) | gpt-oss (gate and up interleaved, biases), MiniMax-M3, OpenAI privacy filter (biases) |
     | "relu2"      | relu(up)², no gate                                             | mlp_hidden_act "relu2": Nemotron-H |
 
-    The gradient passes a clamp where the value is within or on its bound, as torch's does. Step-3.7,
-    which clamps after silu, and Inkling 2's soft cap are other functions and not among these.
+    The gradient passes a clamp where the value is within or on its bound, as torch's does. Not among
+    these: Step-3.7, which clamps after silu, Inkling 2's soft cap, Muse-Spark's norm after each expert.
 
     Attributes:
         gate: [E, I, H]; None exactly with "relu2".
@@ -120,7 +120,7 @@ class ExpertWeights:
         activation: see above.
         alpha: of "swiglu_oai".
         limit: of "silu" and "swiglu_oai"; None or infinity = no clamping.
-        gate_bias: [E, I] float32 contiguous, frozen, or None. Added to the projection's output with
+        gate_bias: [E, I] float32 contiguous, frozen, or None. Added to the projection's output beside
             its LoRA part, before the activation.
         up_bias: [E, I], likewise.
         down_bias: [E, H], likewise; the router weight multiplies it too.
