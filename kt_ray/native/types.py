@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
+from kt_ray.native.matrix import FORMATS as QUANTISED
 from kt_ray.native.matrix import ExpertMatrix
 
 if TYPE_CHECKING:
@@ -24,10 +25,7 @@ Projection = Tensor | ExpertMatrix
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 CLAMPED = ("silu", "swiglu_oai")
 PLAIN = {torch.float32: "f32", torch.bfloat16: "bf16"}
-FORMATS = (
-    *PLAIN.values(),
-    *("fp8", "mxfp4", "int8", "int4", "q8_0", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"),
-)
+FORMATS: tuple[str, ...] = (*PLAIN.values(), *QUANTISED)
 
 
 def format_of(projection: Projection) -> str:
@@ -245,13 +243,9 @@ class ExpertWeights:
     @property
     def bytes(self) -> int:
         """Memory of the weights, their scales and the biases; views count what they show."""
-        held: list[Tensor | None] = [self.gate_bias, self.up_bias, self.down_bias]
-        for _, projection in self._named():
-            if isinstance(projection, ExpertMatrix):
-                held += [projection.data, projection.scales]
-            else:
-                held.append(projection)
-        return sum(t.numel() * t.element_size() for t in held if t is not None)
+        matrices = [p.bytes for p in (self.gate, self.up, self.down) if isinstance(p, ExpertMatrix)]
+        tensors = (self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
+        return sum(matrices) + sum(t.nbytes for t in tensors if isinstance(t, Tensor))
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ class Variant:
     Attributes:
         format: its name.
         multiple: H and I must be multiples of it.
-        block: rows and columns that one scale covers; None along a dimension = all of it.
+        block: rows and columns that one scale covers; None = all columns.
         scales: dtype of the scales; uint8 = powers of two (ue8m0); None = inside the blocks.
     """
 
     format: str
     multiple: int = 1
-    block: tuple[int | None, int | None] = (1, None)
+    block: tuple[int, int | None] = (1, None)
     scales: torch.dtype | None = None
 
 
@@ -66,7 +66,7 @@ def _gguf(name: str, e: int, n: int, k: int, g: torch.Generator) -> ExpertMatrix
     scale[0, 0, 0] = 0
     for at, factor in factors.items():
         blocks[..., at : at + 2] = (scale * factor).half()[..., None].view(torch.uint8)
-    return ExpertMatrix(name, blocks.flatten(2), (e, n, k), None)
+    return ExpertMatrix(name, blocks.flatten(2), (e, n, k))
 
 
 def _codes(name: str, e: int, n: int, k: int, g: torch.Generator) -> tuple[Tensor, float]:
@@ -89,9 +89,7 @@ def random_matrix(variant: Variant, e: int, n: int, k: int, g: torch.Generator) 
     if variant.scales is None:
         return _gguf(variant.format, e, n, k, g)
     data, size = _codes(variant.format, e, n, k, g)
-    rows, cols = (
-        length if block is None else block for length, block in zip((n, k), variant.block, strict=True)
-    )
+    rows, cols = variant.block[0], variant.block[1] or k
     grid = e, math.ceil(n / rows), math.ceil(k / cols)
     if variant.scales == torch.uint8:
         exponent = 127 + round(math.log2(1 / (size * math.sqrt(k))))
@@ -99,7 +97,7 @@ def random_matrix(variant: Variant, e: int, n: int, k: int, g: torch.Generator) 
     else:
         scales = ((0.5 + torch.rand(grid, generator=g)) / (size * math.sqrt(k))).to(variant.scales)
         scales[0, -1, -1] = 0
-    return ExpertMatrix(variant.format, data, (e, n, k), scales)
+    return ExpertMatrix(variant.format, data, (e, n, k), scales, (rows, cols))
 
 
 def tensors_of(weights: ExpertWeights) -> list[Tensor]:
