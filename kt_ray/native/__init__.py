@@ -4,13 +4,17 @@ from kt_ray.native._native import Saved
 from kt_ray.native.engine import Engine
 from kt_ray.native.isa import ENV as ISA_VARIABLE
 from kt_ray.native.isa import available_isas, select_isa
-from kt_ray.native.types import DropoutSpec, ExpertLora, ExpertWeights
+from kt_ray.native.matrix import ExpertMatrix
+from kt_ray.native.types import FORMATS, Activation, DropoutSpec, ExpertLora, ExpertWeights
 
 __all__ = [
+    "FORMATS",
     "ISA_VARIABLE",
+    "Activation",
     "DropoutSpec",
     "Engine",
     "ExpertLora",
+    "ExpertMatrix",
     "ExpertWeights",
     "Saved",
     "available_isas",

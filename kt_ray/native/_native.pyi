@@ -2,8 +2,23 @@ from collections.abc import Callable
 
 TensorArg = tuple[str, int, str, tuple[int, ...], bool]
 """(name, address, dtype, shape, contiguous on the CPU)"""
-WeightsArg = tuple[TensorArg, TensorArg, TensorArg, int, list[int]]
-LoraArg = tuple[TensorArg, TensorArg, TensorArg, TensorArg, TensorArg, TensorArg, float]
+MatrixArg = tuple[str, str, int, int, int, int, int, int, int, str, int, int, int, int, int]
+"""One projection of all experts, W[e][n][k]:
+(name, format, E, N, K, address, bytes between experts, rows, columns,
+scale type or "none", address of the scales, bytes between experts' and rows' scales,
+rows and columns that one scale covers)"""
+WeightsArg = tuple[
+    MatrixArg | None,
+    MatrixArg,
+    MatrixArg,
+    int,
+    list[int],
+    tuple[str, float, float],
+    tuple[TensorArg | None, TensorArg | None, TensorArg | None],
+]
+"""(gate, up, down, layer, expert_ids, (activation, alpha, limit or infinity), their biases)"""
+LoraArg = tuple[TensorArg | None, TensorArg | None, TensorArg, TensorArg, TensorArg, TensorArg, float]
+"""(gate_a, gate_b, up_a, up_b, down_a, down_b, scale); the first two None where there is no gate"""
 
 def isas() -> list[tuple[str, bool, str]]: ...
 
@@ -33,6 +48,7 @@ class Engine:
         keys: TensorArg | None,
         keep: int,
         y: TensorArg,
+        check_finite: bool,
     ) -> Saved | None: ...
     def backward(
         self,
@@ -43,6 +59,7 @@ class Engine:
         lora_grads: list[LoraArg | None],
         dx: TensorArg,
         dw: TensorArg,
+        check_finite: bool,
     ) -> None: ...
     def close(self) -> None: ...
     @property

@@ -1,5 +1,10 @@
 """The expert engine: forward and backward of one layer's local experts, in C++.
 
+    engine = Engine()
+    weights = ExpertWeights(gate, up, down)            # [E, I, H], [E, I, H], [E, H, I]
+    y, saved = engine.forward(weights, x, ids, w)      # x [T, H], ids and w [T, K]
+    dx, dw = engine.backward(weights, saved, dy)
+
 Shapes: T tokens, K experts per token, E local experts, H hidden size, I intermediate size. The
 mathematics, the roundings and the tolerances are in docs/numerics.md; reference.py says the same in
 torch.
@@ -7,6 +12,7 @@ torch.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from types import TracebackType
@@ -17,7 +23,14 @@ from torch import Tensor
 
 from kt_ray.native import _native
 from kt_ray.native.isa import select_isa
-from kt_ray.native.types import LORA_FIELDS, DropoutSpec, ExpertLora, ExpertWeights
+from kt_ray.native.types import (
+    FORMATS,
+    LORA_FIELDS,
+    DropoutSpec,
+    ExpertLora,
+    ExpertWeights,
+    projection_arg,
+)
 
 Lora = ExpertLora | Sequence[ExpertLora] | None
 LoraGrads = ExpertLora | Sequence[ExpertLora | None] | None
@@ -35,38 +48,52 @@ def _arg(name: str, tensor: Tensor) -> _native.TensorArg:
     return name, address, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), usable
 
 
+def _optional_arg(name: str, tensor: Tensor | None) -> _native.TensorArg | None:
+    return None if tensor is None else _arg(name, tensor)
+
+
 def _weights_arg(weights: ExpertWeights) -> _native.WeightsArg:
-    if weights.activation != "silu":
-        raise ValueError(f"activation: {weights.activation!r}, required 'silu'")
     return (
-        _arg("gate", weights.gate),
-        _arg("up", weights.up),
-        _arg("down", weights.down),
+        None if weights.gate is None else projection_arg("gate", weights.gate),
+        projection_arg("up", weights.up),
+        projection_arg("down", weights.down),
         weights.layer,
         list(weights.expert_ids),
+        (weights.activation, weights.alpha, math.inf if weights.limit is None else weights.limit),
+        (
+            _optional_arg("gate_bias", weights.gate_bias),
+            _optional_arg("up_bias", weights.up_bias),
+            _optional_arg("down_bias", weights.down_bias),
+        ),
     )
 
 
-def _adapter_arg(prefix: str, adapter: ExpertLora) -> _native.LoraArg:
-    named = zip(LORA_FIELDS, adapter.tensors(), strict=True)
-    gate_a, gate_b, up_a, up_b, down_a, down_b = (_arg(f"{prefix}.{name}", t) for name, t in named)
+def _adapter_arg(prefix: str, adapter: ExpertLora, gated: bool) -> _native.LoraArg:
+    for name in ("gate_a", "gate_b"):
+        if (getattr(adapter, name) is not None) != gated:
+            seen, wanted = ("None", "a tensor") if gated else ("given", "None")
+            raise ValueError(
+                f"{prefix}.{name}: {seen}, required {wanted}: the experts have {'a' if gated else 'no'} gate"
+            )
+    gate_a, gate_b = (_optional_arg(f"{prefix}.{n}", getattr(adapter, n)) for n in LORA_FIELDS[:2])
+    up_a, up_b, down_a, down_b = (_arg(f"{prefix}.{n}", getattr(adapter, n)) for n in LORA_FIELDS[2:])
     return gate_a, gate_b, up_a, up_b, down_a, down_b, adapter.scale
 
 
-def _lora_args(lora: Lora) -> list[_native.LoraArg]:
+def _lora_args(lora: Lora, gated: bool) -> list[_native.LoraArg]:
     if lora is None:
         return []
     if isinstance(lora, ExpertLora):
-        return [_adapter_arg("lora", lora)]
-    return [_adapter_arg(f"lora[{i}]", adapter) for i, adapter in enumerate(lora)]
+        return [_adapter_arg("lora", lora, gated)]
+    return [_adapter_arg(f"lora[{i}]", adapter, gated) for i, adapter in enumerate(lora)]
 
 
-def _grad_args(grads: LoraGrads) -> list[_native.LoraArg | None]:
+def _grad_args(grads: LoraGrads, gated: bool) -> list[_native.LoraArg | None]:
     if grads is None:
         return []
     if isinstance(grads, ExpertLora):
-        return [_adapter_arg("lora_grads", grads)]
-    return [None if g is None else _adapter_arg(f"lora_grads[{i}]", g) for i, g in enumerate(grads)]
+        return [_adapter_arg("lora_grads", grads, gated)]
+    return [None if g is None else _adapter_arg(f"lora_grads[{i}]", g, gated) for i, g in enumerate(grads)]
 
 
 class Engine:
@@ -86,6 +113,7 @@ class Engine:
         isa_reason: why it was chosen.
         threads: number of threads.
         cpus: the CPUs they are pinned to.
+        formats: weight formats it computes.
 
     Raises:
         ValueError: an unavailable instruction set, no thread, or no usable CPU.
@@ -103,6 +131,11 @@ class Engine:
         if self.threads < 1:
             raise ValueError(f"threads: {self.threads}, required at least 1")
         self._engine = _native.Engine(self.isa, self.threads, list(self.cpus))
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Weight formats this engine computes: all, on every instruction set."""
+        return FORMATS
 
     @property
     def calls(self) -> int:
@@ -131,6 +164,7 @@ class Engine:
         dropout: DropoutSpec | None = None,
         keys: Tensor | None = None,
         save: SaveMode = True,
+        check_finite: bool = False,
     ) -> tuple[Tensor, _native.Saved | None]:
         """The weighted sum of the chosen experts of every token.
 
@@ -147,12 +181,14 @@ class Engine:
             keys: [T] int64, sample * 2**32 + position of each token.
             save: True keeps x, gate and up for backward; "recompute" keeps x and computes the rest
                 again in backward; False keeps nothing. All three give the same results.
+            check_finite: look for NaN and infinity in x and y.
 
         Returns:
             (y [T, H] float32, what backward needs or None).
 
         Raises:
-            ValueError: an argument of the wrong type, shape or range, named first in the message.
+            ValueError: an argument of the wrong type, shape or range, named first in the message; with
+                `check_finite` a value that is not finite, with its layer and expert.
             MemoryError: no memory for activations or scratch; names layer and expert.
         """
         if save not in _KEEP:
@@ -164,23 +200,25 @@ class Engine:
             x_arg,
             _arg("ids", ids),
             _arg("weights_TK", weights_TK),
-            _lora_args(lora),
+            _lora_args(lora, weights.gate is not None),
             None if adapter_of_token is None else _arg("adapter_of_token", adapter_of_token),
             None if dropout is None else (dropout.p, dropout.seed, dropout.step),
             None if keys is None else _arg("keys", keys),
             _KEEP[save],
             _arg("y", y),
+            check_finite,
         )
         return y, saved
 
     def backward(
         self,
         weights: ExpertWeights,
-        saved: _native.Saved,
+        saved: _native.Saved | None,
         dy: Tensor,
         *,
         lora: Lora = None,
         lora_grads: LoraGrads = None,
+        check_finite: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Gradients of `forward`.
 
@@ -190,6 +228,7 @@ class Engine:
             dy: [T, H] float32.
             lora: as in the forward.
             lora_grads: gradients are added to these; an adapter whose entry is None gets none.
+            check_finite: look for NaN and infinity in dy, dx and the adapters' gradients.
 
         Returns:
             (dx [T, H] float32, gradient of weights_TK [T, K] float32; 0 where there is no expert).
@@ -200,16 +239,17 @@ class Engine:
         if saved is None:
             raise ValueError("saved: None; the forward must run with save=True or save='recompute'")
         weights_arg, dy_arg = _weights_arg(weights), _arg("dy", dy)
-        dx = torch.empty((saved.tokens, weights.gate.shape[-1]), dtype=torch.float32)
+        dx = torch.empty((saved.tokens, weights.H), dtype=torch.float32)
         dw = torch.empty((saved.tokens, saved.slots), dtype=torch.float32)
         self._engine.backward(
             weights_arg,
             saved,
             dy_arg,
-            _lora_args(lora),
-            _grad_args(lora_grads),
+            _lora_args(lora, weights.gate is not None),
+            _grad_args(lora_grads, weights.gate is not None),
             _arg("dx", dx),
             _arg("dw", dw),
+            check_finite,
         )
         return dx, dw
 

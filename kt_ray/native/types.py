@@ -5,31 +5,247 @@ Shapes: E local experts, H hidden size, I intermediate size, r LoRA rank.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from kt_ray.native.matrix import FORMATS as QUANTISED
+from kt_ray.native.matrix import ExpertMatrix
+
+if TYPE_CHECKING:
+    from kt_ray.native._native import MatrixArg
+
+Activation = Literal["silu", "gelu_tanh", "swiglu_oai", "relu2"]
+Projection = Tensor | ExpertMatrix
+
+ACTIVATIONS: tuple[str, ...] = get_args(Activation)
+CLAMPED = ("silu", "swiglu_oai")
+PLAIN = {torch.float32: "f32", torch.bfloat16: "bf16"}
+FORMATS: tuple[str, ...] = (*PLAIN.values(), *QUANTISED)
+
+
+def format_of(projection: Projection) -> str:
+    """The name of a projection's storage format, one of FORMATS."""
+    return PLAIN[projection.dtype] if isinstance(projection, Tensor) else projection.format
+
+
+def plain_arg(name: str, tensor: Tensor) -> MatrixArg:
+    """What the binding needs of all experts' weights of one projection, as they lie in memory.
+
+    Args:
+        name: the argument's name in messages.
+        tensor: [E, N, K] float32 or bfloat16 on the CPU. One of the two inner dimensions runs through
+            memory with stride 1, or with stride 2 (one half of an interleaved tensor); the other
+            strides are free. So row-major tensors, transposed ones (`t.transpose(1, 2)`), the halves
+            of fused ones (`t[:, :n]`, `t[:, 0::2]`, `t[..., 0::2].transpose(1, 2)`) all go uncopied.
+
+    Raises:
+        ValueError: another dtype, device or layout; what was seen, what is required, what to do.
+    """
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.dtype not in PLAIN:
+        raise ValueError(
+            f"{name}: dtype {dtype}, required float32 or bfloat16; "
+            f"convert it with .bfloat16(), or wrap quantised weights in an ExpertMatrix"
+        )
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise ValueError(
+            f"{name}: a {tensor.layout} tensor on {tensor.device}, required a strided CPU tensor; "
+            f"convert it with .to('cpu')"
+        )
+    if tensor.dim() != 3:
+        raise ValueError(
+            f"{name}: shape {list(tensor.shape)}, required three dimensions: experts, outputs, inputs"
+        )
+    e, n, k = tensor.shape
+    expert_stride, row_stride, col_stride = tensor.stride()
+    # The stride of a dimension with at most one element means nothing: read it as the plain one.
+    if k <= 1:
+        col_stride = 1
+    if n <= 1:
+        row_stride = k if col_stride == 1 else 1
+    if min(row_stride, col_stride) not in (1, 2):
+        inner = "one is 0 (an expanded tensor)" if min(row_stride, col_stride) == 0 else "neither is 1 or 2"
+        raise ValueError(
+            f"{name}: strides {list(tensor.stride())}: of the two inner ones {inner}, required 1 along the "
+            f"inputs or the outputs (2 for half of an interleaved tensor); convert it with .contiguous()"
+        )
+    size = tensor.element_size()
+    strides = expert_stride * size, row_stride * size, col_stride * size
+    return name, PLAIN[tensor.dtype], e, n, k, tensor.data_ptr(), *strides, "none", 0, 0, 0, 1, k
+
+
+def projection_arg(name: str, projection: Projection) -> MatrixArg:
+    """`plain_arg` or the matrix's own."""
+    if isinstance(projection, Tensor):
+        return plain_arg(name, projection)
+    if isinstance(projection, ExpertMatrix):
+        return projection.binding_arg(name)
+    raise ValueError(f"{name}: must be a tensor or an ExpertMatrix, got {type(projection).__name__}")
+
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The frozen weights of one layer's local experts, contiguous, all float32 or all bfloat16.
+    """The frozen weights of one layer's local experts, as they are stored: nothing is copied.
+
+    Each projection is a float32 or bfloat16 tensor in any of the layouts of `plain_arg`, or an
+    `ExpertMatrix`. Formats may differ from projection to projection, but float32 ones, which compute
+    in float32, stand only among themselves.
+
+    `activation` says what happens between up and down (c = clamp; bounds only with `limit`):
+
+    | name         | act                                                            | transformers |
+    |--------------|----------------------------------------------------------------|--------------|
+    | "silu"       | silu(gate) · up                                                | hidden_act "silu": DeepSeek-V2/V3, Qwen3-MoE, Mixtral, GLM-4-MoE, Aria, Beam, ... |
+    | "silu", limit| silu(c(gate, max=limit)) · c(up, -limit, limit)                | DeepSeek-V4, HY-V4, GLM-5-next |
+    | "gelu_tanh"  | gelu(gate, tanh) · up                                          | hidden_activation "gelu_pytorch_tanh": Gemma 4, Diffusion-Gemma |
+    | "swiglu_oai" | (c(up, -limit, limit) + 1) · g · σ(alpha g), g = c(gate, max=limit) | gpt-oss (gate and up interleaved, biases), MiniMax-M3, OpenAI privacy filter (biases) |
+    | "relu2"      | relu(up)², no gate                                             | mlp_hidden_act "relu2": Nemotron-H |
+
+    The gradient passes a clamp where the value is within or on its bound, as torch's does. Not among
+    these: Step-3.7, which clamps after silu, Inkling 2's soft cap, Muse-Spark's norm after each expert.
 
     Attributes:
-        gate: [E, I, H].
+        gate: [E, I, H]; None exactly with "relu2".
         up: [E, I, H].
         down: [E, H, I].
         layer: index of the layer in the model; part of the dropout stream and of messages.
-        expert_ids: global number of each local expert, as long as E.
-        activation: "silu", the only one this engine knows.
-    """
+        expert_ids: global number of each local expert, as long as E; default 0 .. E-1.
+        activation: see above.
+        alpha: of "swiglu_oai".
+        limit: of "silu" and "swiglu_oai"; None or infinity = no clamping.
+        gate_bias: [E, I] float32 contiguous, frozen, or None. Added to the projection's output beside
+            its LoRA part, before the activation.
+        up_bias: [E, I], likewise.
+        down_bias: [E, H], likewise; the router weight multiplies it too.
 
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-    layer: int
-    expert_ids: tuple[int, ...]
-    activation: str = "silu"
+    Raises:
+        ValueError: begins with the name of the argument and says what was seen, what is required and
+            what to do.
+    """  # noqa: E501
+
+    gate: Projection | None
+    up: Projection
+    down: Projection
+    layer: int = 0
+    expert_ids: tuple[int, ...] = ()
+    activation: Activation = "silu"
+    alpha: float = 1.702
+    limit: float | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._check_activation()
+        self._check_projections()
+        for name, size in (("gate_bias", self.I), ("up_bias", self.I), ("down_bias", self.H)):
+            self._check_bias(name, size)
+        ids: Sequence[int] = self.expert_ids or range(self.E)
+        if len(ids) != self.E:
+            raise ValueError(
+                f"expert_ids: {len(ids)} numbers for {self.E} experts, required one for each; "
+                f"leave it out for 0 .. {self.E - 1}"
+            )
+        object.__setattr__(self, "expert_ids", tuple(int(i) for i in ids))
+
+    def _check_activation(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation: {self.activation!r}, required one of {', '.join(ACTIVATIONS)}")
+        if self.gate is None and self.activation != "relu2":
+            raise ValueError(
+                f"gate: None with activation {self.activation!r}, required a gate projection; "
+                f"experts without one have activation 'relu2'"
+            )
+        if self.gate is not None and self.activation == "relu2":
+            raise ValueError("gate: given with activation 'relu2', required None: relu2 has no gate")
+        if not math.isfinite(self.alpha):
+            raise ValueError(f"alpha: {self.alpha}, required a finite number; gpt-oss has 1.702")
+        if self.limit == math.inf:
+            object.__setattr__(self, "limit", None)
+        if self.limit is None:
+            return
+        if self.activation not in CLAMPED:
+            raise ValueError(
+                f"limit: {self.limit} with activation {self.activation!r}, required None; "
+                f"only {' and '.join(CLAMPED)} clamp"
+            )
+        if not self.limit > 0:
+            raise ValueError(f"limit: {self.limit}, required a number above 0, or None for no clamping")
+
+    def _check_projections(self) -> None:
+        """Formats that go together, and shapes that agree with the first projection's."""
+        args = [projection_arg("up", self.up), projection_arg("down", self.down)]
+        if self.gate is not None:
+            args.insert(0, projection_arg("gate", self.gate))
+        first, kind, e, i, h = args[0][:5]
+        if i < 1 or h < 1:
+            raise ValueError(f"{first}: shape {[e, i, h]} has no elements per expert, required at least one")
+        for name, observed, *shape in (arg[:5] for arg in args):
+            if (observed == "f32") != (kind == "f32"):
+                named = {"f32": "dtype float32", "bf16": "dtype bfloat16"}
+                raise ValueError(
+                    f"{name}: {named.get(observed, f'format {observed}')} beside {first} with "
+                    f"{named.get(kind, f'format {kind}')}, required float32 for all projections or for "
+                    f"none; convert float32 ones with .bfloat16()"
+                )
+            wanted = [e, h, i] if name == "down" else [e, i, h]
+            if shape != wanted:
+                raise ValueError(
+                    f"{name}: shape {shape}, required {wanted} to go with {first}; "
+                    f"gate and up are [experts, intermediate, hidden], down [experts, hidden, intermediate]"
+                )
+
+    def _check_bias(self, name: str, size: int) -> None:
+        bias = getattr(self, name)
+        if bias is None:
+            return
+        if name == "gate_bias" and self.gate is None:
+            raise ValueError("gate_bias: given without a gate, required None")
+        if not isinstance(bias, Tensor):
+            raise ValueError(f"{name}: must be a tensor or None, got {type(bias).__name__}")
+        if bias.dtype != torch.float32 or bias.device.type != "cpu" or not bias.is_contiguous():
+            dtype = str(bias.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"{name}: dtype {dtype} on {bias.device}, strides {list(bias.stride())}, "
+                f"required contiguous float32 on the CPU; convert it with .cpu().float().contiguous()"
+            )
+        if bias.shape != (self.E, size):
+            raise ValueError(f"{name}: shape {list(bias.shape)}, required {[self.E, size]}")
+
+    def _named(self) -> tuple[tuple[str, Projection | None], ...]:
+        return ("gate", self.gate), ("up", self.up), ("down", self.down)
+
+    @property
+    def E(self) -> int:
+        """Number of local experts."""
+        return int(self.up.shape[0])
+
+    @property
+    def H(self) -> int:
+        """Hidden size."""
+        return int(self.up.shape[2])
+
+    @property
+    def I(self) -> int:  # noqa: E743
+        """Intermediate size."""
+        return int(self.up.shape[1])
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Storage formats of gate (if there is one), up and down."""
+        return tuple(format_of(p) for _, p in self._named() if p is not None)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the weights, their scales and the biases; views count what they show."""
+        matrices = [p.bytes for p in (self.gate, self.up, self.down) if isinstance(p, ExpertMatrix)]
+        tensors = (self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
+        return sum(matrices) + sum(t.nbytes for t in tensors if isinstance(t, Tensor))
 
 
 @dataclass(frozen=True)
@@ -39,8 +255,8 @@ class ExpertLora:
     The same class holds gradients (`zeros_like`), accumulated in float32.
 
     Attributes:
-        gate_a: [E, r, H].
-        gate_b: [E, I, r].
+        gate_a: [E, r, H]; None exactly where the experts have no gate.
+        gate_b: [E, I, r]; likewise.
         up_a: [E, r, H].
         up_b: [E, I, r].
         down_a: [E, r, I].
@@ -48,22 +264,53 @@ class ExpertLora:
         scale: alpha / r, or alpha / sqrt(r) with rsLoRA.
     """
 
-    gate_a: Tensor
-    gate_b: Tensor
+    gate_a: Tensor | None
+    gate_b: Tensor | None
     up_a: Tensor
     up_b: Tensor
     down_a: Tensor
     down_b: Tensor
     scale: float
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The six matrices in the order of the fields."""
-        return self.gate_a, self.gate_b, self.up_a, self.up_b, self.down_a, self.down_b
+    def named(self) -> dict[str, Tensor]:
+        """The matrices by name, in the order of the fields: six, or four without a gate."""
+        found = {name: getattr(self, name) for name in LORA_FIELDS}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The matrices in the order of the fields: six, or four without a gate."""
+        return tuple(self.named().values())
+
+    def pair(self, projection: int) -> tuple[Tensor, Tensor]:
+        """A and B of gate (0), up (1) or down (2).
+
+        Raises:
+            ValueError: gate of an adapter without one.
+        """
+        a, b = (
+            (self.gate_a, self.gate_b),
+            (self.up_a, self.up_b),
+            (self.down_a, self.down_b),
+        )[projection]
+        if a is None or b is None:
+            raise ValueError("lora: has no gate matrices, required for experts with a gate")
+        return a, b
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> ExpertLora:
+        """An adapter of the function's results, with the same scale."""
+        return ExpertLora(
+            None if self.gate_a is None else function(self.gate_a),
+            None if self.gate_b is None else function(self.gate_b),
+            function(self.up_a),
+            function(self.up_b),
+            function(self.down_a),
+            function(self.down_b),
+            self.scale,
+        )
 
     def zeros_like(self) -> ExpertLora:
         """An adapter of zeros of the same shape: where gradients are gathered."""
-        gate_a, gate_b, up_a, up_b, down_a, down_b = (torch.zeros_like(t) for t in self.tensors())
-        return ExpertLora(gate_a, gate_b, up_a, up_b, down_a, down_b, self.scale)
+        return self.map(torch.zeros_like)
 
 
 LORA_FIELDS = tuple(f.name for f in fields(ExpertLora) if f.name != "scale")
