@@ -93,6 +93,7 @@ static void after_fork(void) {  // in the child: its one thread goes on, the par
 static void write_counts(void) {
     struct amxemu_counts c;
     amxemu_counts(&c);
+    if (!c.signals) return;
     char line[1024];
     int n = snprintf(line, sizeof line, "{\"pid\": %d", (int)getpid());
 #define PRINT(name) \
