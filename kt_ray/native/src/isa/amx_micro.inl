@@ -9,9 +9,10 @@
 // operands' rows are 64 bytes in both types, so one configuration serves bfloat16 and int8.
 //
 // Rows are configured exactly: a tile of m rows loads, multiplies and stores m rows, so `tile` and the
-// left operand need no padding, and a row's bits do not depend on how many others there are.
-// Configuring clears every tile; it happens only when the count changes: at most twice per panel, as
-// all row blocks of an expert but the last have 32 rows.
+// left operand need no padding, and a row's bits do not depend on how many others there are. Configuring
+// takes about 200 cycles and clears every tile; it happens only when the count changes: at most twice per
+// panel, as all row blocks of an expert but the last have 32 rows. 16 and 32 rows share a configuration,
+// so that a caller of short depths (a thousand elements or less) who pads to 16 rows of zeros has none.
 //
 // The tile configuration belongs to the thread, as registers do. A thread calls enter() before its
 // first run() and leave() after its last one, with no other user of tiles in between; leave() returns
@@ -54,6 +55,7 @@ struct Tiles {
     static thread_local int configured;
 
     static void configure(int count) {
+        if (count == kTileRows) count = 2 * kTileRows;  // the same tiles, and more
         if (configured == count) return;
         // Not _tile_loadconfig: gcc 12 declares it to read 8 bytes of the 64.
         __asm__ volatile("ldtilecfg %0" : : "m"(kTileConfigs.of_count[count]));
@@ -152,7 +154,7 @@ struct MicroTiles {
     }
 
     // Up to 16 rows. Alternating between two pairs of sums would hide more of a product's latency, but a
-    // row's bits would then depend on the count; such blocks wait for memory or decoding anyway.
+    // row's bits would then depend on the count; and such blocks wait for memory or decoding.
     template <class Job>
     static void one_by_two(const char* a, int64_t piece, int64_t blocks, const char* b, Sum* tile,
                            bool accumulate, Job& job) {
