@@ -12,6 +12,8 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +91,13 @@ class Amx:
     def emulated(self) -> bool:
         return self.emulator is not None
 
+    def micro_test(self) -> Path:
+        """The program tests/native/cpp/amx_micro_test.cpp, compiled as the engine compiles its kernels."""
+        program = self.folder / "amx_micro_test"
+        source = TESTS / "cpp" / "amx_micro_test.cpp"
+        compile_with("g++", program, *ISA_FLAGS, "-Werror", "-I", SOURCES, source, "-pthread")
+        return program
+
     def environment(self, **more: str) -> dict[str, str]:
         """os.environ, under which a child process finds AMX; `more` is added."""
         result = {**os.environ, **more}
@@ -113,3 +122,11 @@ class Amx:
         for line in file.read_text().splitlines() if file.exists() else ():
             total.update({name: n for name, n in json.loads(line).items() if name != "pid"})
         return total
+
+
+if __name__ == "__main__":
+    if Amx.unusable():
+        sys.exit(Amx.unusable())
+    with tempfile.TemporaryDirectory() as folder:
+        amx = Amx.build(Path(folder))
+        print(amx.run([str(amx.micro_test()), "plan"]), end="")

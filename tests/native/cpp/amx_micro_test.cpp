@@ -9,6 +9,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <cstdint>
@@ -164,6 +165,9 @@ struct Plan {
         product_rows = n * 2 * count;
         loaded_bytes = n * (64 * count + 2048) + (accumulate ? 128 * count : 0);
     }
+    // The products of run() calls so far; main() prints them for the test to compare with the emulator's.
+    static inline std::atomic<uint64_t> planned{0};
+
     bool matches(const Counts& from, const Counts& to) const {
         const uint64_t bf16 = to.tdpbf16ps - from.tdpbf16ps, int8 = to.tdpbssd - from.tdpbssd;
         const bool is_bf16 = M::kPack == 2;
@@ -182,6 +186,7 @@ void check_one(Problem<M>& p, bool accumulate, bool configures) {
     CountingJob job;
     const Counts from = counts();
     M::run(p.count, p.left.data, p.pieces, p.panel.data, p.tile.data, accumulate, job);
+    Plan<M>::planned += Plan<M>(p.count, p.pieces, accumulate).products;
     const Counts to = counts();
     if (std::memcmp(p.tile.data, expected.data(), expected.size() * sizeof(expected[0])) != 0)
         fail("sums differ, or rows beyond were written", p.count, p.pieces, accumulate);
@@ -239,6 +244,7 @@ void check_non_finite() {
         p.panel.data[k / 2 * 64 + column * 2 + k % 2] = Bf16{0x7f80};
         CountingJob job;
         MicroAmx::run(count, p.left.data, 3, p.panel.data, p.tile.data, false, job);
+        Plan<MicroAmx>::planned += Plan<MicroAmx>(count, 3, false).products;
         for (int r = 0; r < count; ++r)
             for (int n = 0; n < kColumns; ++n) {
                 const float v = p.tile.data[r * kColumns + n];
@@ -255,12 +261,10 @@ void check_non_finite() {
 // Tiles belong to threads: each configures its own, even when another has just done the same.
 void check_threads() {
     constexpr int kThreads = 4, kRounds = 20;
-    const Counts from = counts();
-    uint64_t products[kThreads] = {};
     std::barrier together(kThreads);
     std::vector<std::thread> threads;
     for (int t = 0; t < kThreads; ++t)
-        threads.emplace_back([t, &products, &together] {
+        threads.emplace_back([t, &together] {
             MicroAmx::enter();
             for (int round = 0; round < kRounds; ++round) {
                 const int count = 1 + 11 * round % 32;
@@ -274,17 +278,12 @@ void check_threads() {
                 MicroAmx::run(count, p.left.data, p.pieces, p.panel.data, p.tile.data, true, job);
                 if (std::memcmp(p.tile.data, expected.data(), expected.size() * sizeof(float)) != 0)
                     fail("sums differ in a thread", count, p.pieces, true);
-                products[t] += Plan<MicroAmx>(count, p.pieces, true).products;
+                Plan<MicroAmx>::planned += Plan<MicroAmx>(count, p.pieces, true).products;
             }
             MicroAmx::leave();
         });
-    uint64_t expected = 0;
-    for (int t = 0; t < kThreads; ++t) {
-        threads[t].join();
-        expected += products[t];
-    }
-    if (counted() && counts().tdpbf16ps - from.tdpbf16ps != expected) fail("products of threads", 0, 0, true);
-    std::printf("ok: %d threads, %lu products\n", kThreads, static_cast<unsigned long>(expected));
+    for (std::thread& thread : threads) thread.join();
+    std::printf("ok: %d threads\n", kThreads);
 }
 
 // enter() does not trust what another user of tiles left behind; 16 and 32 rows share a configuration.
@@ -356,5 +355,8 @@ int main(int argc, char** argv) {
     kt::check_non_finite();
     kt::check_threads();
     kt::check_configuration();
+    std::printf("planned products: %lu bf16, %lu int8\n",
+                static_cast<unsigned long>(kt::Plan<kt::MicroAmx>::planned),
+                static_cast<unsigned long>(kt::Plan<kt::MicroAmxInt8>::planned));
     return 0;
 }
