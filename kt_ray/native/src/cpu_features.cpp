@@ -66,13 +66,16 @@ std::string request_tile_data() {
            ", " + std::strerror(error) + ")";
 }
 
-// What AMX lacks beyond AVX512_BF16.
+// What AMX lacks beyond AVX512_BF16. Its decoders may use VBMI, which every CPU with AMX has.
 std::string missing_amx(const CpuId& leaf7, uint64_t state) {
     std::string text;
-    if (!assume_amx()) {
+    if (assume_amx()) {
+        text = missing({{bool(leaf7.ecx >> 1 & 1), "AVX512_VBMI in the CPU"}});
+    } else {
         text = missing({{bool(leaf7.edx >> 22 & 1), "AMX-BF16 in the CPU"},
                         {bool(leaf7.edx >> 24 & 1), "AMX-TILE in the CPU"},
-                        {bool(leaf7.edx >> 25 & 1), "AMX-INT8 in the CPU"}});
+                        {bool(leaf7.edx >> 25 & 1), "AMX-INT8 in the CPU"},
+                        {bool(leaf7.ecx >> 1 & 1), "AVX512_VBMI in the CPU"}});
         if (text.empty())
             text = missing({{(state >> 17 & 3) == 3, "AMX tile state in the operating system"}});
     }

@@ -113,6 +113,26 @@ static void good(void) {
     if (loaded().palette != 0) _exit(3);
 }
 
+// 64 products of two bytes 0xff, each -1 or 255.
+static void signedness(void) {
+    memset(memory, 0xff, sizeof memory);
+    static int32_t sums[4][16][16];
+    load(&c);
+    _tile_loadd(4, memory, 64);
+    _tile_loadd(5, memory, 64);
+    _tile_dpbssd(0, 4, 5);
+    _tile_dpbsud(1, 4, 5);
+    _tile_dpbusd(2, 4, 5);
+    _tile_dpbuud(3, 4, 5);
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+    const int32_t expected[4] = {64, -64 * 255, -64 * 255, 64 * 255 * 255};
+    for (int i = 0; i < 4; i++)
+        if (sums[i][0][0] != expected[i] || sums[i][15][15] != expected[i]) _exit(2 + i);
+}
+
 // Another thread has tiles of its own, and a mask that blocks everything does not stop them.
 static void* other_thread(void* unused) {
     sigset_t all;
@@ -148,6 +168,7 @@ static const struct {
     int asks, signal;
 } cases[] = {
     {"good", good, 1, 0},
+    {"signed and unsigned bytes", signedness, 1, 0},
     {"two threads", two_threads, 1, 0},
     {"the application's handler", own_handler, 1, 0},
     {"no permission asked for", unconfigured, 0, SIGILL},
