@@ -4,6 +4,12 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
 #endif
 
 namespace kt {
@@ -43,6 +49,39 @@ std::string missing(std::initializer_list<Requirement> requirements) {
     return text;
 }
 
+// Emulating AMX (tests/native/amxemu) cannot change what CPUID and XGETBV say: with
+// KT_RAY_TEST_ASSUME_AMX=1 these two, and these two alone, are not asked about AMX.
+bool assume_amx() {
+    const char* value = std::getenv("KT_RAY_TEST_ASSUME_AMX");
+    return value != nullptr && std::strcmp(value, "1") == 0;
+}
+
+// Asks for the right to use tile data, which Linux grants to a whole process on request; empty when
+// granted. Through libc's syscall(), where an emulator can answer.
+std::string request_tile_data() {
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) return "";
+    const int error = errno;
+    return "AMX tile data not permitted by the operating system (arch_prctl: errno " + std::to_string(error) +
+           ", " + std::strerror(error) + ")";
+}
+
+// What AMX lacks beyond AVX512_BF16. Its decoders may use VBMI, which every CPU with AMX has.
+std::string missing_amx(const CpuId& leaf7, uint64_t state) {
+    std::string text;
+    if (assume_amx()) {
+        text = missing({{bool(leaf7.ecx >> 1 & 1), "AVX512_VBMI in the CPU"}});
+    } else {
+        text = missing({{bool(leaf7.edx >> 22 & 1), "AMX-BF16 in the CPU"},
+                        {bool(leaf7.edx >> 24 & 1), "AMX-TILE in the CPU"},
+                        {bool(leaf7.edx >> 25 & 1), "AMX-INT8 in the CPU"},
+                        {bool(leaf7.ecx >> 1 & 1), "AVX512_VBMI in the CPU"}});
+        if (text.empty())
+            text = missing({{(state >> 17 & 3) == 3, "AMX tile state in the operating system"}});
+    }
+    return text.empty() ? request_tile_data() : text;
+}
+
 #endif
 
 std::vector<IsaStatus> detect() {
@@ -68,6 +107,8 @@ std::vector<IsaStatus> detect() {
     result.push_back({"avx2", avx2.empty(), avx2});
     result.push_back({"avx512", avx512.empty(), avx512});
     result.push_back({"avx512_bf16", avx512_bf16.empty(), avx512_bf16});
+    const std::string amx = avx512_bf16.empty() ? missing_amx(leaf7, state) : avx512_bf16;
+    result.push_back({"amx", amx.empty(), amx});
 #endif
     return result;
 }

@@ -12,7 +12,8 @@ struct IsaStatus {
     std::string reason;  // what is missing; empty when available
 };
 
-// Every instruction set the engine was built for, slowest first. `reference` is always available.
+// Every instruction set the engine was built for, slowest first. `reference` is always available. The
+// first call asks the operating system for the process's right to use AMX tiles, where there are any.
 const std::vector<IsaStatus>& isa_statuses();
 
 }  // namespace kt
