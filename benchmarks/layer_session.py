@@ -70,7 +70,8 @@ class Group:
     Attributes:
         case: what is measured.
         participants: ours and peers in the case's format.
-        baseline: ours in BF16 in the same rounds, when the case has another format.
+        baselines: ours in BF16 in the same rounds, when the case has another format; one per instruction
+            set of ours.
         others_cpus: CPUs that other programs used in the counted rounds, mean.
         quiet: that was at most 5 % of the machine.
         repeated: rounds that were done again because it was more.
@@ -78,7 +79,7 @@ class Group:
 
     case: Case
     participants: list[Participant]
-    baseline: Participant | None = None
+    baselines: list[Participant] = field(default_factory=list)
     others_cpus: float = 0.0
     quiet: bool = True
     repeated: int = 0
@@ -90,10 +91,10 @@ def make_group(case: Case, isas: Sequence[str], peers: Sequence[str], profile: b
     if profile and case.rank:
         ours += [Participant(OURS, case, isa, lora=False) for isa in isas]
     theirs = [Participant(peer, case) for peer in peers if case.format in PEERS[peer][0]]
-    baseline = None
+    baselines = []
     if case.format not in ("bf16", "f32"):
-        baseline = Participant(OURS, replace(case, format="bf16"), isas[0])
-    return Group(case, ours + theirs, baseline)
+        baselines = [Participant(OURS, replace(case, format="bf16"), isa) for isa in isas]
+    return Group(case, ours + theirs, baselines)
 
 
 def run_group(group: Group, rounds: int, patience: float, kt_python: Path | str, logs: Path) -> None:
@@ -106,7 +107,7 @@ def run_group(group: Group, rounds: int, patience: float, kt_python: Path | str,
         kt_python: interpreter of the peer kt, or why there is none.
         logs: folder for what the children print.
     """
-    everyone = [*group.participants, *([group.baseline] if group.baseline else [])]
+    everyone = [*group.participants, *group.baselines]
     children: dict[tuple[str, Case], Child] = {}
     used = seconds = 0.0
     try:
@@ -282,8 +283,9 @@ def _ratios(
         ratios["ratio_to_ours"] = round(participant.median(direction) / reference.median(direction), 4)
         sums = [sum(p.median(d) for d in both) for p in (participant, reference)]
         ratios["ratio_to_ours_both"] = round(sums[0] / sums[1], 4)
-    baseline = group.baseline
-    if participant.impl == OURS and baseline is not None and not baseline.error:
+    asked = (b for b in group.baselines if b.isa == participant.isa and not b.error)
+    baseline = next(asked, None) if participant.impl == OURS and participant.lora else None
+    if baseline is not None:
         ratios["ratio_to_bf16"] = round(participant.median(direction) / baseline.median(direction), 4)
         ratios["bf16_median_ms"] = round(baseline.median(direction), 4)
     return ratios

@@ -147,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         about["quiet_before"] = is_quiet(args.wait_quiet)
         counts = sorted({1, *args.threads})
         before = about["peak"] = about["peak_before"] = peak.measure(counts, args.peak_seconds)
+        print(f"peak: {before or peak.error}", file=say)
         if not about["quiet_before"]:
             print("WARNING: other programs use more than 5 % of the CPUs", file=say)
         for threads, tokens, name in (
