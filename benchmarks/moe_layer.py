@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common import frame, machine, wait_quiet, write_json
-from kt_venv import kt_python
+from kt_venv import VERSION, kt_python
 from layer_inputs import FORMATS, SHAPES, Case
 from layer_session import PEERS, Group, make_group, quiet_cpus, records, run_group
 from peak import Peak, Rates, best
@@ -136,6 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "kt" in args.against:
         try:
             kt = kt_python(args.kt_venv)
+            about["versions"]["kt-kernel"] = VERSION
         except (OSError, RuntimeError) as error:
             kt = f"no environment: {error}"
     groups: list[Group] = []
