@@ -64,7 +64,7 @@ class Native:
             return stored.data
         from kt_ray.native.matrix import ExpertMatrix
 
-        return ExpertMatrix(stored.format, stored.data, stored.shape, stored.scales)
+        return ExpertMatrix(stored.format, stored.data, stored.shape, stored.scales, stored.block)
 
     def __call__(self, question: Message) -> Message:
         """Measure with the asked instruction set."""

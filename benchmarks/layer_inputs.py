@@ -9,6 +9,7 @@ are finite. Up to four experts are random, the others repeat them (in memory of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,14 +26,14 @@ FORMATS = (
     *("bf16", "f32", "fp8", "mxfp4", "int8", "int4"),
     *("q8_0", "q6_k", "q5_k", "q4_k", "q5_0", "q5_1", "q4_0"),
 )
-GGUF = {  # elements and bytes of a block, offsets of its fp16 scales
-    "q8_0": (32, 34, (0,)),
-    "q4_0": (32, 18, (0,)),
-    "q5_0": (32, 22, (0,)),
-    "q5_1": (32, 24, (0, 2)),
-    "q4_k": (256, 144, (0, 2)),
-    "q5_k": (256, 176, (0, 2)),
-    "q6_k": (256, 210, (208,)),
+GGUF = {  # elements and bytes of a block, offsets of its fp16 scales, deviation of random bytes at scale 1
+    "q8_0": (32, 34, (0,), 74),
+    "q4_0": (32, 18, (0,), 4.6),
+    "q5_0": (32, 22, (0,), 9.2),
+    "q5_1": (32, 24, (0, 2), 9.2),
+    "q4_k": (256, 144, (0, 2), 220),
+    "q5_k": (256, 176, (0, 2), 443),
+    "q6_k": (256, 210, (208,), 1362),
 }
 # What llama.cpp stores where a row is no multiple of 256.
 FALLBACK = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
@@ -90,6 +91,7 @@ class Stored:
     data: Tensor
     shape: tuple[int, int, int]  # E, N, K
     scales: Tensor | None = None
+    block: tuple[int, int] | None = None  # rows and columns that one scale covers; None: the format's own
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,8 @@ def store(name: str, experts: int, n: int, k: int, seed: int) -> Stored:
     def octets(*shape: int) -> Tensor:
         return torch.randint(0, 256, (few, *shape), dtype=torch.uint8, generator=rng)
 
-    def whole(data: Tensor, scales: Tensor | None = None) -> Stored:
-        return Stored(name, fill(data), (experts, n, k), None if scales is None else fill(scales))
+    def whole(data: Tensor, scales: Tensor | None = None, block: tuple[int, int] | None = None) -> Stored:
+        return Stored(name, fill(data), (experts, n, k), None if scales is None else fill(scales), block)
 
     def constant(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.full((few, *shape), value, dtype=dtype)
@@ -139,17 +141,18 @@ def store(name: str, experts: int, n: int, k: int, seed: int) -> Stored:
         return whole(torch.empty((few, n, k), dtype=dtype).uniform_(-size, size, generator=rng))
     if name == "fp8":  # without the highest exponent bit: below 2, no NaN
         data = (octets(n, k) & 0xBF).view(torch.float8_e4m3fn)
-        return whole(data, constant(size, torch.float32, -(-n // 128), -(-k // 128)))
+        return whole(data, constant(2 * size, torch.float32, -(-n // 128), -(-k // 128)), (128, 128))
     if name == "mxfp4":  # 2^(scale - 127)
-        return whole(octets(n, k // 2), constant(121, torch.uint8, n, k // 32))
+        return whole(octets(n, k // 2), constant(127 + round(math.log2(size / 3)), torch.uint8, n, k // 32))
     if name == "int8":  # one scale per row
         return whole(octets(n, k).view(torch.int8), constant(size / 64, torch.float32, n, 1))
     if name == "int4":  # groups of 32
         data = octets(n, k // 2).view(torch.int32)
         return whole(data, constant(size / 4, torch.bfloat16, n, k // 32))
-    _, width, offsets = GGUF[name]
+    _, width, offsets, deviation = GGUF[name]
     blocks = octets(n, k // block, width)
-    scale = torch.tensor([size / 32 if "k" in name else size / 8], dtype=torch.float16).view(torch.uint8)
+    # At least the smallest normal fp16: decoding must not meet subnormal numbers that no checkpoint has.
+    scale = torch.tensor([max(size / deviation, 2**-14)], dtype=torch.float16).view(torch.uint8)
     for at in offsets:
         blocks[..., at : at + 2] = scale
     return whole(blocks.view(few, n, k // block * width))
@@ -194,7 +197,7 @@ def matrix_bytes(name: str, n: int, k: int) -> int:
     """Bytes of one expert's matrix [N, K] with its scales, as `store` makes it."""
     name = stored_format(name, k)
     if name in GGUF:
-        block, width, _ = GGUF[name]
+        block, width, *_ = GGUF[name]
         return n * k // block * width
     return {
         "f32": 4 * n * k,

@@ -99,6 +99,19 @@ def test_weights_are_finite_and_as_large_as_counted() -> None:
         inputs.store("mxfp4", 2, 4, 100, seed=1)
 
 
+@pytest.mark.parametrize("name", ["fp8", "mxfp4", "int8", "int4", "q8_0", "q6_k", "q4_k", "q5_1"])
+def test_weights_are_what_the_engine_calls_them(name: str) -> None:
+    """The engine's own checks accept the stored matrices, edges included; values have the right size."""
+    pytest.importorskip("kt_ray.native.matrix")
+    from layer_child import Native
+    from layer_inputs import store
+
+    for n, k in ((130, 2080), (512, 512)):
+        values = Native._matrix(store(name, 2, n, k, seed=1)).dequantize()
+        assert values.shape == (2, n, k) and values.isfinite().all()
+        assert 0.3 < values.std() * k**0.5 < 3.5
+
+
 def test_same_inputs_in_every_process() -> None:
     from layer_inputs import Case, make_inputs, make_weights
 
