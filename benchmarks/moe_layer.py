@@ -1,191 +1,179 @@
-"""One expert layer, forward and backward: the native engine against factored LoRA in torch.
+"""One expert layer, forward and backward: the native engine and its peers, beside the machine's peak.
 
-    python benchmarks/moe_layer.py --shape deepseek_v2_lite --tokens 512 --rank 8 --threads 2 --json out.json
+    python benchmarks/moe_layer.py --shape deepseek_v2_lite --tokens 512 --rank 8 --threads 2 --formats all \\
+        --against kt,torch,peft,grouped_mm --wait-quiet 600 --json out.json
 
-Both sides get the same weights, routing and adapters, take turns round by round, and report the median.
-The torch side is what a careful user would write without this project: per expert, frozen bfloat16
-matrices, LoRA as two thin products (never W + BA), autograd for the rest. FLOPs count the frozen
-matrices only, 6 K T H I per direction.
+All get the same weights, routing and adapters, each in a process of its own, take turns round by round
+(the others are stopped meanwhile), and report the median. FLOPs count the frozen matrices only, 6 K T H I
+per direction. Records and peers: README.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
-import statistics
+import os
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from common import frame, machine, write_json
-from torch.nn.functional import linear, silu
-
-from kt_ray.native import Engine, ExpertLora, ExpertWeights
-
-SHAPES = {  # hidden, intermediate, experts, experts per token
-    "deepseek_v2_lite": (2048, 1408, 64, 6),
-    "qwen3_30b_a3b": (2048, 768, 128, 8),
-    "mixtral_8x7b": (4096, 14336, 8, 2),
-    "tiny": (256, 128, 8, 2),
-}
+from common import frame, machine, wait_quiet, write_json
+from kt_venv import VERSION, kt_python
+from layer_inputs import FORMATS, SHAPES, Case
+from layer_session import PEERS, Group, make_group, quiet_cpus, records, run_group
+from peak import Peak, Rates, best
 
 
-@dataclass
-class Layer:
-    """Inputs of one layer, the same for every implementation."""
-
-    weights: ExpertWeights
-    lora: ExpertLora | None
-    x: torch.Tensor
-    ids: torch.Tensor
-    router: torch.Tensor
-    dy: torch.Tensor
+def words(text: str) -> list[str]:
+    """A list with commas; "none" is empty."""
+    return [] if text == "none" else [word.strip() for word in text.split(",") if word.strip()]
 
 
-def make_layer(shape: str, tokens: int, rank: int, dtype: torch.dtype) -> Layer:
-    """Random weights and an even random routing."""
-    h, i, e, k = SHAPES[shape]
-    torch.manual_seed(0)
-
-    def weight(*size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype).uniform_(-1, 1) * size[-1] ** -0.5
-
-    def adapter(out: int, features: int) -> torch.Tensor:
-        return torch.randn(e, out, features) * features**-0.5
-
-    lora = None
-    if rank:
-        gate_up = adapter(rank, h), adapter(i, rank), adapter(rank, h), adapter(i, rank)
-        lora = ExpertLora(*gate_up, adapter(rank, i), adapter(h, rank), scale=1.0)
-    return Layer(
-        ExpertWeights(weight(e, i, h), weight(e, i, h), weight(e, h, i), layer=0, expert_ids=tuple(range(e))),
-        lora,
-        torch.randn(tokens, h).to(dtype),
-        torch.rand(tokens, e).topk(k, dim=1).indices,
-        torch.rand(tokens, k),
-        torch.randn(tokens, h),
-    )
+def numbers(text: str) -> list[int]:
+    """Positive numbers with commas."""
+    values = [int(word) for word in words(text)]
+    if not values or min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: positive numbers with commas")
+    return values
 
 
-Step = tuple[Callable[[], Any], Callable[[Any], Any]]
+def formats(text: str) -> list[str]:
+    """Names of formats with commas, or "all"."""
+    return _choices(text, FORMATS)
 
 
-def native_step(layer: Layer, engine: Engine) -> Step:
-    """Forward and backward on the engine."""
-    grads = layer.lora.zeros_like() if layer.lora else None
-
-    def forward() -> Any:
-        return engine.forward(layer.weights, layer.x, layer.ids, layer.router, lora=layer.lora)[1]
-
-    def backward(saved: Any) -> Any:
-        result = engine.backward(layer.weights, saved, layer.dy, lora=layer.lora, lora_grads=grads)
-        saved.release()
-        return result
-
-    return forward, backward
+def peers(text: str) -> list[str]:
+    """Names of peers with commas, or "all", or "none"."""
+    return _choices(text, tuple(PEERS))
 
 
-def torch_step(layer: Layer) -> Step:
-    """Forward and backward as factored LoRA in torch, adapters in the weights' dtype."""
-    w, dtype = layer.weights, layer.weights.gate.dtype
-    x, router = layer.x.clone().requires_grad_(), layer.router.clone().requires_grad_()
-    adapters = [t.to(dtype).requires_grad_() for t in layer.lora.tensors()] if layer.lora else None
-    dy = layer.dy.to(dtype)
-
-    def project(z: torch.Tensor, matrix: torch.Tensor, projection: int, e: int) -> torch.Tensor:
-        out = linear(z, matrix[e])
-        if adapters is None:
-            return out
-        a, b = adapters[2 * projection][e], adapters[2 * projection + 1][e]
-        return out + linear(linear(z, a), b)
-
-    def forward() -> Any:
-        y = torch.zeros(x.shape, dtype=dtype)
-        for e in range(w.gate.shape[0]):
-            token, slot = torch.where(layer.ids == e)
-            z = x[token]
-            act = silu(project(z, w.gate, 0, e)) * project(z, w.up, 1, e)
-            y = y.index_add(0, token, project(act, w.down, 2, e) * router[token, slot, None].to(dtype))
-        return y
-
-    def backward(y: Any) -> Any:
-        y.backward(dy)
-
-    return forward, backward
+def _choices(text: str, known: Sequence[str]) -> list[str]:
+    chosen = list(known) if text == "all" else words(text)
+    if unknown := [word for word in chosen if word not in known]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: known are {', '.join(known)}")
+    return chosen
 
 
-def measure(steps: dict[str, Step], rounds: int) -> dict[str, tuple[float, float]]:
-    """Median seconds of forward and backward of each, taking turns; the first round is not counted."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for _ in range(rounds + 1):
-        for name, (forward, backward) in steps.items():
-            start = time.perf_counter()
-            state = forward()
-            middle = time.perf_counter()
-            backward(state)
-            times[name].append((middle - start, time.perf_counter() - middle))
-    return {
-        name: (statistics.median(f for f, _ in t[1:]), statistics.median(b for _, b in t[1:]))
-        for name, t in times.items()
-    }
+def isas(text: str) -> list[str]:
+    """Names of instruction sets; "all": every one of this machine except reference, the best first."""
+    if text != "all":
+        return words(text) or ["auto"]
+    from kt_ray.native import available_isas
+
+    return [isa for isa in reversed(available_isas()) if isa != "reference"] or ["reference"]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark and print or write its JSON."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kt_ray" / "kt_venv"
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="deepseek_v2_lite")
-    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--experts", type=int, metavar="N", help="fewer than the model's: less memory")
+    parser.add_argument("--tokens", type=numbers, default=[512], metavar="T,...")
     parser.add_argument("--rank", type=int, default=8, help="0: no adapter")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--isa", default="auto")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=numbers, default=[2], metavar="N,...")
+    parser.add_argument("--formats", type=formats, default=["bf16"], metavar="F,...", help=" ".join(FORMATS))
+    parser.add_argument("--isas", type=isas, default=["auto"], metavar="I,...", help="auto, all, or names")
+    parser.add_argument("--against", type=peers, default=["torch"], metavar="P,...", help=" ".join(PEERS))
+    parser.add_argument("--rounds", type=int, default=5, help="counted ones, after one to warm up")
+    parser.add_argument("--profile", action="store_true", help="ours without LoRA besides")
+    parser.add_argument(
+        "--wait-quiet",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="per group: before it, and for repeats",
+    )
+    parser.add_argument("--peak-seconds", type=float, default=1.0, help="of each loop of peak.cpp")
+    parser.add_argument("--kt-venv", type=Path, default=cache, metavar="DIR", help="made when missing")
     parser.add_argument("--json", type=Path, help="file to write; standard output otherwise")
     args = parser.parse_args(arguments)
+    most = SHAPES[args.shape][2]
+    args.experts = most if args.experts is None else args.experts
+    if not 1 <= args.experts <= most:
+        parser.error(f"--experts: 1 to {most}")
+    if args.rank < 0 or args.rounds < 1:
+        parser.error("--rank: at least 0; --rounds: at least 1")
+    return args
 
-    about = machine()
-    torch.set_num_threads(args.threads)
-    layer = make_layer(args.shape, args.tokens, args.rank, getattr(torch, args.dtype))
-    h, i, _, k = SHAPES[args.shape]
-    flops = 6 * k * args.tokens * h * i
-    with Engine(args.isa, threads=args.threads) as engine:
-        ours = f"kt_ray {engine.isa}"
-        medians = measure(
-            {ours: native_step(layer, engine), "torch factored LoRA": torch_step(layer)}, args.rounds
-        )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    records = [
-        {
-            "impl": name,
-            "model": args.shape,
-            "tokens": args.tokens,
-            "rank": args.rank,
-            "dtype": args.dtype,
-            "threads": args.threads,
-            "forward_s": round(forward, 5),
-            "backward_s": round(backward, 5),
-            "forward_gflops": round(flops / forward / 1e9, 1),
-            "backward_gflops": round(flops / backward / 1e9, 1),
-            "median_s": round(forward + backward, 5),
-            "tokens_per_s": round(args.tokens / (forward + backward), 1),
-            "peak_rss_bytes": peak,  # of the process, both implementations together
-        }
-        for name, (forward, backward) in medians.items()
-    ]
+
+def is_quiet(seconds: float) -> bool:
+    """Whether others leave the machine alone; waits up to `seconds` for it."""
+    return wait_quiet(seconds, below=quiet_cpus(), window=min(20.0, max(1.0, seconds / 10)))
+
+
+def table(group: Group, rates: Rates) -> str:
+    """A group's medians for people."""
+    case = group.case
+    lines = [f"{case.shape}, {case.tokens} tokens, {case.threads} threads, {case.format}:"]
+    for record in records(group, rates):
+        name = f"{record['impl']} {record['isa'] or ''}{'' if record['rank'] else ' without LoRA'}"
+        if "error" in record:
+            lines.append(f"  {name:34} {record['error']}")
+            continue
+        peak = "" if record["of_peak"] is None else f", {record['of_peak']:.0%} of peak"
+        line = f"  {name:34} {record['direction']:8} {record['median_ms']:9.2f} ms{peak}"
+        if record["of_bandwidth"] is not None and case.calls > 1:
+            line += f", {record['of_bandwidth']:.0%} of bandwidth"
+        for key, words_ in (("ratio_to_ours", "of ours"), ("ratio_to_bf16", "of our BF16")):
+            line += f", {record[key]:.2f} {words_}" if key in record else ""
+        line += f", repack {record['repack_ms']:.0f} ms of it" if "repack_ms" in record else ""
+        lines.append(line)
+    if not group.quiet:
+        lines.append(f"  WARNING: other programs used {group.others_cpus:.2f} CPUs meanwhile")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print or write its JSON."""
+    args = parse(arguments)
+    about: dict[str, Any] = machine()
+    say = sys.stderr if args.json is None else sys.stdout
+    kt: Path | str = ""
+    if "kt" in args.against:
+        try:
+            kt = kt_python(args.kt_venv)
+            about["versions"]["kt-kernel"] = VERSION
+        except (OSError, RuntimeError) as error:
+            kt = f"no environment: {error}"
+    groups: list[Group] = []
+
+    def result() -> list[dict[str, Any]]:
+        return [record for group in groups for record in records(group, about["peak"])]
+
+    with Peak() as peak, tempfile.TemporaryDirectory(prefix="kt_ray_bench_") as logs:
+        about["quiet_before"] = is_quiet(args.wait_quiet)
+        counts = sorted({1, *args.threads})
+        before = about["peak"] = about["peak_before"] = peak.measure(counts, args.peak_seconds)
+        print(f"peak: {before or peak.error}", file=say)
+        if not about["quiet_before"]:
+            print("WARNING: other programs use more than 5 % of the CPUs", file=say)
+        for threads, tokens, name in (
+            (threads, tokens, name)
+            for threads in args.threads
+            for tokens in args.tokens
+            for name in args.formats
+        ):
+            if args.wait_quiet and groups:
+                is_quiet(args.wait_quiet)
+            case = Case(args.shape, args.experts, tokens, args.rank, name, threads)
+            group = make_group(case, args.isas, args.against, args.profile)
+            run_group(group, args.rounds, args.wait_quiet, kt, Path(logs))
+            groups.append(group)
+            print(table(group, before), file=say, flush=True)
+            if args.json is not None:  # what there is so far, should this be interrupted
+                write_json(args.json, result(), about)
+        after = about["peak_after"] = peak.measure(counts, args.peak_seconds)
+        about["peak"] = best(before, after)
+        about["peak_error"] = peak.error
+    about["load_after"] = round(os.getloadavg()[0], 2)
     if args.json is None:
-        sys.stdout.write(frame(records, about))
+        sys.stdout.write(frame(result(), about))
     else:
-        write_json(args.json, records, about)
-        for r in records:
-            print(
-                f"{r['impl']}: forward {r['forward_s'] * 1e3:.0f} ms, backward {r['backward_s'] * 1e3:.0f} ms"
-            )
+        write_json(args.json, result(), about)
     return 0
 
 
