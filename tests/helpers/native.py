@@ -152,7 +152,7 @@ class Case:
         exact = self.weights.formats[-1] == "f32"
         dtype = torch.float32 if exact else torch.bfloat16
         rounded_x = int(not exact and self.x.dtype == torch.float32)
-        forward, backward = (5, 5) if self.weights.gate is None else (3, 5)
+        forward, backward = (5, 6) if self.weights.gate is None else (3, 6)
         if any(name not in ("f32", "bf16") for name in self.weights.formats):
             forward, backward = forward + 3, backward + 4
         assert got.keys() == self.expected.keys()

@@ -159,29 +159,41 @@ kt::Weights weights_from(const py::tuple& t) {
     return w;
 }
 
-// Six matrices in the order of LoraView; rank from the first.
-std::vector<Tensor> lora_tensors(const py::tuple& t, const kt::Weights& w) {
-    std::vector<Tensor> all;
-    for (int m = 0; m < 6; ++m) all.emplace_back(t[m].cast<py::tuple>()).typed({"float32"});
-    all[0].shaped({w.experts, -1, w.hidden});
-    const int64_t r = all[0].shape[1];
-    if (r < 1 || r > 256)
-        throw py::value_error(all[0].name + ": rank " + std::to_string(r) + ", required 1..256");
-    all[1].shaped({w.experts, w.inter, r});
-    all[2].shaped({w.experts, r, w.hidden});
-    all[3].shaped({w.experts, w.inter, r});
-    all[4].shaped({w.experts, r, w.inter});
-    all[5].shaped({w.experts, w.hidden, r});
-    return all;
-}
+// Six matrices in the order of LoraView; those of gate are None without a gate. The first has the rank.
+struct LoraTensors {
+    const float* at[6] = {};
+    std::string first;
+    int64_t rank = 0;
+
+    LoraTensors(const py::tuple& t, const kt::Weights& w) {
+        const bool gated = w.activation.gated();
+        for (int m = 0; m < 6; ++m) {
+            if (m < 2 && !gated) continue;
+            const Tensor matrix(t[m].cast<py::tuple>());
+            matrix.typed({"float32"});
+            if (first.empty()) {
+                matrix.shaped({w.experts, -1, w.hidden});
+                rank = matrix.shape[1];
+                if (rank < 1 || rank > 256)
+                    throw py::value_error(matrix.name + ": rank " + std::to_string(rank) + ", required 1..256");
+                first = matrix.name;
+            }
+            const int64_t out = m == 5 ? w.hidden : w.inter, in = m == 4 ? w.inter : w.hidden;
+            if (m % 2 == 0)
+                matrix.shaped({w.experts, rank, in});
+            else
+                matrix.shaped({w.experts, out, rank});
+            at[m] = matrix.as<float>();
+        }
+    }
+};
 
 // [(six matrices..., scale)]
 std::vector<kt::LoraView> lora_from(const std::vector<py::tuple>& adapters, const kt::Weights& w) {
     std::vector<kt::LoraView> views;
     for (const py::tuple& t : adapters) {
-        const std::vector<Tensor> m = lora_tensors(t, w);
-        views.push_back({m[0].as<float>(), m[1].as<float>(), m[2].as<float>(), m[3].as<float>(),
-                         m[4].as<float>(), m[5].as<float>(), t[6].cast<float>(), m[0].shape[1]});
+        const LoraTensors m(t, w);
+        views.push_back({m.at[0], m.at[1], m.at[2], m.at[3], m.at[4], m.at[5], t[6].cast<float>(), m.rank});
     }
     return views;
 }
@@ -197,12 +209,13 @@ std::vector<kt::LoraGradView> grads_from(const std::vector<py::object>& adapters
             views.push_back({});
             continue;
         }
-        const std::vector<Tensor> m = lora_tensors(adapters[a].cast<py::tuple>(), w);
-        if (m[0].shape[1] != lora[a].rank)
-            throw py::value_error(m[0].name + ": rank " + std::to_string(m[0].shape[1]) +
-                                  ", the adapter has " + std::to_string(lora[a].rank));
-        views.push_back({m[0].as<float>(), m[1].as<float>(), m[2].as<float>(), m[3].as<float>(),
-                         m[4].as<float>(), m[5].as<float>()});
+        const LoraTensors m(adapters[a].cast<py::tuple>(), w);
+        if (m.rank != lora[a].rank)
+            throw py::value_error(m.first + ": rank " + std::to_string(m.rank) + ", the adapter has " +
+                                  std::to_string(lora[a].rank));
+        float* to[6];
+        for (int i = 0; i < 6; ++i) to[i] = const_cast<float*>(m.at[i]);
+        views.push_back({to[0], to[1], to[2], to[3], to[4], to[5]});
     }
     return views;
 }
@@ -224,7 +237,7 @@ std::unique_ptr<kt::Saved> forward(kt::Engine& engine, const py::tuple& weights,
                                    const py::tuple& ids_arg, const py::tuple& w_arg,
                                    const std::vector<py::tuple>& lora_arg, const py::object& adapter_arg,
                                    const py::object& dropout_arg, const py::object& keys_arg, int keep,
-                                   const py::tuple& y_arg) {
+                                   const py::tuple& y_arg, bool check_finite) {
     const kt::Weights w = weights_from(weights);
     const std::vector<kt::LoraView> lora = lora_from(lora_arg, w);
     const Tensor x(x_arg), ids(ids_arg), weights_tk(w_arg), y(y_arg);
@@ -262,12 +275,13 @@ std::unique_ptr<kt::Saved> forward(kt::Engine& engine, const py::tuple& weights,
         ids.dtype == "int32" ? route(ids.as<const int32_t>()) : route(ids.as<const int64_t>()),
         dropout};
     if (dropout.p > 0) kt::hash_rows(input.routing, dropout, w.layer, w.expert_ids, keys);
-    return engine.forward(w, std::move(input), lora, static_cast<kt::Keep>(keep), y.as<float>());
+    return engine.forward(w, std::move(input), lora, static_cast<kt::Keep>(keep), y.as<float>(),
+                          check_finite);
 }
 
 void backward(kt::Engine& engine, const py::tuple& weights, const kt::Saved& saved, const py::tuple& dy_arg,
               const std::vector<py::tuple>& lora_arg, const std::vector<py::object>& grads_arg,
-              const py::tuple& dx_arg, const py::tuple& dw_arg) {
+              const py::tuple& dx_arg, const py::tuple& dw_arg, bool check_finite) {
     const kt::Weights w = weights_from(weights);
     const std::vector<kt::LoraView> lora = lora_from(lora_arg, w);
     const std::vector<kt::LoraGradView> grads = grads_from(grads_arg, lora, w);
@@ -285,7 +299,8 @@ void backward(kt::Engine& engine, const py::tuple& weights, const kt::Saved& sav
     dx.typed({"float32"}).shaped({saved.tokens, w.hidden});
     dw.typed({"float32"}).shaped({saved.tokens, saved.slots});
     const py::gil_scoped_release released;
-    engine.backward(w, saved, dy.as<const float>(), lora, grads, dx.as<float>(), dw.as<float>());
+    engine.backward(w, saved, dy.as<const float>(), lora, grads, dx.as<float>(), dw.as<float>(),
+                    check_finite);
 }
 
 }  // namespace

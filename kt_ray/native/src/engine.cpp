@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "cpu_features.h"
+#include "finite.h"
 
 namespace kt {
 namespace {
@@ -17,6 +18,7 @@ std::array<const Kernels*, 2> kernels_of(const std::string& isa) {
     if (isa == "avx2") return {&avx2::f32, &avx2::bf16};
     if (isa == "avx512") return {&avx512::f32, &avx512::bf16};
     if (isa == "avx512_bf16") return {&avx512_bf16::f32, &avx512_bf16::bf16};
+    if (isa == "amx") return {&amx::f32, &amx::bf16};
 #endif
     return {&reference::f32, &reference::bf16};
 }
@@ -178,7 +180,8 @@ void Engine::run(const Kernels& k, const Pass& pass, int64_t layer, const std::v
 }
 
 std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
-                                       const std::vector<LoraView>& lora, Keep keep, float* y) {
+                                       const std::vector<LoraView>& lora, Keep keep, float* y,
+                                       bool check_finite) {
     std::lock_guard lock(call_mutex_);
     if (!pool_) throw std::runtime_error("the engine is closed");
     const Kernels& k = kernels(w.in_float32());
@@ -213,9 +216,15 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     p.lora_in = saved->lora_in.as<float>();
     p.lora_mid = saved->lora_mid.as<float>();
     p.y = y;
+    const FiniteCheck check{w, p, k.compute_is_bf16};
+    if (check_finite) check.input("x", p.x_in, p.x_in_bf16);
     for (const Phase phase : {Phase::store_x, Phase::lora_in, Phase::gate_up, Phase::lora_mid, Phase::down})
         run(k, p, w.layer, w.expert_ids, phase);
     ++calls_;
+    if (check_finite) {
+        check.rows("act", p.act, p.inter_pad);
+        check.output("y", p.y);
+    }
 
     if (keep == Keep::nothing) return nullptr;
     if (keep == Keep::input) {
@@ -227,7 +236,7 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
 
 void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
                       const std::vector<LoraView>& lora, const std::vector<LoraGradView>& grads, float* dx,
-                      float* dw) {
+                      float* dw, bool check_finite) {
     std::lock_guard lock(call_mutex_);
     if (!pool_) throw std::runtime_error("the engine is closed");
     const Kernels& k = kernels(w.in_float32());
@@ -264,6 +273,8 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
     p.dx = dx;
     p.lora_grads = grads.empty() ? nullptr : grads.data();
 
+    const FiniteCheck check{w, p, k.compute_is_bf16};
+    if (check_finite) check.input("dy", dy, false);
     if (again)
         for (const Phase phase : {Phase::lora_in, Phase::gate_up, Phase::lora_mid})
             run(k, p, w.layer, w.expert_ids, phase);
@@ -271,6 +282,11 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
          {Phase::store_dy, Phase::lora_out, Phase::dact, Phase::dlora_in, Phase::dx_grads})
         run(k, p, w.layer, w.expert_ids, phase);
 
+    if (check_finite) {
+        check.rows("the gradients of gate and up", p.dpair, p.parts * p.inter_pad);
+        check.output("dx", p.dx);
+        for (size_t a = 0; a < grads.size(); ++a) check.gradients(a, grads[a], lora[a].rank);
+    }
     std::memset(dw, 0, saved.tokens * saved.slots * sizeof(float));
     for (int64_t row = 0; row < p.rows; ++row) dw[routing.row_slot[row]] = p.dw_rows[row];
     ++calls_;

@@ -20,13 +20,14 @@ namespace kt {
 class Lease {
   public:
     Lease() = default;
-    Lease(std::shared_ptr<BufferCache> cache, size_t bytes) : cache_(std::move(cache)) {
+    Lease(std::shared_ptr<BufferCache> cache, size_t bytes) : cache_(std::move(cache)), bytes_(bytes) {
         buffer_ = cache_->take(bytes);
     }
-    Lease(Lease&&) = default;
+    Lease(Lease&& other) { *this = std::move(other); }
     Lease& operator=(Lease&& other) {
         std::swap(cache_, other.cache_);
         std::swap(buffer_, other.buffer_);
+        std::swap(bytes_, other.bytes_);
         return *this;
     }
     ~Lease() {
@@ -37,11 +38,13 @@ class Lease {
     T* as() const {
         return buffer_.as<T>();
     }
-    size_t bytes() const { return buffer_.bytes(); }
+    // As asked for; the buffer may be a larger one in reuse.
+    size_t bytes() const { return bytes_; }
 
   private:
     std::shared_ptr<BufferCache> cache_;
     Buffer buffer_;
+    size_t bytes_ = 0;
 };
 
 // The experts of one layer; shapes as in kernels.h. `inter` and `hidden` are at least 1.
@@ -90,13 +93,14 @@ class Engine {
     // isa: a name of isa_statuses(), available (std::invalid_argument otherwise).
     Engine(const std::string& isa, int threads, const std::vector<int>& cpus);
 
-    // y [T, H]. Returns null when nothing is kept.
+    // y [T, H]. Returns null when nothing is kept. `check_finite` looks for NaN and infinity and throws
+    // std::invalid_argument that names what, layer and expert; results are complete, but useless, then.
     std::unique_ptr<Saved> forward(const Weights& weights, ForwardInput input,
-                                   const std::vector<LoraView>& lora, Keep keep, float* y);
+                                   const std::vector<LoraView>& lora, Keep keep, float* y, bool check_finite);
     // dx [T, H], dw [T, K]; `grads` is empty or has an entry per adapter.
     void backward(const Weights& weights, const Saved& saved, const float* dy,
                   const std::vector<LoraView>& lora, const std::vector<LoraGradView>& grads, float* dx,
-                  float* dw);
+                  float* dw, bool check_finite);
     // Ends the threads and frees the memory; further calls throw std::runtime_error.
     void close();
 

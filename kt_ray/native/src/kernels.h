@@ -165,6 +165,9 @@ extern const Kernels f32, bf16;
 namespace avx512_bf16 {
 extern const Kernels f32, bf16;
 }
+namespace amx {
+extern const Kernels f32, bf16;
+}
 #endif
 
 }  // namespace kt

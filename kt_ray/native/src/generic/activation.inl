@@ -5,7 +5,7 @@
 template <Activation A>
 inline float activate(const ActivationSpec& spec, float g, float u) {
     if constexpr (A == Activation::relu2) {
-        const float r = u > 0.0f ? u : 0.0f;
+        const float r = u < 0.0f ? 0.0f : u;  // a NaN stays one
         return r * r;
     } else if constexpr (A == Activation::gelu_tanh) {
         return g * gelu_gate(g) * u;
@@ -24,7 +24,7 @@ template <Activation A>
 inline void deactivate(const ActivationSpec& spec, float g, float u, float d, float* dg, float* du) {
     if constexpr (A == Activation::relu2) {
         *dg = 0.0f;
-        *du = u > 0.0f ? d * (2.0f * u) : 0.0f;
+        *du = u < 0.0f ? 0.0f : d * (2.0f * u);
     } else if constexpr (A == Activation::gelu_tanh) {
         const float s = gelu_gate(g);
         const float slope = s + g * (s * (1.0f - s)) * gelu_slope(g);

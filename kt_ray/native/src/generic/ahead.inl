@@ -25,8 +25,12 @@ struct ComputeF32 {
     using Micro = MicroF32;
     using Ahead = PlainAhead<float>;
 
-    static void run(Ahead&, int count, const float* left, int64_t piece_stride, int64_t slices,
-                    const float* panel, float* tile, bool accumulate) {
-        MicroF32::run(count, left, piece_stride, slices * kSlice, panel, tile, accumulate);
+    // What a thread does before and after a task's products.
+    static void enter() {}
+    static void leave() {}
+
+    static void run(Ahead&, int count, const float* left, int64_t slices, const float* panel, float* tile,
+                    bool accumulate) {
+        MicroF32::run(count, left, slices * kSlice, panel, tile, accumulate);
     }
 };

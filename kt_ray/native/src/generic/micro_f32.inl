@@ -45,8 +45,8 @@ struct MicroF32 {
     }
 
     template <bool kTwo, int... Counts>
-    static void dispatch(int count, const float* left0, const float* left1, int64_t piece_stride,
-                         int64_t steps, const float* panel, float* to, bool accumulate,
+    static void dispatch(int count, const float* left0, const float* left1, int64_t steps,
+                         const float* panel, float* to, bool accumulate,
                          std::integer_sequence<int, Counts...>) {
         using Tile =
             void (*)(const float*, const float*, int64_t, int64_t, const float*, float*, bool);
@@ -54,22 +54,22 @@ struct MicroF32 {
         const int runs = static_cast<int>(pieces(count, kMaxRows));
         for (int q = 0; q < runs; ++q) {
             const int first = count * q / runs, rows = count * (q + 1) / runs - first;
-            tiles[rows - 1](left0 + first * kLine, left1 + first * kLine, piece_stride, steps, panel,
+            tiles[rows - 1](left0 + first * kLine, left1 + first * kLine, count * kLine, steps, panel,
                             to + first * 2 * kLanes, accumulate);
         }
     }
 
     // tile [count][2 * kLanes] (+)= packed left [.., steps] times panel [steps][2 * kLanes].
-    static void run(int count, const float* left, int64_t piece_stride, int64_t steps, const float* panel,
-                    float* to, bool accumulate) {
-        dispatch<false>(count, left, left, piece_stride, steps, panel, to, accumulate,
+    static void run(int count, const float* left, int64_t steps, const float* panel, float* to,
+                    bool accumulate) {
+        dispatch<false>(count, left, left, steps, panel, to, accumulate,
                         std::make_integer_sequence<int, kMaxRows>());
     }
 
     // The halves of the tile += left0 and left1 times the halves of the panel.
-    static void run_two(int count, const float* left0, const float* left1, int64_t piece_stride, int64_t steps,
-                        const float* panel, float* to) {
-        dispatch<true>(count, left0, left1, piece_stride, steps, panel, to, true,
+    static void run_two(int count, const float* left0, const float* left1, int64_t steps, const float* panel,
+                        float* to) {
+        dispatch<true>(count, left0, left1, steps, panel, to, true,
                        std::make_integer_sequence<int, kMaxRows>());
     }
 };

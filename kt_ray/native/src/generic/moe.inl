@@ -153,7 +153,7 @@ struct Moe {
                     const RowBlock& b = p.blocks[q];
                     if (last) before(j, b);
                     float* tile = cuts == 1 ? s.tiles : s.tiles + (b.begin - first_row) * kColumns;
-                    C::run(ahead, b.count, left_of(b) + cut(d) * kSlice * b.count, b.count * kLine, slices_now,
+                    C::run(ahead, b.count, left_of(b) + cut(d) * kSlice * b.count, slices_now,
                            s.panel[buffer], tile, d > 0);
                     if (last) finish(j, b, tile);
                 }

@@ -48,10 +48,10 @@ void dact(int64_t task) const {
 void add_expansion(const RowBlock& b, const float* left, int64_t rank, const float* panel, int64_t first,
                    int64_t columns, Projection projection, float* tile) const {
     if (p.row_hash == nullptr) {
-        MicroF32::run(b.count, left, b.count * kRankLine, rank, panel, tile, true);
+        MicroF32::run(b.count, left, rank, panel, tile, true);
         return;
     }
-    MicroF32::run(b.count, left, b.count * kRankLine, rank, panel, s.masked, false);
+    MicroF32::run(b.count, left, rank, panel, s.masked, false);
     for (int64_t k = 0; k < b.count; ++k) {
         float* from = s.masked + k * kColumns;
         drop(from, columns, first, b.begin + k, projection);

@@ -76,8 +76,7 @@ void gate_up(int64_t task) const {
                 if (j != panel_item || b.group != panel_group) expand_pair(*lora, e, i, columns);
                 const int64_t up_piece = gated ? rank_lines(*lora) * b.count * kRankLine : 0;
                 const float* left = lora_in(b);
-                MicroF32::run_two(b.count, left, left + (gated ? up_piece : 0), b.count * kRankLine,
-                                  lora->rank, s.lora_panel, tile);
+                MicroF32::run_two(b.count, left, left + up_piece, lora->rank, s.lora_panel, tile);
                 panel_item = j;
                 panel_group = b.group;
             }
@@ -145,7 +144,8 @@ void activate_row(const float* tile, const RowBlock& b, int64_t k, int64_t i) co
     }
     for (int64_t j = 0; j < width; ++j)
         result[j] = from_float<T>(through<S>(activate<A>(spec, to_float(gate[j]), to_float(up[j]))));
-    memcpy(packed_at(act(b), b, k, i), result, width * sizeof(T));
+    for (int64_t j = 0; j < width; j += kLine)
+        memcpy(packed_at(act(b), b, k, i + j), result + j, min_of(kLine, width - j) * sizeof(T));
     const int64_t end = i + width;
     if (end >= p.inter) pad_packed(act(b), b, k, end, p.inter_pad);
     if (p.pair == nullptr) return;
@@ -186,7 +186,7 @@ void down(int64_t task) const {
                     expand_rows(from + kLanes * lora->rank, max_of(0, columns - kLanes), lora->rank,
                                 s.lora_panel + kLanes);
                 }
-                MicroF32::run(b.count, lora_mid(b), b.count * kRankLine, lora->rank, s.lora_panel, tile, true);
+                MicroF32::run(b.count, lora_mid(b), lora->rank, s.lora_panel, tile, true);
                 panel_item = j;
                 panel_group = b.group;
             }

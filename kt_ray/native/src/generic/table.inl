@@ -3,6 +3,10 @@
 template <class S, class C>
 struct Entry {
     using Work = Moe<S, C>;
+    struct Entered {
+        Entered() { C::enter(); }
+        ~Entered() { C::leave(); }
+    };
 
     static int64_t tasks(const Pass& p, Phase phase) {
         switch (phase) {
@@ -38,6 +42,7 @@ struct Entry {
     static void run(const Pass& p, Phase phase, int64_t task, void* scratch) {
         Work work{p, {}};
         if (scratch_bytes(p, phase) > 0) carve<C>(p, static_cast<char*>(scratch), &work.s);
+        const Entered entered;
         switch (phase) {
             case Phase::store_x:
                 return work.store_x(task);

@@ -164,19 +164,19 @@ template <class K>
 struct ComputeBf16 {
     using T = Bf16;
     using Micro = K;
-    using Products = void (*)(AheadState&, int, const Bf16*, int64_t, int64_t, const Bf16*, float*, bool);
+    using Products = void (*)(AheadState&, int, const Bf16*, int64_t, const Bf16*, float*, bool);
     using Drain = void (*)(AheadState&);
 
     template <Format F, bool kAlongColumns>
-    static void products(AheadState& state, int count, const Bf16* left, int64_t piece_stride, int64_t slices,
+    static void products(AheadState& state, int count, const Bf16* left, int64_t slices,
                          const Bf16* panel, float* tile, bool accumulate) {
         Job<F, kAlongColumns> job(state);
-        K::run(count, left, piece_stride, slices, panel, tile, accumulate, job);
+        K::run(count, left, slices, panel, tile, accumulate, job);
     }
-    static void products_alone(AheadState&, int count, const Bf16* left, int64_t piece_stride, int64_t slices,
+    static void products_alone(AheadState&, int count, const Bf16* left, int64_t slices,
                                const Bf16* panel, float* tile, bool accumulate) {
         NoJob512 job;
-        K::run(count, left, piece_stride, slices, panel, tile, accumulate, job);
+        K::run(count, left, slices, panel, tile, accumulate, job);
     }
     template <Format F, bool kAlongColumns>
     static void drain(AheadState& state) {
@@ -274,7 +274,11 @@ struct ComputeBf16 {
             for (int i = 0; i < source.parts; ++i) {
                 const Part& part = source.part[i];
                 if (part.count < part.halves * kLanes || part.m.format != a.m.format ||
-                    part.along_columns != a.along_columns || (part.along_columns && part.halves < 2))
+                    part.along_columns != a.along_columns)
+                    return false;
+                // Along columns both halves of one matrix; along rows a half of each, side by side.
+                if (part.along_columns ? part.halves < 2
+                                       : part.halves * source.parts != 2 || part.slice_begin != 0)
                     return false;
                 const int64_t element = element_bytes(part.m.format);
                 if (element > 0 && part.m.col_bytes != element) return false;
@@ -283,14 +287,17 @@ struct ComputeBf16 {
         }
     };
 
-    static void run(Ahead& ahead, int count, const Bf16* left, int64_t piece_stride, int64_t slices,
-                    const Bf16* panel, float* tile, bool accumulate) {
+    static void enter() { K::enter(); }
+    static void leave() { K::leave(); }
+
+    static void run(Ahead& ahead, int count, const Bf16* left, int64_t slices, const Bf16* panel,
+                    float* tile, bool accumulate) {
         AheadState& state = ahead.state;
         if (state.run < state.count && state.unit == state.runs[state.run].units) {
             ++state.run;
             state.unit = 0;
             if (state.run == state.count) ahead.use.products = products_alone;
         }
-        ahead.use.products(state, count, left, piece_stride, slices, panel, tile, accumulate);
+        ahead.use.products(state, count, left, slices, panel, tile, accumulate);
     }
 };

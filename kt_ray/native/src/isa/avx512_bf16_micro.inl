@@ -5,10 +5,12 @@ struct MicroBf16 {
     static constexpr int64_t kPack = 2;
     static constexpr int64_t kMaxRows = 10;
     static constexpr int64_t kRowStep = 1;
+    static void enter() {}
+    static void leave() {}
 
     template <int N, class Job>
-    static void tile(const Bf16* left, int64_t piece_stride, int64_t slices, const Bf16* panel, float* to,
-                     bool accumulate, Job& job) {
+    static void tile(const Bf16* left, int64_t slices, const Bf16* panel, float* to, bool accumulate,
+                     Job& job) {
         __m512 sum[N][2];
         for (int i = 0; i < N; ++i) {
             sum[i][0] = accumulate ? _mm512_loadu_ps(to + i * 32) : _mm512_setzero_ps();
@@ -30,7 +32,7 @@ struct MicroBf16 {
                     sum[i][1] = _mm512_dpbf16_ps(sum[i][1], x, b1);
                 }
             }
-            a += piece_stride * 2;
+            a += N * 64;
             b += 16 * 128;
             job.step();
         }
@@ -41,18 +43,18 @@ struct MicroBf16 {
     }
 
     template <class Job, int... Counts>
-    static void dispatch(int count, const Bf16* left, int64_t piece_stride, int64_t slices, const Bf16* panel,
-                         float* to, bool accumulate, Job& job, std::integer_sequence<int, Counts...>) {
-        using Tile = void (*)(const Bf16*, int64_t, int64_t, const Bf16*, float*, bool, Job&);
+    static void dispatch(int count, const Bf16* left, int64_t slices, const Bf16* panel, float* to,
+                         bool accumulate, Job& job, std::integer_sequence<int, Counts...>) {
+        using Tile = void (*)(const Bf16*, int64_t, const Bf16*, float*, bool, Job&);
         static constexpr Tile tiles[] = {tile<Counts + 1, Job>...};
-        tiles[count - 1](left, piece_stride, slices, panel, to, accumulate, job);
+        tiles[count - 1](left, slices, panel, to, accumulate, job);
     }
 
     // tile [count][32] (+)= packed left [slices][count][32] times panel [16 * slices][32][2].
     template <class Job>
-    static void run(int count, const Bf16* left, int64_t piece_stride, int64_t slices, const Bf16* panel,
-                    float* to, bool accumulate, Job& job) {
-        dispatch(count, left, piece_stride, slices, panel, to, accumulate, job,
+    static void run(int count, const Bf16* left, int64_t slices, const Bf16* panel, float* to,
+                    bool accumulate, Job& job) {
+        dispatch(count, left, slices, panel, to, accumulate, job,
                  std::make_integer_sequence<int, kMaxRows>());
     }
 };

@@ -1,0 +1,31 @@
+// AMX-BF16: bfloat16 in tile products, decoded with AVX-512; float32 weights as in avx512.
+#include <immintrin.h>
+
+#include <cstring>
+#include <utility>
+
+#include "dropout.h"
+#include "kernels.h"
+
+namespace kt::amx {
+namespace {
+
+#include "generic/scalar.inl"
+#include "isa/avx512_vec.inl"
+
+#include "generic/formats.inl"
+#include "generic/micro_f32.inl"
+#include "generic/panels.inl"
+#include "generic/ahead.inl"
+#include "generic/activation.inl"
+#include "isa/avx512_strips.inl"
+#include "isa/avx512_ahead.inl"
+#include "isa/amx_micro.inl"
+#include "generic/moe.inl"
+
+}  // namespace
+
+const Kernels f32 = Entry<float, ComputeF32>::kernels;
+const Kernels bf16 = Entry<Bf16, ComputeBf16<MicroAmx>>::kernels;
+
+}  // namespace kt::amx
