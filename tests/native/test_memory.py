@@ -109,9 +109,7 @@ def test_layers_of_a_model_share_the_buffers() -> None:
     with Engine(ISAS[-1], threads=1) as engine:
         held = []
         for _ in range(20):
-            saved = [
-                engine.forward(c.weights, c.x, c.ids, c.weights_TK, lora=c.lora)[1] for c in cases
-            ]
+            saved = [engine.forward(c.weights, c.x, c.ids, c.weights_TK, lora=c.lora)[1] for c in cases]
             for case in reversed(cases):
                 engine.backward(case.weights, saved.pop(), case.dy, lora=case.lora)
             held.append(engine.scratch_bytes)
