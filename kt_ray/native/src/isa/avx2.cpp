@@ -44,6 +44,7 @@ inline void transpose_block(const float* from, int64_t ld, float* to, int64_t st
     }
 }
 
+#include "generic/vector.inl"
 #include "generic/formats.inl"
 #include "generic/micro_f32.inl"
 #include "generic/panels.inl"
