@@ -20,7 +20,7 @@ _LANES = {"reference": 8, "avx2": 8}  # floats of a vector; all others 16
 _BF16_PRODUCTS = ("avx512_bf16", "amx")
 _SPAN_BYTES = 2 << 20  # of a span's packed rows, within 64 to 512 rows
 _CHUNK_ROWS = 128
-_PANEL_BYTES = 256 << 10
+_PANEL_BYTES = 128 << 10
 _BLOCK_ROWS = 32  # at most; fewer on most instruction sets
 _GRAD_ROWS = 512
 _GRAD_RANKS = 8
@@ -108,7 +108,7 @@ class EngineShape:
         With w columns of a panel (32, or 16 on avx2 and reference) and S = 2 MiB / (H' c) rows of a span,
         within 64 and 512:
 
-            2 min(256 KiB, max(H', p I') w c) + max(S, 128) (max(H', I') c + 4 w)
+            2 min(128 KiB, max(H', p I') w c) + max(S, 128) (max(H', I') c + 4 w)
             + w (8 r' + 512 ⌈4 r' / w⌉) + w 2,176 + 24,576         r' at least 16
         """
         h, i, r = self._widths
