@@ -114,6 +114,7 @@ size_t Engine::scratch_bytes() const {
 
 int64_t Engine::span_rows(const Weights& w, const Kernels& k) {
     const int64_t row_bytes = padded(w.hidden, kDepthStep) * (k.compute_is_bf16 ? 2 : 4);
+    if (getenv("KT_SPAN")) return atoi(getenv("KT_SPAN"));
     return std::clamp<int64_t>(kPackedBytes / row_bytes, 64, 512);
 }
 

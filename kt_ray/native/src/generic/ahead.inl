@@ -1,3 +1,12 @@
+// Cache lines that the end of a row block's products will need: asked for one at a time during the
+// products, where the micro-kernel can.
+struct Touch {
+    const char** lines;
+    int64_t count = 0;
+
+    void add(const void* line) { lines[count++] = static_cast<const char*>(line); }
+};
+
 // Decoding the next panel ahead: the micro-kernel's instruction set may do it bit by bit inside the
 // products (isa/avx512_ahead.inl); this one does it at once.
 
@@ -31,7 +40,8 @@ struct ComputeF32 {
     static void leave() {}
 
     static void run(Ahead&, int count, const float* left, int64_t slices, const float* panel, float* tile,
-                    bool accumulate) {
+                    bool accumulate, Touch touch) {
+        for (int64_t i = 0; i < touch.count; ++i) __builtin_prefetch(touch.lines[i], 0, 2);
         MicroF32::run(count, left, slices * kSlice, panel, tile, accumulate);
     }
 };

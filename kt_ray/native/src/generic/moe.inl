@@ -8,6 +8,7 @@
 constexpr int64_t kColumns = 2 * kLanes;       // of a panel
 constexpr int64_t kRankLine = MicroF32::kLine; // ranks in a line of the packed LoRA intermediates
 constexpr int64_t kGradRows = 512;             // rows per pass of the adapters' gradients
+constexpr int64_t kTouchLines = 8;             // cache lines per row that the end of a tile touches
 constexpr int64_t kGradRanks = 8;              // ranks per run of their kernel
 
 template <class C>
@@ -33,7 +34,8 @@ struct Scratch {
     float* sums;        // [panels of the projections][kChunkRows][kColumns]
     float* left;        // [kGradRows][kGradRanks]
     float* right;       // [kGradRows][kColumns]
-    const void** rows;  // [2 * kGradRows]
+    const void** rows;   // [2 * kGradRows]
+    const char** lines;  // [kTouchLines * rows of a block]
 };
 
 template <class C>
@@ -59,6 +61,7 @@ size_t carve(const Pass& p, char* base, Scratch<C>* s) {
     char* left = take(kGradRows * kGradRanks, sizeof(float));
     char* right = take(kGradRows * kColumns, sizeof(float));
     char* pointers = take(2 * kGradRows, sizeof(void*));
+    char* lines = take(C::Micro::kMaxRows * kTouchLines, sizeof(void*));
     if (s != nullptr) {
         s->panel[0] = reinterpret_cast<T*>(panel0);
         s->panel[1] = reinterpret_cast<T*>(panel1);
@@ -70,6 +73,7 @@ size_t carve(const Pass& p, char* base, Scratch<C>* s) {
         s->left = reinterpret_cast<float*>(left);
         s->right = reinterpret_cast<float*>(right);
         s->rows = reinterpret_cast<const void**>(pointers);
+        s->lines = reinterpret_cast<const char**>(lines);
     }
     return used;
 }
@@ -86,7 +90,7 @@ struct Moe {
     const S* dy_row(int64_t token) const {
         return static_cast<const S*>(p.dy_stored) + token * p.hidden_stride;
     }
-    S* pair_row(int64_t row) const { return static_cast<S*>(p.pair) + row * p.parts * p.inter_pad; }
+    S* pair(const RowBlock& b) const { return static_cast<S*>(p.pair) + b.begin * p.parts * p.inter_pad; }
     T* act(const RowBlock& b) const { return static_cast<T*>(p.act) + b.begin * p.inter_pad; }
     T* dpair(const RowBlock& b) const { return static_cast<T*>(p.dpair) + b.begin * p.parts * p.inter_pad; }
     float* lora_in(const RowBlock& b) const { return p.lora_in + b.begin * 2 * p.rank_pad; }
@@ -95,8 +99,10 @@ struct Moe {
     float* lora_out(const RowBlock& b) const { return p.lora_out + b.begin * p.rank_pad; }
 
     // Element `column` of row i of a packed block that starts at `base`.
-    static T* packed_at(T* base, const RowBlock& b, int64_t i, int64_t column) {
-        return base + (column / kLine * b.count + i) * kLine + column % kLine;
+    template <class Element>
+    static Element* packed_at(Element* base, const RowBlock& b, int64_t i, int64_t column) {
+        constexpr int64_t kElements = 64 / static_cast<int64_t>(sizeof(Element));
+        return base + (column / kElements * b.count + i) * kElements + column % kElements;
     }
     const LoraView* lora_of(const RowBlock& b) const {
         const int32_t adapter = p.groups[b.group].adapter;
@@ -122,7 +128,8 @@ struct Moe {
     // Products of packed rows with a sequence of panels, each decoded while the one before is used.
     //
     // source_of(j): the panel of item j; blocks_of(j): its row blocks [first, last); left_of(block): their
-    // packed rows, `slices` deep; before(j, block); finish(j, block, tile) with the complete products.
+    // packed rows, `slices` deep; before(j, block, touch) names the lines that
+    // finish will need; finish(j, block, tile) with the complete products.
     template <class SourceOf, class BlocksOf, class LeftOf, class Before, class Finish>
     void sweep(int64_t items, int64_t slices, const SourceOf& source_of, const BlocksOf& blocks_of,
                const LeftOf& left_of, const Before& before, const Finish& finish) const {
@@ -150,10 +157,11 @@ struct Moe {
                     ahead.start(next, 0, cut(1), s.panel[buffer ^ 1], products, after);
                 for (int64_t q = range.first; q < range.last; ++q) {
                     const RowBlock& b = p.blocks[q];
-                    if (last) before(j, b);
+                    Touch touch{s.lines};
+                    if (last) before(j, b, touch);
                     float* tile = cuts == 1 ? s.tiles : s.tiles + (b.begin - first_row) * kColumns;
                     C::run(ahead, b.count, left_of(b) + cut(d) * kSlice * b.count, slices_now,
-                           s.panel[buffer], tile, d > 0);
+                           s.panel[buffer], tile, d > 0, touch);
                     if (last) finish(j, b, tile);
                 }
                 ahead.finish();

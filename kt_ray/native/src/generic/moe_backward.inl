@@ -23,7 +23,14 @@ void dact(int64_t task) const {
         },
         [&](int64_t) { return range; },
         [&](const RowBlock& b) { return s.packed + (b.begin - first_row) * p.hidden_pad; },
-        [](int64_t, const RowBlock&) {},
+        [&](int64_t j, const RowBlock& b, Touch& touch) {
+            const int64_t i = first + j * kColumns;
+            for (int64_t part = 0; part < p.parts; ++part)
+                for (int64_t k = 0; k < b.count; ++k) {
+                    touch.add(packed_at(pair(b), b, k, part * p.inter_pad + i));
+                    touch.add(packed_at(dpair(b), b, k, part * p.inter_pad + i));
+                }
+        },
         [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t i = first + j * kColumns, columns = min_of(kColumns, p.inter - i);
             if (const LoraView* lora = lora_of(b)) {
@@ -65,7 +72,6 @@ template <Activation A>
 float deactivate_row(const float* dact, const RowBlock& b, int64_t k, int64_t i) const {
     constexpr bool gated = A != Activation::relu2;
     const ActivationSpec spec = p.activation;
-    const S* pair = pair_row(b.begin + k) + i;
     const Vec weight = vset1(p.row_weight[b.begin + k]);
     Vec product[2];
     for (int64_t half = 0; half < 2; ++half) {
@@ -73,8 +79,8 @@ float deactivate_row(const float* dact, const RowBlock& b, int64_t k, int64_t i)
         product[half] = vset1(0.0f);
         if (i + j >= p.inter_pad) break;
         const Vec d = vload(dact + j);
-        const Vec g = gated ? vload(pair + j) : vset1(0.0f);
-        const Vec u = vload(pair + (gated ? p.inter_pad : 0) + j);
+        const Vec g = gated ? vload(packed_at(pair(b), b, k, i + j)) : vset1(0.0f);
+        const Vec u = vload(packed_at(pair(b), b, k, (gated ? p.inter_pad : 0) + i + j));
         Vec dg, du;
         const Vec a = vthrough<S>(deactivate<A>(spec, g, u, weight * d, &dg, &du));
         product[half] = a * d;
@@ -110,7 +116,9 @@ void dx(int64_t task) const {
                           2};
         },
         [&](int64_t j) { return blocks_of(p.spans[j / panels]); }, [&](const RowBlock& b) { return dpair(b); },
-        [&](int64_t j, const RowBlock& b) { prefetch_rows(p.dx + first + j % panels * kColumns, b); },
+        [&](int64_t j, const RowBlock& b, Touch& touch) {
+            touch_rows(p.dx + first + j % panels * kColumns, b, touch);
+        },
         [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t h = first + j % panels * kColumns, columns = min_of(kColumns, p.hidden - h);
             if (const LoraView* lora = lora_of(b)) {

@@ -69,7 +69,7 @@ void gate_up(int64_t task) const {
         },
         [&](int64_t) { return range; },
         [&](const RowBlock& b) { return s.packed + (b.begin - first_row) * p.hidden_pad; },
-        [](int64_t, const RowBlock&) {},
+        [](int64_t, const RowBlock&, Touch&) {},
         [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t i = first + j * width, columns = min_of(width, p.inter - i);
             if (const LoraView* lora = lora_of(b)) {
@@ -136,25 +136,26 @@ void activate_row(const float* tile, const RowBlock& b, int64_t k, int64_t i) co
     constexpr bool gated = A != Activation::relu2;
     constexpr int64_t width = gated ? kLanes : kColumns;
     const ActivationSpec spec = p.activation;
-    S* pair = p.pair == nullptr ? nullptr : pair_row(b.begin + k) + i;
+    const bool keep = p.pair != nullptr;
     for (int64_t j = 0; j < width; j += kLanes) {
         const Vec g = vthrough<S>(vload(tile + j));
         const Vec u = gated ? vthrough<S>(vload(tile + kLanes)) : g;
         vstore(packed_at(act(b), b, k, i + j), vthrough<S>(activate<A>(spec, g, u)));
-        if (pair == nullptr) continue;
-        vstore(pair + j, g);
-        if (gated) vstore(pair + p.inter_pad, u);
+        if (!keep) continue;
+        vstore(packed_at(pair(b), b, k, i + j), g);
+        if (gated) vstore(packed_at(pair(b), b, k, p.inter_pad + i), u);
     }
     const int64_t end = i + width;
     if (end >= p.inter) pad_packed(act(b), b, k, end, p.inter_pad);
-    if (p.pair != nullptr && end >= p.inter)
+    if (keep && end >= p.inter)
         for (int64_t part = 0; part < p.parts; ++part)
-            memset(pair + part * p.inter_pad + width, 0, (p.inter_pad - end) * sizeof(S));
+            pad_packed(pair(b), b, k, part * p.inter_pad + end, (part + 1) * p.inter_pad);
 }
 
 // Zeros in columns [from, to) of row k.
-static void pad_packed(T* base, const RowBlock& b, int64_t k, int64_t from, int64_t to) {
-    for (int64_t j = from; j < to; ++j) *packed_at(base, b, k, j) = from_float<T>(0.0f);
+template <class Element>
+static void pad_packed(Element* base, const RowBlock& b, int64_t k, int64_t from, int64_t to) {
+    for (int64_t j = from; j < to; ++j) *packed_at(base, b, k, j) = from_float<Element>(0.0f);
 }
 
 // y for a slab of H, over all experts in order.
@@ -171,7 +172,9 @@ void down(int64_t task) const {
             return Source{{make_part(w, false, first + j % panels * kColumns, 0, 2, 0), Part()}, 1};
         },
         [&](int64_t j) { return blocks_of(p.spans[j / panels]); }, [&](const RowBlock& b) { return act(b); },
-        [&](int64_t j, const RowBlock& b) { prefetch_rows(p.y + first + j % panels * kColumns, b); },
+        [&](int64_t j, const RowBlock& b, Touch& touch) {
+            touch_rows(p.y + first + j % panels * kColumns, b, touch);
+        },
         [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t h = first + j % panels * kColumns, columns = min_of(kColumns, p.hidden - h);
             const int64_t e = p.spans[j / panels].expert;
@@ -197,11 +200,10 @@ void down(int64_t task) const {
 }
 
 // The rows of y or dx that a block will be added to: far apart, so no hardware prefetcher finds them.
-// Always inline: GCC drops calls to functions that only prefetch.
-__attribute__((always_inline)) void prefetch_rows(const float* column, const RowBlock& b) const {
+void touch_rows(const float* column, const RowBlock& b, Touch& touch) const {
     for (int64_t k = 0; k < b.count; ++k) {
         const char* row = reinterpret_cast<const char*>(column + p.row_token[b.begin + k] * p.hidden);
-        for (int64_t byte = 0; byte < kColumns * 4; byte += 64) __builtin_prefetch(row + byte, 1, 2);
+        for (int64_t byte = 0; byte < kColumns * 4; byte += 64) touch.add(row + byte);
     }
 }
 

@@ -70,7 +70,7 @@ void project(const Chunk& chunk, const Projected& w, float scale, const LeftOf& 
             for (int64_t q = chunk.block_begin; q < chunk.block_end; ++q) {
                 const RowBlock& b = p.blocks[q];
                 C::run(nothing, b.count, left_of(b) + from * kSlice * b.count, to - from,
-                       s.panel[0], s.sums + (panel * kChunkRows + b.begin - first_row) * kColumns, from > 0);
+                       s.panel[0], s.sums + (panel * kChunkRows + b.begin - first_row) * kColumns, from > 0, Touch{});
             }
         }
     }

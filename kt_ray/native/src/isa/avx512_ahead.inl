@@ -115,6 +115,13 @@ struct AheadState {
     int64_t quota = 0;      // units per slice of products
 };
 
+// A step of the products asks for one of the lines; those that do not fit are not asked for.
+KT_INLINE void touch_one(Touch& touch) {
+    if (touch.count == 0) return;
+    _mm_prefetch(*touch.lines++, _MM_HINT_T0);
+    --touch.count;
+}
+
 // 8 rows of a matrix at one place.
 struct Lines {
     const char* from;
@@ -131,12 +138,20 @@ struct Job {
     const AheadState::Run& run;
     Strip<F> first, second;
     int64_t unit, quota;
+    Touch touch;
 
-    explicit Job(AheadState& s)
-        : state(s), run(s.runs[s.run]), first(run.m[0]), second(run.m[1]), unit(s.unit), quota(s.quota) {}
+    Job(AheadState& s, Touch t)
+        : state(s),
+          run(s.runs[s.run]),
+          first(run.m[0]),
+          second(run.m[1]),
+          unit(s.unit),
+          quota(s.quota),
+          touch(t) {}
     ~Job() { state.unit = unit; }
 
     KT_INLINE void step() {
+        touch_one(touch);
         for (int64_t q = 0; q < quota && unit < run.units; ++q, ++unit) decode(unit, q > 0);
     }
     // The 8 lines that the first unit of the next step asks for.
@@ -189,7 +204,8 @@ struct Job {
 struct NoJob512 {
     static constexpr bool kFetches = false;
     static constexpr bool kFetchesNear = false;
-    void step() {}
+    Touch touch;
+    KT_INLINE void step() { touch_one(touch); }
     static Lines far() { return {}; }
     static Lines near() { return {}; }
 };
@@ -199,23 +215,23 @@ template <class K>
 struct ComputeBf16 {
     using T = Bf16;
     using Micro = K;
-    using Products = void (*)(AheadState&, int, const Bf16*, int64_t, const Bf16*, float*, bool);
+    using Products = void (*)(AheadState&, int, const Bf16*, int64_t, const Bf16*, float*, bool, Touch);
     using Drain = void (*)(AheadState&);
 
     template <Format F, bool kAlongColumns>
     static void products(AheadState& state, int count, const Bf16* left, int64_t slices,
-                         const Bf16* panel, float* tile, bool accumulate) {
-        Job<F, kAlongColumns, K::kSpreads> job(state);
+                         const Bf16* panel, float* tile, bool accumulate, Touch touch) {
+        Job<F, kAlongColumns, K::kSpreads> job(state, touch);
         K::run(count, left, slices, panel, tile, accumulate, job);
     }
     static void products_alone(AheadState&, int count, const Bf16* left, int64_t slices,
-                               const Bf16* panel, float* tile, bool accumulate) {
-        NoJob512 job;
+                               const Bf16* panel, float* tile, bool accumulate, Touch touch) {
+        NoJob512 job{touch};
         K::run(count, left, slices, panel, tile, accumulate, job);
     }
     template <Format F, bool kAlongColumns>
     static void drain(AheadState& state) {
-        Job<F, kAlongColumns, false> job(state);
+        Job<F, kAlongColumns, false> job(state, {});
         for (; job.unit < job.run.units; ++job.unit) job.decode(job.unit, true);
     }
 
@@ -337,13 +353,13 @@ struct ComputeBf16 {
     static void leave() { K::leave(); }
 
     static void run(Ahead& ahead, int count, const Bf16* left, int64_t slices, const Bf16* panel,
-                    float* tile, bool accumulate) {
+                    float* tile, bool accumulate, Touch touch) {
         AheadState& state = ahead.state;
         if (state.run < state.count && state.unit == state.runs[state.run].units) {
             ++state.run;
             state.unit = 0;
             if (state.run == state.count) ahead.use.products = products_alone;
         }
-        ahead.use.products(state, count, left, slices, panel, tile, accumulate);
+        ahead.use.products(state, count, left, slices, panel, tile, accumulate, touch);
     }
 };
