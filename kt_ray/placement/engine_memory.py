@@ -24,6 +24,7 @@ _PANEL_BYTES = 128 << 10
 _BLOCK_ROWS = 32  # at most; fewer on most instruction sets
 _GRAD_ROWS = 512
 _GRAD_RANKS = 8
+_TOUCH_LINES = 8
 _DW_COLUMNS = 128
 
 
@@ -109,7 +110,7 @@ class EngineShape:
         within 64 and 512:
 
             2 min(128 KiB, max(H', p I') w c) + max(S, 128) (max(H', I') c + 4 w)
-            + w (8 r' + 512 ⌈4 r' / w⌉) + w 2,176 + 24,576         r' at least 16
+            + w (8 r' + 512 ⌈4 r' / w⌉) + w 2,176 + 26,624         r' at least 16
         """
         h, i, r = self._widths
         _, compute = self._elements
@@ -128,6 +129,7 @@ class EngineShape:
             _GRAD_ROWS * _GRAD_RANKS * 4,
             _GRAD_ROWS * columns * 4,
             2 * _GRAD_ROWS * 8,
+            _BLOCK_ROWS * _TOUCH_LINES * 8,
         )
         return sum(_padded(part, 128) for part in parts)
 
