@@ -22,6 +22,12 @@ constexpr int64_t max_slices() {
     return 128 * 1024 / (slice_steps<C>() * step_size<typename C::T>() * static_cast<int64_t>(sizeof(typename C::T)));
 }
 
+// Where kColumns columns of a row lie: two vectors, and how far the next columns are.
+struct WideRow {
+    const char* at;
+    int64_t second, step;  // bytes to the second vector, to the next kColumns columns
+};
+
 // Scratch of one thread, carved from one allocation.
 template <class C>
 struct Scratch {
@@ -32,9 +38,10 @@ struct Scratch {
     float* masked;      // [rows of a block][kColumns]
     float* lora_panel;  // [2 * rank_pad][kColumns]
     float* sums;        // [panels of the projections][kChunkRows][kColumns]
+    float* split;       // [2][kSlice * rank_pad + a vector]
     float* left;        // [kGradRows][kGradRanks]
     float* right;       // [kGradRows][kColumns]
-    const void** rows;   // [2 * kGradRows]
+    WideRow *wide, *masked_wide;  // [kGradRows]
     const char** lines;  // [kTouchLines * rows of a block]
 };
 
@@ -58,9 +65,11 @@ size_t carve(const Pass& p, char* base, Scratch<C>* s) {
     char* masked = take(C::Micro::kMaxRows * kColumns, sizeof(float));
     char* lora_panel = take(2 * rank * kColumns, sizeof(float));
     char* sums = take(pieces(4 * rank, kColumns) * kChunkRows * kColumns, sizeof(float));
+    char* split = take(2 * kSlice * rank + kLanes, sizeof(float));
     char* left = take(kGradRows * kGradRanks, sizeof(float));
     char* right = take(kGradRows * kColumns, sizeof(float));
-    char* pointers = take(2 * kGradRows, sizeof(void*));
+    char* wide = take(kGradRows, sizeof(WideRow));
+    char* masked_wide = take(kGradRows, sizeof(WideRow));
     char* lines = take(C::Micro::kMaxRows * kTouchLines, sizeof(void*));
     if (s != nullptr) {
         s->panel[0] = reinterpret_cast<T*>(panel0);
@@ -70,9 +79,11 @@ size_t carve(const Pass& p, char* base, Scratch<C>* s) {
         s->masked = reinterpret_cast<float*>(masked);
         s->lora_panel = reinterpret_cast<float*>(lora_panel);
         s->sums = reinterpret_cast<float*>(sums);
+        s->split = reinterpret_cast<float*>(split);
         s->left = reinterpret_cast<float*>(left);
         s->right = reinterpret_cast<float*>(right);
-        s->rows = reinterpret_cast<const void**>(pointers);
+        s->wide = reinterpret_cast<WideRow*>(wide);
+        s->masked_wide = reinterpret_cast<WideRow*>(masked_wide);
         s->lines = reinterpret_cast<const char**>(lines);
     }
     return used;

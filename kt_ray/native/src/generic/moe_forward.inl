@@ -69,7 +69,14 @@ void gate_up(int64_t task) const {
         },
         [&](int64_t) { return range; },
         [&](const RowBlock& b) { return s.packed + (b.begin - first_row) * p.hidden_pad; },
-        [](int64_t, const RowBlock&, Touch&) {},
+        [&](int64_t j, const RowBlock& b, Touch& touch) {
+            const int64_t i = first + j * width;
+            if (i % kLine != 0) return;  // two panels share a line
+            for (int64_t k = 0; k < b.count; ++k) touch.add(packed_at(act(b), b, k, i));
+            for (int64_t part = 0; p.pair != nullptr && part < p.parts; ++part)
+                for (int64_t k = 0; k < b.count; ++k)
+                    touch.add(packed_at(pair(b), b, k, part * p.inter_pad + i));
+        },
         [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t i = first + j * width, columns = min_of(width, p.inter - i);
             if (const LoraView* lora = lora_of(b)) {

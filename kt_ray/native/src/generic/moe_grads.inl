@@ -30,46 +30,37 @@ void left_row(int64_t m, const RowBlock& b, int64_t i, int64_t lines, int64_t q,
     for (int64_t j = 0; j < kGradRanks; ++j) to[j] = j < ranks ? factor * from[j] : 0.0f;
 }
 
-// Columns [c, c + kColumns) of the wide side of row i: where they lie (S in rows by token, T in packed
-// ones), or masked in scratch as floats.
-void wide_row(int64_t m, const RowBlock& b, int64_t i, int64_t c, int64_t scratch_row, const void** at) const {
-    const int64_t row = b.begin + i;
-    const void* halves[2];
-    for (int64_t half = 0; half < 2; ++half) {
-        const int64_t column = c + half * kLanes;
-        if (m == kDownB || m == kGateA || m == kUpA) {
-            const S* from = m == kDownB ? dy_row(p.row_token[row]) : x_row(p.row_token[row]);
-            halves[half] = from + column;
-        } else {
-            T* base = m == kDownA ? act(b) : dpair(b);
-            const int64_t shift = m == kUpB && p.parts == 2 ? p.inter_pad : 0;
-            halves[half] = packed_at(base, b, i, shift + column);
-        }
+// The wide side of row i from column c on: S in rows by token, T in packed ones.
+WideRow wide_row(int64_t m, const RowBlock& b, int64_t i, int64_t c) const {
+    if (m == kDownB || m == kGateA || m == kUpA) {
+        const S* row = m == kDownB ? dy_row(p.row_token[b.begin + i]) : x_row(p.row_token[b.begin + i]);
+        constexpr int64_t kSize = sizeof(S);
+        return {reinterpret_cast<const char*>(row + c), kLanes * kSize, kColumns * kSize};
     }
-    const bool masked = p.row_hash != nullptr && (m == kGateA || m == kUpA || m == kDownA);
-    if (masked) {
-        float* to = s.right + scratch_row * kColumns;
-        for (int64_t half = 0; half < 2; ++half) {
-            if (m == kDownA)
-                widen(static_cast<const T*>(halves[half]), kLanes, to + half * kLanes);
-            else
-                widen(static_cast<const S*>(halves[half]), kLanes, to + half * kLanes);
-            halves[half] = to + half * kLanes;
-        }
-        drop(to, kColumns, c, row, m == kGateA ? kGate : m == kUpA ? kUp : kDown);
-    }
-    at[0] = halves[0];
-    at[1] = halves[1];
+    const int64_t shift = m == kUpB && p.parts == 2 ? p.inter_pad : 0;
+    T* base = m == kDownA ? act(b) : dpair(b);
+    const auto at = [&](int64_t column) {
+        return reinterpret_cast<const char*>(packed_at(base, b, i, shift + column));
+    };
+    return {at(c), at(c + kLanes) - at(c), kColumns * b.count * static_cast<int64_t>(sizeof(T))};
+}
+
+// A row's columns with dropped elements zeroed and the others scaled, in scratch.
+template <class From>
+void mask_row(const WideRow& from, int64_t c, int64_t row, Projection projection, float* to) const {
+    vstore(to, vload(reinterpret_cast<const From*>(from.at)));
+    vstore(to + kLanes, vload(reinterpret_cast<const From*>(from.at + from.second)));
+    drop(to, kColumns, c, row, projection);
 }
 
 // tile [kGradRanks][kColumns] = sum over rows of left [rows][kGradRanks] times the wide rows.
 template <class From>
-static void outer(int64_t rows, const float* left, const void* const* wide, float* tile) {
+static void outer(int64_t rows, const float* left, const WideRow* wide, float* tile) {
     Vec sum[kGradRanks][2];
     for (int q = 0; q < kGradRanks; ++q) sum[q][0] = sum[q][1] = vset1(0.0f);
     for (int64_t i = 0; i < rows; ++i) {
-        const Vec b0 = vload(static_cast<const From*>(wide[2 * i]));
-        const Vec b1 = vload(static_cast<const From*>(wide[2 * i + 1]));
+        const Vec b0 = vload(reinterpret_cast<const From*>(wide[i].at));
+        const Vec b1 = vload(reinterpret_cast<const From*>(wide[i].at + wide[i].second));
 #pragma GCC unroll 8
         for (int q = 0; q < kGradRanks; ++q) {
             const Vec x = vset1(left[i * kGradRanks + q]);
@@ -119,17 +110,29 @@ void adapter_grads(int64_t task) const {
                  ++end)
                 for (int64_t i = 0; i < p.blocks[end].count; ++i, ++rows)
                     left_row(m, p.blocks[end], i, lines, q, ranks, s.left + rows * kGradRanks);
+            int64_t filled = 0;
+            for (int64_t n = block; n < end; ++n)
+                for (int64_t i = 0; i < p.blocks[n].count; ++i)
+                    s.wide[filled++] = wide_row(m, p.blocks[n], i, c_begin);
             for (int64_t c = c_begin; c < c_end; c += kColumns) {
-                int64_t row = 0;
-                for (int64_t n = block; n < end; ++n)
-                    for (int64_t i = 0; i < p.blocks[n].count; ++i, ++row)
-                        wide_row(m, p.blocks[n], i, c, row, s.rows + 2 * row);
-                if (masked)
-                    outer<float>(rows, s.left, s.rows, tile);
-                else if (by_token)
-                    outer<S>(rows, s.left, s.rows, tile);
-                else
-                    outer<T>(rows, s.left, s.rows, tile);
+                if (masked) {
+                    const Projection projection = m == kGateA ? kGate : m == kUpA ? kUp : kDown;
+                    for (int64_t i = 0; i < rows; ++i) {
+                        float* to = s.right + i * kColumns;
+                        const int64_t row = p.blocks[block].begin + i;
+                        if (by_token)
+                            mask_row<S>(s.wide[i], c, row, projection, to);
+                        else
+                            mask_row<T>(s.wide[i], c, row, projection, to);
+                        s.masked_wide[i] = {reinterpret_cast<const char*>(to), kLanes * 4, 0};
+                    }
+                    outer<float>(rows, s.left, s.masked_wide, tile);
+                } else if (by_token) {
+                    outer<S>(rows, s.left, s.wide, tile);
+                } else {
+                    outer<T>(rows, s.left, s.wide, tile);
+                }
+                for (int64_t i = 0; i < rows; ++i) s.wide[i].at += s.wide[i].step;
                 add_gradient(tile, grad, is_a, q, ranks, r, c, min_of(kColumns, c_end - c), width);
             }
             block = end;

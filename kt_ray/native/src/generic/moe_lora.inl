@@ -16,7 +16,13 @@ struct Projected {
     int64_t columns() const { return count * rank; }
 };
 
-static float split(float v, int64_t which) { return which == 0 ? v : v - through<T>(v); }
+// to[i] = from[i] rounded (which 0), or what that leaves (which 1), for whole vectors of a buffer.
+static void split(const float* from, int64_t n, int64_t which, float* to) {
+    for (int64_t i = 0; i < n; i += kLanes) {
+        const Vec v = vload(from + i);
+        vstore(to + i, which == 0 ? v : v - vthrough<T>(v));
+    }
+}
 
 // Columns [first, first + kColumns) for slices [begin, end).
 void projection_panel(const Projected& w, int64_t first, int64_t begin, int64_t end, T* panel) const {
@@ -32,23 +38,35 @@ void projection_panel(const Projected& w, int64_t first, int64_t begin, int64_t 
                     const int64_t v = first + half * kLanes + n, which = v / columns, c = v % columns;
                     if (which >= kSplits) break;
                     const float* from = w.matrix[c / w.rank] + c % w.rank * w.depth + k;
-                    for (int64_t q = 0; q < n_depth; ++q) buffer[n * kSlice + q] = split(from[q], which);
+                    float* to_row = buffer + n * kSlice;
+                    if (n_depth == kSlice) {
+                        split(from, kSlice, which, to_row);
+                    } else {
+                        memcpy(to_row, from, n_depth * sizeof(float));
+                        split(to_row, kSlice, which, to_row);
+                    }
                 }
                 place_rows<T>(buffer, to + half * kLanes * pack_of<T>());
             }
         } else {
+            // The slice's rows of B lie together: split them at once, then cut them into columns.
+            const int64_t count = n_depth * w.rank;
+            for (int64_t which = 0; which < kSplits; ++which) {
+                float* part = s.split + which * kSlice * p.rank_pad;
+                memcpy(part, w.matrix[0] + k * w.rank, count * sizeof(float));
+                split(part, count, which, part);
+            }
             for (int64_t q = 0; q < kSlice; q += pack_of<T>()) {
-                memset(buffer, 0, pack_of<T>() * kColumns * sizeof(float));
-                for (int64_t r = 0; r < pack_of<T>() && q + r < n_depth; ++r) {
-                    const float* from = w.matrix[0] + (k + q + r) * w.rank;
-                    float* row = buffer + r * kColumns;
+                for (int64_t j = 0; j < pack_of<T>() * kColumns; ++j) buffer[j] = 0.0f;
+                for (int64_t r = 0; r < pack_of<T>() && q + r < n_depth; ++r)
                     for (int64_t which = 0; which < kSplits; ++which) {
                         const int64_t low = max_of(first, which * columns);
                         const int64_t high = min_of(first + kColumns, (which + 1) * columns);
-                        for (int64_t v = low; v < high; ++v)
-                            row[v - first] = split(from[v - which * columns], which);
+                        const float* from = s.split + which * kSlice * p.rank_pad + (q + r) * w.rank -
+                                            which * columns;
+                        float* row = buffer + r * kColumns - first;
+                        for (int64_t v = low; v < high; ++v) row[v] = from[v];
                     }
-                }
                 place_step<T>(buffer, kColumns, kColumns, q / pack_of<T>(), to);
             }
         }

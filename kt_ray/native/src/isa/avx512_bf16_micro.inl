@@ -22,18 +22,7 @@ struct MicroBf16 {
         for (int64_t s = 0; s < slices; ++s) {
             auto far = job.far();
             auto near = job.near();
-#pragma GCC unroll 4
-            for (int k = 0; k < 16; ++k) {
-                if constexpr (Job::kFetches)
-                    if (k % 2 == 0) {
-                        _mm_prefetch(far.from, _MM_HINT_T1);
-                        far.from += far.step;
-                    }
-                if constexpr (Job::kFetchesNear)
-                    if (k % 2 == 1) {
-                        _mm_prefetch(near.from, _MM_HINT_T0);
-                        near.from += near.step;
-                    }
+            const auto multiply = [&](int k) __attribute__((always_inline)) {
                 const __m512bh b0 = (__m512bh)_mm512_loadu_si512(b + k * 128);
                 const __m512bh b1 = (__m512bh)_mm512_loadu_si512(b + k * 128 + 64);
 #pragma GCC unroll 16
@@ -44,6 +33,19 @@ struct MicroBf16 {
                     sum[i][0] = _mm512_dpbf16_ps(sum[i][0], x, b0);
                     sum[i][1] = _mm512_dpbf16_ps(sum[i][1], x, b1);
                 }
+            };
+#pragma GCC unroll 2
+            for (int k = 0; k < 16; k += 2) {
+                if constexpr (Job::kFetches) {
+                    _mm_prefetch(far.from, _MM_HINT_T1);
+                    far.from += far.step;
+                }
+                multiply(k);
+                if constexpr (Job::kFetchesNear) {
+                    _mm_prefetch(near.from, _MM_HINT_T0);
+                    near.from += near.step;
+                }
+                multiply(k + 1);
             }
             a += N * 64;
             b += 16 * 128;
