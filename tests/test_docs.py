@@ -33,6 +33,15 @@ def test_the_table_of_modes_has_every_mode():
     assert modes <= table
 
 
+def test_the_engine_by_itself_runs():
+    text = (ROOT / "README.md").read_text()
+    program = re.search(r"## The engine by itself\n.*?```python\n(.*?)```", text, re.DOTALL).group(1)
+    names: dict[str, object] = {}
+    exec(compile(program, "README.md", "exec"), names)
+    assert names["y"].shape == names["dx"].shape == (16, 256)
+    assert names["drouter"].shape == (16, 2) and bool(names["y"].isfinite().all())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text()

@@ -196,14 +196,14 @@ def _refuse_foreign(index: CheckpointIndex, foreign: dict[str, str]) -> None:
         suffix = foreign[quantised[0]]
         named = next((text for end, text in _FORMATS.items() if suffix.endswith(end)), f"unknown ({suffix})")
         raise UserError(
-            "experts are in a quantised format that is not supported",
+            "experts are in a quantised format that is not read from checkpoints yet",
             where=f"{index.path}, {some(quantised, 2)}",
             observed=named,
             required="BF16 or F32",
             remedy=_CONVERT,
         )
     raise UserError(
-        "experts have biases, which are not supported",
+        "experts have biases, which are not read from checkpoints yet",
         where=f"{index.path}, {some(biases, 2)}",
         observed=f"model_type {index.config.get('model_type')!r}",
         required="experts of gate, up and down matrices only",
@@ -220,7 +220,7 @@ def _check_dtypes(index: CheckpointIndex, kept: dict[str, re.Match[str]]) -> Non
         names = sorted(by_dtype[unsupported[0]])
         kind = "FP8" if unsupported[0].startswith("F8") else unsupported[0]
         raise UserError(
-            "experts are in a format that is not supported",
+            "experts are in a format that is not read from checkpoints",
             where=f"{index.path}, {some(names, 2)}",
             observed=f"{kind} ({unsupported[0]})" if kind != unsupported[0] else kind,
             required="BF16 or F32",

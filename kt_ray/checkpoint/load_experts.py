@@ -1,7 +1,8 @@
 """Read routed experts from the checkpoint straight into the tensors the engine computes with.
 
-No memory map: each expert's bytes go from the file to their final place, so that loading needs no
-second copy and the memory is that of the calling thread's NUMA policy. Legend: see experts.py; n is
+No file is mapped: each expert's bytes go from it to their final place, in huge pages where the machine
+has them, so that loading needs no second copy; the reading threads touch the memory first, so it comes
+from the node that the caller's memory policy says. Legend: see experts.py; n is
 the number of experts asked for.
 """
 
@@ -19,6 +20,7 @@ import torch
 from kt_ray.checkpoint.experts import PROJECTIONS, ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.safetensors_file import read_into, tensor_bytes
+from kt_ray.native import allocate
 
 BytesRead = Callable[[int], None]
 
@@ -71,9 +73,9 @@ def load_experts(
         raise ValueError(f"experts {list(experts)} outside 0..{layout.num_experts - 1}")
     n, I, H = len(experts), layout.intermediate, layout.hidden
     out = {
-        "gate": torch.empty(n, I, H, dtype=layout.dtype),
-        "up": torch.empty(n, I, H, dtype=layout.dtype),
-        "down": torch.empty(n, H, I, dtype=layout.dtype),
+        "gate": allocate((n, I, H), layout.dtype),
+        "up": allocate((n, I, H), layout.dtype),
+        "down": allocate((n, H, I), layout.dtype),
     }
     build = _plain_reads if layout.kind == "per_expert" else _fused_reads
     jobs = build(index, layout, layer, experts, out)

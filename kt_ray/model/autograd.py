@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kt_ray.errors import UserError
-from kt_ray.model.hook import check_experts
+from kt_ray.model.formula import formula_of
 
 if TYPE_CHECKING:
     from kt_ray.native import Engine, ExpertWeights
@@ -87,37 +87,63 @@ def native_experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) ->
 
 
 def expert_weights(module: Any) -> ExpertWeights:
-    """The module's parameters as the engine wants them; kept on the module while they do not change."""
-    gate_up, down = module.gate_up_proj, module.down_proj
-    key = (gate_up.data_ptr(), gate_up._version, down.data_ptr(), down._version)
+    """The module's parameters as the engine wants them; kept on the module while they do not change.
+
+    The weights are views of the parameters, in any of transformers' layouts: nothing is copied but what
+    lies on another device, and biases, which become float32.
+
+    Raises:
+        UserError: a formula the engine does not have, or weights of another type.
+    """
+    parameters = dict(module.named_parameters(recurse=False))
+    key = tuple((name, p.data_ptr(), p._version) for name, p in parameters.items())
     cached = module.__dict__.get("_kt_weights")
     if cached is not None and cached[0] == key:
         return cached[1]
     from kt_ray.native import ExpertWeights
 
-    check_experts(module, getattr(module.config, "model_type", type(module).__name__))
-    gate_up = gate_up.detach().to("cpu")
-    down = down.detach().to("cpu")
-    if gate_up.dtype not in (torch.float32, torch.bfloat16):
+    formula = formula_of(module, getattr(module.config, "model_type", type(module).__name__))
+    first = parameters["gate_up_proj" if module.has_gate else "up_proj"].detach().to("cpu")
+    down = parameters["down_proj"].detach().to("cpu")
+    if first.dtype not in (torch.float32, torch.bfloat16):
         raise UserError(
             "the engine computes float32 and bfloat16 experts",
             where=type(module).__name__,
-            observed=str(gate_up.dtype).removeprefix("torch."),
+            observed=str(first.dtype).removeprefix("torch."),
             required="float32 or bfloat16",
             remedy="load the model with dtype=torch.bfloat16",
         )
     if module.is_transposed:  # [E, H, 2I], [E, I, H]
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    if module.is_concatenated:
-        gate, up = gate_up.chunk(2, dim=1)
-    else:
-        gate, up = gate_up[:, 0::2], gate_up[:, 1::2]
+        first, down = first.transpose(1, 2), down.transpose(1, 2)
+    gate, up = _halves(first, module) if module.has_gate else (None, first)
+    gate_bias = up_bias = down_bias = None
+    if module.has_bias:
+        first_bias = parameters["gate_up_proj_bias" if module.has_gate else "up_proj_bias"]
+        gate_bias, up_bias = _halves(first_bias, module) if module.has_gate else (None, first_bias)
+        gate_bias, up_bias = _bias(gate_bias), _bias(up_bias)
+        down_bias = _bias(parameters["down_proj_bias"])
     weights = ExpertWeights(
-        gate=gate.contiguous(),
-        up=up.contiguous(),
-        down=down.contiguous(),
-        layer=0,
-        expert_ids=tuple(range(gate.shape[0])),
+        gate,
+        up,
+        down,
+        activation=formula.activation,
+        alpha=formula.alpha,
+        limit=formula.limit,
+        gate_bias=gate_bias,
+        up_bias=up_bias,
+        down_bias=down_bias,
     )
     module.__dict__["_kt_weights"] = (key, weights)
     return weights
+
+
+def _halves(both: Tensor, module: Any) -> tuple[Tensor, Tensor]:
+    """Gate and up of a fused tensor [E, 2I, ...]."""
+    if module.is_concatenated:
+        gate, up = both.chunk(2, dim=1)
+        return gate, up
+    return both[:, 0::2], both[:, 1::2]
+
+
+def _bias(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach().to("cpu", torch.float32).contiguous()

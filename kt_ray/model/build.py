@@ -12,6 +12,7 @@ from torch import nn
 
 from kt_ray.errors import UserError
 from kt_ray.model import hook
+from kt_ray.model.formula import check_trainable
 from kt_ray.model.lora import linear_names
 from kt_ray.model.recording import LayerStub, Passthrough, Recorder
 from kt_ray.model.spec import StageSpec
@@ -196,7 +197,7 @@ def _check_experts(layers: nn.ModuleList, prefix: str, config: object) -> dict[i
                 remedy="choose another model family",
             )
         for _, module in found:
-            hook.check_experts(module, model_type)
+            check_trainable(module, model_type)
             contexts[index] = module._kt_stage = hook.LayerContext(index, int(module.num_experts))
         experts = [name for name, _ in found]
         stray = [

@@ -17,6 +17,7 @@ from kt_ray.config.schema import ClusterConfig, ModelConfig, RuleConfig
 from kt_ray.errors import UserError
 from kt_ray.modes.doctor_check import Check, failed, passed, warned
 from kt_ray.placement.dims import dims_from_dir
+from kt_ray.placement.formats import TRAINABLE_FORMATS
 from kt_ray.placement.hardware import gpus_wanted
 from kt_ray.placement.render import billions, counted, gib
 from kt_ray.placement.types import Hardware
@@ -71,17 +72,21 @@ def package(name: str, wanted: str, installed: str | None = None) -> Check:
 def native(hardware: Hardware, rule: RuleConfig) -> Check:
     """The C++ engine, and that it sees what the CPU has."""
     try:
-        from kt_ray.native import available_isas, select_isa
+        from kt_ray.native import FORMATS, available_isas, select_isa
     except ImportError as error:
         return failed(
-            "native engine", f"not built: {error}", "pip install . (or: make build), with a C++17 compiler"
+            "native engine", f"not built: {error}", "pip install . (or: make build), with a C++20 compiler"
         )
     isas = available_isas()
     try:
         isa, reason = select_isa(rule.experts.isa)
     except ValueError as error:
         return failed("native engine", str(error), "set rule.experts.isa=auto, or unset KT_RAY_ISA")
-    found = f"{', '.join(isas)}; {isa} chosen: {reason}"
+    loaded = [name for name in FORMATS if name in TRAINABLE_FORMATS]
+    found = (
+        f"{', '.join(isas)}; {isa} chosen: {reason}; computes {len(FORMATS)} weight formats on each, "
+        f"of which checkpoints may hold {' and '.join(loaded)}"
+    )
     missing = [name for name in hardware.isas if name not in isas]
     if missing:
         remedy = (

@@ -5,6 +5,8 @@ from kt_ray.native.engine import Engine
 from kt_ray.native.isa import ENV as ISA_VARIABLE
 from kt_ray.native.isa import available_isas, select_isa
 from kt_ray.native.matrix import ExpertMatrix
+from kt_ray.native.pages import allocate
+from kt_ray.native.quantize import quantize
 from kt_ray.native.types import FORMATS, Activation, DropoutSpec, ExpertLora, ExpertWeights
 
 __all__ = [
@@ -17,6 +19,8 @@ __all__ = [
     "ExpertMatrix",
     "ExpertWeights",
     "Saved",
+    "allocate",
     "available_isas",
+    "quantize",
     "select_isa",
 ]

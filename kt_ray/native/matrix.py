@@ -29,7 +29,6 @@ GGUF_BLOCKS = {
 
 SCALED_FORMATS = ("fp8", "mxfp4", "int8", "int4")
 FORMATS = (*SCALED_FORMATS, *GGUF_BLOCKS)
-PLAIN_FORMATS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 _E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # torch 2.7 has it
 _SCALE_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.uint8: "ue8m0"}
@@ -290,41 +289,6 @@ class ExpertMatrix:
             per_expert = self.scales.stride(0) * self.scales.element_size()
             per_row = self.scales.stride(1) * self.scales.element_size()
         return (name, self.format, *self.shape, *addresses, kind, at, per_expert, per_row, *self.scale_block)
-
-
-def matrix_arg(name: str, matrix: Tensor | ExpertMatrix) -> MatrixArg:
-    """What the binding needs of one projection, plain or quantised.
-
-    Args:
-        name: the argument's, for messages.
-        matrix: quantised, or [E, N, K] float32 or bfloat16 with any strides: row by row, transposed,
-            or interleaved.
-
-    Raises:
-        ValueError: a tensor of another type or shape, or one that is not in this process's memory.
-    """
-    if isinstance(matrix, ExpertMatrix):
-        return matrix.binding_arg(name)
-    _check_tensor(name, matrix)
-    if matrix.dtype not in PLAIN_FORMATS:
-        raise ValueError(f"{name}: {matrix.dtype}, required torch.float32, torch.bfloat16 or an ExpertMatrix")
-    experts, rows, columns = _three(name, matrix)
-    size = matrix.element_size()
-    strides = (matrix.stride(0) * size, matrix.stride(1) * size, matrix.stride(2) * size)
-    shape = (experts, rows, columns)
-    return (
-        name,
-        PLAIN_FORMATS[matrix.dtype],
-        *shape,
-        matrix.data_ptr(),
-        *strides,
-        "none",
-        0,
-        0,
-        0,
-        1,
-        columns,
-    )
 
 
 def scales_to_float(scales: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kt_ray.errors import UserError
 from kt_ray.placement.families import EXACT, Keys, expert_intermediate, is_moe_layer, layer_parts, num_experts
-from kt_ray.placement.formats import TRAINABLE_FORMATS, expert_format
+from kt_ray.placement.formats import TRAINABLE_FORMATS, expert_format, missing_for_training
 from kt_ray.placement.types import ModelDims
 
 _EXPERT_COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
@@ -125,7 +125,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         tie_embeddings=bool(tie),
         dtype=dtype,
         expert_format=fmt,
-        refusal=_refusal(config, keys, fmt, part, latent),
+        refusal=_refusal(config, keys, fmt, missing_for_training(weights, fmt), part, latent),
         notes=tuple(notes),
         name=name,
         expert_hidden=latent,
@@ -162,7 +162,9 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], where: str) -> tu
     return "bfloat16", True
 
 
-def _refusal(config: Mapping[str, Any], keys: Keys, fmt: str, part: str, latent: int) -> str | None:
+def _refusal(
+    config: Mapping[str, Any], keys: Keys, fmt: str, missing: str | None, part: str, latent: int
+) -> str | None:
     """Why the model can be planned but not trained, with what to do; None = it can be trained."""
     activation = str(keys.config.get("hidden_act") or "silu")
     reasons = []
@@ -172,9 +174,9 @@ def _refusal(config: Mapping[str, Any], keys: Keys, fmt: str, part: str, latent:
         or keys.config.get("swiglu_limit")
     ):
         reasons.append(
-            f"the experts of family {keys.family!r} (clamped, biased or {activation!r} activation) are not "
-            "implemented yet; use a family with plain SiLU experts (DeepSeek-V2/V3, Kimi-K2, Qwen3, Mixtral, "
-            "GLM-4.5, OLMoE)"
+            f"the experts of family {keys.family!r} (clamped, biased or {activation!r} activation) cannot be "
+            "trained yet: expert actors load plain SiLU experts only; use a family with such "
+            "(DeepSeek-V2/V3, Kimi-K2, Qwen3, Mixtral, GLM-4.5, OLMoE)"
         )
     if latent:
         reasons.append(
@@ -185,9 +187,9 @@ def _refusal(config: Mapping[str, Any], keys: Keys, fmt: str, part: str, latent:
             f"multimodal checkpoints ({config.get('model_type', 'unknown')}) cannot be trained yet; "
             "use a text-only checkpoint of the family"
         )
-    if fmt not in TRAINABLE_FORMATS:
+    if missing:
         reasons.append(
-            f"routed experts stored as {fmt} cannot be trained yet; use a BF16 checkpoint of the model "
-            "(released, or dequantised with its authors' script)"
+            f"routed experts stored as {fmt} cannot be trained yet: {missing}; use a BF16 checkpoint of the "
+            "model (released, or dequantised with its authors' script)"
         )
     return "; also: ".join(reasons) or None

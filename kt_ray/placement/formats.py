@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+# What expert actors read from checkpoints, and so train.
 TRAINABLE_FORMATS = ("bf16", "f32")
+# What the engine computes beside these, forward and backward, on every instruction set. (It computes GGUF
+# types as well; no config.json names them.)
+COMPUTED_FORMATS = ("fp8_block", "fp8", "mxfp4", "int8", "int4")
+# Methods whose integers are packed in another way than the engine reads, though of the same name here.
+_OTHER_PACKING = ("gptq", "awq", "auto-round", "bitsandbytes")
 
 # Bytes per expert parameter, scales included: blocks of 128 x 128 carry one float32 scale; MXFP4 and
 # INT4 groups of 32 one byte and two bytes.
@@ -59,6 +65,33 @@ def expert_format(config: Mapping[str, Any], dtype: str) -> str:
     if method in ("gptq", "awq", "auto-round"):
         return "int4" if int(quantization.get("bits", 4)) <= 4 else "int8"
     return method
+
+
+def missing_for_training(config: Mapping[str, Any], fmt: str) -> str | None:
+    """What keeps experts of a format from being trained; None = nothing does.
+
+    Args:
+        config: the released configuration.
+        fmt: what `expert_format` says of it.
+    """
+    if fmt in TRAINABLE_FORMATS:
+        return None
+    quantization = config.get("quantization_config")
+    method = str(quantization.get("quant_method", "")) if isinstance(quantization, Mapping) else ""
+    packed_alike = method.lower() not in _OTHER_PACKING and not _asymmetric(quantization)
+    if fmt in COMPUTED_FORMATS and packed_alike:
+        return "the engine computes them, expert actors do not read them from checkpoints"
+    return "the engine does not compute them" + (f" as {method} packs them" if method else "")
+
+
+def _asymmetric(quantization: object) -> bool:
+    """Whether integers have zero points of their own (compressed-tensors)."""
+    groups = quantization.get("config_groups") if isinstance(quantization, Mapping) else None
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and weights.get("symmetric") is False:
+            return True
+    return False
 
 
 def _compressed_tensors(quantization: Mapping[str, Any]) -> str:

@@ -2,12 +2,13 @@
 
 Worst case: every row has data.max_length tokens; routing is balanced over the experts. Legend:
 T tokens per step, T_r of one replica, T_g of one group over all replicas, K experts per token,
-H hidden size, I expert intermediate size, b bytes per element of the compute type.
+H hidden size, b bytes per element of the compute type.
 
-Expert actor with a share s of the experts:
-    kept, retain      layers * (T * H * b_e + T * K * s * 2 * I * b_e + T * K * 12): x; gate and up; routing
-    kept, recompute   layers * (T * H * b_e + T * K * 12)
-    workspace         T_g * K * s * 4 * I * 4 + T_g * H * 16: one engine call in float32
+Expert actor with a share s of the experts (engine_memory.py has the engine's own formulas):
+    kept              layers * what the engine keeps of T tokens and T * K * s rows, to the byte
+    workspace         one engine call of T_g tokens and T_g * K * s rows; scratch of every thread;
+                      T_g * H * 16, what goes in and out in float32, twice; 2 MiB for each buffer of at
+                      least that size, which are whole huge pages
     staging           2 * T * H * 4: answers y, then dx; arenas grow by doubling, hence the 2
 Attention worker with n layers:
     kept              n * T_r * (streams * H * b + K * 12): input of every layer; routing
@@ -27,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kt_ray.config.schema import Config, LoraConfig
+from kt_ray.placement.engine_memory import HUGE_PAGE, EngineShape, rounded
 from kt_ray.placement.formats import expert_bytes_per_param
 from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, MemoryLine, ModelDims, WorkerPlan
 
@@ -133,7 +135,8 @@ def budgets(
         if config.cluster.name == "ray":
             add(home, "runtime", WORKER_RUNTIME)
     for actor in experts:
-        for item, size in _expert_actor(dims, config, load, actor).items():
+        isa = hardware.isas[-1] if actor.isa == "auto" and hardware.isas else actor.isa
+        for item, size in _expert_actor(dims, config, load, groups, actor, isa).items():
             add(f"socket {actor.node}", item, size)
     ray = RAY_RUNTIME if config.cluster.name == "ray" else 0
     add(f"socket {nodes[0]}", "runtime", DRIVER_RUNTIME + ray)
@@ -209,26 +212,42 @@ def _logit_rows(config: Config, load: Load) -> int:
     return min(load.micro, int(chunk)) if int(chunk) > 0 else load.micro
 
 
-def _expert_actor(dims: ModelDims, config: Config, load: Load, actor: ExpertActorPlan) -> dict[str, float]:
+def _expert_actor(
+    dims: ModelDims, config: Config, load: Load, groups: int, actor: ExpertActorPlan, isa: str
+) -> dict[str, float]:
     width, layers = dims.expert_width, len(dims.moe_layers)
     held = len(actor.experts) * layers
-    share = len(actor.experts) / dims.num_experts
-    element = 4 if dims.expert_format == "f32" else 2
-    slots = load.total * dims.experts_per_token
-    kept: float = load.total * width * element + slots * 12
-    if actor.activations == "retain":
-        kept += slots * share * 2 * dims.expert_intermediate * element
-    group_slots = load.group * dims.experts_per_token * share
+    slots_per_token = dims.experts_per_token * len(actor.experts) / dims.num_experts
+    recompute = actor.activations == "recompute"
+    shape = engine_shape(dims, config.lora, isa)
+    kept = shape.saved(load.total, load.total * slots_per_token, recompute=recompute)
+    rows = load.group * slots_per_token
+    buffers = shape.call(load.group, rows, recompute=recompute)
+    call = sum(buffers.values()) + actor.threads * rounded(shape.thread()) + load.group * width * 16
+    large = sum(size >= HUGE_PAGE for size in buffers.values())
+    large += layers * groups * sum(size / groups >= HUGE_PAGE for size in kept.values())
     adapters = held * expert_lora_params(dims, config.lora)
     return {
         "experts": held * dims.expert_params * expert_bytes_per_param(dims.expert_format, actor.backend),
         "LoRA": 8 * adapters,
         "optimizer": 8 * adapters,
-        "kept activations": layers * kept,
-        "workspace": group_slots * 4 * dims.expert_intermediate * 4 + load.group * width * 16,
+        "kept activations": layers * sum(kept.values()),
+        "workspace": call + large * HUGE_PAGE,
         "staging": 2 * load.total * width * 4,
         "runtime": EXPERT_RUNTIME if config.cluster.name == "ray" else 0,
     }
+
+
+def engine_shape(dims: ModelDims, lora: LoraConfig, isa: str) -> EngineShape:
+    """A layer's routed experts as the engine of `isa` computes them."""
+    return EngineShape(
+        hidden=dims.expert_width,
+        inter=dims.expert_intermediate,
+        rank=lora.rank if lora.experts else 0,
+        isa=isa,
+        float32=dims.expert_format == "f32",
+        dropout=lora.experts and lora.dropout > 0,
+    )
 
 
 def _merged(device: str, lines: Sequence[MemoryLine]) -> tuple[MemoryLine, ...]:

@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
         },
         "found MXFP4",
     ),
-    "biases": (_replace(G.replace("weight", "bias"), torch.zeros(6)), "biases, which are not supported"),
+    "biases": (_replace(G.replace("weight", "bias"), torch.zeros(6)), "biases, which are not read"),
     "mixed names": (_replace("model.layers.1.mlp.experts.0.w1.weight", torch.zeros(6, 8)), "mixed names"),
     "two sets": (
         _replace("model.layers.1.ffn.experts.0.up_proj.weight", torch.zeros(6, 8)),

@@ -14,7 +14,8 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
-from kt_ray.model.hook import LayerContext, check_experts
+from kt_ray.model.formula import check_trainable
+from kt_ray.model.hook import LayerContext
 from kt_ray.model.probe import probe_layer
 from kt_ray.model.recording import LayerStub, Passthrough, RecordedCall
 from kt_ray.model.spec import StageSpec
@@ -44,7 +45,7 @@ def refuse(path: Path, match: str, layers: tuple[int, int] = (0, 3), **spec: Any
         (
             "gpt_oss",
             {"num_local_experts": 4, "head_dim": 12, "num_key_value_heads": 2},
-            "gpt_oss.*biases.*clamped",
+            "gpt_oss.*cannot be trained yet.*swiglu_oai clamped at 7 and biases",
         ),
         ("qwen3_moe", {"hidden_act": "gelu"}, "experts of qwen3_moe.*activation GELU"),
         ("llama", {"num_key_value_heads": 4, "intermediate_size": 64}, "llama has no routed experts"),
@@ -119,14 +120,14 @@ def test_layers_outside_the_model(checkpoint: Checkpoint) -> None:
 def test_expert_flags(change: dict[str, Any], match: str) -> None:
     config = AutoConfig.for_model("qwen3_moe", **{**_SMALL, **FAMILIES["qwen3_moe"]})
     module = modeling_qwen3_moe.Qwen3MoeExperts(config)
-    check_experts(module, "qwen3_moe")
+    check_trainable(module, "qwen3_moe")
     module.act_fn = nn.SiLU()
-    check_experts(module, "qwen3_moe")
+    check_trainable(module, "qwen3_moe")
     for name, value in change.items():
         delattr(module, name) if name == "act_fn" else None
         setattr(module, name, value)
     with pytest.raises(UserError, match=match):
-        check_experts(module, "qwen3_moe")
+        check_trainable(module, "qwen3_moe")
 
 
 def test_own_gate_is_refused() -> None:
@@ -136,7 +137,7 @@ def test_own_gate_is_refused() -> None:
 
     config = AutoConfig.for_model("qwen3_moe", **{**_SMALL, **FAMILIES["qwen3_moe"]})
     with pytest.raises(UserError, match="a gate of its own"):
-        check_experts(Clamped(config), "other")
+        check_trainable(Clamped(config), "other")
 
 
 def _layers_that(monkeypatch: pytest.MonkeyPatch, forward: Callable[..., Any]) -> None:

@@ -68,7 +68,9 @@ def test_every_format_is_in_the_tables() -> None:
 @pytest.mark.parametrize(("name", "h", "i"), ODD)
 def test_matches_the_reference(engine_of, isa: str, name: str, h: int, i: int) -> None:
     """With adapters, dropout and tokens without any; weights and x stay as they are."""
-    case = expected(name, h, i, adapters=2, dropout=0.2)
+    # A gradient of H = 5 features needs more rows than a few: else one dot product that cancels is much of
+    # it, and its rounding errors are not small beside it (test_roundings.py says that they are all there is).
+    case = expected(name, h, i, adapters=2, dropout=0.2, tokens=19 if h > 5 else 76)
     inputs = [*tensors_of(case.weights), case.x, case.dy]
     before = [t.clone() for t in inputs]
     got = case.run(engine_of[isa])

@@ -18,8 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kt_ray.native.matrix import FORMATS, GGUF_BLOCKS, ExpertMatrix, gguf_quants, matrix_arg, scales_to_float
+from kt_ray.native.matrix import FORMATS, GGUF_BLOCKS, ExpertMatrix, gguf_quants, scales_to_float
 from kt_ray.native.quantize import quantize
+from kt_ray.native.types import projection_arg
 from tests.helpers.cpp import compile_program
 from tests.helpers.formats import random_matrix
 
@@ -221,11 +222,11 @@ def test_bytes_and_what_the_binding_is_told() -> None:
         *("bf16", scales.data_ptr() + 2, 20, 4, 1, 64),
     )
     plain = torch.zeros(3, 64, 10)
-    assert matrix_arg("up", plain[:, :, 0::2].transpose(1, 2)) == (
+    assert projection_arg("up", plain[:, :, 0::2].transpose(1, 2)) == (
         *("up", "f32", 3, 5, 64, plain.data_ptr(), 2560, 8, 40),
         *("none", 0, 0, 0, 1, 64),
     )
-    assert matrix_arg("gate", matrix) == matrix.binding_arg("gate")
+    assert projection_arg("gate", matrix) == matrix.binding_arg("gate")
     block = random_matrix("q4_k", (1, 2, 256), generator())
     assert block.bytes == 288
     assert block.binding_arg("down")[5:] == (block.data.data_ptr(), 288, 144, 0, "none", 0, 0, 0, 1, 256)
@@ -288,8 +289,11 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         lambda: ExpertMatrix.fp8(F8, torch.ones(2, 1, 1)).rows(2, 4),
         "rows: 2:4:1, required whole blocks of 128",
     ),
-    (lambda: matrix_arg("up", torch.zeros(2, 4, 64).half()), "up: torch.float16, required torch.float32"),
-    (lambda: matrix_arg("up", torch.zeros(4, 64)), "up: shape [4, 64], required three dimensions"),
+    (
+        lambda: projection_arg("up", torch.zeros(2, 4, 64).half()),
+        "up: dtype float16, required float32 or bfloat16",
+    ),
+    (lambda: projection_arg("up", torch.zeros(4, 64)), "up: shape [4, 64], required three dimensions"),
     (lambda: quantize("fp9", torch.zeros(1, 1, 32)), "format: 'fp9', required one of"),
     (lambda: quantize("fp8", torch.zeros(1, 32)), "w: shape [1, 32], required three dimensions"),
     (

@@ -103,28 +103,30 @@ def test_formats_of_released_models(released: dict[str, dict[str, Any]]) -> None
     assert formats["Qwen3-30B-A3B.json"] == "bf16"
 
 
+def packed(**weights: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+
+
 @pytest.mark.parametrize(
-    ("quantization", "expected"),
+    ("quantization", "expected", "computed"),
     [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_block"),
-        ({"quant_method": "mxfp4"}, "mxfp4"),
-        ({"quant_method": "gptq", "bits": 4}, "int4"),
-        ({"quant_method": "gptq", "bits": 8}, "int8"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "nf4"),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}},
-            },
-            "int4",
-        ),
-        ({"quant_method": "quanto"}, "quanto"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_block", True),
+        ({"quant_method": "mxfp4"}, "mxfp4", True),
+        ({"quant_method": "gptq", "bits": 4}, "int4", False),
+        ({"quant_method": "gptq", "bits": 8}, "int8", False),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "nf4", False),
+        (packed(num_bits=4, type="int", symmetric=True), "int4", True),
+        (packed(num_bits=4, type="int", symmetric=False), "int4", False),
+        ({"quant_method": "quanto"}, "quanto", False),
     ],
 )
-def test_quantised_experts_are_planned_but_refused(quantization: dict[str, Any], expected: str) -> None:
+def test_quantised_experts_are_planned_but_refused(
+    quantization: dict[str, Any], expected: str, computed: bool
+) -> None:
     dims = small_dims(quantization_config=quantization)
     assert dims.expert_format == expected
     assert dims.refusal and expected in dims.refusal and "BF16" in dims.refusal
+    assert ("the engine computes them, expert actors do not read them" in dims.refusal) == computed
 
 
 def test_float32_and_float16() -> None:

@@ -27,7 +27,7 @@ from tests.placement.configs import make_config
 
 SPR_FLAGS = (
     *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"),
-    *("avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
+    *("avx512_bf16", "avx512vbmi", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
 )
 
 
@@ -110,7 +110,9 @@ def test_this_host_respects_the_affinity_mask() -> None:
 
 def test_isas_of_flags() -> None:
     assert isas_of(set(SPR_FLAGS))[-1] == "amx"
-    assert isas_of(set(SPR_FLAGS) - {"amx_bf16"})[-1] == "avx512_bf16"
+    for flag in ("amx_tile", "amx_bf16", "amx_int8", "avx512vbmi"):
+        assert isas_of(set(SPR_FLAGS) - {flag})[-1] == "avx512_bf16"
+    assert isas_of(set(SPR_FLAGS) - {"f16c"}) == ("reference",)
     assert isas_of({"avx2", "fma", "f16c"}) == ("reference", "avx2")
     assert isas_of(set()) == ("reference",)
 

@@ -12,27 +12,33 @@ namespace {
 constexpr size_t kLine = 64;
 constexpr size_t kHugePage = size_t{2} << 20;
 
+size_t alignment_of(size_t bytes) { return bytes >= kHugePage ? kHugePage : kLine; }
+size_t rounded(size_t bytes) {
+    const size_t alignment = alignment_of(bytes);
+    return (bytes + alignment - 1) / alignment * alignment;
+}
+
 }  // namespace
 
 Buffer::Buffer(size_t bytes) {
     if (bytes == 0) return;
-    const size_t alignment = bytes >= kHugePage ? kHugePage : kLine;
-    const size_t rounded = (bytes + alignment - 1) / alignment * alignment;
-    data_ = std::aligned_alloc(alignment, rounded);
+    bytes_ = rounded(bytes);
+    data_ = std::aligned_alloc(alignment_of(bytes), bytes_);
     if (data_ == nullptr) throw std::bad_alloc();
-    bytes_ = rounded;
-    if (alignment == kHugePage) madvise(data_, rounded, MADV_HUGEPAGE);  // a wish: failure changes nothing
+    if (bytes >= kHugePage) madvise(data_, bytes_, MADV_HUGEPAGE);  // a wish: failure changes nothing
 }
 
 Buffer::~Buffer() { std::free(data_); }
 
 Buffer BufferCache::take(size_t bytes) {
+    if (bytes == 0) return Buffer();
+    const size_t most = rounded(bytes + bytes / 4);
     Buffer evicted;  // freed outside the lock
     {
         std::lock_guard lock(mutex_);
         auto best = free_.end();
         for (auto it = free_.begin(); it != free_.end(); ++it)
-            if (it->bytes() >= bytes && it->bytes() / 2 <= bytes + kHugePage &&
+            if (it->bytes() >= bytes && it->bytes() <= most &&
                 (best == free_.end() || it->bytes() < best->bytes()))
                 best = it;
         if (best != free_.end()) {

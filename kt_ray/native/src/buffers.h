@@ -38,8 +38,9 @@ class Buffer {
 };
 
 // Buffers given back are kept for the next request: the activations of one step have the sizes of
-// the last, and fresh pages cost more than the copy into them. A request that finds no fit frees one
-// kept buffer first, so the cache follows shapes that drift instead of growing.
+// the last, and fresh pages cost more than the copy into them. A buffer in reuse is at most a quarter
+// larger than asked for, before rounding. A request that finds no fit frees one kept buffer first, so the
+// cache follows shapes that drift instead of growing.
 class BufferCache {
   public:
     Buffer take(size_t bytes);

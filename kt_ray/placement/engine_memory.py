@@ -1,0 +1,139 @@
+"""Memory of the expert engine beside its weights: formulas, checked against what the engine reports.
+
+Legend: T tokens and R rows (slots that name a local expert) of one call; H hidden size, I intermediate
+size, r the largest LoRA rank; H', I' padded to multiples of 32, r' to a multiple of 16 (0 without
+adapters); s bytes of the storage type (4 for float32 weights, else 2), c of the compute type (2 where the
+instruction set multiplies bfloat16 and the weights are not float32, else 4); p = 2 projections before the
+activation, 1 without a gate. docs/numerics.md says what each buffer holds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+HUGE_PAGE = 2 << 20
+ROUTING = 16  # bytes of a row's token, slot and router weight
+HASHES = 12  # and of its dropout hashes
+
+_LANES = {"reference": 8, "avx2": 8}  # floats of a vector; all others 16
+_BF16_PRODUCTS = ("avx512_bf16", "amx")
+_SPAN_BYTES = 2 << 20  # of a span's packed rows, within 64 to 512 rows
+_CHUNK_ROWS = 128
+_PANEL_BYTES = 128 << 10
+_BLOCK_ROWS = 32  # at most; fewer on most instruction sets
+_GRAD_ROWS = 512
+_GRAD_RANKS = 8
+_TOUCH_LINES = 8
+_DW_COLUMNS = 128
+
+
+def _padded(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """One layer's experts as the engine sees them.
+
+    Attributes:
+        hidden, inter: H and I.
+        rank: the largest LoRA rank; 0 = no adapters.
+        isa: the instruction set.
+        float32: whether the weights are float32 (all other formats compute as bfloat16).
+        gated: whether the experts have a gate projection.
+        dropout: whether LoRA dropout is on.
+    """
+
+    hidden: int
+    inter: int
+    rank: int
+    isa: str
+    float32: bool = False
+    gated: bool = True
+    dropout: bool = False
+
+    @property
+    def _widths(self) -> tuple[int, int, int]:
+        return _padded(self.hidden, 32), _padded(self.inter, 32), _padded(self.rank, 16)
+
+    @property
+    def _elements(self) -> tuple[int, int]:
+        storage = 4 if self.float32 else 2
+        return storage, 2 if not self.float32 and self.isa in _BF16_PRODUCTS else 4
+
+    @property
+    def _parts(self) -> int:
+        return 2 if self.gated else 1
+
+    def saved(self, tokens: float, rows: float, *, recompute: bool = False) -> dict[str, float]:
+        """Bytes kept of one forward for backward, by buffer: their sum is `Saved.bytes`.
+
+        retain      T H' s + R (p I' s + 3 r' 4 + 16 + 12 with dropout)
+        recompute   T H' s + R (16 + 12 with dropout)
+        """
+        h, i, r = self._widths
+        storage, _ = self._elements
+        kept = {"x": tokens * h * storage, "routing": rows * (ROUTING + (HASHES if self.dropout else 0))}
+        if not recompute:
+            kept["gate and up"] = rows * self._parts * i * storage
+            kept["lora in"] = rows * 2 * r * 4
+            kept["lora mid"] = rows * r * 4
+        return kept
+
+    def call(self, tokens: float, rows: float, *, recompute: bool = False) -> dict[str, float]:
+        """Bytes of one backward's buffers, shared by all threads; a forward needs fewer.
+
+        T H' s + R (I' c + p I' c + 3 r' 4 + 4 (I / 128 rounded up) + 4), and with recompute what `saved`
+        would have kept.
+        """
+        h, i, r = self._widths
+        storage, compute = self._elements
+        held = {
+            "act": rows * i * compute,
+            "gradients of gate and up": rows * self._parts * i * compute,
+            "dy": tokens * h * storage,
+            "lora out": rows * r * 4,
+            "gradients of lora in": rows * 2 * r * 4,
+            "parts of dw": -(-self.inter // _DW_COLUMNS) * rows * 4,
+            "dw": rows * 4,
+        }
+        if recompute:
+            kept, lasting = self.saved(tokens, rows), self.saved(tokens, rows, recompute=True)
+            held |= {name: size for name, size in kept.items() if name not in lasting}
+        return held
+
+    def thread(self) -> int:
+        """Bytes of one thread's scratch: two panels, packed rows, and what is as small as they are wide.
+
+        With w columns of a panel (32, or 16 on avx2 and reference) and S = 2 MiB / (H' c) rows of a span,
+        within 64 and 512:
+
+            2 min(128 KiB, max(H', p I') w c) + max(S, 128) (max(H', I') c + 4 w)
+            + w (8 r' + 512 ⌈4 r' / w⌉) + w 2,176 + 26,624         r' at least 16
+        """
+        h, i, r = self._widths
+        _, compute = self._elements
+        columns = 2 * _LANES.get(self.isa, 16)
+        slice_bytes = 32 * columns * compute
+        panel = min(max(h, self._parts * i) // 32, _PANEL_BYTES // slice_bytes) * slice_bytes
+        rows = max(min(max(_SPAN_BYTES // (h * compute), 64), 512), _CHUNK_ROWS)
+        rank = max(r, 16)
+        parts = (
+            *(panel, panel),
+            rows * max(h, i) * compute,
+            rows * columns * 4,
+            _BLOCK_ROWS * columns * 4,
+            2 * rank * columns * 4,
+            -(-4 * rank // columns) * _CHUNK_ROWS * columns * 4,
+            _GRAD_ROWS * _GRAD_RANKS * 4,
+            _GRAD_ROWS * columns * 4,
+            2 * _GRAD_ROWS * 8,
+            _BLOCK_ROWS * _TOUCH_LINES * 8,
+        )
+        return sum(_padded(part, 128) for part in parts)
+
+
+def rounded(size: float) -> int:
+    """What a buffer of `size` bytes takes: whole cache lines, from 2 MiB on whole huge pages."""
+    return _padded(math.ceil(size), HUGE_PAGE if size >= HUGE_PAGE else 64)

@@ -1,0 +1,82 @@
+"""Which experts modules of transformers the engine stands in for, and as what."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kt_ray.errors import UserError
+from kt_ray.model.autograd import expert_weights
+from kt_ray.model.formula import ExpertFormula, check_trainable, formula_of
+
+SIZES = {
+    **dict.fromkeys(("hidden_size", "moe_latent_size"), 6),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 5),
+    **dict.fromkeys(
+        ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok"), 3
+    ),
+    "hidden_act": "silu",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "mlp_hidden_act": "relu2",
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
+    "model_type": "family",
+}
+
+
+def module_of(family: str, name: str, **changes: Any) -> Any:
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    module = getattr(modeling, name)(SimpleNamespace(**(SIZES | changes)))
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "formula"),
+    [
+        ("deepseek_v3", "DeepseekV3Experts", ExpertFormula("silu")),
+        ("aria", "AriaExperts", ExpertFormula("silu")),
+        ("beam", "BeamExperts", ExpertFormula("silu")),
+        ("deepseek_v4", "DeepseekV4Experts", ExpertFormula("silu", limit=7.0)),
+        ("hy_v4", "HYV4Experts", ExpertFormula("silu", limit=7.0)),
+        ("glm5_next", "Glm5NextTextExperts", ExpertFormula("silu", limit=7.0)),
+        ("gemma4", "Gemma4TextExperts", ExpertFormula("gelu_tanh")),
+        ("gpt_oss", "GptOssExperts", ExpertFormula("swiglu_oai", 1.702, 7.0)),
+        ("minimax_m3_vl", "MiniMaxM3VLExperts", ExpertFormula("swiglu_oai", 1.702, 7.0)),
+        ("openai_privacy_filter", "OpenAIPrivacyFilterExperts", ExpertFormula("swiglu_oai", 1.702, 7.0)),
+        ("nemotron_h", "NemotronHExperts", ExpertFormula("relu2")),
+    ],
+)
+def test_families(family: str, name: str, formula: ExpertFormula) -> None:
+    module = module_of(family, name)
+    assert formula_of(module, family) == formula
+    weights = expert_weights(module)
+    assert (weights.activation, weights.limit) == (formula.activation, formula.limit)
+    storages = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    for view in (weights.gate, weights.up, weights.down):
+        assert view is None or view.untyped_storage().data_ptr() in storages, "not a copy"
+    if formula == ExpertFormula("silu"):
+        check_trainable(module, family)
+    else:
+        with pytest.raises(
+            UserError, match=f"experts of {family} cannot be trained yet.*{formula.activation}"
+        ):
+            check_trainable(module, family)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "changes", "match"),
+    [
+        ("gemma4", "Gemma4TextExperts", {"hidden_activation": "gelu"}, "activation GELU"),
+        ("deepseek_v3", "DeepseekV3Experts", {"hidden_act": "relu2"}, "activation ReLUSquared"),
+        ("nemotron_h", "NemotronHExperts", {"mlp_hidden_act": "silu"}, "without a gate"),
+    ],
+)
+def test_refused(family: str, name: str, changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(UserError, match=f"experts of {family} cannot be computed yet.*{match}"):
+        formula_of(module_of(family, name, **changes), family)
