@@ -161,7 +161,7 @@ def build(folder: Path, isas: Sequence[str], sanitizers: Sequence[str]) -> Path:
 
 
 def shipped_objects() -> list[Path]:
-    """The kernels' and the engine's objects of the extension in use, as CMake left them; none if they are gone.
+    """The kernels' and the engine's objects of the extension in use, or none if CMake's folder is gone.
 
     Only a build of the present sources counts.
     """

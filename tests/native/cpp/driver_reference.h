@@ -145,16 +145,31 @@ class Reference {
     Element element(const Value& g, const Value& u, const Value& d) const {
         const Local at = local(g.v, u.v, d.v);
         Element e{{at.act, 0}, {at.dg, 0}, {at.du, 0}};
-        const auto widest = [](double a, double b) { return std::max(a * a, b * b) / 9; };
-        const double sg = 6 * std::sqrt(g.var), su = 6 * std::sqrt(u.var), sd = std::sqrt(d.var);
-        const Local g1 = local(g.v + sg, u.v, d.v), g2 = local(g.v - sg, u.v, d.v);
-        const Local u1 = local(g.v, u.v + su, d.v), u2 = local(g.v, u.v - su, d.v);
-        const Local d1 = local(g.v, u.v, d.v + sd);
-        e.act.var = widest(g1.act - at.act, g2.act - at.act) + widest(u1.act - at.act, u2.act - at.act);
-        e.dg.var = widest(g1.dg - at.dg, g2.dg - at.dg) + widest(u1.dg - at.dg, u2.dg - at.dg);
-        e.du.var = widest(g1.du - at.du, g2.du - at.du) + widest(u1.du - at.du, u2.du - at.du);
-        e.dg.var += (d1.dg - at.dg) * (d1.dg - at.dg);
-        e.du.var += (d1.du - at.du) * (d1.du - at.du);
+        // The widest spread over what g, then u, may be; where that is a wide range, over its bends too.
+        const auto spread = [&](const Value& around, const auto& with) {
+            const double reach = 6 * std::sqrt(around.var);
+            double act = 0, dg = 0, du = 0;
+            const auto look = [&](double v) {
+                const Local there = with(v);
+                act = std::max(act, std::fabs(there.act - at.act));
+                dg = std::max(dg, std::fabs(there.dg - at.dg));
+                du = std::max(du, std::fabs(there.du - at.du));
+            };
+            look(around.v + reach);
+            look(around.v - reach);
+            if (reach > 0.5)
+                for (const double bend : {-20.0, -10.0, -6.0, -4.0, -2.4, -1.2, -0.5, 0.0, 0.5, 1.2, 2.4, 4.0,
+                                          10.0, double(c_.activation.limit), -double(c_.activation.limit)})
+                    if (std::fabs(bend - around.v) < reach) look(bend);
+            e.act.var += act * act / 9;
+            e.dg.var += dg * dg / 9;
+            e.du.var += du * du / 9;
+        };
+        spread(g, [&](double v) { return local(v, u.v, d.v); });
+        spread(u, [&](double v) { return local(g.v, v, d.v); });
+        const Local further = local(g.v, u.v, d.v + std::sqrt(d.var));
+        e.dg.var += (further.dg - at.dg) * (further.dg - at.dg);
+        e.du.var += (further.du - at.du) * (further.du - at.du);
         // exp's error and range, and float32 steps.
         const double floor =
             1e-38 * std::pow(1 + std::fabs(g.v), 3) * (1 + std::fabs(u.v)) * (1 + std::fabs(d.v));
