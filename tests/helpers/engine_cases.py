@@ -133,10 +133,16 @@ def compiler() -> str | None:
     return shutil.which("c++") or shutil.which("g++")
 
 
-def build(folder: Path, isas: Sequence[str], sanitizers: Sequence[str]) -> Path:
+def build(folder: Path, isas: Sequence[str], sanitizers: Sequence[str], also: Sequence[str] = ()) -> Path:
     """Compiles the driver, the engine and these instruction sets' kernels under sanitizers.
 
     The driver itself runs without: it is test code, and five times as fast. Two compilers at a time.
+
+    Args:
+        folder: for the objects and the program.
+        isas: whose kernels are wanted, slowest first.
+        sanitizers: flags for all.
+        also: flags for all but the vector kernels, whose compilation they would double.
     """
     program = compiler()
     assert program is not None
@@ -147,16 +153,17 @@ def build(folder: Path, isas: Sequence[str], sanitizers: Sequence[str]) -> Path:
         if name == "driver":
             source, flags = DRIVER, ["-O2", "-g1"]
         elif name in ISA_FLAGS:
-            source, flags = SOURCES / "isa" / f"{name}.cpp", [*checks, *_KERNELS, *ISA_FLAGS[name]]
+            more = also if name == "reference" else ()
+            source, flags = SOURCES / "isa" / f"{name}.cpp", [*checks, *more, *_KERNELS, *ISA_FLAGS[name]]
         else:
-            source, flags = SOURCES / f"{name}.cpp", checks
+            source, flags = SOURCES / f"{name}.cpp", [*checks, *also]
         run([program, *_COMMON, *flags, "-c", str(source), "-o", str(target)])
         return target
 
     # The slowest first; the driver last, so that inline functions are linked from checked objects.
     with ThreadPoolExecutor(2) as pool:
         objects = [*pool.map(compile_one, [*reversed(isas), *PORTABLE, "driver"])]
-    run([program, *sanitizers, *map(str, objects), "-pthread", "-o", str(folder / "engine_driver")])
+    run([program, *sanitizers, *also, *map(str, objects), "-pthread", "-o", str(folder / "engine_driver")])
     return folder / "engine_driver"
 
 

@@ -1,6 +1,6 @@
 """The engine in C++ (tests/native/cpp/engine_driver.cpp) on its corpus of cases: under AddressSanitizer with
 UndefinedBehaviorSanitizer, under ThreadSanitizer, and with the objects that ship. Any finding ends the
-program and fails the test."""
+program and fails the test. Nearly all the time is the compilers': about a minute and a half on two idle cores."""
 
 from __future__ import annotations
 
@@ -50,21 +50,28 @@ def _driver_text(name: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_no_bad_access_and_no_undefined_behaviour(tmp_path: Path) -> None:
-    """All kernels of this CPU but AMX, whose tiles the compiler's checks do not see."""
+    """All kernels of this CPU but AMX, whose tiles the compiler's checks do not see.
+
+    Undefined behaviour in what all instruction sets share (and in the engine around it) is looked for once,
+    in the reference kernels.
+    """
     isas = available(("reference", "avx2", "avx512", "avx512_bf16"))
-    program = build(tmp_path, isas, ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"])
+    program = build(
+        tmp_path, isas, ["-fsanitize=address"], ["-fsanitize=undefined", "-fno-sanitize-recover=all"]
+    )
     said = run(
-        [str(program), str(CORPUS), "--random", "20", "--isas", ",".join(isas)],
+        [str(program), str(CORPUS), "--random", "10", "--isas", ",".join(isas)],
         ASAN_OPTIONS=ASAN,
         UBSAN_OPTIONS=UBSAN,
     )
-    assert cases_of(said) == len(corpus()) + 20
+    assert cases_of(said) == len(corpus()) + 10
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_no_race_between_threads(tmp_path: Path) -> None:
-    isas = available(("avx2", "avx512_bf16")) or ("reference",)
+    """Tasks and what they share are the same on every instruction set: one that compiles fast will do."""
+    isas = available(("avx2",)) or ("reference",)
     program = build(tmp_path, isas, ["-fsanitize=thread"])
     command = [str(program), str(CORPUS), "--threads", "2", "--isas", ",".join(isas)]
     try:
@@ -85,8 +92,8 @@ def test_the_objects_that_ship_compute_the_corpus(tmp_path: Path) -> None:
     program = build_shipped(tmp_path, objects)
     isas = available(("reference", "avx2", "avx512", "avx512_bf16", "amx"))
     command = [str(program), str(CORPUS), "--isas", ",".join(isas)]
-    said = run([*command, "--random", "60"], MALLOC_PERTURB_="128")
-    assert cases_of(said) == len(corpus()) + 60
+    said = run([*command, "--random", "30"], MALLOC_PERTURB_="128")
+    assert cases_of(said) == len(corpus()) + 30
     if Amx.unusable() or "amx" in isas:
         return
     amx = Amx.build(tmp_path)

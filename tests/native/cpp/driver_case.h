@@ -14,12 +14,12 @@
 namespace driver {
 
 // One byte per field; those that are missing are 0.
-#define DRIVER_FIELDS(X)                                                                                 \
-    X(gate)                                                                                              \
-    X(up)                                                                                                \
-    X(down) X(activation) X(biases) X(hidden) X(inter) X(wide) X(tokens) X(slots) X(experts) X(adapters) \
-        X(rank0) X(rank1) X(rank2) X(routing) X(dropout) X(threads) X(keep) X(flags) X(layout) X(limit)  \
-            X(seed)
+// clang-format off
+#define DRIVER_FIELDS(X)                                                                                   \
+    X(gate) X(up) X(down) X(activation) X(biases) X(hidden) X(inter) X(wide) X(tokens) X(slots) X(experts) \
+    X(adapters) X(rank0) X(rank1) X(rank2) X(routing) X(dropout) X(threads) X(keep) X(flags) X(layout)     \
+    X(limit) X(seed)
+// clang-format on
 
 struct Fields {
 #define DRIVER_FIELD(name) uint8_t name = 0;
