@@ -1,6 +1,6 @@
 """The engine in C++ (tests/native/cpp/engine_driver.cpp) on its corpus of cases: under AddressSanitizer with
 UndefinedBehaviorSanitizer, under ThreadSanitizer, and with the objects that ship. Any finding ends the
-program and fails the test. Nearly all the time is the compilers': about a minute and a half on two idle cores."""
+program and fails the test. Most of the time is the compilers'."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.helpers.engine_cases import CORPUS, build, build_shipped, corpus, run
 pytestmark = pytest.mark.skipif(engine_cases.compiler() is None, reason="no C++ compiler")
 
 # Memory comes filled with NaN, large blocks too: what is read before it is written shows in the results.
-ASAN = "malloc_fill_byte=255:max_malloc_fill_size=268435456:halt_on_error=1:detect_stack_use_after_return=1"
+# Not detect_stack_use_after_return: g++ 12 misaligns vectors on such stacks (its bug 110027).
+ASAN = "malloc_fill_byte=255:max_malloc_fill_size=268435456:halt_on_error=1:detect_stack_use_after_return=0"
 UBSAN = "halt_on_error=1:print_stacktrace=1"
 TSAN = "halt_on_error=1:second_deadlock_stack=1"
 
