@@ -170,7 +170,7 @@ def build(folder: Path, isas: Sequence[str], sanitizers: Sequence[str], also: Se
 def shipped_objects() -> list[Path]:
     """The kernels' and the engine's objects of the extension in use, or none if CMake's folder is gone.
 
-    Only a build of the present sources counts.
+    Only one after the last change of the sources counts.
     """
     newest = max(p.stat().st_mtime for p in SOURCES.rglob("*") if p.is_file())
     names = [f"isa/{isa}.cpp.o" for isa in ISAS] + [f"{name}.cpp.o" for name in PORTABLE]
@@ -178,7 +178,7 @@ def shipped_objects() -> list[Path]:
         [Path(os.environ["KT_RAY_BUILD"])] if "KT_RAY_BUILD" in os.environ else ROOT.glob("build/*")
     ):
         found = [p for name in names for p in (folder / "CMakeFiles").glob(f"*.dir/kt_ray/native/src/{name}")]
-        if len(found) == len(names) and min(p.stat().st_mtime for p in found) >= newest:
+        if len(found) == len(names) and max(p.stat().st_mtime for p in found) >= newest:
             return found
     return []
 
