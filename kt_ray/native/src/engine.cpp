@@ -1,5 +1,7 @@
 #include "engine.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -90,11 +92,19 @@ void Saved::release() {
 Engine::Engine(const std::string& isa, int threads, const std::vector<int>& cpus)
     : isa_(checked(isa)),
       threads_(threads),
+      process_(getpid()),
       kernels_(kernels_of(isa_)),
       pool_(new ThreadPool(threads, cpus)),
       thread_scratch_(threads) {}
 
+void Engine::check_process() const {
+    if (getpid() != process_)
+        throw std::runtime_error("this engine's threads belong to process " + std::to_string(process_) +
+                                 "; a forked child must build its own engine");
+}
+
 void Engine::close() {
+    if (getpid() != process_) return;
     std::lock_guard lock(call_mutex_);
     if (!pool_) return;
     busy_at_close_ = pool_->busy_seconds();
@@ -182,6 +192,7 @@ void Engine::run(const Kernels& k, const Pass& pass, int64_t layer, const std::v
 std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
                                        const std::vector<LoraView>& lora, Keep keep, float* y,
                                        bool check_finite) {
+    check_process();
     std::lock_guard lock(call_mutex_);
     if (!pool_) throw std::runtime_error("the engine is closed");
     const Kernels& k = kernels(w.in_float32());
@@ -237,6 +248,7 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
 void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
                       const std::vector<LoraView>& lora, const std::vector<LoraGradView>& grads, float* dx,
                       float* dw, bool check_finite) {
+    check_process();
     std::lock_guard lock(call_mutex_);
     if (!pool_) throw std::runtime_error("the engine is closed");
     const Kernels& k = kernels(w.in_float32());

@@ -1,6 +1,8 @@
 // One expert engine: an instruction set chosen once, threads of its own, memory reused between calls.
 #pragma once
 
+#include <sys/types.h>
+
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -101,7 +103,8 @@ class Engine {
     void backward(const Weights& weights, const Saved& saved, const float* dy,
                   const std::vector<LoraView>& lora, const std::vector<LoraGradView>& grads, float* dx,
                   float* dw, bool check_finite);
-    // Ends the threads and frees the memory; further calls throw std::runtime_error.
+    // Ends the threads and frees the memory; further calls throw std::runtime_error. Nothing in a process
+    // forked after construction, where calls throw std::runtime_error.
     void close();
 
     const std::string& isa() const { return isa_; }
@@ -112,6 +115,9 @@ class Engine {
     size_t scratch_bytes() const;
 
   private:
+    // Throws in a forked child. Asked before call_mutex_, which a thread of the parent may have held when
+    // it forked: in the child nobody ever gives it back.
+    void check_process() const;
     const Kernels& kernels(bool in_float32) const { return *kernels_[in_float32 ? 0 : 1]; }
     Lease take(size_t bytes) { return Lease(cache_, bytes); }
     // Rows of a span, whose packed left operand is to stay in the L2 cache.
@@ -123,6 +129,7 @@ class Engine {
 
     const std::string isa_;
     const int threads_;
+    const pid_t process_;
     std::array<const Kernels*, 2> kernels_;
     std::mutex call_mutex_;  // one call at a time
     ThreadPool::Owner pool_;
