@@ -66,6 +66,12 @@ struct ActivationSpec {
     bool gated() const { return kind != Activation::relu2; }
 };
 
+// A quantised row is scale * its integers, whose sum is `sum`.
+struct RowScale {
+    float scale;
+    int32_t sum;
+};
+
 // Everything one call needs. Pointers are into the caller's tensors or the engine's buffers.
 struct Pass {
     int64_t tokens, experts, hidden, inter, rows;
@@ -100,6 +106,8 @@ struct Pass {
     void* x;          // [T, hidden_stride] S: kept for backward
     void* pair;       // [R, parts * inter_pad] S: gate, up; null: not kept
     void* act;        // [R, inter_pad] C, packed
+    void* act_int8;   // INT8 products: act, quantised and packed, padded to whole lines; null: not wanted
+    RowScale* act_scales;  // [R]
     float* lora_in;   // [R, 2 * rank_pad] packed: scale * A drop(x), gate then up
     float* lora_mid;  // [R, rank_pad] packed: scale * A_down drop(act)
     float* y;         // [T, H]
@@ -107,6 +115,8 @@ struct Pass {
     const float* dy;  // [T, H]
     void* dy_stored;  // [T, hidden_stride] S
     void* dpair;      // [R, parts * inter_pad] C, packed: gradients of gate, up; weighted
+    void* dpair_int8;  // INT8 products: the gradients of gate and up times their channels' scales, so too
+    RowScale* dpair_scales;  // [R]
     float* lora_out;  // [R, rank_pad] packed: scale * B_down^T dy, unweighted
     float* dlora_in;  // [R, 2 * rank_pad] packed: scale * B^T d(gate, up)
     float* dw_parts;  // [pieces(I, kDwColumns), R]
@@ -123,12 +133,12 @@ enum class Phase : int32_t {
     store_x,    // task = kTokenChunk tokens: x -> S
     lora_in,    // task = chunk: A_gate, A_up
     gate_up,    // task = (span, slab of I): gate, up, act
-    lora_mid,   // task = chunk: A_down
+    lora_mid,   // task = chunk: A_down; INT8 products: act quantised
     down,       // task = slab of H: y
     store_dy,   // task = kTokenChunk tokens
     lora_out,   // task = chunk: B_down^T
     dact,       // task = (span, slab of I): gradients of gate, up; parts of dw
-    dlora_in,   // task = chunk: B_gate^T, B_up^T; dw
+    dlora_in,   // task = chunk: B_gate^T, B_up^T; dw; INT8 products: gradients of gate, up quantised
     dx_grads,   // tasks = slabs of H: dx; then (group, matrix, slab): gradients of the adapters
 };
 
@@ -145,6 +155,7 @@ struct Kernels {
     int64_t max_rows;  // of a row block
     int64_t row_step;  // row blocks are multiples of this but for the last of a group
     int64_t panel_columns;
+    int64_t quantised_size;  // INT8 products: bytes of an element of a quantised left operand; else 0
     int64_t (*tasks)(const Pass&, Phase);
     size_t (*scratch_bytes)(const Pass&, Phase);  // per thread
     void (*run)(const Pass&, Phase, int64_t task, void* scratch);
@@ -152,21 +163,25 @@ struct Kernels {
     int32_t (*expert_of)(const Pass&, Phase, int64_t task);
 };
 
+// int8: for per-channel int8 weights, multiplied as integers with quantised activations.
 namespace reference {
-extern const Kernels f32, bf16;
+extern const Kernels f32, bf16, int8;
 }
 #if defined(__x86_64__)
 namespace avx2 {
-extern const Kernels f32, bf16;
+extern const Kernels f32, bf16, int8;
 }
 namespace avx512 {
-extern const Kernels f32, bf16;
+extern const Kernels f32, bf16, int8;
+}
+namespace avx512_vnni {
+extern const Kernels int8;
 }
 namespace avx512_bf16 {
 extern const Kernels f32, bf16;
 }
 namespace amx {
-extern const Kernels f32, bf16;
+extern const Kernels f32, bf16, int8;
 }
 #endif
 

@@ -34,6 +34,12 @@ struct Scratch {
     float* left;        // [kGradRows][kGradRanks]
     float* right;       // [kGradRows][kColumns]
     const void** rows;  // [2 * kGradRows]
+
+    typename Frozen<C>::T* frozen_panel[2];  // the panels, or those of quantised products
+    typename Frozen<C>::T* quantised;        // with these only: left operand of a span,
+    RowScale* quantised_rows;                // its rows' scales,
+    float* row;                              // a row to be quantised,
+    float* channels;                         // and the scales along it
 };
 
 template <class C>
@@ -59,6 +65,8 @@ size_t carve(const Pass& p, char* base, Scratch<C>* s) {
     char* left = take(kGradRows * kGradRanks, sizeof(float));
     char* right = take(kGradRows * kColumns, sizeof(float));
     char* pointers = take(2 * kGradRows, sizeof(void*));
+    if constexpr (Quantised<C>)
+        take_quantised<typename Frozen<C>::T>(p, max_slices<Frozen<C>>(), take, s);
     if (s != nullptr) {
         s->panel[0] = reinterpret_cast<T*>(panel0);
         s->panel[1] = reinterpret_cast<T*>(panel1);
@@ -70,6 +78,10 @@ size_t carve(const Pass& p, char* base, Scratch<C>* s) {
         s->left = reinterpret_cast<float*>(left);
         s->right = reinterpret_cast<float*>(right);
         s->rows = reinterpret_cast<const void**>(pointers);
+        if constexpr (!Quantised<C>) {
+            s->frozen_panel[0] = s->panel[0];
+            s->frozen_panel[1] = s->panel[1];
+        }
     }
     return used;
 }
@@ -127,12 +139,14 @@ struct Moe {
     void sweep(int64_t items, int64_t slices, const SourceOf& source_of, const BlocksOf& blocks_of,
                const LeftOf& left_of, const Before& before, const Finish& finish) const {
         if (items == 0) return;
-        const int64_t cuts = pieces(slices, max_slices<C>());
-        const auto cut = [&](int64_t d) { return slices * d / cuts; };
-        typename C::Ahead ahead;
+        using F = Frozen<C>;
+        constexpr int64_t kWhole = line_slices<typename F::T>();
+        const int64_t lines = pieces(slices, kWhole), cuts = pieces(lines * kWhole, max_slices<F>());
+        const auto cut = [&](int64_t d) { return lines * d / cuts * kWhole; };
+        typename F::Ahead ahead;
         Source sources[2] = {source_of(0), Source()};
         int now = 0;
-        ahead.start(sources[0], 0, cut(1), s.panel[0], 0);
+        ahead.start(sources[0], 0, cut(1), s.frozen_panel[0], 0);
         ahead.finish();
         int buffer = 0;
         for (int64_t j = 0; j < items; ++j) {
@@ -142,19 +156,22 @@ struct Moe {
                 const bool last = d + 1 == cuts;
                 const int64_t slices_now = cut(d + 1) - cut(d);
                 if (!last) {
-                    ahead.start(sources[now], cut(d + 1), cut(d + 2), s.panel[buffer ^ 1],
+                    ahead.start(sources[now], cut(d + 1), cut(d + 2), s.frozen_panel[buffer ^ 1],
                                 slices_now * (range.last - range.first));
                 } else if (j + 1 < items) {
                     sources[now ^ 1] = source_of(j + 1);
-                    ahead.start(sources[now ^ 1], 0, cut(1), s.panel[buffer ^ 1],
+                    ahead.start(sources[now ^ 1], 0, cut(1), s.frozen_panel[buffer ^ 1],
                                 slices_now * (range.last - range.first));
                 }
                 for (int64_t q = range.first; q < range.last; ++q) {
                     const RowBlock& b = p.blocks[q];
                     if (last) before(j, b);
                     float* tile = cuts == 1 ? s.tiles : s.tiles + (b.begin - first_row) * kColumns;
-                    C::run(ahead, b.count, left_of(b) + cut(d) * kSlice * b.count, slices_now,
-                           s.panel[buffer], tile, d > 0);
+                    const auto left = left_of(b);
+                    F::run(ahead, b.count, left + cut(d) * kSlice * b.count, slices_now,
+                           s.frozen_panel[buffer], tile, d > 0);
+                    if constexpr (Quantised<C>)
+                        if (last) F::complete(sources[now], b.count, left, tile);
                     if (last) finish(j, b, tile);
                 }
                 ahead.finish();
@@ -169,6 +186,7 @@ struct Moe {
     };
     BlockRange blocks_of(const Span& span) const { return {span.block_begin, span.block_end}; }
 
+#include "generic/moe_int8.inl"
 #include "generic/moe_forward.inl"
 #include "generic/moe_backward.inl"
 #include "generic/moe_lora.inl"

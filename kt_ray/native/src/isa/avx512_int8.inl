@@ -1,0 +1,111 @@
+// INT8 panels on AVX-512: stored bytes become panels unit by unit inside the products of the panel before.
+// Needs generic/int8.inl and 16 lanes of 4 bytes; kFlip is xored into every byte.
+
+constexpr int64_t kInt8Step = 128;  // bytes of a panel
+constexpr int64_t kInt8Line = 64;   // depths
+
+// 64 depths of 16 columns, rows of the matrix.
+template <uint8_t kFlip>
+inline void place_int8_rows(const uint8_t* from, int64_t row_bytes, char* to) {
+    __m512i a[16];
+    for (int n = 0; n < 16; ++n) {
+        __builtin_prefetch(from + n * row_bytes + 4 * kInt8Line);
+        a[n] = _mm512_loadu_si512(from + n * row_bytes);
+        if (kFlip != 0) a[n] = _mm512_xor_si512(a[n], _mm512_set1_epi8(static_cast<char>(kFlip)));
+    }
+    store_transposed(a, to, kInt8Step);
+}
+
+// 4 depths of 32 columns, each a row of the matrix: one step.
+template <uint8_t kFlip>
+inline void place_int8_step(const uint8_t* from, int64_t row_bytes, char* to) {
+    __m256i row[4];
+    for (int n = 0; n < 4; ++n) {
+        __builtin_prefetch(from + (n + 4 * kSlice) * row_bytes);
+        row[n] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + n * row_bytes));
+        if (kFlip != 0) row[n] = _mm256_xor_si256(row[n], _mm256_set1_epi8(static_cast<char>(kFlip)));
+    }
+    const __m256i low01 = _mm256_unpacklo_epi8(row[0], row[1]), high01 = _mm256_unpackhi_epi8(row[0], row[1]);
+    const __m256i low23 = _mm256_unpacklo_epi8(row[2], row[3]), high23 = _mm256_unpackhi_epi8(row[2], row[3]);
+    // 128-bit lane L of quad[j]: columns 16 L + 4 j and the next three.
+    const __m256i quad[4] = {_mm256_unpacklo_epi16(low01, low23), _mm256_unpackhi_epi16(low01, low23),
+                             _mm256_unpacklo_epi16(high01, high23), _mm256_unpackhi_epi16(high01, high23)};
+    for (int j = 0; j < 4; ++j) {
+        const auto put = [&](int column, __m128i v) {
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(to + column * 4), v);
+        };
+        put(4 * j, _mm256_castsi256_si128(quad[j]));
+        put(16 + 4 * j, _mm256_extracti128_si256(quad[j], 1));
+    }
+}
+
+template <uint8_t kFlip>
+struct Int8Ahead512 {
+    // Whole lines of one part, as units: along rows 16 columns by 64 depths, else 32 columns by 32.
+    struct Run {
+        const uint8_t* from;
+        int64_t row_bytes, units, halves;
+        char* to;
+        bool along_columns;
+    };
+    Run runs[2];
+    int run = 0, count = 0;
+    int64_t unit = 0;   // next, in the current run
+    int64_t quota = 0;  // units per line of products
+
+    // What does not come in whole lines and columns is decoded here.
+    void start(const Source& source, int64_t begin, int64_t end, int8_t* panel, int64_t slices) {
+        run = count = 0;
+        unit = 0;
+        int64_t units = 0;
+        for (int i = 0; i < source.parts; ++i) {
+            const Part& part = source.part[i];
+            const Matrix& m = part.m;
+            const int64_t first = max_of(begin, part.slice_begin), last = min_of(end, part.slice_end);
+            if (first >= last) continue;
+            const int64_t depth = (first - part.slice_begin) * kSlice;
+            const int64_t there = (part.along_columns ? m.rows : m.cols) - depth;
+            int64_t lines = min_of(there, (last - first) * kSlice) / kInt8Line;
+            if (part.count < part.halves * kLanes || (part.along_columns && part.halves < 2)) lines = 0;
+            int8_t* to = panel + (first - begin) * kSlice / 4 * kInt8Step;
+            if (lines > 0) {
+                Run& r = runs[count++];
+                r.along_columns = part.along_columns;
+                r.halves = part.halves;
+                r.units = lines * part.halves;
+                r.row_bytes = m.row_bytes;
+                r.from = part.along_columns ? m.data + depth * m.row_bytes + part.at
+                                            : m.data + part.at * m.row_bytes + depth;
+                r.to = reinterpret_cast<char*>(to) + part.half * 64;
+                units += r.units;
+            }
+            decode_int8<kFlip>(part, first + 2 * lines, last, to + lines * kInt8Line / 4 * kInt8Step);
+        }
+        quota = slices == 0 ? 0 : pieces(2 * units, slices);
+    }
+
+    void place() {
+        const Run& r = runs[run];
+        if (r.along_columns) {
+            const uint8_t* from = r.from + unit * kSlice * r.row_bytes;
+            char* to = r.to + unit * (kSlice / 4) * kInt8Step;
+            for (int64_t q = 0; q < kSlice / 4; ++q)
+                place_int8_step<kFlip>(from + 4 * q * r.row_bytes, r.row_bytes, to + q * kInt8Step);
+        } else {
+            const int64_t line = unit / r.halves, half = unit % r.halves;
+            place_int8_rows<kFlip>(r.from + half * kLanes * r.row_bytes + line * kInt8Line, r.row_bytes,
+                                   r.to + line * (kInt8Line / 4) * kInt8Step + half * 64);
+        }
+        if (++unit == r.units) {
+            unit = 0;
+            ++run;
+        }
+    }
+
+    void step() {
+        for (int64_t q = 0; q < quota && run < count; ++q) place();
+    }
+    void finish() {
+        while (run < count) place();
+    }
+};
