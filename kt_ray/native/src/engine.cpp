@@ -43,7 +43,8 @@ void check_int8(const char* name, const Matrix& m, int64_t depth) {
     };
     if (m.format != Format::int8) refuse("must be stored in format int8");
     if (m.block_rows != 1 || m.block_cols < m.cols) refuse("must have one scale per output channel");
-    if (depth > kInt8Depth) refuse("sums of " + std::to_string(depth) + " products, at most 131072 are exact");
+    if (depth > kInt8Depth)
+        refuse("sums of " + std::to_string(depth) + " products, at most 131072 are exact");
 }
 
 const std::string& checked(const std::string& isa) {

@@ -106,8 +106,6 @@ struct Pass {
     void* x;          // [T, hidden_stride] S: kept for backward
     void* pair;       // [R, parts * inter_pad] S: gate, up; null: not kept
     void* act;        // [R, inter_pad] C, packed
-    void* act_int8;   // INT8 products: act, quantised and packed, padded to whole lines; null: not wanted
-    RowScale* act_scales;  // [R]
     float* lora_in;   // [R, 2 * rank_pad] packed: scale * A drop(x), gate then up
     float* lora_mid;  // [R, rank_pad] packed: scale * A_down drop(act)
     float* y;         // [T, H]
@@ -115,13 +113,16 @@ struct Pass {
     const float* dy;  // [T, H]
     void* dy_stored;  // [T, hidden_stride] S
     void* dpair;      // [R, parts * inter_pad] C, packed: gradients of gate, up; weighted
-    void* dpair_int8;  // INT8 products: the gradients of gate and up times their channels' scales, so too
-    RowScale* dpair_scales;  // [R]
     float* lora_out;  // [R, rank_pad] packed: scale * B_down^T dy, unweighted
     float* dlora_in;  // [R, 2 * rank_pad] packed: scale * B^T d(gate, up)
     float* dw_parts;  // [pieces(I, kDwColumns), R]
     float* dw_rows;   // [R]
     float* dx;        // [T, H]
+
+    // INT8 products only. Quantised and packed, rows padded to whole lines: act (null: not wanted), and the
+    // gradients of gate and up times their channels' scales.
+    void *act_int8, *dpair_int8;
+    RowScale *act_scales, *dpair_scales;  // [R]
 
     int64_t span_rows;    // at most, of a span
     int64_t inter_slab;   // columns of I per task: a multiple of kDwColumns; does not affect results

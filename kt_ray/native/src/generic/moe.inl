@@ -65,8 +65,7 @@ size_t carve(const Pass& p, char* base, Scratch<C>* s) {
     char* left = take(kGradRows * kGradRanks, sizeof(float));
     char* right = take(kGradRows * kColumns, sizeof(float));
     char* pointers = take(2 * kGradRows, sizeof(void*));
-    if constexpr (Quantised<C>)
-        take_quantised<typename Frozen<C>::T>(p, max_slices<Frozen<C>>(), take, s);
+    if constexpr (Quantised<C>) take_quantised<typename Frozen<C>::T>(p, max_slices<Frozen<C>>(), take, s);
     if (s != nullptr) {
         s->panel[0] = reinterpret_cast<T*>(panel0);
         s->panel[1] = reinterpret_cast<T*>(panel1);

@@ -67,8 +67,7 @@ void gate_up(int64_t task) const {
             if (!gated) return Source{{make_part(up, false, i, 0, 2, 0), Part()}, 1};
             return Source{{make_part(gate, false, i, 0, 1, 0), make_part(up, false, i, 1, 1, 0)}, 2};
         },
-        [&](int64_t) { return range; },
-        [&](const RowBlock& b) { return packed_frozen(b, first_row); },
+        [&](int64_t) { return range; }, [&](const RowBlock& b) { return packed_frozen(b, first_row); },
         [](int64_t, const RowBlock&) {},
         [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t i = first + j * width, columns = min_of(width, p.inter - i);
