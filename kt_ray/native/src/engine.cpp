@@ -1,6 +1,9 @@
 #include "engine.h"
 
 #include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -198,11 +201,15 @@ void Engine::describe(Pass& p, const Weights& w, const Routing& routing, int64_t
     p.inter_slab = padded(pieces(w.inter, wanted), kDwColumns);
     const int64_t slab = w.hidden / (4 * threads_) / k.panel_columns * k.panel_columns;
     p.hidden_slab = std::clamp<int64_t>(slab, k.panel_columns, 256);
+    if (getenv("KT_SLAB")) p.hidden_slab = atoi(getenv("KT_SLAB"));
+    if (getenv("KT_ISLAB")) p.inter_slab = atoi(getenv("KT_ISLAB"));
 }
 
 void Engine::run(const Kernels& k, const Pass& pass, int64_t layer, const std::vector<int64_t>& expert_ids,
                  Phase phase) {
     const size_t bytes = k.scratch_bytes(pass, phase);
+    struct Prof { Phase ph; double t0; static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+      Prof(Phase q):ph(q),t0(now()){} ~Prof(){ static double best[16]; static int n[16]; static bool on=getenv("KT_PROF"); if(on){ int i=(int)ph; double d=now()-t0; if(n[i]++==0||d<best[i])best[i]=d; fprintf(stderr,"%-30s %.2f ms best %.2f\n",name_of(ph),d*1e3,best[i]*1e3);} } } prof(phase);
     pool_->run(k.tasks(pass, phase), [&](int64_t task, int thread) {
         try {
             Buffer& scratch = thread_scratch_[thread];

@@ -1,52 +1,58 @@
-// The functions between the projections (docs/numerics.md): forward and gradient of one element.
-// g, u: gate and up; d: gradient of the result. Clamps pass the gradient inside and at their bounds, as
-// torch's clamp does.
+// The functions between the projections (docs/numerics.md): forward and gradient, a vector of elements at
+// a time. g, u: gate and up; d: gradient of the result. Clamps pass the gradient inside and at their
+// bounds, as torch's clamp does.
+
+inline Vec at_most(Vec v, float limit) { return vselect(v > limit, vset1(limit), v); }
+inline Vec at_least(Vec v, float limit) { return vselect(v < limit, vset1(limit), v); }
 
 template <Activation A>
-inline float activate(const ActivationSpec& spec, float g, float u) {
+inline Vec activate(const ActivationSpec& spec, Vec g, Vec u) {
     if constexpr (A == Activation::relu2) {
-        const float r = u < 0.0f ? 0.0f : u;  // a NaN stays one
+        const Vec r = at_least(u, 0.0f);  // a NaN stays one
         return r * r;
     } else if constexpr (A == Activation::gelu_tanh) {
-        return g * gelu_gate(g) * u;
+        return g * vgelu_gate(g) * u;
     } else {
-        g = g > spec.limit ? spec.limit : g;
-        u = u > spec.limit ? spec.limit : u;
-        u = u < -spec.limit ? -spec.limit : u;
+        g = at_most(g, spec.limit);
+        u = at_least(at_most(u, spec.limit), -spec.limit);
         if constexpr (A == Activation::swiglu_oai)
-            return (u + 1.0f) * (g * sigmoid(spec.alpha * g));
+            return (u + 1.0f) * (g * vsigmoid(spec.alpha * g));
         else
-            return g * sigmoid(g) * u;
+            return g * vsigmoid(g) * u;
     }
 }
 
+// Returns the activation as well: its parts are shared with its gradient.
 template <Activation A>
-inline void deactivate(const ActivationSpec& spec, float g, float u, float d, float* dg, float* du) {
+inline Vec deactivate(const ActivationSpec& spec, Vec g, Vec u, Vec d, Vec* dg, Vec* du) {
     if constexpr (A == Activation::relu2) {
-        *dg = 0.0f;
-        *du = u < 0.0f ? 0.0f : d * (2.0f * u);
+        const Vec r = at_least(u, 0.0f);
+        *dg = vset1(0.0f);
+        *du = vselect(u < 0.0f, vset1(0.0f), d * (2.0f * u));
+        return r * r;
     } else if constexpr (A == Activation::gelu_tanh) {
-        const float s = gelu_gate(g);
-        const float slope = s + g * (s * (1.0f - s)) * gelu_slope(g);
+        const Vec s = vgelu_gate(g);
         *du = d * (g * s);
-        *dg = d * u * slope;
+        *dg = d * u * (s + g * (s * (1.0f - s)) * vgelu_slope(g));
+        return g * s * u;
     } else {
-        const bool g_in = !(g > spec.limit), u_in = !(u > spec.limit || u < -spec.limit);
-        g = g_in ? g : spec.limit;
-        u = u > spec.limit ? spec.limit : u;
-        u = u < -spec.limit ? -spec.limit : u;
+        const IntVec g_out = g > spec.limit, u_out = (u > spec.limit) | (u < -spec.limit);
+        g = at_most(g, spec.limit);
+        u = at_least(at_most(u, spec.limit), -spec.limit);
+        Vec result, up_step, gate_slope;
         if constexpr (A == Activation::swiglu_oai) {
-            const float s = sigmoid(spec.alpha * g);
-            const float step = d * (g * s);
-            const float slope = d * (u + 1.0f) * (s * (1.0f + spec.alpha * g * (1.0f - s)));
-            *du = u_in ? step : 0.0f;
-            *dg = g_in ? slope : 0.0f;
+            const Vec s = vsigmoid(spec.alpha * g);
+            result = (u + 1.0f) * (g * s);
+            up_step = d * (g * s);
+            gate_slope = d * (u + 1.0f) * (s * (1.0f + spec.alpha * g * (1.0f - s)));
         } else {
-            const float s = sigmoid(g);
-            const float step = d * (g * s);
-            const float slope = d * u * (s * (1.0f + g * (1.0f - s)));
-            *du = u_in ? step : 0.0f;
-            *dg = g_in ? slope : 0.0f;
+            const Vec s = vsigmoid(g);
+            result = g * s * u;
+            up_step = d * (g * s);
+            gate_slope = d * u * (s * (1.0f + g * (1.0f - s)));
         }
+        *du = vselect(u_out, vset1(0.0f), up_step);
+        *dg = vselect(g_out, vset1(0.0f), gate_slope);
+        return result;
     }
 }

@@ -8,7 +8,8 @@ struct PlainAhead {
     T* panel = nullptr;
 
     // Slices [begin, end) of `source` are wanted in `panel`, during `slices` slices of products.
-    void start(const Source& from, int64_t first, int64_t last, T* to, int64_t /*slices*/) {
+    void start(const Source& from, int64_t first, int64_t last, T* to, int64_t /*slices*/,
+               const Source& /*after*/) {
         source = &from;
         begin = first;
         end = last;

@@ -109,7 +109,8 @@ struct PlainInt8Ahead {
     int64_t begin = 0, end = 0;
     T* panel = nullptr;
 
-    void start(const Source& from, int64_t first, int64_t last, T* to, int64_t /*slices*/) {
+    void start(const Source& from, int64_t first, int64_t last, T* to, int64_t /*slices*/,
+               const Source& /*after*/) {
         source = &from;
         begin = first;
         end = last;

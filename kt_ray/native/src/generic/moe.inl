@@ -18,7 +18,7 @@ constexpr int64_t slice_steps() {
 // A panel's depth is cut so that two of them stay in the L2 cache.
 template <class C>
 constexpr int64_t max_slices() {
-    return 256 * 1024 / (slice_steps<C>() * step_size<typename C::T>() * static_cast<int64_t>(sizeof(typename C::T)));
+    return 128 * 1024 / (slice_steps<C>() * step_size<typename C::T>() * static_cast<int64_t>(sizeof(typename C::T)));
 }
 
 // Scratch of one thread, carved from one allocation.
@@ -143,25 +143,24 @@ struct Moe {
         const int64_t lines = pieces(slices, kWhole), cuts = pieces(lines * kWhole, max_slices<F>());
         const auto cut = [&](int64_t d) { return lines * d / cuts * kWhole; };
         typename F::Ahead ahead;
-        Source sources[2] = {source_of(0), Source()};
-        int now = 0;
-        ahead.start(sources[0], 0, cut(1), s.frozen_panel[0], 0);
+        // Of items j, j + 1, j + 2 at j % 3, (j + 1) % 3, (j + 2) % 3.
+        Source sources[3];
+        for (int64_t j = 0; j < 3; ++j) sources[j] = source_of(min_of(j, items - 1));
+        ahead.start(sources[0], 0, cut(1), s.frozen_panel[0], 0, sources[cuts == 1 ? 1 : 0]);
         ahead.finish();
         int buffer = 0;
         for (int64_t j = 0; j < items; ++j) {
             const BlockRange range = blocks_of(j);
             const int64_t first_row = p.blocks[range.first].begin;
+            const Source &now = sources[j % 3], &next = sources[(j + 1) % 3], &after = sources[(j + 2) % 3];
             for (int64_t d = 0; d < cuts; ++d) {
                 const bool last = d + 1 == cuts;
                 const int64_t slices_now = cut(d + 1) - cut(d);
-                if (!last) {
-                    ahead.start(sources[now], cut(d + 1), cut(d + 2), s.frozen_panel[buffer ^ 1],
-                                slices_now * (range.last - range.first));
-                } else if (j + 1 < items) {
-                    sources[now ^ 1] = source_of(j + 1);
-                    ahead.start(sources[now ^ 1], 0, cut(1), s.frozen_panel[buffer ^ 1],
-                                slices_now * (range.last - range.first));
-                }
+                const int64_t products = slices_now * (range.last - range.first);
+                if (!last)
+                    ahead.start(now, cut(d + 1), cut(d + 2), s.frozen_panel[buffer ^ 1], products, next);
+                else if (j + 1 < items)
+                    ahead.start(next, 0, cut(1), s.frozen_panel[buffer ^ 1], products, after);
                 for (int64_t q = range.first; q < range.last; ++q) {
                     const RowBlock& b = p.blocks[q];
                     if (last) before(j, b);
@@ -170,13 +169,13 @@ struct Moe {
                     F::run(ahead, b.count, left + cut(d) * kSlice * b.count, slices_now,
                            s.frozen_panel[buffer], tile, d > 0);
                     if constexpr (Quantised<C>)
-                        if (last) F::complete(sources[now], b.count, left, tile);
+                        if (last) F::complete(now, b.count, left, tile);
                     if (last) finish(j, b, tile);
                 }
                 ahead.finish();
                 buffer ^= 1;
             }
-            now ^= 1;
+            if (j + 3 < items) sources[j % 3] = source_of(j + 3);
         }
     }
 

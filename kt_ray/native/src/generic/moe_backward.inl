@@ -64,38 +64,33 @@ void add_expansion(const RowBlock& b, const float* left, int64_t rank, const flo
 template <Activation A>
 float deactivate_row(const float* dact, const RowBlock& b, int64_t k, int64_t i) const {
     constexpr bool gated = A != Activation::relu2;
-    const int64_t columns = min_of(kColumns, p.inter_pad - i);
-    S gate[kColumns] = {}, up[kColumns] = {};
-    T act_again[kColumns], dgate[kColumns], dup[kColumns];
-    float product[kColumns];
-    const S* pair = pair_row(b.begin + k) + i;
     const ActivationSpec spec = p.activation;
-    if (gated) memcpy(gate, pair, columns * sizeof(S));
-    memcpy(up, pair + (gated ? p.inter_pad : 0), columns * sizeof(S));
-    const float weight = p.row_weight[b.begin + k];
-    for (int64_t j = 0; j < kColumns; ++j) {
-        const float g = to_float(gate[j]), u = to_float(up[j]);
-        const float a = through<S>(activate<A>(spec, g, u));
-        float dg, du;
-        deactivate<A>(spec, g, u, weight * dact[j], &dg, &du);
-        product[j] = a * dact[j];
-        act_again[j] = from_float<T>(a);
-        dgate[j] = from_float<T>(through<S>(dg));
-        dup[j] = from_float<T>(through<S>(du));
-    }
-    for (int64_t j = 0; j < columns; j += kLine) {
-        const int64_t n = min_of(kLine, columns - j) * static_cast<int64_t>(sizeof(T));
-        memcpy(packed_at(act(b), b, k, i + j), act_again + j, n);
-        if (gated) memcpy(packed_at(dpair(b), b, k, i + j), dgate + j, n);
-        memcpy(packed_at(dpair(b), b, k, (gated ? p.inter_pad : 0) + i + j), dup + j, n);
+    const S* pair = pair_row(b.begin + k) + i;
+    const Vec weight = vset1(p.row_weight[b.begin + k]);
+    Vec product[2];
+    for (int64_t half = 0; half < 2; ++half) {
+        const int64_t j = half * kLanes;
+        product[half] = vset1(0.0f);
+        if (i + j >= p.inter_pad) break;
+        const Vec d = vload(dact + j);
+        const Vec g = gated ? vload(pair + j) : vset1(0.0f);
+        const Vec u = vload(pair + (gated ? p.inter_pad : 0) + j);
+        Vec dg, du;
+        const Vec a = vthrough<S>(deactivate<A>(spec, g, u, weight * d, &dg, &du));
+        product[half] = a * d;
+        vstore(packed_at(act(b), b, k, i + j), a);
+        if (gated) vstore(packed_at(dpair(b), b, k, i + j), vthrough<S>(dg));
+        vstore(packed_at(dpair(b), b, k, (gated ? p.inter_pad : 0) + i + j), vthrough<S>(du));
     }
     if (i + kColumns >= p.inter)
         for (int64_t part = 0; part < p.parts; ++part)
             pad_packed(dpair(b), b, k, part * p.inter_pad + min_of(i + kColumns, p.inter_pad),
                        (part + 1) * p.inter_pad);
-    for (int64_t half = kColumns / 2; half > 0; half /= 2)
-        for (int64_t j = 0; j < half; ++j) product[j] += product[j + half];
-    return product[0];
+    alignas(64) float sum[kLanes];
+    vstore(sum, product[0] + product[1]);
+    for (int64_t half = kLanes / 2; half > 0; half /= 2)
+        for (int64_t j = 0; j < half; ++j) sum[j] += sum[j + half];
+    return sum[0];
 }
 
 // dx for a slab of H, over all experts in order.

@@ -134,25 +134,21 @@ template <Activation A>
 void activate_row(const float* tile, const RowBlock& b, int64_t k, int64_t i) const {
     constexpr bool gated = A != Activation::relu2;
     constexpr int64_t width = gated ? kLanes : kColumns;
-    S gate[width], up[width];
-    T result[width];
     const ActivationSpec spec = p.activation;
-    for (int64_t j = 0; j < width; ++j) {
-        gate[j] = from_float<S>(gated ? tile[j] : 0.0f);
-        up[j] = from_float<S>(gated ? tile[kLanes + j] : tile[j]);
+    S* pair = p.pair == nullptr ? nullptr : pair_row(b.begin + k) + i;
+    for (int64_t j = 0; j < width; j += kLanes) {
+        const Vec g = vthrough<S>(vload(tile + j));
+        const Vec u = gated ? vthrough<S>(vload(tile + kLanes)) : g;
+        vstore(packed_at(act(b), b, k, i + j), vthrough<S>(activate<A>(spec, g, u)));
+        if (pair == nullptr) continue;
+        vstore(pair + j, g);
+        if (gated) vstore(pair + p.inter_pad, u);
     }
-    for (int64_t j = 0; j < width; ++j)
-        result[j] = from_float<T>(through<S>(activate<A>(spec, to_float(gate[j]), to_float(up[j]))));
-    for (int64_t j = 0; j < width; j += kLine)
-        memcpy(packed_at(act(b), b, k, i + j), result + j, min_of(kLine, width - j) * sizeof(T));
     const int64_t end = i + width;
     if (end >= p.inter) pad_packed(act(b), b, k, end, p.inter_pad);
-    if (p.pair == nullptr) return;
-    for (int64_t part = 0; part < p.parts; ++part) {
-        S* pair = pair_row(b.begin + k) + part * p.inter_pad;
-        memcpy(pair + i, gated && part == 0 ? gate : up, width * sizeof(S));
-        if (end >= p.inter) memset(pair + end, 0, (p.inter_pad - end) * sizeof(S));
-    }
+    if (p.pair != nullptr && end >= p.inter)
+        for (int64_t part = 0; part < p.parts; ++part)
+            memset(pair + part * p.inter_pad + width, 0, (p.inter_pad - end) * sizeof(S));
 }
 
 // Zeros in columns [from, to) of row k.
@@ -201,7 +197,8 @@ void down(int64_t task) const {
 }
 
 // The rows of y or dx that a block will be added to: far apart, so no hardware prefetcher finds them.
-void prefetch_rows(const float* column, const RowBlock& b) const {
+// Always inline: GCC drops calls to functions that only prefetch.
+__attribute__((always_inline)) void prefetch_rows(const float* column, const RowBlock& b) const {
     for (int64_t k = 0; k < b.count; ++k) {
         const char* row = reinterpret_cast<const char*>(column + p.row_token[b.begin + k] * p.hidden);
         for (int64_t byte = 0; byte < kColumns * 4; byte += 64) __builtin_prefetch(row + byte, 1, 2);

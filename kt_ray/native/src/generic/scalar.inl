@@ -42,32 +42,6 @@ inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-// exp with a relative error below 2e-7 on [-87.3, 88]; arguments beyond are clamped, NaN passes.
-// Range reduction by log 2 in two parts, then the degree-5 minimax polynomial of Cephes' expf.
-inline float exp_clamped(float x) {
-    x = x < -87.3f ? -87.3f : x;
-    x = x > 88.0f ? 88.0f : x;
-    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const float t = x * 1.44269504088896341f + kRound;
-    const float n = t - kRound;
-    float r = x - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    const float y = p * (r * r) + r + 1.0f;
-    return y * bits_float((float_bits(t) << 23) + 0x3f800000u);
-}
-
-inline float sigmoid(float x) { return 1.0f / (1.0f + exp_clamped(-x)); }
-
-// GELU in its tanh form is g * sigmoid(2 z) with z = sqrt(2 / pi) (g + 0.044715 g^3).
-inline float gelu_gate(float g) { return sigmoid(1.5957691216057308f * (g + 0.044715f * (g * g * g))); }
-inline float gelu_slope(float g) { return 1.5957691216057308f * (1.0f + 0.134145f * (g * g)); }
-
 // Mask times 1 / (1 - p) for elements [first, first + n) of a row with hash `row`.
 inline void apply_dropout(float* v, int64_t n, int64_t first, uint32_t row, uint32_t drop_below,
                           float keep_scale) {

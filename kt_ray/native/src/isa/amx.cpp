@@ -12,7 +12,9 @@ namespace {
 
 #include "generic/scalar.inl"
 #include "isa/avx512_vec.inl"
+#include "isa/avx512_bf16_vec.inl"
 
+#include "generic/vector.inl"
 #include "generic/formats.inl"
 #include "generic/micro_f32.inl"
 #include "generic/panels.inl"

@@ -95,6 +95,7 @@ struct MicroTiles {
     static constexpr int64_t kPack = 4 / sizeof(T);  // consecutive elements of the contraction per lane
     static constexpr int64_t kK = 64 / sizeof(T);    // elements of one row's piece
     static constexpr int kMaxRows = 2 * kTileRows;
+    static constexpr bool kSpreads = false;     // of what decoding ahead fetches
     static constexpr int kRowStep = kTileRows;  // blocks of rows are cut at multiples of this
 
     static void enter() { Tiles::configured = 0; }

@@ -22,6 +22,7 @@ inline IVec idot(IVec sum, IVec panel, IVec left) {
     return _mm512_add_epi32(sum, _mm512_madd_epi16(panel, left));
 }
 
+#include "generic/vector.inl"
 #include "generic/formats.inl"
 #include "generic/micro_f32.inl"
 #include "generic/panels.inl"

@@ -38,34 +38,6 @@ KT_INLINE void store_unit_of_rows(const __m512i a[8], char* to) {
     }
 }
 
-// 16 rows n of 16 elements in memory: the 8 pairs of column n at to + pair * kPanelStep, whole lines.
-KT_INLINE void store_half_slice(const uint8_t* from, int64_t row_bytes, char* to) {
-    const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
-    const __m512i second = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
-    const uint8_t* far = from + 8 * row_bytes;
-    const auto row = [&](int64_t i) {
-        const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i * row_bytes));
-        const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(far + i * row_bytes));
-        return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-    };
-    // Per half register: an 8 x 8 transpose of dwords.
-    __m512i quad[2][4];
-    for (int h = 0; h < 2; ++h) {
-        const __m512i r0 = row(4 * h), r1 = row(4 * h + 1), r2 = row(4 * h + 2), r3 = row(4 * h + 3);
-        const __m512i t0 = _mm512_unpacklo_epi32(r0, r1), t1 = _mm512_unpackhi_epi32(r0, r1);
-        const __m512i t2 = _mm512_unpacklo_epi32(r2, r3), t3 = _mm512_unpackhi_epi32(r2, r3);
-        quad[h][0] = _mm512_unpacklo_epi64(t0, t2);
-        quad[h][1] = _mm512_unpackhi_epi64(t0, t2);
-        quad[h][2] = _mm512_unpacklo_epi64(t1, t3);
-        quad[h][3] = _mm512_unpackhi_epi64(t1, t3);
-    }
-    for (int j = 0; j < 4; ++j) {
-        _mm512_storeu_si512(to + j * kPanelStep, _mm512_permutex2var_epi64(quad[0][j], first, quad[1][j]));
-        _mm512_storeu_si512(to + (4 + j) * kPanelStep,
-                            _mm512_permutex2var_epi64(quad[0][j], second, quad[1][j]));
-    }
-}
-
 // Two depths of 32 columns become a step of pairs.
 KT_INLINE void store_step(__m512i depth0, __m512i depth1, char* to) {
     alignas(64) static constexpr uint16_t kFirst[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,
@@ -97,12 +69,44 @@ inline void place_step<Bf16>(const float* from, int64_t stride, int64_t width, i
     }
 }
 
+// Bytes of 8 strips, 256 elements.
+constexpr int64_t strip_bytes(Format format) {
+    switch (format) {
+        case Format::f32:
+            return 1024;
+        case Format::bf16:
+            return 512;
+        case Format::fp8:
+        case Format::int8:
+            return 256;
+        case Format::mxfp4:
+        case Format::int4:
+            return 128;
+        case Format::q8_0:
+            return 272;
+        case Format::q4_0:
+        case Format::q4_k:
+            return 144;
+        case Format::q5_0:
+        case Format::q5_k:
+            return 176;
+        case Format::q5_1:
+            return 192;
+        case Format::q6_k:
+            return 210;
+    }
+    return 0;
+}
+
 // What is left to decode: runs of whole slices, each of one matrix.
 struct AheadState {
     struct Run {
         Matrix m[2];  // along rows: of the halves
         int64_t at[2];
         int64_t slice, units;  // first slice in the part, units in this run
+        int64_t total;         // slices of the whole part
+        Matrix after[2];       // what is decoded when these end, to be fetched from memory before
+        int64_t after_at[2];
         char* panel;
     };
     Run runs[2];
@@ -111,8 +115,18 @@ struct AheadState {
     int64_t quota = 0;      // units per slice of products
 };
 
-template <Format F, bool kAlongColumns>
+// 8 rows of a matrix at one place.
+struct Lines {
+    const char* from;
+    int64_t step;
+};
+
+// kSpreads: the micro-kernel asks for the lines itself, one at a time (`far`, `near`); in bursts they would
+// hold all of the core's miss buffers and the products' own loads would wait.
+template <Format F, bool kAlongColumns, bool kSpreads>
 struct Job {
+    static constexpr bool kFetches = true;
+    static constexpr bool kFetchesNear = !kAlongColumns;
     AheadState& state;
     const AheadState::Run& run;
     Strip<F> first, second;
@@ -123,40 +137,61 @@ struct Job {
     ~Job() { state.unit = unit; }
 
     KT_INLINE void step() {
-        for (int64_t q = 0; q < quota && unit < run.units; ++q, ++unit) decode(unit);
+        for (int64_t q = 0; q < quota && unit < run.units; ++q, ++unit) decode(unit, q > 0);
     }
+    // The 8 lines that the first unit of the next step asks for.
+    KT_INLINE Lines far() const { return lines(unit + kFar * kUnits); }
+    KT_INLINE Lines near() const { return lines(unit + 1); }
 
-    KT_INLINE void decode(int64_t u) const {
-        constexpr int64_t kAhead = 4;  // slices
+    KT_INLINE void decode(int64_t u, bool fetch) const {
         __m512i a[8];
+        if (!kSpreads || fetch) {
+            const Lines l = lines(u + kFar * kUnits);
+            for (int i = 0; i < 8; ++i) _mm_prefetch(l.from + i * l.step, _MM_HINT_T1);
+        }
         const int64_t slice = run.slice + u / kUnits;
         if constexpr (kAlongColumns) {
             const int64_t n = slice * kSlice + u % kUnits * 8, k = run.at[0];
-            for (int i = 0; i < 8; ++i) Strip<F>::prefetch(run.m[0], n + kAhead * kSlice + i, k);
             for (int i = 0; i < 8; ++i) a[i] = first.bf16(n + i, k);
             char* to = run.panel + u * 4 * kPanelStep;
             for (int i = 0; i < 4; ++i) store_step(a[2 * i], a[2 * i + 1], to + i * kPanelStep);
         } else {
             const int64_t half = u / 2 % 2, sub = u % 2;
-            if constexpr (F == Format::bf16) {
-                const Matrix& m = run.m[half];
-                const int64_t k = slice * kSlice;
-                for (int i = 0; i < 8; ++i) Strip<F>::prefetch(m, run.at[half] + sub * 8 + i, k + kAhead * kSlice);
-                store_half_slice(m.data + run.at[half] * m.row_bytes + (k + sub * 16) * 2, m.row_bytes,
-                                 run.panel + u / kUnits * kPanelSlice + sub * 8 * kPanelStep + half * 64);
-                return;
+            if (!kSpreads || fetch) {
+                const Lines l = lines(u + 1);
+                for (int i = 0; i < 8; ++i) _mm_prefetch(l.from + i * l.step, _MM_HINT_T0);
             }
             const Strip<F>& strip = half == 0 ? first : second;
             const int64_t n = run.at[half] + sub * 8, k = slice * kSlice;
-            for (int i = 0; i < 8; ++i) Strip<F>::prefetch(run.m[half], n + i, k + kAhead * kSlice);
             for (int i = 0; i < 8; ++i) a[i] = strip.bf16(n + i, k);
             store_unit_of_rows(a, run.panel + u / kUnits * kPanelSlice + half * 64 + sub * 32);
         }
     }
+
+    // The memory of a unit. It is fetched far ahead to the L2 cache (not the L1: rows a power of two apart
+    // share its sets), and one unit ahead from there to the L1.
+    KT_INLINE Lines lines(int64_t u) const {
+        constexpr int64_t kBytes = strip_bytes(F);  // of 8 strips
+        const int64_t slice = run.slice + u / kUnits, unit_of_slice = u % kUnits;
+        const bool over = slice >= run.total;
+        const int64_t here = over ? slice - run.total : slice;
+        const int64_t half = kAlongColumns ? 0 : unit_of_slice / 2;
+        const Matrix& m = over ? run.after[half] : run.m[half];
+        const int64_t at = over ? run.after_at[half] : run.at[half];
+        const int64_t n = kAlongColumns ? here * kSlice + unit_of_slice * 8 : at + unit_of_slice % 2 * 8;
+        const int64_t k = kAlongColumns ? at : here * kSlice;
+        return {reinterpret_cast<const char*>(m.data) + n * m.row_bytes + k / kSlice * kBytes / 8,
+                m.row_bytes};
+    }
+    static constexpr int64_t kFar = 4;  // slices
 };
 
 struct NoJob512 {
+    static constexpr bool kFetches = false;
+    static constexpr bool kFetchesNear = false;
     void step() {}
+    static Lines far() { return {}; }
+    static Lines near() { return {}; }
 };
 
 // Compute side of the instruction sets with bfloat16 products: K is their micro-kernel.
@@ -170,7 +205,7 @@ struct ComputeBf16 {
     template <Format F, bool kAlongColumns>
     static void products(AheadState& state, int count, const Bf16* left, int64_t slices,
                          const Bf16* panel, float* tile, bool accumulate) {
-        Job<F, kAlongColumns> job(state);
+        Job<F, kAlongColumns, K::kSpreads> job(state);
         K::run(count, left, slices, panel, tile, accumulate, job);
     }
     static void products_alone(AheadState&, int count, const Bf16* left, int64_t slices,
@@ -180,8 +215,8 @@ struct ComputeBf16 {
     }
     template <Format F, bool kAlongColumns>
     static void drain(AheadState& state) {
-        Job<F, kAlongColumns> job(state);
-        for (; job.unit < job.run.units; ++job.unit) job.decode(job.unit);
+        Job<F, kAlongColumns, false> job(state);
+        for (; job.unit < job.run.units; ++job.unit) job.decode(job.unit, true);
     }
 
     struct Functions {
@@ -223,7 +258,9 @@ struct ComputeBf16 {
 
         // Slices [begin, end) of `source` are wanted in `panel`; `slices` slices of products will run
         // meanwhile. What does not come in whole units is decoded here.
-        void start(const Source& source, int64_t begin, int64_t end, Bf16* panel, int64_t slices) {
+        // `after` is the source that will follow this one.
+        void start(const Source& source, int64_t begin, int64_t end, Bf16* panel, int64_t slices,
+                   const Source& after) {
             state = AheadState();
             use = {products_alone, nullptr};
             if (!whole(source)) return decode<Bf16>(source, begin, end, panel);
@@ -251,6 +288,15 @@ struct ComputeBf16 {
                 run.at[1] = source.parts == 1 ? part.at + kLanes : other.at;
                 run.slice = first - part.slice_begin;
                 run.units = (full - first) * kUnits;
+                run.total = part.slice_end - part.slice_begin;
+                const bool more = along_columns && i + 1 < parts;  // the same columns of the next matrix
+                const Source& next = more ? source : after;
+                const Part& next_first = next.part[more ? i + 1 : 0];
+                const Part& next_other = next.part[along_columns ? 0 : next.parts - 1];
+                run.after[0] = next_first.m;
+                run.after[1] = next_other.m;
+                run.after_at[0] = next_first.at;
+                run.after_at[1] = next.parts == 1 ? next_first.at + kLanes : next_other.at;
                 run.panel = reinterpret_cast<char*>(panel) + (first - begin) * kPanelSlice;
                 units += run.units;
             }

@@ -5,6 +5,7 @@ struct MicroBf16 {
     static constexpr int64_t kPack = 2;
     static constexpr int64_t kMaxRows = 10;
     static constexpr int64_t kRowStep = 1;
+    static constexpr bool kSpreads = true;
     static void enter() {}
     static void leave() {}
 
@@ -19,8 +20,20 @@ struct MicroBf16 {
         const char* a = reinterpret_cast<const char*>(left);
         const char* b = reinterpret_cast<const char*>(panel);
         for (int64_t s = 0; s < slices; ++s) {
+            auto far = job.far();
+            auto near = job.near();
 #pragma GCC unroll 4
             for (int k = 0; k < 16; ++k) {
+                if constexpr (Job::kFetches)
+                    if (k % 2 == 0) {
+                        _mm_prefetch(far.from, _MM_HINT_T1);
+                        far.from += far.step;
+                    }
+                if constexpr (Job::kFetchesNear)
+                    if (k % 2 == 1) {
+                        _mm_prefetch(near.from, _MM_HINT_T0);
+                        near.from += near.step;
+                    }
                 const __m512bh b0 = (__m512bh)_mm512_loadu_si512(b + k * 128);
                 const __m512bh b1 = (__m512bh)_mm512_loadu_si512(b + k * 128 + 64);
 #pragma GCC unroll 16

@@ -9,7 +9,6 @@ template <uint8_t kFlip>
 inline void place_int8_rows(const uint8_t* from, int64_t row_bytes, char* to) {
     __m512i a[16];
     for (int n = 0; n < 16; ++n) {
-        __builtin_prefetch(from + n * row_bytes + 4 * kInt8Line);
         a[n] = _mm512_loadu_si512(from + n * row_bytes);
         if (kFlip != 0) a[n] = _mm512_xor_si512(a[n], _mm512_set1_epi8(static_cast<char>(kFlip)));
     }
@@ -21,7 +20,6 @@ template <uint8_t kFlip>
 inline void place_int8_step(const uint8_t* from, int64_t row_bytes, char* to) {
     __m256i row[4];
     for (int n = 0; n < 4; ++n) {
-        __builtin_prefetch(from + (n + 4 * kSlice) * row_bytes);
         row[n] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + n * row_bytes));
         if (kFlip != 0) row[n] = _mm256_xor_si256(row[n], _mm256_set1_epi8(static_cast<char>(kFlip)));
     }
@@ -41,12 +39,38 @@ inline void place_int8_step(const uint8_t* from, int64_t row_bytes, char* to) {
 
 template <uint8_t kFlip>
 struct Int8Ahead512 {
+    // Stored bytes of a part from some depth on.
+    struct Place {
+        const uint8_t* from = nullptr;
+        int64_t row_bytes = 0;
+
+        Place() = default;
+        Place(const Part& part, int64_t slice) : from(part.m.data), row_bytes(part.m.row_bytes) {
+            const int64_t depth = (slice - part.slice_begin) * kSlice;
+            from += part.along_columns ? depth * row_bytes + part.at : part.at * row_bytes + depth;
+        }
+    };
     // Whole lines of one part, as units: along rows 16 columns by 64 depths, else 32 columns by 32.
     struct Run {
-        const uint8_t* from;
-        int64_t row_bytes, units, halves;
+        Place here, after;  // `after` will be read when this has been
+        int64_t units, halves;
         char* to;
         bool along_columns;
+
+        const uint8_t* unit(const Place& place, int64_t u) const {
+            if (along_columns) return place.from + u * kSlice * place.row_bytes;
+            return place.from + u % halves * kLanes * place.row_bytes + u / halves * kInt8Line;
+        }
+        // Lines that are read four lines of depth later, into the L2 cache: many rows a power of two apart
+        // share the sets of the L1.
+        void fetch(int64_t u) const {
+            u += 4 * halves;
+            const bool over = u >= units;
+            const Place& place = over ? after : here;
+            const uint8_t* from = unit(place, over ? u - units : u);
+            for (int64_t n = 0; n < (along_columns ? kSlice : kLanes); ++n)
+                _mm_prefetch(reinterpret_cast<const char*>(from + n * place.row_bytes), _MM_HINT_T1);
+        }
     };
     Run runs[2];
     int run = 0, count = 0;
@@ -54,10 +78,15 @@ struct Int8Ahead512 {
     int64_t quota = 0;  // units per line of products
 
     // What does not come in whole lines and columns is decoded here.
-    void start(const Source& source, int64_t begin, int64_t end, int8_t* panel, int64_t slices) {
+    void start(const Source& source, int64_t begin, int64_t end, int8_t* panel, int64_t slices,
+               const Source& after) {
         run = count = 0;
         unit = 0;
         int64_t units = 0;
+        Place next(after.part[0], after.part[0].slice_begin);
+        for (int i = source.parts - 1; i >= 0; --i)
+            if (end < source.part[i].slice_end)
+                next = Place(source.part[i], max_of(end, source.part[i].slice_begin));
         for (int i = 0; i < source.parts; ++i) {
             const Part& part = source.part[i];
             const Matrix& m = part.m;
@@ -69,15 +98,16 @@ struct Int8Ahead512 {
             if (part.count < part.halves * kLanes || (part.along_columns && part.halves < 2)) lines = 0;
             int8_t* to = panel + (first - begin) * kSlice / 4 * kInt8Step;
             if (lines > 0) {
-                Run& r = runs[count++];
+                Run& r = runs[count];
+                r.here = Place(part, first);
+                r.after = next;
+                if (count > 0) runs[count - 1].after = r.here;
                 r.along_columns = part.along_columns;
                 r.halves = part.halves;
                 r.units = lines * part.halves;
-                r.row_bytes = m.row_bytes;
-                r.from = part.along_columns ? m.data + depth * m.row_bytes + part.at
-                                            : m.data + part.at * m.row_bytes + depth;
                 r.to = reinterpret_cast<char*>(to) + part.half * 64;
                 units += r.units;
+                ++count;
             }
             decode_int8<kFlip>(part, first + 2 * lines, last, to + lines * kInt8Line / 4 * kInt8Step);
         }
@@ -86,14 +116,15 @@ struct Int8Ahead512 {
 
     void place() {
         const Run& r = runs[run];
+        const uint8_t* from = r.unit(r.here, unit);
+        r.fetch(unit);
         if (r.along_columns) {
-            const uint8_t* from = r.from + unit * kSlice * r.row_bytes;
             char* to = r.to + unit * (kSlice / 4) * kInt8Step;
             for (int64_t q = 0; q < kSlice / 4; ++q)
-                place_int8_step<kFlip>(from + 4 * q * r.row_bytes, r.row_bytes, to + q * kInt8Step);
+                place_int8_step<kFlip>(from + 4 * q * r.here.row_bytes, r.here.row_bytes, to + q * kInt8Step);
         } else {
             const int64_t line = unit / r.halves, half = unit % r.halves;
-            place_int8_rows<kFlip>(r.from + half * kLanes * r.row_bytes + line * kInt8Line, r.row_bytes,
+            place_int8_rows<kFlip>(from, r.here.row_bytes,
                                    r.to + line * (kInt8Line / 4) * kInt8Step + half * 64);
         }
         if (++unit == r.units) {

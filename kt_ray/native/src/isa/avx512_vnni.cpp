@@ -20,6 +20,7 @@ inline IVec iset1(int32_t v) { return _mm512_set1_epi32(v); }
 // Unsigned times signed: the panel's bytes are raised by 128.
 inline IVec idot(IVec sum, IVec panel, IVec left) { return _mm512_dpbusd_epi32(sum, panel, left); }
 
+#include "generic/vector.inl"
 #include "generic/formats.inl"
 #include "generic/micro_f32.inl"
 #include "generic/panels.inl"

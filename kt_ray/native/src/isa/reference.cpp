@@ -13,25 +13,16 @@ namespace {
 constexpr int64_t kLanes = 8;
 constexpr int64_t kMaxRowsF32 = 4;
 
-struct Vec {
-    float v[kLanes];
-};
+using Vec = float __attribute__((vector_size(kLanes * 4)));
 template <class From>
 inline Vec vload(const From* from) {
     Vec r;
-    for (int64_t j = 0; j < kLanes; ++j) r.v[j] = to_float(from[j]);
+    for (int64_t j = 0; j < kLanes; ++j) r[j] = to_float(from[j]);
     return r;
 }
-inline void vstore(float* to, Vec a) { memcpy(to, a.v, sizeof(a.v)); }
-inline Vec vset1(float v) {
-    Vec r;
-    for (int64_t j = 0; j < kLanes; ++j) r.v[j] = v;
-    return r;
-}
-inline Vec vfma(Vec a, Vec b, Vec c) {
-    for (int64_t j = 0; j < kLanes; ++j) c.v[j] += a.v[j] * b.v[j];
-    return c;
-}
+inline void vstore(float* to, Vec v) { memcpy(to, &v, sizeof(v)); }
+inline Vec vset1(float v) { return Vec{} + v; }
+inline Vec vfma(Vec a, Vec b, Vec c) { return c + a * b; }
 
 // to[k * step + n] = from[n * ld + k] for a square of kLanes.
 inline void transpose_block(const float* from, int64_t ld, float* to, int64_t step) {
@@ -64,6 +55,7 @@ inline IVec idot(IVec sum, IVec panel, IVec left) {
     return sum;
 }
 
+#include "generic/vector.inl"
 #include "generic/formats.inl"
 #include "generic/micro_f32.inl"
 #include "generic/panels.inl"
