@@ -18,23 +18,24 @@ inline void place_int8_rows(const uint8_t* from, int64_t row_bytes, char* to) {
 // 4 depths of 32 columns, each a row of the matrix: one step.
 template <uint8_t kFlip>
 inline void place_int8_step(const uint8_t* from, int64_t row_bytes, char* to) {
-    __m256i row[4];
-    for (int n = 0; n < 4; ++n) {
-        row[n] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + n * row_bytes));
-        if (kFlip != 0) row[n] = _mm256_xor_si256(row[n], _mm256_set1_epi8(static_cast<char>(kFlip)));
+    alignas(64) static constexpr uint16_t kWords[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                        21, 6,  22, 7,  23, 32, 48, 33, 49, 34, 50,
+                                                        35, 51, 36, 52, 37, 53, 38, 54, 39, 55};
+    const auto row = [&](int n) {
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + n * row_bytes));
+    };
+    __m512i even = _mm512_inserti64x4(_mm512_castsi256_si512(row(0)), row(2), 1);
+    __m512i odd = _mm512_inserti64x4(_mm512_castsi256_si512(row(1)), row(3), 1);
+    if (kFlip != 0) {
+        const __m512i flip = _mm512_set1_epi8(static_cast<char>(kFlip));
+        even = _mm512_xor_si512(even, flip);
+        odd = _mm512_xor_si512(odd, flip);
     }
-    const __m256i low01 = _mm256_unpacklo_epi8(row[0], row[1]), high01 = _mm256_unpackhi_epi8(row[0], row[1]);
-    const __m256i low23 = _mm256_unpacklo_epi8(row[2], row[3]), high23 = _mm256_unpackhi_epi8(row[2], row[3]);
-    // 128-bit lane L of quad[j]: columns 16 L + 4 j and the next three.
-    const __m256i quad[4] = {_mm256_unpacklo_epi16(low01, low23), _mm256_unpackhi_epi16(low01, low23),
-                             _mm256_unpacklo_epi16(high01, high23), _mm256_unpackhi_epi16(high01, high23)};
-    for (int j = 0; j < 4; ++j) {
-        const auto put = [&](int column, __m128i v) {
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(to + column * 4), v);
-        };
-        put(4 * j, _mm256_castsi256_si128(quad[j]));
-        put(16 + 4 * j, _mm256_extracti128_si256(quad[j], 1));
-    }
+    // 128-bit lanes of words (depths 0 and 1 of a column): columns 0 and 16 on, then depths 2 and 3.
+    const __m512i low = _mm512_unpacklo_epi8(even, odd), high = _mm512_unpackhi_epi8(even, odd);
+    const __m512i first = _mm512_load_si512(kWords), second = _mm512_add_epi16(first, _mm512_set1_epi16(8));
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(low, first, high));
+    _mm512_storeu_si512(to + 64, _mm512_permutex2var_epi16(low, second, high));
 }
 
 template <uint8_t kFlip>
