@@ -73,10 +73,9 @@ float deactivate_row(const float* dact, const RowBlock& b, int64_t k, int64_t i)
     constexpr bool gated = A != Activation::relu2;
     const ActivationSpec spec = p.activation;
     const Vec weight = vset1(p.row_weight[b.begin + k]);
-    Vec product[2];
+    Vec product[2] = {vset1(0.0f), vset1(0.0f)};
     for (int64_t half = 0; half < 2; ++half) {
         const int64_t j = half * kLanes;
-        product[half] = vset1(0.0f);
         if (i + j >= p.inter_pad) break;
         const Vec d = vload(dact + j);
         const Vec g = gated ? vload(packed_at(pair(b), b, k, i + j)) : vset1(0.0f);
