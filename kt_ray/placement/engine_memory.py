@@ -110,7 +110,7 @@ class EngineShape:
         within 64 and 512:
 
             2 min(128 KiB, max(H', p I') w c) + max(S, 128) (max(H', I') c + 4 w)
-            + w (8 r' + 512 ⌈4 r' / w⌉) + w 2,176 + 26,624         r' at least 16
+            + w (8 r' + 512 ⌈4 r' / w⌉) + 256 r' + w 2,178 + 43,008         r' at least 16
         """
         h, i, r = self._widths
         _, compute = self._elements
@@ -128,7 +128,8 @@ class EngineShape:
             -(-4 * rank // columns) * _CHUNK_ROWS * columns * 4,
             _GRAD_ROWS * _GRAD_RANKS * 4,
             _GRAD_ROWS * columns * 4,
-            2 * _GRAD_ROWS * 8,
+            (2 * 32 * rank + columns // 2) * 4,
+            *(_GRAD_ROWS * 24, _GRAD_ROWS * 24),
             _BLOCK_ROWS * _TOUCH_LINES * 8,
         )
         return sum(_padded(part, 128) for part in parts)

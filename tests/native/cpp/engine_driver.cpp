@@ -35,6 +35,18 @@ DRIVER_ABSENT(avx512_bf16)
 DRIVER_ABSENT(amx)
 #endif
 #undef DRIVER_ABSENT
+#define DRIVER_ABSENT_INT8(isa)               \
+    namespace isa {                           \
+    [[gnu::weak]] extern const Kernels int8{}; \
+    }
+DRIVER_ABSENT_INT8(reference)
+#if defined(__x86_64__)
+DRIVER_ABSENT_INT8(avx2)
+DRIVER_ABSENT_INT8(avx512)
+DRIVER_ABSENT_INT8(avx512_vnni)
+DRIVER_ABSENT_INT8(amx)
+#endif
+#undef DRIVER_ABSENT_INT8
 }  // namespace kt
 
 namespace driver {
