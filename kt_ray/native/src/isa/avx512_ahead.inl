@@ -132,8 +132,12 @@ struct Lines {
 // hold all of the core's miss buffers and the products' own loads would wait.
 template <Format F, bool kAlongColumns, bool kSpreads>
 struct Job {
+    static constexpr int64_t kStripBytes = strip_bytes(F);  // of 8 strips
+    static constexpr bool kScattered = kStripBytes % 128 != 0;
+    static constexpr bool kSuperBlock = F == Format::q4_k || F == Format::q5_k || F == Format::q6_k;
     static constexpr bool kFetches = true;
-    static constexpr bool kFetchesNear = !kAlongColumns;
+    static constexpr bool kFetchesNear = !kAlongColumns || kScattered;
+    static constexpr _mm_hint kNearHint = kAlongColumns ? _MM_HINT_T1 : _MM_HINT_T0;
     AheadState& state;
     const AheadState::Run& run;
     Strip<F> first, second;
@@ -156,7 +160,19 @@ struct Job {
     }
     // The 8 lines that the first unit of the next step asks for.
     KT_INLINE Lines far() const { return lines(unit + kFar * kUnits); }
-    KT_INLINE Lines near() const { return lines(unit + 1); }
+    // Along rows those of the unit after this one. Along columns the other line of GGUF strips, which straddle
+    // lines or have their scales elsewhere in the block.
+    KT_INLINE Lines near() const {
+        if constexpr (!kAlongColumns) return lines(unit + 1);
+        Lines l = lines(unit + kFar * kUnits);
+        if constexpr (kSuperBlock) {
+            const int64_t strip_of_block = run.at[0] / kSlice % 8;
+            l.from += (F == Format::q6_k ? 192 : 0) - strip_of_block * kStripBytes / 8;
+        } else {
+            l.from += kStripBytes / 8 - 1;
+        }
+        return l;
+    }
 
     KT_INLINE void decode(int64_t u, bool fetch) const {
         __m512i a[8];
@@ -186,7 +202,6 @@ struct Job {
     // The memory of a unit. It is fetched far ahead to the L2 cache (not the L1: rows a power of two apart
     // share its sets), and one unit ahead from there to the L1.
     KT_INLINE Lines lines(int64_t u) const {
-        constexpr int64_t kBytes = strip_bytes(F);  // of 8 strips
         const int64_t slice = run.slice + u / kUnits, unit_of_slice = u % kUnits;
         const bool over = slice >= run.total;
         const int64_t here = over ? slice - run.total : slice;
@@ -195,7 +210,7 @@ struct Job {
         const int64_t at = over ? run.after_at[half] : run.at[half];
         const int64_t n = kAlongColumns ? here * kSlice + unit_of_slice * 8 : at + unit_of_slice % 2 * 8;
         const int64_t k = kAlongColumns ? at : here * kSlice;
-        return {reinterpret_cast<const char*>(m.data) + n * m.row_bytes + k / kSlice * kBytes / 8,
+        return {reinterpret_cast<const char*>(m.data) + n * m.row_bytes + k / kSlice * kStripBytes / 8,
                 m.row_bytes};
     }
     static constexpr int64_t kFar = 4;  // slices
@@ -204,6 +219,7 @@ struct Job {
 struct NoJob512 {
     static constexpr bool kFetches = false;
     static constexpr bool kFetchesNear = false;
+    static constexpr _mm_hint kNearHint = _MM_HINT_T0;
     Touch touch;
     KT_INLINE void step() { touch_one(touch); }
     static Lines far() { return {}; }

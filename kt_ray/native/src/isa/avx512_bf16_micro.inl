@@ -42,7 +42,7 @@ struct MicroBf16 {
                 }
                 multiply(k);
                 if constexpr (Job::kFetchesNear) {
-                    _mm_prefetch(near.from, _MM_HINT_T0);
+                    _mm_prefetch(near.from, Job::kNearHint);
                     near.from += near.step;
                 }
                 multiply(k + 1);
