@@ -35,7 +35,7 @@ class Saved:
         """Give the memory back to the engine at once."""
 
 class Engine:
-    def __init__(self, isa: str, threads: int, cpus: list[int]) -> None: ...
+    def __init__(self, isa: str, threads: int, cpus: list[int], int8_products: bool = False) -> None: ...
     def forward(
         self,
         weights: WeightsArg,

@@ -26,6 +26,7 @@ from kt_ray.native.isa import select_isa
 from kt_ray.native.types import (
     FORMATS,
     LORA_FIELDS,
+    PLAIN,
     DropoutSpec,
     ExpertLora,
     ExpertWeights,
@@ -50,6 +51,26 @@ def _arg(name: str, tensor: Tensor) -> _native.TensorArg:
 
 def _optional_arg(name: str, tensor: Tensor | None) -> _native.TensorArg | None:
     return None if tensor is None else _arg(name, tensor)
+
+
+def _check_per_channel_int8(weights: ExpertWeights) -> None:
+    """What `int8_products` takes."""
+    for name in ("gate", "up", "down"):
+        projection = getattr(weights, name)
+        if projection is None:
+            continue
+        if isinstance(projection, Tensor):
+            seen = f"a {PLAIN[projection.dtype]} tensor"
+        elif projection.format != "int8":
+            seen = f"format {projection.format}"
+        elif projection.scale_block != (1, projection.shape[2]):
+            seen = f"format int8 with a scale per {projection.scale_block[1]} columns"
+        else:
+            continue
+        raise ValueError(
+            f"{name}: {seen}, required format int8 with one scale per output channel by an engine with "
+            f"int8_products=True; quantise it so, or build the engine without"
+        )
 
 
 def _weights_arg(weights: ExpertWeights) -> _native.WeightsArg:
@@ -107,12 +128,17 @@ class Engine:
         threads: number of threads; None = one per CPU of `cpus`.
         cpus: CPUs the threads are pinned to, intersected with this process's affinity mask;
             None = the whole mask.
+        int8_products: multiply in int8 (W8A8): weights as stored, activations and gradients quantised row
+            by row. Faster and less exact, see docs/numerics.md; takes only weights in format "int8" with
+            one scale per output channel.
 
     Attributes:
         isa: the instruction set in use.
         isa_reason: why it was chosen.
         threads: number of threads.
         cpus: the CPUs they are pinned to.
+        int8_products: as given.
+        compute: the type it multiplies in.
         formats: weight formats it computes.
 
     Raises:
@@ -120,7 +146,12 @@ class Engine:
     """
 
     def __init__(
-        self, isa: str = "auto", threads: int | None = None, cpus: Sequence[int] | None = None
+        self,
+        isa: str = "auto",
+        threads: int | None = None,
+        cpus: Sequence[int] | None = None,
+        *,
+        int8_products: bool = False,
     ) -> None:
         self.isa, self.isa_reason = select_isa(isa)
         allowed = os.sched_getaffinity(0)
@@ -130,12 +161,20 @@ class Engine:
         self.threads = len(self.cpus) if threads is None else threads
         if self.threads < 1:
             raise ValueError(f"threads: {self.threads}, required at least 1")
-        self._engine = _native.Engine(self.isa, self.threads, list(self.cpus))
+        self.int8_products = int8_products
+        self._engine = _native.Engine(self.isa, self.threads, list(self.cpus), int8_products)
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Weight formats this engine computes: all, on every instruction set."""
-        return FORMATS
+        """Weight formats this engine computes: all, on every instruction set, but for `int8_products`."""
+        return ("int8",) if self.int8_products else FORMATS
+
+    @property
+    def compute(self) -> Literal["f32", "bf16", "int8"]:
+        """The type that the frozen products multiply in, but for float32 weights: theirs is float32."""
+        if self.int8_products:
+            return "int8"
+        return "bf16" if self.isa in ("avx512_bf16", "amx") else "f32"
 
     @property
     def calls(self) -> int:
@@ -193,6 +232,8 @@ class Engine:
         """
         if save not in _KEEP:
             raise ValueError(f"save: {save!r}, required True, 'recompute' or False")
+        if self.int8_products:
+            _check_per_channel_int8(weights)
         x_arg = _arg("x", x)
         y = torch.empty(x.shape, dtype=torch.float32)
         saved = self._engine.forward(
@@ -238,6 +279,8 @@ class Engine:
         """
         if saved is None:
             raise ValueError("saved: None; the forward must run with save=True or save='recompute'")
+        if self.int8_products:
+            _check_per_channel_int8(weights)
         weights_arg, dy_arg = _weights_arg(weights), _arg("dy", dy)
         dx = torch.empty((saved.tokens, weights.H), dtype=torch.float32)
         dw = torch.empty((saved.tokens, saved.slots), dtype=torch.float32)

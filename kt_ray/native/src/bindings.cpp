@@ -325,8 +325,8 @@ PYBIND11_MODULE(_native, m) {
         .def("release", &kt::Saved::release, "Gives the memory back to the engine at once.");
 
     py::class_<kt::Engine>(m, "Engine")
-        .def(py::init<const std::string&, int, const std::vector<int>&>(), py::arg("isa"), py::arg("threads"),
-             py::arg("cpus"))
+        .def(py::init<const std::string&, int, const std::vector<int>&, bool>(), py::arg("isa"),
+             py::arg("threads"), py::arg("cpus"), py::arg("int8_products") = false)
         .def("forward", &forward)
         .def("backward", &backward)
         .def("close", &kt::Engine::close, py::call_guard<py::gil_scoped_release>())

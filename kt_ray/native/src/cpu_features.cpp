@@ -49,12 +49,14 @@ std::string missing(std::initializer_list<Requirement> requirements) {
     return text;
 }
 
-// Emulating AMX (tests/native/amxemu) cannot change what CPUID and XGETBV say: with
-// KT_RAY_TEST_ASSUME_AMX=1 these two, and these two alone, are not asked about AMX.
-bool assume_amx() {
-    const char* value = std::getenv("KT_RAY_TEST_ASSUME_AMX");
+bool is_one(const char* variable) {
+    const char* value = std::getenv(variable);
     return value != nullptr && std::strcmp(value, "1") == 0;
 }
+
+// Emulating AMX (tests/native/amxemu) cannot change what CPUID and XGETBV say: with
+// KT_RAY_TEST_ASSUME_AMX=1 these two, and these two alone, are not asked about AMX.
+bool assume_amx() { return is_one("KT_RAY_TEST_ASSUME_AMX"); }
 
 // Asks for the right to use tile data, which Linux grants to a whole process on request; empty when
 // granted. Through libc's syscall(), where an emulator can answer.
@@ -118,6 +120,14 @@ std::vector<IsaStatus> detect() {
 const std::vector<IsaStatus>& isa_statuses() {
     static const std::vector<IsaStatus> statuses = detect();
     return statuses;
+}
+
+bool has_avx512_vnni() {
+#if defined(__x86_64__)
+    return (cpuid(7, 0).ecx >> 11 & 1) != 0 && !is_one("KT_RAY_TEST_NO_VNNI");
+#else
+    return false;
+#endif
 }
 
 }  // namespace kt

@@ -1,9 +1,8 @@
 #include "engine.h"
 
+#include <unistd.h>
+
 #include <algorithm>
-#include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -24,6 +23,30 @@ std::array<const Kernels*, 2> kernels_of(const std::string& isa) {
     if (isa == "amx") return {&amx::f32, &amx::bf16};
 #endif
     return {&reference::f32, &reference::bf16};
+}
+
+// Those of int8 products stand in both places: float32 weights are refused before they are used.
+std::array<const Kernels*, 2> int8_kernels_of(const std::string& isa) {
+    const Kernels* k = &reference::int8;
+#if defined(__x86_64__)
+    if (isa == "avx2") k = &avx2::int8;
+    if (isa == "avx512" || isa == "avx512_bf16") k = has_avx512_vnni() ? &avx512_vnni::int8 : &avx512::int8;
+    if (isa == "amx") k = &amx::int8;
+#endif
+    return {k, k};
+}
+
+// |sums| of so many products of int8 by -127 .. 127 stay below 2^31.
+constexpr int64_t kInt8Depth = 1 << 17;
+
+void check_int8(const char* name, const Matrix& m, int64_t depth) {
+    const auto refuse = [&](const std::string& why) {
+        throw std::invalid_argument(std::string(name) + ": " + why + ", as this engine multiplies in int8");
+    };
+    if (m.format != Format::int8) refuse("must be stored in format int8");
+    if (m.block_rows != 1 || m.block_cols < m.cols) refuse("must have one scale per output channel");
+    if (depth > kInt8Depth)
+        refuse("sums of " + std::to_string(depth) + " products, at most 131072 are exact");
 }
 
 const std::string& checked(const std::string& isa) {
@@ -90,14 +113,22 @@ void Saved::release() {
     released = true;
 }
 
-Engine::Engine(const std::string& isa, int threads, const std::vector<int>& cpus)
+Engine::Engine(const std::string& isa, int threads, const std::vector<int>& cpus, bool int8_products)
     : isa_(checked(isa)),
       threads_(threads),
-      kernels_(kernels_of(isa_)),
+      process_(getpid()),
+      kernels_(int8_products ? int8_kernels_of(isa_) : kernels_of(isa_)),
       pool_(new ThreadPool(threads, cpus)),
       thread_scratch_(threads) {}
 
+void Engine::check_process() const {
+    if (getpid() != process_)
+        throw std::runtime_error("this engine's threads belong to process " + std::to_string(process_) +
+                                 "; a forked child must build its own engine");
+}
+
 void Engine::close() {
+    if (getpid() != process_) return;
     std::lock_guard lock(call_mutex_);
     if (!pool_) return;
     busy_at_close_ = pool_->busy_seconds();
@@ -112,15 +143,32 @@ size_t Engine::scratch_bytes() const {
     return sum;
 }
 
+const Kernels& Engine::kernels(const Weights& w) const {
+    const Kernels& k = *kernels_[w.in_float32() ? 0 : 1];
+    if (k.quantised_size > 0) {
+        // Forward sums over H and I, backward over both parts' I in one sum.
+        const int64_t inter = w.activation.gated() ? 2 * w.inter : w.inter;
+        if (w.activation.gated()) check_int8("gate", w.gate.first, std::max(w.hidden, inter));
+        check_int8("up", w.up.first, std::max(w.hidden, inter));
+        check_int8("down", w.down.first, std::max(w.hidden, w.inter));
+    }
+    return k;
+}
+
+Engine::QuantisedRows Engine::quantised_rows(const Kernels& k, int64_t rows, int64_t depth) {
+    if (k.quantised_size == 0) return {};
+    const int64_t row_bytes = padded(depth * k.quantised_size, 64);
+    return {take(rows * row_bytes), take(rows * sizeof(RowScale))};
+}
+
 int64_t Engine::span_rows(const Weights& w, const Kernels& k) {
     const int64_t row_bytes = padded(w.hidden, kDepthStep) * (k.compute_is_bf16 ? 2 : 4);
-    if (getenv("KT_SPAN")) return atoi(getenv("KT_SPAN"));
     return std::clamp<int64_t>(kPackedBytes / row_bytes, 64, 512);
 }
 
 void Engine::describe(Pass& p, const Weights& w, const Routing& routing, int64_t tokens,
                       const std::vector<LoraView>& lora, const Dropout& dropout) const {
-    const Kernels& k = kernels(w.in_float32());
+    const Kernels& k = kernels(w);
     p.tokens = tokens;
     p.experts = w.experts;
     p.hidden = w.hidden;
@@ -158,17 +206,13 @@ void Engine::describe(Pass& p, const Weights& w, const Routing& routing, int64_t
     // or walks all experts once more.
     const int64_t wanted = pieces(8 * threads_, std::max<int64_t>(p.num_spans, 1));
     p.inter_slab = padded(pieces(w.inter, wanted), kDwColumns);
-    const int64_t slab = w.hidden / (4 * threads_) / k.panel_columns * k.panel_columns;
-    p.hidden_slab = std::clamp<int64_t>(slab, k.panel_columns, 256);
-    if (getenv("KT_SLAB")) p.hidden_slab = atoi(getenv("KT_SLAB"));
-    if (getenv("KT_ISLAB")) p.inter_slab = atoi(getenv("KT_ISLAB"));
+    const int64_t slab = w.hidden / (2 * threads_) / k.panel_columns * k.panel_columns;
+    p.hidden_slab = std::clamp<int64_t>(slab, k.panel_columns, 1024);
 }
 
 void Engine::run(const Kernels& k, const Pass& pass, int64_t layer, const std::vector<int64_t>& expert_ids,
                  Phase phase) {
     const size_t bytes = k.scratch_bytes(pass, phase);
-    struct Prof { Phase ph; double t0; static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-      Prof(Phase q):ph(q),t0(now()){} ~Prof(){ static double best[16]; static int n[16]; static bool on=getenv("KT_PROF"); if(on){ int i=(int)ph; double d=now()-t0; if(n[i]++==0||d<best[i])best[i]=d; fprintf(stderr,"%-30s %.2f ms best %.2f\n",name_of(ph),d*1e3,best[i]*1e3);} } } prof(phase);
     pool_->run(k.tasks(pass, phase), [&](int64_t task, int thread) {
         try {
             Buffer& scratch = thread_scratch_[thread];
@@ -190,13 +234,15 @@ void Engine::run(const Kernels& k, const Pass& pass, int64_t layer, const std::v
 std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
                                        const std::vector<LoraView>& lora, Keep keep, float* y,
                                        bool check_finite) {
+    check_process();
     std::lock_guard lock(call_mutex_);
     if (!pool_) throw std::runtime_error("the engine is closed");
-    const Kernels& k = kernels(w.in_float32());
+    const Kernels& k = kernels(w);
     const size_t storage = w.in_float32() ? 4 : 2, compute = k.compute_is_bf16 ? 2 : 4;
 
     auto saved = std::make_unique<Saved>();
     saved->in_float32 = w.in_float32();
+    saved->kernels = &k;
     saved->tokens = input.tokens;
     saved->slots = input.slots;
     saved->experts = w.experts;
@@ -215,12 +261,15 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     saved->lora_mid = take(p.rows * p.rank_pad * sizeof(float));
     if (keep == Keep::all) saved->pair = take(p.rows * p.parts * p.inter_pad * storage);
     const Lease act = take(p.rows * p.inter_pad * compute);
+    const QuantisedRows act_int8 = quantised_rows(k, p.rows, p.inter_pad);
 
     p.x_in = input.x;
     p.x_in_bf16 = input.x_is_bf16;
     p.x = saved->x.data();
     p.pair = saved->pair.data();
     p.act = act.data();
+    p.act_int8 = act_int8.packed.data();
+    p.act_scales = act_int8.scales.as<RowScale>();
     p.lora_in = saved->lora_in.as<float>();
     p.lora_mid = saved->lora_mid.as<float>();
     p.y = y;
@@ -245,11 +294,15 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
 void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
                       const std::vector<LoraView>& lora, const std::vector<LoraGradView>& grads, float* dx,
                       float* dw, bool check_finite) {
+    check_process();
     std::lock_guard lock(call_mutex_);
     if (!pool_) throw std::runtime_error("the engine is closed");
-    const Kernels& k = kernels(w.in_float32());
+    const Kernels& k = kernels(w);
     const size_t storage = w.in_float32() ? 4 : 2, compute = k.compute_is_bf16 ? 2 : 4;
     const Routing& routing = saved.routing;
+    if (saved.kernels != &k)
+        throw std::invalid_argument(
+            "saved: was made by an engine with another instruction set or with other products");
 
     Pass p{};
     describe(p, w, routing, saved.tokens, lora, saved.dropout);
@@ -260,6 +313,7 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
     const Lease lora_mid = take(again ? p.rows * p.rank_pad * sizeof(float) : 0);
     const Lease act = take(p.rows * p.inter_pad * compute);
     const Lease dpair = take(pair_size * compute);
+    const QuantisedRows dpair_int8 = quantised_rows(k, p.rows, p.parts * p.inter_pad);
     const Lease dy_stored = take(p.tokens * p.hidden_stride * storage);
     const Lease lora_out = take(p.rows * p.rank_pad * sizeof(float));
     const Lease dlora_in = take(p.rows * 2 * p.rank_pad * sizeof(float));
@@ -272,6 +326,8 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
     p.lora_mid = again ? lora_mid.as<float>() : saved.lora_mid.as<float>();
     p.act = act.data();
     p.dpair = dpair.data();
+    p.dpair_int8 = dpair_int8.packed.data();
+    p.dpair_scales = dpair_int8.scales.as<RowScale>();
     p.dy = dy;
     p.dy_stored = dy_stored.data();
     p.lora_out = lora_out.as<float>();

@@ -1,6 +1,8 @@
 // One expert engine: an instruction set chosen once, threads of its own, memory reused between calls.
 #pragma once
 
+#include <sys/types.h>
+
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -68,6 +70,7 @@ enum class Keep { nothing, input, all };
 // What backward needs of one forward.
 struct Saved {
     bool in_float32;
+    const Kernels* kernels;  // packed what is kept: backward needs the same
     int64_t tokens, slots, experts, hidden, inter;
     Keep keep;
     Routing routing;
@@ -90,8 +93,9 @@ struct ForwardInput {
 
 class Engine {
   public:
-    // isa: a name of isa_statuses(), available (std::invalid_argument otherwise).
-    Engine(const std::string& isa, int threads, const std::vector<int>& cpus);
+    // isa: a name of isa_statuses(), available (std::invalid_argument otherwise). int8_products: weights
+    // must be int8 with one scale per output channel; they are multiplied as integers.
+    Engine(const std::string& isa, int threads, const std::vector<int>& cpus, bool int8_products = false);
 
     // y [T, H]. Returns null when nothing is kept. `check_finite` looks for NaN and infinity and throws
     // std::invalid_argument that names what, layer and expert; results are complete, but useless, then.
@@ -101,7 +105,8 @@ class Engine {
     void backward(const Weights& weights, const Saved& saved, const float* dy,
                   const std::vector<LoraView>& lora, const std::vector<LoraGradView>& grads, float* dx,
                   float* dw, bool check_finite);
-    // Ends the threads and frees the memory; further calls throw std::runtime_error.
+    // Ends the threads and frees the memory; further calls throw std::runtime_error. Nothing in a process
+    // forked after construction, where calls throw std::runtime_error.
     void close();
 
     const std::string& isa() const { return isa_; }
@@ -112,8 +117,17 @@ class Engine {
     size_t scratch_bytes() const;
 
   private:
-    const Kernels& kernels(bool in_float32) const { return *kernels_[in_float32 ? 0 : 1]; }
+    // Throws in a forked child. Asked before call_mutex_, which a thread of the parent may have held when
+    // it forked: in the child nobody ever gives it back.
+    void check_process() const;
+    // What computes these weights; throws std::invalid_argument for those it cannot compute.
+    const Kernels& kernels(const Weights& weights) const;
     Lease take(size_t bytes) { return Lease(cache_, bytes); }
+    // Left operands of quantised products, empty where there are none.
+    struct QuantisedRows {
+        Lease packed, scales;
+    };
+    QuantisedRows quantised_rows(const Kernels& kernels, int64_t rows, int64_t depth);
     // Rows of a span, whose packed left operand is to stay in the L2 cache.
     static int64_t span_rows(const Weights& weights, const Kernels& kernels);
     void describe(Pass& pass, const Weights& weights, const Routing& routing, int64_t tokens,
@@ -123,6 +137,7 @@ class Engine {
 
     const std::string isa_;
     const int threads_;
+    const pid_t process_;
     std::array<const Kernels*, 2> kernels_;
     std::mutex call_mutex_;  // one call at a time
     ThreadPool::Owner pool_;

@@ -66,6 +66,12 @@ struct ActivationSpec {
     bool gated() const { return kind != Activation::relu2; }
 };
 
+// A quantised row is scale * its integers, whose sum is `sum`.
+struct RowScale {
+    float scale;
+    int32_t sum;
+};
+
 // Everything one call needs. Pointers are into the caller's tensors or the engine's buffers.
 struct Pass {
     int64_t tokens, experts, hidden, inter, rows;
@@ -113,6 +119,11 @@ struct Pass {
     float* dw_rows;   // [R]
     float* dx;        // [T, H]
 
+    // INT8 products only. Quantised and packed, rows padded to whole lines: act (null: not wanted), and the
+    // gradients of gate and up times their channels' scales.
+    void *act_int8, *dpair_int8;
+    RowScale *act_scales, *dpair_scales;  // [R]
+
     int64_t span_rows;    // at most, of a span
     int64_t inter_slab;   // columns of I per task: a multiple of kDwColumns; does not affect results
     int64_t hidden_slab;  // columns of H per task of the scattering phases; does not affect results
@@ -123,12 +134,12 @@ enum class Phase : int32_t {
     store_x,    // task = kTokenChunk tokens: x -> S
     lora_in,    // task = chunk: A_gate, A_up
     gate_up,    // task = (span, slab of I): gate, up, act
-    lora_mid,   // task = chunk: A_down
+    lora_mid,   // task = chunk: A_down; INT8 products: act quantised
     down,       // task = slab of H: y
     store_dy,   // task = kTokenChunk tokens
     lora_out,   // task = chunk: B_down^T
     dact,       // task = (span, slab of I): gradients of gate, up; parts of dw
-    dlora_in,   // task = chunk: B_gate^T, B_up^T; dw
+    dlora_in,   // task = chunk: B_gate^T, B_up^T; dw; INT8 products: gradients of gate, up quantised
     dx_grads,   // tasks = slabs of H: dx; then (group, matrix, slab): gradients of the adapters
 };
 
@@ -145,6 +156,7 @@ struct Kernels {
     int64_t max_rows;  // of a row block
     int64_t row_step;  // row blocks are multiples of this but for the last of a group
     int64_t panel_columns;
+    int64_t quantised_size;  // INT8 products: bytes of an element of a quantised left operand; else 0
     int64_t (*tasks)(const Pass&, Phase);
     size_t (*scratch_bytes)(const Pass&, Phase);  // per thread
     void (*run)(const Pass&, Phase, int64_t task, void* scratch);
@@ -152,21 +164,25 @@ struct Kernels {
     int32_t (*expert_of)(const Pass&, Phase, int64_t task);
 };
 
+// int8: for per-channel int8 weights, multiplied as integers with quantised activations.
 namespace reference {
-extern const Kernels f32, bf16;
+extern const Kernels f32, bf16, int8;
 }
 #if defined(__x86_64__)
 namespace avx2 {
-extern const Kernels f32, bf16;
+extern const Kernels f32, bf16, int8;
 }
 namespace avx512 {
-extern const Kernels f32, bf16;
+extern const Kernels f32, bf16, int8;
+}
+namespace avx512_vnni {
+extern const Kernels int8;
 }
 namespace avx512_bf16 {
 extern const Kernels f32, bf16;
 }
 namespace amx {
-extern const Kernels f32, bf16;
+extern const Kernels f32, bf16, int8;
 }
 #endif
 

@@ -83,6 +83,13 @@ void amxemu_counts(struct amxemu_counts* total) {
 
 int amxemu_active(void) { return active; }
 
+int amxemu_configured(void) {
+    int n = 0;
+    for (struct thread* t = atomic_load(&threads); t; t = t->next)
+        n += __atomic_load_n(&t->tiles.palette, __ATOMIC_RELAXED) != 0;
+    return n;
+}
+
 static void after_fork(void) {  // in the child: its one thread goes on, the parent's counts are not its own
     for (struct thread* t = atomic_load(&threads); t; t = t->next) {
         memset(&t->tiles.counts, 0, sizeof t->tiles.counts);

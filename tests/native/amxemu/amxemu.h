@@ -37,6 +37,9 @@ struct amxemu_counts {
 // Of all threads since the process began or was forked.
 AMXEMU_WEAK void amxemu_counts(struct amxemu_counts* total);
 
+// Threads that hold configured tiles, or ended with them; exact while none executes tile instructions.
+AMXEMU_WEAK int amxemu_configured(void);
+
 // Whether AMX instructions are emulated: false on a CPU that has them.
 AMXEMU_WEAK int amxemu_active(void);
 

@@ -43,6 +43,12 @@ struct Scratch {
     float* right;       // [kGradRows][kColumns]
     WideRow *wide, *masked_wide;  // [kGradRows]
     const char** lines;  // [kTouchLines * rows of a block]
+
+    typename Frozen<C>::T* frozen_panel[2];  // the panels, or those of quantised products
+    typename Frozen<C>::T* quantised;        // with these only: left operand of a span,
+    RowScale* quantised_rows;                // its rows' scales,
+    float* row;                              // a row to be quantised,
+    float* channels;                         // and the scales along it
 };
 
 template <class C>
@@ -71,6 +77,7 @@ size_t carve(const Pass& p, char* base, Scratch<C>* s) {
     char* wide = take(kGradRows, sizeof(WideRow));
     char* masked_wide = take(kGradRows, sizeof(WideRow));
     char* lines = take(C::Micro::kMaxRows * kTouchLines, sizeof(void*));
+    if constexpr (Quantised<C>) take_quantised<typename Frozen<C>::T>(p, max_slices<Frozen<C>>(), take, s);
     if (s != nullptr) {
         s->panel[0] = reinterpret_cast<T*>(panel0);
         s->panel[1] = reinterpret_cast<T*>(panel1);
@@ -85,6 +92,10 @@ size_t carve(const Pass& p, char* base, Scratch<C>* s) {
         s->wide = reinterpret_cast<WideRow*>(wide);
         s->masked_wide = reinterpret_cast<WideRow*>(masked_wide);
         s->lines = reinterpret_cast<const char**>(lines);
+        if constexpr (!Quantised<C>) {
+            s->frozen_panel[0] = s->panel[0];
+            s->frozen_panel[1] = s->panel[1];
+        }
     }
     return used;
 }
@@ -145,13 +156,15 @@ struct Moe {
     void sweep(int64_t items, int64_t slices, const SourceOf& source_of, const BlocksOf& blocks_of,
                const LeftOf& left_of, const Before& before, const Finish& finish) const {
         if (items == 0) return;
-        const int64_t cuts = pieces(slices, max_slices<C>());
-        const auto cut = [&](int64_t d) { return slices * d / cuts; };
-        typename C::Ahead ahead;
+        using F = Frozen<C>;
+        constexpr int64_t kWhole = line_slices<typename F::T>();
+        const int64_t lines = pieces(slices, kWhole), cuts = pieces(lines * kWhole, max_slices<F>());
+        const auto cut = [&](int64_t d) { return lines * d / cuts * kWhole; };
+        typename F::Ahead ahead;
         // Of items j, j + 1, j + 2 at j % 3, (j + 1) % 3, (j + 2) % 3.
         Source sources[3];
         for (int64_t j = 0; j < 3; ++j) sources[j] = source_of(min_of(j, items - 1));
-        ahead.start(sources[0], 0, cut(1), s.panel[0], 0, sources[cuts == 1 ? 1 : 0]);
+        ahead.start(sources[0], 0, cut(1), s.frozen_panel[0], 0, sources[cuts == 1 ? 1 : 0]);
         ahead.finish();
         int buffer = 0;
         for (int64_t j = 0; j < items; ++j) {
@@ -163,16 +176,19 @@ struct Moe {
                 const int64_t slices_now = cut(d + 1) - cut(d);
                 const int64_t products = slices_now * (range.last - range.first);
                 if (!last)
-                    ahead.start(now, cut(d + 1), cut(d + 2), s.panel[buffer ^ 1], products, next);
+                    ahead.start(now, cut(d + 1), cut(d + 2), s.frozen_panel[buffer ^ 1], products, next);
                 else if (j + 1 < items)
-                    ahead.start(next, 0, cut(1), s.panel[buffer ^ 1], products, after);
+                    ahead.start(next, 0, cut(1), s.frozen_panel[buffer ^ 1], products, after);
                 for (int64_t q = range.first; q < range.last; ++q) {
                     const RowBlock& b = p.blocks[q];
                     Touch touch{s.lines};
                     if (last) before(j, b, touch);
                     float* tile = cuts == 1 ? s.tiles : s.tiles + (b.begin - first_row) * kColumns;
-                    C::run(ahead, b.count, left_of(b) + cut(d) * kSlice * b.count, slices_now,
-                           s.panel[buffer], tile, d > 0, touch);
+                    const auto left = left_of(b);
+                    F::run(ahead, b.count, left + cut(d) * kSlice * b.count, slices_now,
+                           s.frozen_panel[buffer], tile, d > 0, touch);
+                    if constexpr (Quantised<C>)
+                        if (last) F::complete(now, b.count, left, tile);
                     if (last) finish(j, b, tile);
                 }
                 ahead.finish();
@@ -187,6 +203,7 @@ struct Moe {
     };
     BlockRange blocks_of(const Span& span) const { return {span.block_begin, span.block_end}; }
 
+#include "generic/moe_int8.inl"
 #include "generic/moe_forward.inl"
 #include "generic/moe_backward.inl"
 #include "generic/moe_lora.inl"

@@ -14,7 +14,7 @@ void dact(int64_t task) const {
     const BlockRange range = blocks_of(span);
     const int64_t first_row = p.blocks[range.first].begin, e = span.expert;
     const Matrix w = p.down.at(e);
-    pack_tokens(range, [&](int64_t token) { return dy_row(token); });
+    pack_frozen(range, [&](int64_t token) { return dy_row(token); }, &w);
     int64_t panel_item = -1, panel_group = -1;
     sweep(
         pieces(last - first, kColumns), p.hidden_pad / kSlice,
@@ -22,7 +22,7 @@ void dact(int64_t task) const {
             return Source{{make_part(w, true, first + j * kColumns, 0, 2, 0), Part()}, 1};
         },
         [&](int64_t) { return range; },
-        [&](const RowBlock& b) { return s.packed + (b.begin - first_row) * p.hidden_pad; },
+        [&](const RowBlock& b) { return packed_frozen(b, first_row); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
             const int64_t i = first + j * kColumns;
             for (int64_t part = 0; part < p.parts; ++part)
@@ -73,10 +73,9 @@ float deactivate_row(const float* dact, const RowBlock& b, int64_t k, int64_t i)
     constexpr bool gated = A != Activation::relu2;
     const ActivationSpec spec = p.activation;
     const Vec weight = vset1(p.row_weight[b.begin + k]);
-    Vec product[2];
+    Vec product[2] = {vset1(0.0f), vset1(0.0f)};
     for (int64_t half = 0; half < 2; ++half) {
         const int64_t j = half * kLanes;
-        product[half] = vset1(0.0f);
         if (i + j >= p.inter_pad) break;
         const Vec d = vload(dact + j);
         const Vec g = gated ? vload(packed_at(pair(b), b, k, i + j)) : vset1(0.0f);
@@ -115,7 +114,7 @@ void dx(int64_t task) const {
                            make_part(p.up.at(e), true, h, 0, 2, part_slices)},
                           2};
         },
-        [&](int64_t j) { return blocks_of(p.spans[j / panels]); }, [&](const RowBlock& b) { return dpair(b); },
+        [&](int64_t j) { return blocks_of(p.spans[j / panels]); }, [&](const RowBlock& b) { return dpair_frozen(b); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
             touch_rows(p.dx + first + j % panels * kColumns, b, touch);
         },

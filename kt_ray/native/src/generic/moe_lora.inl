@@ -194,6 +194,7 @@ void lora_in(int64_t task) const {
 void lora_mid(int64_t task) const {
     int64_t e;
     const Chunk& chunk = p.chunks[task];
+    quantise_act(chunk);
     const LoraView* lora = lora_of(chunk, &e);
     if (lora == nullptr) return;
     const Projected w = {{lora->down_a + e * lora->rank * p.inter, nullptr}, 1, lora->rank, p.inter, false};
@@ -222,6 +223,7 @@ void lora_out(int64_t task) const {
 void dlora_in(int64_t task) const {
     const Chunk& chunk = p.chunks[task];
     const int64_t slabs = pieces(p.inter, kDwColumns);
+    quantise_dpair(chunk);
     for (int64_t q = chunk.block_begin; q < chunk.block_end; ++q)
         for (int64_t i = 0; i < p.blocks[q].count; ++i) finish_dw(p.blocks[q].begin + i, slabs, chunk);
     int64_t e;

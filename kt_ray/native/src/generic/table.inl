@@ -13,8 +13,9 @@ struct Entry {
             case Phase::store_x:
             case Phase::store_dy:
                 return pieces(p.tokens, kTokenChunk);
-            case Phase::lora_in:
             case Phase::lora_mid:
+                return p.rank_pad > 0 || Quantised<C> ? p.num_chunks : 0;
+            case Phase::lora_in:
             case Phase::lora_out:
                 return p.rank_pad > 0 ? p.num_chunks : 0;
             case Phase::dlora_in:
@@ -90,6 +91,7 @@ struct Entry {
     }
 
     static constexpr Kernels kernels{sizeof(typename C::T) == 2, Work::kLine, C::Micro::kMaxRows,
-                                     C::Micro::kRowStep,         kColumns,    tasks,
-                                     scratch_bytes,              run,         expert_of};
+                                     C::Micro::kRowStep,         kColumns,    quantised_size<C>(),
+                                     tasks,                      scratch_bytes, run,
+                                     expert_of};
 };

@@ -1,4 +1,4 @@
-// AMX-BF16: bfloat16 in tile products, decoded with AVX-512; float32 weights as in avx512.
+// AMX: bfloat16 and int8 in tile products, decoded with AVX-512; float32 weights as in avx512.
 #include <immintrin.h>
 
 #include <cstring>
@@ -23,11 +23,14 @@ namespace {
 #include "isa/avx512_strips.inl"
 #include "isa/avx512_ahead.inl"
 #include "isa/amx_micro.inl"
+#include "generic/int8.inl"
+#include "isa/avx512_int8.inl"
 #include "generic/moe.inl"
 
 }  // namespace
 
 const Kernels f32 = Entry<float, ComputeF32>::kernels;
 const Kernels bf16 = Entry<Bf16, ComputeBf16<MicroAmx>>::kernels;
+const Kernels int8 = Entry<Bf16, ComputeInt8<ComputeBf16<MicroAmx>, MicroAmxInt8, Int8Ahead512<0>>>::kernels;
 
 }  // namespace kt::amx

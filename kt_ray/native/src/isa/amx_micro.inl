@@ -79,7 +79,7 @@ struct Bf16Products {
     static void bottom_right() { _tile_dpbf16ps(3, 5, 7); }
 };
 
-struct Int8Products {
+struct Int8TileProducts {
     using T = int8_t;
     using Sum = int32_t;
     static void top_left() { _tile_dpbssd(0, 4, 6); }
@@ -186,4 +186,6 @@ struct MicroAmx : MicroTiles<Bf16Products> {};
 
 // int8 x int8 -> int32 (TDPBSSD), exact up to 131,071 elements of contraction; the caller turns sums into
 // float32 with the scales of row and column.
-struct MicroAmxInt8 : MicroTiles<Int8Products> {};
+struct MicroAmxInt8 : MicroTiles<Int8TileProducts> {
+    static constexpr int32_t kOffset = 0;  // of the panel's elements: signed as they are
+};

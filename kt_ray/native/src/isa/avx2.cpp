@@ -44,17 +44,30 @@ inline void transpose_block(const float* from, int64_t ld, float* to, int64_t st
     }
 }
 
+// Pairs of 16 bits, or int32 sums.
+using IVec = __m256i;
+inline IVec iload(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void istore(void* p, IVec v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
+inline IVec iset1(int32_t v) { return _mm256_set1_epi32(v); }
+inline IVec idot(IVec sum, IVec panel, IVec left) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(panel, left));
+}
+
 #include "generic/vector.inl"
 #include "generic/formats.inl"
 #include "generic/micro_f32.inl"
 #include "generic/panels.inl"
 #include "generic/ahead.inl"
 #include "generic/activation.inl"
+#include "generic/int8.inl"
+#include "generic/micro_int8.inl"
 #include "generic/moe.inl"
 
 }  // namespace
 
 const Kernels f32 = Entry<float, ComputeF32>::kernels;
 const Kernels bf16 = Entry<Bf16, ComputeF32>::kernels;
+const Kernels int8 =
+    Entry<Bf16, ComputeInt8<ComputeF32, MicroInt8<int16_t, 0>, PlainInt8Ahead<0, int16_t>>>::kernels;
 
 }  // namespace kt::avx2

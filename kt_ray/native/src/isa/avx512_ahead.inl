@@ -248,7 +248,6 @@ struct ComputeBf16 {
     case Format::F:     \
         return kFunctions<Format::F>[along_columns];
             KT_FORMAT(bf16)
-#ifndef KT_TUNE
             KT_FORMAT(f32)
             KT_FORMAT(fp8)
             KT_FORMAT(mxfp4)
@@ -261,8 +260,6 @@ struct ComputeBf16 {
             KT_FORMAT(q4_k)
             KT_FORMAT(q5_k)
             KT_FORMAT(q6_k)
-#endif
-            default: break;
 #undef KT_FORMAT
         }
         return {};

@@ -23,6 +23,7 @@ namespace {
 #include "isa/avx512_strips.inl"
 #include "isa/avx512_ahead.inl"
 #include "isa/avx512_bf16_micro.inl"
+#include "generic/int8.inl"
 #include "generic/moe.inl"
 
 }  // namespace

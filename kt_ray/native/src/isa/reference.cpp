@@ -30,17 +30,46 @@ inline void transpose_block(const float* from, int64_t ld, float* to, int64_t st
         for (int64_t n = 0; n < kLanes; ++n) to[k * step + n] = from[n * ld + k];
 }
 
+// kLanes pairs of 16 bits, or int32 sums.
+struct IVec {
+    int32_t v[kLanes];
+};
+inline IVec iload(const void* from) {
+    IVec r;
+    memcpy(r.v, from, sizeof(r.v));
+    return r;
+}
+inline void istore(void* to, IVec a) { memcpy(to, a.v, sizeof(a.v)); }
+inline IVec iset1(int32_t v) {
+    IVec r;
+    for (int64_t j = 0; j < kLanes; ++j) r.v[j] = v;
+    return r;
+}
+inline IVec idot(IVec sum, IVec panel, IVec left) {
+    for (int64_t j = 0; j < kLanes; ++j) {
+        int16_t a[2], b[2];
+        memcpy(a, left.v + j, sizeof(a));
+        memcpy(b, panel.v + j, sizeof(b));
+        sum.v[j] += a[0] * b[0] + a[1] * b[1];
+    }
+    return sum;
+}
+
 #include "generic/vector.inl"
 #include "generic/formats.inl"
 #include "generic/micro_f32.inl"
 #include "generic/panels.inl"
 #include "generic/ahead.inl"
 #include "generic/activation.inl"
+#include "generic/int8.inl"
+#include "generic/micro_int8.inl"
 #include "generic/moe.inl"
 
 }  // namespace
 
 const Kernels f32 = Entry<float, ComputeF32>::kernels;
 const Kernels bf16 = Entry<Bf16, ComputeF32>::kernels;
+const Kernels int8 =
+    Entry<Bf16, ComputeInt8<ComputeF32, MicroInt8<int16_t, 0>, PlainInt8Ahead<0, int16_t>>>::kernels;
 
 }  // namespace kt::reference
