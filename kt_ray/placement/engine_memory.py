@@ -25,6 +25,7 @@ _BLOCK_ROWS = 32  # at most; fewer on most instruction sets
 _GRAD_ROWS = 512
 _GRAD_RANKS = 8
 _TOUCH_LINES = 8
+_WIDE_ROW = 24  # bytes of an address and two distances
 _DW_COLUMNS = 128
 
 
@@ -110,7 +111,7 @@ class EngineShape:
         within 64 and 512:
 
             2 min(128 KiB, max(H', p I') w c) + max(S, 128) (max(H', I') c + 4 w)
-            + w (8 r' + 512 ⌈4 r' / w⌉) + 256 r' + w 2,178 + 43,008         r' at least 16
+            + w (8 r' + 512 ⌈4 r' / w⌉) + w 2,176 + 256 r' + 43 KiB         r' at least 16
         """
         h, i, r = self._widths
         _, compute = self._elements
@@ -128,9 +129,9 @@ class EngineShape:
             -(-4 * rank // columns) * _CHUNK_ROWS * columns * 4,
             _GRAD_ROWS * _GRAD_RANKS * 4,
             _GRAD_ROWS * columns * 4,
-            (2 * 32 * rank + columns // 2) * 4,
-            *(_GRAD_ROWS * 24, _GRAD_ROWS * 24),
+            *(_GRAD_ROWS * _WIDE_ROW, _GRAD_ROWS * _WIDE_ROW),
             _BLOCK_ROWS * _TOUCH_LINES * 8,
+            (2 * 32 * rank + columns // 2) * 4,
         )
         return sum(_padded(part, 128) for part in parts)
 
