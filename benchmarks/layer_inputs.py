@@ -111,6 +111,15 @@ def stored_format(name: str, k: int) -> str:
     return name if k % block == 0 else FALLBACK.get(name, name)
 
 
+def in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory as the product's loader allocates it, for the torch peers as well; KT copies to its own."""
+    try:
+        from kt_ray.native import allocate
+    except ImportError:  # in the peer's environment
+        return torch.empty(shape, dtype=dtype)
+    return allocate(shape, dtype)
+
+
 def store(name: str, experts: int, n: int, k: int, seed: int) -> Stored:
     """Random weights [E, N, K] of magnitude about 1 / sqrt(K), in a format.
 
@@ -125,7 +134,12 @@ def store(name: str, experts: int, n: int, k: int, seed: int) -> Stored:
     few, size = min(experts, 4), k**-0.5
 
     def fill(t: Tensor) -> Tensor:
-        return t.repeat(-(-experts // few), *[1] * (t.dim() - 1))[:experts].clone() if experts > few else t
+        if experts <= few:
+            return t
+        whole = in_huge_pages((experts, *t.shape[1:]), t.dtype)
+        for first in range(0, experts, few):
+            whole[first : first + few] = t[: experts - first]
+        return whole
 
     def octets(*shape: int) -> Tensor:
         return torch.randint(0, 256, (few, *shape), dtype=torch.uint8, generator=rng)

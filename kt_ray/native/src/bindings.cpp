@@ -103,10 +103,10 @@ struct Projection {
     }
 
     static constexpr Names<kt::Format> kFormats = {
-        {"f32", kt::Format::f32},   {"bf16", kt::Format::bf16}, {"fp8", kt::Format::fp8},
+        {"f32", kt::Format::f32},     {"bf16", kt::Format::bf16}, {"fp8", kt::Format::fp8},
         {"mxfp4", kt::Format::mxfp4}, {"int8", kt::Format::int8}, {"int4", kt::Format::int4},
-        {"q8_0", kt::Format::q8_0}, {"q4_0", kt::Format::q4_0}, {"q5_0", kt::Format::q5_0},
-        {"q5_1", kt::Format::q5_1}, {"q4_k", kt::Format::q4_k}, {"q5_k", kt::Format::q5_k},
+        {"q8_0", kt::Format::q8_0},   {"q4_0", kt::Format::q4_0}, {"q5_0", kt::Format::q5_0},
+        {"q5_1", kt::Format::q5_1},   {"q4_k", kt::Format::q4_k}, {"q5_k", kt::Format::q5_k},
         {"q6_k", kt::Format::q6_k}};
     static constexpr Names<kt::ScaleType> kScaleTypes = {{"none", kt::ScaleType::none},
                                                          {"f32", kt::ScaleType::f32},
@@ -131,13 +131,12 @@ kt::Weights weights_from(const py::tuple& t) {
     w.up = up.matrices;
     w.down = down.matrices;
     const py::tuple activation = t[5].cast<py::tuple>();
-    w.activation.kind =
-        Projection::named<kt::Activation>(activation[0].cast<std::string>(),
-                                          {{"silu", kt::Activation::silu},
-                                           {"gelu_tanh", kt::Activation::gelu_tanh},
-                                           {"swiglu_oai", kt::Activation::swiglu_oai},
-                                           {"relu2", kt::Activation::relu2}},
-                                          "activation:");
+    w.activation.kind = Projection::named<kt::Activation>(activation[0].cast<std::string>(),
+                                                          {{"silu", kt::Activation::silu},
+                                                           {"gelu_tanh", kt::Activation::gelu_tanh},
+                                                           {"swiglu_oai", kt::Activation::swiglu_oai},
+                                                           {"relu2", kt::Activation::relu2}},
+                                                          "activation:");
     w.activation.alpha = activation[1].cast<float>();
     w.activation.limit = activation[2].cast<float>();
     if (w.activation.gated()) {
@@ -175,7 +174,8 @@ struct LoraTensors {
                 matrix.shaped({w.experts, -1, w.hidden});
                 rank = matrix.shape[1];
                 if (rank < 1 || rank > 256)
-                    throw py::value_error(matrix.name + ": rank " + std::to_string(rank) + ", required 1..256");
+                    throw py::value_error(matrix.name + ": rank " + std::to_string(rank) +
+                                          ", required 1..256");
                 first = matrix.name;
             }
             const int64_t out = m == 5 ? w.hidden : w.inter, in = m == 4 ? w.inter : w.hidden;

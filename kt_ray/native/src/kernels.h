@@ -131,22 +131,22 @@ struct Pass {
 
 // Steps of forward and backward: all tasks of one are done before the next begins.
 enum class Phase : int32_t {
-    store_x,    // task = kTokenChunk tokens: x -> S
-    lora_in,    // task = chunk: A_gate, A_up
-    gate_up,    // task = (span, slab of I): gate, up, act
-    lora_mid,   // task = chunk: A_down; INT8 products: act quantised
-    down,       // task = slab of H: y
-    store_dy,   // task = kTokenChunk tokens
-    lora_out,   // task = chunk: B_down^T
-    dact,       // task = (span, slab of I): gradients of gate, up; parts of dw
-    dlora_in,   // task = chunk: B_gate^T, B_up^T; dw; INT8 products: gradients of gate, up quantised
-    dx_grads,   // tasks = slabs of H: dx; then (group, matrix, slab): gradients of the adapters
+    store_x,   // task = kTokenChunk tokens: x -> S
+    lora_in,   // task = chunk: A_gate, A_up
+    gate_up,   // task = (span, slab of I): gate, up, act
+    lora_mid,  // task = chunk: A_down; INT8 products: act quantised
+    down,      // task = slab of H: y
+    store_dy,  // task = kTokenChunk tokens
+    lora_out,  // task = chunk: B_down^T
+    dact,      // task = (span, slab of I): gradients of gate, up; parts of dw
+    dlora_in,  // task = chunk: B_gate^T, B_up^T; dw; INT8 products: gradients of gate, up quantised
+    dx_grads,  // tasks = slabs of H: dx; then (group, matrix, slab): gradients of the adapters
 };
 
 constexpr int64_t kTokenChunk = 64;
-constexpr int64_t kChunkRows = 128;   // at most, of a chunk
-constexpr int64_t kDwColumns = 128;   // columns of I whose part of dw is summed in one piece
-constexpr int64_t kGradSlab = 512;    // columns per task of the adapter gradients
+constexpr int64_t kChunkRows = 128;  // at most, of a chunk
+constexpr int64_t kDwColumns = 128;  // columns of I whose part of dw is summed in one piece
+constexpr int64_t kGradSlab = 512;   // columns per task of the adapter gradients
 constexpr int kGradMatrices = 6;
 
 // The kernels of one instruction set for one storage type.

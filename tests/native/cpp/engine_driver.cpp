@@ -35,8 +35,8 @@ DRIVER_ABSENT(avx512_bf16)
 DRIVER_ABSENT(amx)
 #endif
 #undef DRIVER_ABSENT
-#define DRIVER_ABSENT_INT8(isa)               \
-    namespace isa {                           \
+#define DRIVER_ABSENT_INT8(isa)                \
+    namespace isa {                            \
     [[gnu::weak]] extern const Kernels int8{}; \
     }
 DRIVER_ABSENT_INT8(reference)

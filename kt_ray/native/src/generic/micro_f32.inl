@@ -45,11 +45,9 @@ struct MicroF32 {
     }
 
     template <bool kTwo, int... Counts>
-    static void dispatch(int count, const float* left0, const float* left1, int64_t steps,
-                         const float* panel, float* to, bool accumulate,
-                         std::integer_sequence<int, Counts...>) {
-        using Tile =
-            void (*)(const float*, const float*, int64_t, int64_t, const float*, float*, bool);
+    static void dispatch(int count, const float* left0, const float* left1, int64_t steps, const float* panel,
+                         float* to, bool accumulate, std::integer_sequence<int, Counts...>) {
+        using Tile = void (*)(const float*, const float*, int64_t, int64_t, const float*, float*, bool);
         static constexpr Tile tiles[] = {tile<Counts + 1, kTwo>...};
         const int runs = static_cast<int>(pieces(count, kMaxRows));
         for (int q = 0; q < runs; ++q) {

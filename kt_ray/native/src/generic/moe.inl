@@ -5,11 +5,11 @@
 // Bit-identical for any number of threads: a task owns its outputs, sums run in an order fixed by the
 // shapes and the routing alone, and scattering tasks own column slabs of all tokens.
 
-constexpr int64_t kColumns = 2 * kLanes;       // of a panel
-constexpr int64_t kRankLine = MicroF32::kLine; // ranks in a line of the packed LoRA intermediates
-constexpr int64_t kGradRows = 512;             // rows per pass of the adapters' gradients
-constexpr int64_t kTouchLines = 8;             // cache lines per row that the end of a tile touches
-constexpr int64_t kGradRanks = 8;              // ranks per run of their kernel
+constexpr int64_t kColumns = 2 * kLanes;        // of a panel
+constexpr int64_t kRankLine = MicroF32::kLine;  // ranks in a line of the packed LoRA intermediates
+constexpr int64_t kGradRows = 512;              // rows per pass of the adapters' gradients
+constexpr int64_t kTouchLines = 8;              // cache lines per row that the end of a tile touches
+constexpr int64_t kGradRanks = 8;               // ranks per run of their kernel
 
 template <class C>
 constexpr int64_t slice_steps() {
@@ -19,7 +19,8 @@ constexpr int64_t slice_steps() {
 // A panel's depth is cut so that two of them stay in the L2 cache.
 template <class C>
 constexpr int64_t max_slices() {
-    return 128 * 1024 / (slice_steps<C>() * step_size<typename C::T>() * static_cast<int64_t>(sizeof(typename C::T)));
+    return 128 * 1024 /
+           (slice_steps<C>() * step_size<typename C::T>() * static_cast<int64_t>(sizeof(typename C::T)));
 }
 
 // Where kColumns columns of a row lie: two vectors, and how far the next columns are.
@@ -32,17 +33,17 @@ struct WideRow {
 template <class C>
 struct Scratch {
     using T = typename C::T;
-    T* panel[2];        // decoded weights: in use, and the next
-    T* packed;          // left operand of a span or chunk
-    float* tiles;       // [rows of a span][kColumns]
-    float* masked;      // [rows of a block][kColumns]
-    float* lora_panel;  // [2 * rank_pad][kColumns]
-    float* sums;        // [panels of the projections][kChunkRows][kColumns]
-    float* split;       // [2][kSlice * rank_pad + a vector]
-    float* left;        // [kGradRows][kGradRanks]
-    float* right;       // [kGradRows][kColumns]
+    T* panel[2];                  // decoded weights: in use, and the next
+    T* packed;                    // left operand of a span or chunk
+    float* tiles;                 // [rows of a span][kColumns]
+    float* masked;                // [rows of a block][kColumns]
+    float* lora_panel;            // [2 * rank_pad][kColumns]
+    float* sums;                  // [panels of the projections][kChunkRows][kColumns]
+    float* split;                 // [2][kSlice * rank_pad + a vector]
+    float* left;                  // [kGradRows][kGradRanks]
+    float* right;                 // [kGradRows][kColumns]
     WideRow *wide, *masked_wide;  // [kGradRows]
-    const char** lines;  // [kTouchLines * rows of a block]
+    const char** lines;           // [kTouchLines * rows of a block]
 
     typename Frozen<C>::T* frozen_panel[2];  // the panels, or those of quantised products
     typename Frozen<C>::T* quantised;        // with these only: left operand of a span,

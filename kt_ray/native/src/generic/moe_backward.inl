@@ -18,11 +18,8 @@ void dact(int64_t task) const {
     int64_t panel_item = -1, panel_group = -1;
     sweep(
         pieces(last - first, kColumns), p.hidden_pad / kSlice,
-        [&](int64_t j) {
-            return Source{{make_part(w, true, first + j * kColumns, 0, 2, 0), Part()}, 1};
-        },
-        [&](int64_t) { return range; },
-        [&](const RowBlock& b) { return packed_frozen(b, first_row); },
+        [&](int64_t j) { return Source{{make_part(w, true, first + j * kColumns, 0, 2, 0), Part()}, 1}; },
+        [&](int64_t) { return range; }, [&](const RowBlock& b) { return packed_frozen(b, first_row); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
             const int64_t i = first + j * kColumns;
             for (int64_t part = 0; part < p.parts; ++part)
@@ -114,7 +111,8 @@ void dx(int64_t task) const {
                            make_part(p.up.at(e), true, h, 0, 2, part_slices)},
                           2};
         },
-        [&](int64_t j) { return blocks_of(p.spans[j / panels]); }, [&](const RowBlock& b) { return dpair_frozen(b); },
+        [&](int64_t j) { return blocks_of(p.spans[j / panels]); },
+        [&](const RowBlock& b) { return dpair_frozen(b); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
             touch_rows(p.dx + first + j % panels * kColumns, b, touch);
         },
@@ -124,7 +122,8 @@ void dx(int64_t task) const {
                 const int64_t rank = lora->rank, at = p.spans[j / panels].expert * rank * p.hidden + h;
                 float* up_panel = s.lora_panel + p.rank_pad * kColumns;
                 if (j != panel_item || b.group != panel_group) {
-                    if (p.parts == 2) expand_columns(lora->gate_a + at, p.hidden, columns, rank, s.lora_panel);
+                    if (p.parts == 2)
+                        expand_columns(lora->gate_a + at, p.hidden, columns, rank, s.lora_panel);
                     expand_columns(lora->up_a + at, p.hidden, columns, rank, up_panel);
                 }
                 const float* left = dlora_in(b);

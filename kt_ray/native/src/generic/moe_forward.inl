@@ -67,8 +67,7 @@ void gate_up(int64_t task) const {
             if (!gated) return Source{{make_part(up, false, i, 0, 2, 0), Part()}, 1};
             return Source{{make_part(gate, false, i, 0, 1, 0), make_part(up, false, i, 1, 1, 0)}, 2};
         },
-        [&](int64_t) { return range; },
-        [&](const RowBlock& b) { return packed_frozen(b, first_row); },
+        [&](int64_t) { return range; }, [&](const RowBlock& b) { return packed_frozen(b, first_row); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
             const int64_t i = first + j * width;
             if (i % kLine != 0) return;  // two panels share a line
@@ -178,7 +177,8 @@ void down(int64_t task) const {
             const Matrix w = p.down.at(p.spans[j / panels].expert);
             return Source{{make_part(w, false, first + j % panels * kColumns, 0, 2, 0), Part()}, 1};
         },
-        [&](int64_t j) { return blocks_of(p.spans[j / panels]); }, [&](const RowBlock& b) { return act_frozen(b); },
+        [&](int64_t j) { return blocks_of(p.spans[j / panels]); },
+        [&](const RowBlock& b) { return act_frozen(b); },
         [&](int64_t j, const RowBlock& b, Touch& touch) {
             touch_rows(p.y + first + j % panels * kColumns, b, touch);
         },

@@ -19,8 +19,8 @@ static float* grad_of(const LoraGradView& grads, int64_t m) {
 // The rank-sized side of a row's outer product: `ranks` of them from q, and zeros.
 void left_row(int64_t m, const RowBlock& b, int64_t i, int64_t lines, int64_t q, int64_t ranks,
               float* to) const {
-    const float* from = m == kDownB   ? lora_mid(b)
-                        : m == kDownA ? lora_out(b)
+    const float* from = m == kDownB                ? lora_mid(b)
+                        : m == kDownA              ? lora_out(b)
                         : m == kGateA || m == kUpA ? dlora_in(b)
                                                    : lora_in(b);
     if ((m == kUpA || m == kUpB) && p.parts == 2) from += lines * b.count * kRankLine;

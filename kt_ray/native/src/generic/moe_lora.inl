@@ -62,8 +62,8 @@ void projection_panel(const Projected& w, int64_t first, int64_t begin, int64_t 
                     for (int64_t which = 0; which < kSplits; ++which) {
                         const int64_t low = max_of(first, which * columns);
                         const int64_t high = min_of(first + kColumns, (which + 1) * columns);
-                        const float* from = s.split + which * kSlice * p.rank_pad + (q + r) * w.rank -
-                                            which * columns;
+                        const float* from =
+                            s.split + which * kSlice * p.rank_pad + (q + r) * w.rank - which * columns;
                         float* row = buffer + r * kColumns - first;
                         for (int64_t v = low; v < high; ++v) row[v] = from[v];
                     }
@@ -87,8 +87,8 @@ void project(const Chunk& chunk, const Projected& w, float scale, const LeftOf& 
             typename C::Ahead nothing;
             for (int64_t q = chunk.block_begin; q < chunk.block_end; ++q) {
                 const RowBlock& b = p.blocks[q];
-                C::run(nothing, b.count, left_of(b) + from * kSlice * b.count, to - from,
-                       s.panel[0], s.sums + (panel * kChunkRows + b.begin - first_row) * kColumns, from > 0, Touch{});
+                C::run(nothing, b.count, left_of(b) + from * kSlice * b.count, to - from, s.panel[0],
+                       s.sums + (panel * kChunkRows + b.begin - first_row) * kColumns, from > 0, Touch{});
             }
         }
     }
@@ -96,7 +96,8 @@ void project(const Chunk& chunk, const Projected& w, float scale, const LeftOf& 
         const RowBlock& b = p.blocks[q];
         for (int64_t k = 0; k < b.count; ++k) {
             const auto sum = [&](int64_t v) {
-                return s.sums[(v / kColumns * kChunkRows + b.begin - first_row + k) * kColumns + v % kColumns];
+                return s
+                    .sums[(v / kColumns * kChunkRows + b.begin - first_row + k) * kColumns + v % kColumns];
             };
             for (int64_t m = 0; m < w.count; ++m) {
                 float* to = out(b, m) + k * kRankLine;
@@ -213,8 +214,7 @@ void lora_out(int64_t task) const {
     const LoraView* lora = lora_of(chunk, &e);
     if (lora == nullptr) return;
     pack_tokens({chunk.block_begin, chunk.block_end}, [&](int64_t token) { return dy_row(token); });
-    project(chunk,
-            {{lora->down_b + e * lora->rank * p.hidden, nullptr}, 1, lora->rank, p.hidden, true},
+    project(chunk, {{lora->down_b + e * lora->rank * p.hidden, nullptr}, 1, lora->rank, p.hidden, true},
             lora->scale, packed_of(chunk, p.hidden_pad),
             [&](const RowBlock& b, int64_t) { return lora_out(b); });
 }
@@ -231,12 +231,17 @@ void dlora_in(int64_t task) const {
     if (lora == nullptr) return;
     const int64_t at = e * p.inter * lora->rank;
     for (int64_t m = 0; m < p.parts; ++m)
-        project(chunk, {{(p.parts == 2 && m == 0 ? lora->gate_b : lora->up_b) + at, nullptr},
-                        1, lora->rank, p.inter, true},
-                lora->scale, [&](const RowBlock& b) { return dpair(b) + m * p.inter_pad * b.count; },
-                [&](const RowBlock& b, int64_t) {
-                    return dlora_in(b) + m * rank_lines(*lora) * b.count * kRankLine;
-                });
+        project(
+            chunk,
+            {{(p.parts == 2 && m == 0 ? lora->gate_b : lora->up_b) + at, nullptr},
+             1,
+             lora->rank,
+             p.inter,
+             true},
+            lora->scale, [&](const RowBlock& b) { return dpair(b) + m * p.inter_pad * b.count; },
+            [&](const RowBlock& b, int64_t) {
+                return dlora_in(b) + m * rank_lines(*lora) * b.count * kRankLine;
+            });
 }
 
 void finish_dw(int64_t row, int64_t slabs, const Chunk& chunk) const {

@@ -12,9 +12,9 @@ constexpr int64_t kSlice = 32;
 struct Part {
     Matrix m;
     bool along_columns;
-    int64_t at, count;  // first row or column of the matrix in the panel, and how many there are
-    int64_t half;       // first half of the panel that is filled
-    int64_t halves;     // 1 or 2
+    int64_t at, count;               // first row or column of the matrix in the panel, and how many there are
+    int64_t half;                    // first half of the panel that is filled
+    int64_t halves;                  // 1 or 2
     int64_t slice_begin, slice_end;  // where in the panel's depth
 };
 
@@ -115,8 +115,8 @@ void decode_part(const Part& part, int64_t begin, int64_t end, T* panel) {
 template <class T>
 void decode_part(const Part& part, int64_t begin, int64_t end, T* panel) {
     switch (part.m.format) {
-#define KT_FORMAT(F)                                              \
-    case Format::F:                                               \
+#define KT_FORMAT(F) \
+    case Format::F:  \
         return decode_part<Format::F, T>(part, begin, end, panel);
         KT_FORMAT(f32)
         KT_FORMAT(bf16)

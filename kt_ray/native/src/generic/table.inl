@@ -82,16 +82,21 @@ struct Entry {
                 return p.groups[p.chunks[task].group].expert;
             case Phase::dx_grads: {
                 const int64_t slabs = pieces(p.hidden, p.hidden_slab);
-                return task < slabs ? -1
-                                    : p.groups[(task - slabs) / Work::grad_tasks_per_group(p)].expert;
+                return task < slabs ? -1 : p.groups[(task - slabs) / Work::grad_tasks_per_group(p)].expert;
             }
             default:
                 return -1;
         }
     }
 
-    static constexpr Kernels kernels{sizeof(typename C::T) == 2, Work::kLine, C::Micro::kMaxRows,
-                                     C::Micro::kRowStep,         kColumns,    quantised_size<C>(),
-                                     tasks,                      scratch_bytes, run,
+    static constexpr Kernels kernels{sizeof(typename C::T) == 2,
+                                     Work::kLine,
+                                     C::Micro::kMaxRows,
+                                     C::Micro::kRowStep,
+                                     kColumns,
+                                     quantised_size<C>(),
+                                     tasks,
+                                     scratch_bytes,
+                                     run,
                                      expert_of};
 };

@@ -6,9 +6,9 @@
 
 #define KT_INLINE __attribute__((always_inline)) inline
 
-constexpr int64_t kPanelStep = 128;                    // bytes
+constexpr int64_t kPanelStep = 128;  // bytes
 constexpr int64_t kPanelSlice = kSlice / 2 * kPanelStep;
-constexpr int64_t kUnits = 4;                          // of a slice
+constexpr int64_t kUnits = 4;  // of a slice
 
 // 8 rows n of 32 elements: dwords (pairs along the contraction) of column n at to + pair * kPanelStep.
 KT_INLINE void store_unit_of_rows(const __m512i a[8], char* to) {
@@ -111,8 +111,8 @@ struct AheadState {
     };
     Run runs[2];
     int run = 0, count = 0;
-    int64_t unit = 0;       // next, in the current run
-    int64_t quota = 0;      // units per slice of products
+    int64_t unit = 0;   // next, in the current run
+    int64_t quota = 0;  // units per slice of products
 };
 
 // A step of the products asks for one of the lines; those that do not fit are not asked for.
@@ -160,8 +160,8 @@ struct Job {
     }
     // The 8 lines that the first unit of the next step asks for.
     KT_INLINE Lines far() const { return lines(unit + kFar * kUnits); }
-    // Along rows those of the unit after this one. Along columns the other line of GGUF strips, which straddle
-    // lines or have their scales elsewhere in the block.
+    // Along rows those of the unit after this one. Along columns the other line of GGUF strips, which
+    // straddle lines or have their scales elsewhere in the block.
     KT_INLINE Lines near() const {
         if constexpr (!kAlongColumns) return lines(unit + 1);
         Lines l = lines(unit + kFar * kUnits);
@@ -235,13 +235,13 @@ struct ComputeBf16 {
     using Drain = void (*)(AheadState&);
 
     template <Format F, bool kAlongColumns>
-    static void products(AheadState& state, int count, const Bf16* left, int64_t slices,
-                         const Bf16* panel, float* tile, bool accumulate, Touch touch) {
+    static void products(AheadState& state, int count, const Bf16* left, int64_t slices, const Bf16* panel,
+                         float* tile, bool accumulate, Touch touch) {
         Job<F, kAlongColumns, K::kSpreads> job(state, touch);
         K::run(count, left, slices, panel, tile, accumulate, job);
     }
-    static void products_alone(AheadState&, int count, const Bf16* left, int64_t slices,
-                               const Bf16* panel, float* tile, bool accumulate, Touch touch) {
+    static void products_alone(AheadState&, int count, const Bf16* left, int64_t slices, const Bf16* panel,
+                               float* tile, bool accumulate, Touch touch) {
         NoJob512 job{touch};
         K::run(count, left, slices, panel, tile, accumulate, job);
     }
@@ -260,8 +260,8 @@ struct ComputeBf16 {
                                                 {products<F, true>, drain<F, true>}};
     static Functions functions(Format format, bool along_columns) {
         switch (format) {
-#define KT_FORMAT(F)    \
-    case Format::F:     \
+#define KT_FORMAT(F) \
+    case Format::F:  \
         return kFunctions<Format::F>[along_columns];
             KT_FORMAT(bf16)
             KT_FORMAT(f32)
@@ -365,8 +365,8 @@ struct ComputeBf16 {
     static void enter() { K::enter(); }
     static void leave() { K::leave(); }
 
-    static void run(Ahead& ahead, int count, const Bf16* left, int64_t slices, const Bf16* panel,
-                    float* tile, bool accumulate, Touch touch) {
+    static void run(Ahead& ahead, int count, const Bf16* left, int64_t slices, const Bf16* panel, float* tile,
+                    bool accumulate, Touch touch) {
         AheadState& state = ahead.state;
         if (state.run < state.count && state.unit == state.runs[state.run].units) {
             ++state.run;

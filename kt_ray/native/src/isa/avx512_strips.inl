@@ -131,7 +131,9 @@ struct Strip<Format::bf16> {
     int64_t row_bytes;
 
     explicit Strip(const Matrix& m) : data(m.data), row_bytes(m.row_bytes) {}
-    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const { return _mm512_loadu_si512(data + n * row_bytes + 2 * k); }
+    __attribute__((always_inline)) __m512i bf16(int64_t n, int64_t k) const {
+        return _mm512_loadu_si512(data + n * row_bytes + 2 * k);
+    }
     __attribute__((always_inline)) static void prefetch(const Matrix& m, int64_t n, int64_t k) {
         prefetch_bytes(m.data + n * m.row_bytes + 2 * k, 64);
     }
