@@ -172,6 +172,14 @@ BACKWARD: list[tuple[str, str, Change]] = [
         "other shape",
         lambda c: {"weights": make_case(Shape(hidden=70), torch.float32).weights, "lora": None},
     ),
+    (
+        "saved",
+        "or activation",
+        lambda c: {
+            "weights": make_case(Shape(), torch.float32, activation="relu2").weights,
+            "lora": None,
+        },
+    ),
     ("lora", "ranks", lambda c: {"lora": None}),
     ("lora_grads", "2 entries for 1", lambda c: {"lora_grads": [None, None]}),
     ("lora_grads.gate_b", "shape", lambda c: {"lora_grads": adapter(c, gate_b=c.lora[0].down_b)}),

@@ -40,6 +40,9 @@ SHAPES = [
     Shape(tokens=9, slots=4, experts=6, hidden=1, inter=1, rank=2),
     Shape(tokens=5, slots=2, experts=2, hidden=1100, inter=70, rank=4),
     Shape(tokens=30, slots=2, experts=3, hidden=40, inter=300, rank=5, adapters=3),
+    # Depths of gate and up that take three and four cuts, one of which begins inside up.
+    Shape(tokens=12, slots=2, experts=2, hidden=96, inter=2300, rank=3),
+    Shape(tokens=12, slots=2, experts=2, hidden=96, inter=3100, rank=3),
 ]
 
 

@@ -287,8 +287,8 @@ void backward(kt::Engine& engine, const py::tuple& weights, const kt::Saved& sav
     const std::vector<kt::LoraGradView> grads = grads_from(grads_arg, lora, w);
     if (saved.released) throw py::value_error("saved: was released");
     if (saved.in_float32 != w.in_float32() || saved.experts != w.experts || saved.hidden != w.hidden ||
-        saved.inter != w.inter)
-        throw py::value_error("saved: belongs to a layer of other shape or dtype than weights");
+        saved.inter != w.inter || saved.parts != (w.activation.gated() ? 2 : 1))
+        throw py::value_error("saved: belongs to a layer of other shape, dtype or activation than weights");
     std::vector<int64_t> ranks;
     for (const kt::LoraView& view : lora) ranks.push_back(view.rank);
     if (saved.ranks != ranks)

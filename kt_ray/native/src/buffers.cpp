@@ -58,11 +58,12 @@ Buffer BufferCache::take(size_t bytes) {
 void BufferCache::give(Buffer buffer) {
     if (buffer.bytes() == 0) return;
     std::lock_guard lock(mutex_);
-    free_.push_back(std::move(buffer));
+    if (!closed_) free_.push_back(std::move(buffer));
 }
 
-void BufferCache::clear() {
+void BufferCache::close() {
     std::lock_guard lock(mutex_);
+    closed_ = true;
     free_.clear();
 }
 

@@ -45,12 +45,14 @@ class BufferCache {
   public:
     Buffer take(size_t bytes);
     void give(Buffer buffer);
-    void clear();
+    // Frees what is kept, and from now on what is given back.
+    void close();
     size_t kept_bytes() const;
 
   private:
     mutable std::mutex mutex_;
     std::vector<Buffer> free_;
+    bool closed_ = false;
 };
 
 }  // namespace kt

@@ -131,16 +131,23 @@ void Engine::close() {
     if (getpid() != process_) return;
     std::lock_guard lock(call_mutex_);
     if (!pool_) return;
-    busy_at_close_ = pool_->busy_seconds();
-    pool_.reset();
+    {
+        std::lock_guard pool_lock(pool_mutex_);
+        busy_at_close_ = pool_->busy_seconds();
+        pool_.reset();
+    }
     thread_scratch_.clear();
-    cache_->clear();
+    thread_scratch_bytes_ = 0;
+    cache_->close();
 }
 
 size_t Engine::scratch_bytes() const {
-    size_t sum = cache_->kept_bytes();
-    for (const Buffer& b : thread_scratch_) sum += b.bytes();
-    return sum;
+    return cache_->kept_bytes() + static_cast<size_t>(thread_scratch_bytes_.load());
+}
+
+double Engine::busy_seconds() const {
+    std::lock_guard lock(pool_mutex_);
+    return pool_ ? pool_->busy_seconds() : busy_at_close_;
 }
 
 const Kernels& Engine::kernels(const Weights& w) const {
@@ -217,8 +224,10 @@ void Engine::run(const Kernels& k, const Pass& pass, int64_t layer, const std::v
         try {
             Buffer& scratch = thread_scratch_[thread];
             if (scratch.bytes() < bytes) {
+                thread_scratch_bytes_ -= static_cast<int64_t>(scratch.bytes());
                 scratch = Buffer();
                 scratch = Buffer(bytes);
+                thread_scratch_bytes_ += static_cast<int64_t>(scratch.bytes());
             }
             k.run(pass, phase, task, scratch.data());
         } catch (const std::bad_alloc&) {
@@ -248,6 +257,7 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     saved->experts = w.experts;
     saved->hidden = w.hidden;
     saved->inter = w.inter;
+    saved->parts = w.activation.gated() ? 2 : 1;
     saved->keep = keep;
     saved->routing = std::move(input.routing);
     saved->routing.cut(k.max_rows, k.row_step, span_rows(w, k));
@@ -274,8 +284,9 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
     p.lora_mid = saved->lora_mid.as<float>();
     p.y = y;
     const FiniteCheck check{w, p, k.compute_is_bf16};
-    if (check_finite) check.input("x", p.x_in, p.x_in_bf16);
-    for (const Phase phase : {Phase::store_x, Phase::lora_in, Phase::gate_up, Phase::lora_mid, Phase::down})
+    run(k, p, w.layer, w.expert_ids, Phase::store_x);
+    if (check_finite) check.input("x", p.x, storage == 2);
+    for (const Phase phase : {Phase::lora_in, Phase::gate_up, Phase::lora_mid, Phase::down})
         run(k, p, w.layer, w.expert_ids, phase);
     ++calls_;
     if (check_finite) {
@@ -338,12 +349,12 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
     p.lora_grads = grads.empty() ? nullptr : grads.data();
 
     const FiniteCheck check{w, p, k.compute_is_bf16};
-    if (check_finite) check.input("dy", dy, false);
+    run(k, p, w.layer, w.expert_ids, Phase::store_dy);
+    if (check_finite) check.input("dy", p.dy_stored, storage == 2);
     if (again)
         for (const Phase phase : {Phase::lora_in, Phase::gate_up, Phase::lora_mid})
             run(k, p, w.layer, w.expert_ids, phase);
-    for (const Phase phase :
-         {Phase::store_dy, Phase::lora_out, Phase::dact, Phase::dlora_in, Phase::dx_grads})
+    for (const Phase phase : {Phase::lora_out, Phase::dact, Phase::dlora_in, Phase::dx_grads})
         run(k, p, w.layer, w.expert_ids, phase);
 
     if (check_finite) {

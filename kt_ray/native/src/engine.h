@@ -71,7 +71,7 @@ enum class Keep { nothing, input, all };
 struct Saved {
     bool in_float32;
     const Kernels* kernels;  // packed what is kept: backward needs the same
-    int64_t tokens, slots, experts, hidden, inter;
+    int64_t tokens, slots, experts, hidden, inter, parts;
     Keep keep;
     Routing routing;
     std::vector<int64_t> ranks;  // of each adapter
@@ -98,7 +98,8 @@ class Engine {
     Engine(const std::string& isa, int threads, const std::vector<int>& cpus, bool int8_products = false);
 
     // y [T, H]. Returns null when nothing is kept. `check_finite` looks for NaN and infinity and throws
-    // std::invalid_argument that names what, layer and expert; results are complete, but useless, then.
+    // std::invalid_argument that names what, layer and expert; outputs are then undefined, and gradients of
+    // adapters may have been added to.
     std::unique_ptr<Saved> forward(const Weights& weights, ForwardInput input,
                                    const std::vector<LoraView>& lora, Keep keep, float* y, bool check_finite);
     // dx [T, H], dw [T, K]; `grads` is empty or has an entry per adapter.
@@ -112,7 +113,7 @@ class Engine {
     const std::string& isa() const { return isa_; }
     int threads() const { return threads_; }
     int64_t calls() const { return calls_; }
-    double busy_seconds() const { return pool_ ? pool_->busy_seconds() : busy_at_close_; }
+    double busy_seconds() const;
     // Memory held between calls.
     size_t scratch_bytes() const;
 
@@ -143,6 +144,8 @@ class Engine {
     ThreadPool::Owner pool_;
     std::shared_ptr<BufferCache> cache_ = std::make_shared<BufferCache>();
     std::vector<Buffer> thread_scratch_;
+    std::atomic<int64_t> thread_scratch_bytes_{0};
+    mutable std::mutex pool_mutex_;  // held where the pool ends and where others ask it, during calls too
     std::atomic<int64_t> calls_{0};
     double busy_at_close_ = 0;
 };

@@ -11,7 +11,7 @@ struct FiniteCheck {
     const Pass& pass;
     bool compute_is_bf16;
 
-    // [T, H] from the caller.
+    // [T, H] as stored, padded.
     void input(const char* name, const void* values, bool is_bf16) const;
     // A packed buffer of `depth` elements per row, after its padding was written.
     void rows(const char* name, const void* packed, int64_t depth) const;

@@ -301,6 +301,7 @@ struct ComputeBf16 {
                 const Part& other = source.part[source.parts - 1];
                 const int64_t depth = along_columns ? part.m.rows : part.m.cols;
                 const int64_t first = max_of(begin, part.slice_begin), last = min_of(end, part.slice_end);
+                if (first >= last) continue;  // nothing of this part in these slices
                 const int64_t full = min_of(last, part.slice_begin + depth / kSlice);
                 if (full < last) {
                     Bf16* tail = panel + (full - begin) * kPanelSlice / 2;
