@@ -196,6 +196,7 @@ def test_ctrl_c_arrives_between_calls() -> None:
 import os, signal, threading, time, torch
 from kt_ray.native import Engine
 from tests.helpers.native import Shape, make_case
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
 case = make_case(Shape(tokens=64, hidden=128, inter=128), torch.float32)
 engine = Engine("reference", threads=2)
 want = case.run(engine)
