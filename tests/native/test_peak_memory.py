@@ -111,4 +111,6 @@ def test_weights_once_and_what_is_stated(kind: str, tmp_path: Path) -> None:
     beside = seen["kept"] + seen["call"] + seen["results"] + CONSTANT
     assert seen["peak"] <= 1.05 * seen["weights"] + beside
     assert len(set(seen["held"])) == 1, "scratch grows"
-    assert max(seen["seen"]) - min(seen["seen"]) <= 1 << 20, "resident memory grows"
+    # Less than at first is no growth: the system may take pages back.
+    assert max(seen["seen"][1:]) - seen["seen"][0] <= 1 << 20, "resident memory grows"
+    assert seen["seen"][-1] - min(seen["seen"]) <= 2 << 20, "resident memory grows"
