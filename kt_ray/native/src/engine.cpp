@@ -182,7 +182,7 @@ void Engine::describe(Pass& p, const Weights& w, const Routing& routing, int64_t
     p.inter = w.inter;
     p.rows = routing.rows();
     p.parts = w.activation.gated() ? 2 : 1;
-    p.hidden_stride = p.hidden_pad = padded(w.hidden, kDepthStep);
+    p.hidden_pad = padded(w.hidden, kDepthStep);
     p.inter_pad = padded(w.inter, kDepthStep);
     for (const LoraView& view : lora) p.rank_pad = std::max(p.rank_pad, padded(view.rank, 16));
     p.gate = w.gate;
@@ -266,7 +266,7 @@ std::unique_ptr<Saved> Engine::forward(const Weights& w, ForwardInput input,
 
     Pass p{};
     describe(p, w, saved->routing, input.tokens, lora, input.dropout);
-    saved->x = take(p.tokens * p.hidden_stride * storage);
+    saved->x = take(p.tokens * p.hidden_pad * storage);
     saved->lora_in = take(p.rows * 2 * p.rank_pad * sizeof(float));
     saved->lora_mid = take(p.rows * p.rank_pad * sizeof(float));
     if (keep == Keep::all) saved->pair = take(p.rows * p.parts * p.inter_pad * storage);
@@ -325,7 +325,7 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
     const Lease act = take(p.rows * p.inter_pad * compute);
     const Lease dpair = take(pair_size * compute);
     const QuantisedRows dpair_int8 = quantised_rows(k, p.rows, p.parts * p.inter_pad);
-    const Lease dy_stored = take(p.tokens * p.hidden_stride * storage);
+    const Lease dy_stored = take(p.tokens * p.hidden_pad * storage);
     const Lease lora_out = take(p.rows * p.rank_pad * sizeof(float));
     const Lease dlora_in = take(p.rows * 2 * p.rank_pad * sizeof(float));
     const Lease dw_parts = take(pieces(p.inter, kDwColumns) * p.rows * sizeof(float));

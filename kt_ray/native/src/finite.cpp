@@ -33,7 +33,7 @@ bool finite(const void* values, int64_t first, int64_t count, bool is_bf16) {
 
 void FiniteCheck::input(const char* name, const void* values, bool is_bf16) const {
     for (int64_t t = 0; t < pass.tokens; ++t)
-        if (!finite(values, t * pass.hidden_stride, pass.hidden, is_bf16))
+        if (!finite(values, t * pass.hidden_pad, pass.hidden, is_bf16))
             throw std::invalid_argument(std::string(name) + ": token " + std::to_string(t) +
                                         " has values that are not finite, at layer " +
                                         std::to_string(weights.layer));

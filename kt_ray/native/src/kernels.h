@@ -18,10 +18,11 @@
 
 namespace kt {
 
-// Rows [begin, end) of one expert and one adapter (-1: none).
+// Rows [begin, end) of one expert and one adapter (-1: none), in consecutive row blocks.
 struct Group {
     int32_t expert, adapter;
     int64_t begin, end;
+    int64_t block_begin = 0, block_end = 0;
 };
 
 // Rows that one run of the micro-kernel takes; never across groups.
@@ -75,11 +76,10 @@ struct RowScale {
 // Everything one call needs. Pointers are into the caller's tensors or the engine's buffers.
 struct Pass {
     int64_t tokens, experts, hidden, inter, rows;
-    int64_t parts;          // 2: gate and up; 1: up alone
-    int64_t hidden_stride;  // of x and dy in S and C: padded with zeros to whole lines of C
-    int64_t hidden_pad;     // depth of packed x, dy
-    int64_t inter_pad;      // depth of packed act; one part of packed gradients
-    int64_t rank_pad;       // the largest rank, padded to a line of floats
+    int64_t parts;       // 2: gate and up; 1: up alone
+    int64_t hidden_pad;  // of rows of x and dy, stored and packed: padded with zeros to whole slices
+    int64_t inter_pad;   // depth of packed act; one part of packed gradients
+    int64_t rank_pad;    // the largest rank, padded to a line of floats
 
     ExpertMatrices gate, up, down;  // [I, H], [I, H], [H, I] per expert; gate unused when parts is 1
     const float *gate_bias, *up_bias, *down_bias;  // [E, I], [E, I], [E, H] or null
@@ -103,7 +103,7 @@ struct Pass {
 
     const void* x_in;  // caller's x [T, H], float or bfloat16
     bool x_in_bf16;
-    void* x;          // [T, hidden_stride] S: kept for backward
+    void* x;          // [T, hidden_pad] S: kept for backward
     void* pair;       // [R, parts * inter_pad] S: gate, up; null: not kept
     void* act;        // [R, inter_pad] C, packed
     float* lora_in;   // [R, 2 * rank_pad] packed: scale * A drop(x), gate then up
@@ -111,7 +111,7 @@ struct Pass {
     float* y;         // [T, H]
 
     const float* dy;  // [T, H]
-    void* dy_stored;  // [T, hidden_stride] S
+    void* dy_stored;  // [T, hidden_pad] S
     void* dpair;      // [R, parts * inter_pad] C, packed: gradients of gate, up; weighted
     float* lora_out;  // [R, rank_pad] packed: scale * B_down^T dy, unweighted
     float* dlora_in;  // [R, 2 * rank_pad] packed: scale * B^T d(gate, up)
@@ -152,7 +152,6 @@ constexpr int kGradMatrices = 6;
 // The kernels of one instruction set for one storage type.
 struct Kernels {
     bool compute_is_bf16;
-    int64_t line;      // elements of C in a cache line
     int64_t max_rows;  // of a row block
     int64_t row_step;  // row blocks are multiples of this but for the last of a group
     int64_t panel_columns;

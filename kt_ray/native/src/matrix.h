@@ -5,7 +5,13 @@
 
 namespace kt {
 
-enum class Format : int32_t { f32, bf16, fp8, mxfp4, int8, int4, q8_0, q4_0, q5_0, q5_1, q4_k, q5_k, q6_k };
+// X(name) for every format.
+#define KT_FORMATS(X) \
+    X(f32) X(bf16) X(fp8) X(mxfp4) X(int8) X(int4) X(q8_0) X(q4_0) X(q5_0) X(q5_1) X(q4_k) X(q5_k) X(q6_k)
+
+#define KT_FORMAT(name) name,
+enum class Format : int32_t { KT_FORMATS(KT_FORMAT) };
+#undef KT_FORMAT
 
 // f16 is the IEEE half; ue8m0 is 2^(byte - 127), 255 a NaN.
 enum class ScaleType : int32_t { none, f32, bf16, f16, ue8m0 };

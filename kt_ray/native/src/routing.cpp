@@ -75,7 +75,8 @@ void Routing::cut(int64_t max_rows, int64_t step, int64_t max_span) {
     chunks.clear();
     int64_t span_rows = 0, chunk_rows = 0;
     for (size_t g = 0; g < groups.size(); ++g) {
-        const Group& group = groups[g];
+        Group& group = groups[g];
+        group.block_begin = static_cast<int64_t>(blocks.size());
         const int64_t rows = group.end - group.begin, steps = pieces(rows, step);
         const int64_t count = pieces(rows, max_rows);
         chunk_rows = 0;
@@ -98,6 +99,7 @@ void Routing::cut(int64_t max_rows, int64_t step, int64_t max_span) {
             chunks.back().block_end = index + 1;
             chunk_rows += end - begin;
         }
+        group.block_end = static_cast<int64_t>(blocks.size());
     }
 }
 

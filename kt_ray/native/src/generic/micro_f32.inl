@@ -1,11 +1,6 @@
 // The float32 micro-kernel, written once over the instruction set's vector: Vec of kLanes floats with
 // vload, vstore, vset1, vfma(a, b, c) = a * b + c.
 
-// What a micro-kernel does besides multiplying: nothing. See ahead.inl for the other one.
-struct NoJob {
-    void step() {}
-};
-
 struct MicroF32 {
     using T = float;
     static constexpr int64_t kPack = 1;

@@ -109,10 +109,8 @@ struct Moe {
     const Pass& p;
     Scratch<C> s;
 
-    const S* x_row(int64_t token) const { return static_cast<const S*>(p.x) + token * p.hidden_stride; }
-    const S* dy_row(int64_t token) const {
-        return static_cast<const S*>(p.dy_stored) + token * p.hidden_stride;
-    }
+    const S* x_row(int64_t token) const { return static_cast<const S*>(p.x) + token * p.hidden_pad; }
+    const S* dy_row(int64_t token) const { return static_cast<const S*>(p.dy_stored) + token * p.hidden_pad; }
     S* pair(const RowBlock& b) const { return static_cast<S*>(p.pair) + b.begin * p.parts * p.inter_pad; }
     T* act(const RowBlock& b) const { return static_cast<T*>(p.act) + b.begin * p.inter_pad; }
     T* dpair(const RowBlock& b) const { return static_cast<T*>(p.dpair) + b.begin * p.parts * p.inter_pad; }
@@ -151,8 +149,8 @@ struct Moe {
     // Products of packed rows with a sequence of panels, each decoded while the one before is used.
     //
     // source_of(j): the panel of item j; blocks_of(j): its row blocks [first, last); left_of(block): their
-    // packed rows, `slices` deep; before(j, block, touch) names the lines that
-    // finish will need; finish(j, block, tile) with the complete products.
+    // packed rows, `slices` deep; before(j, block, touch) names the lines that finish will need;
+    // finish(j, block, tile) gets the complete products.
     template <class SourceOf, class BlocksOf, class LeftOf, class Before, class Finish>
     void sweep(int64_t items, int64_t slices, const SourceOf& source_of, const BlocksOf& blocks_of,
                const LeftOf& left_of, const Before& before, const Finish& finish) const {

@@ -3,7 +3,7 @@
 void store_dy(int64_t task) const {
     const int64_t end = min_of(p.tokens, (task + 1) * kTokenChunk);
     for (int64_t t = task * kTokenChunk; t < end; ++t)
-        store_row(p.dy + t * p.hidden, static_cast<S*>(p.dy_stored) + t * p.hidden_stride);
+        store_row(p.dy + t * p.hidden, static_cast<S*>(p.dy_stored) + t * p.hidden_pad);
 }
 
 // Gradients of gate and up of the rows of a span for a slab of I, and that slab's parts of dw.
@@ -15,7 +15,7 @@ void dact(int64_t task) const {
     const int64_t first_row = p.blocks[range.first].begin, e = span.expert;
     const Matrix w = p.down.at(e);
     pack_frozen(range, [&](int64_t token) { return dy_row(token); }, &w);
-    int64_t panel_item = -1, panel_group = -1;
+    Expanded expanded;
     sweep(
         pieces(last - first, kColumns), p.hidden_pad / kSlice,
         [&](int64_t j) { return Source{{make_part(w, true, first + j * kColumns, 0, 2, 0), Part()}, 1}; },
@@ -31,12 +31,10 @@ void dact(int64_t task) const {
         [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t i = first + j * kColumns, columns = min_of(kColumns, p.inter - i);
             if (const LoraView* lora = lora_of(b)) {
-                if (j != panel_item || b.group != panel_group)
+                if (expanded.is_new(j, b))
                     expand_columns(lora->down_a + e * lora->rank * p.inter + i, p.inter, columns, lora->rank,
                                    s.lora_panel);
                 add_expansion(b, lora_out(b), lora->rank, s.lora_panel, i, columns, kDown, tile);
-                panel_item = j;
-                panel_group = b.group;
             }
             float* dw = p.dw_parts + i / kDwColumns * p.rows + b.begin;
             for_activation([&](auto kind) {
@@ -101,7 +99,7 @@ void dx(int64_t task) const {
     for (int64_t t = 0; t < p.tokens; ++t)
         memset(p.dx + t * p.hidden + first, 0, (last - first) * sizeof(float));
     const int64_t panels = pieces(last - first, kColumns), part_slices = p.inter_pad / kSlice;
-    int64_t panel_item = -1, panel_group = -1;
+    Expanded expanded;
     sweep(
         p.num_spans * panels, p.parts * part_slices,
         [&](int64_t j) {
@@ -121,7 +119,7 @@ void dx(int64_t task) const {
             if (const LoraView* lora = lora_of(b)) {
                 const int64_t rank = lora->rank, at = p.spans[j / panels].expert * rank * p.hidden + h;
                 float* up_panel = s.lora_panel + p.rank_pad * kColumns;
-                if (j != panel_item || b.group != panel_group) {
+                if (expanded.is_new(j, b)) {
                     if (p.parts == 2)
                         expand_columns(lora->gate_a + at, p.hidden, columns, rank, s.lora_panel);
                     expand_columns(lora->up_a + at, p.hidden, columns, rank, up_panel);
@@ -132,8 +130,6 @@ void dx(int64_t task) const {
                     left += rank_lines(*lora) * b.count * kRankLine;
                 }
                 add_expansion(b, left, rank, up_panel, h, columns, kUp, tile);
-                panel_item = j;
-                panel_group = b.group;
             }
             for (int64_t k = 0; k < b.count; ++k)
                 scatter(p.dx + p.row_token[b.begin + k] * p.hidden + h, tile + k * kColumns, 1.0f, columns);

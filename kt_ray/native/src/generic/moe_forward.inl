@@ -3,7 +3,7 @@
 void store_x(int64_t task) const {
     const int64_t end = min_of(p.tokens, (task + 1) * kTokenChunk);
     for (int64_t t = task * kTokenChunk; t < end; ++t) {
-        S* kept = static_cast<S*>(p.x) + t * p.hidden_stride;
+        S* kept = static_cast<S*>(p.x) + t * p.hidden_pad;
         if (p.x_in_bf16)
             store_row(static_cast<const Bf16*>(p.x_in) + t * p.hidden, kept);
         else
@@ -14,7 +14,7 @@ void store_x(int64_t task) const {
 template <class From>
 void store_row(const From* from, S* to) const {
     for (int64_t j = 0; j < p.hidden; ++j) to[j] = from_float<S>(to_float(from[j]));
-    for (int64_t j = p.hidden; j < p.hidden_stride; ++j) to[j] = from_float<S>(0.0f);
+    for (int64_t j = p.hidden; j < p.hidden_pad; ++j) to[j] = from_float<S>(0.0f);
 }
 
 // Packs the rows of `table` (x or dy in S) that a range of blocks names, into scratch.
@@ -29,6 +29,18 @@ void pack_tokens(const BlockRange& range, const RowOf& row_of) const {
     }
 }
 
+// Whose adapter the LoRA panel holds: it is expanded once for an item of a sweep and a group of rows.
+struct Expanded {
+    int64_t item = -1, group = -1;
+
+    bool is_new(int64_t j, const RowBlock& b) {
+        const bool other = j != item || b.group != group;
+        item = j;
+        group = b.group;
+        return other;
+    }
+};
+
 // panel[q][n] = b[n][q] for a half panel: the rows of a [out, rank] matrix as columns.
 static void expand_rows(const float* b, int64_t count, int64_t rank, float* half) {
     alignas(64) float square[kLanes * kLanes];
@@ -38,6 +50,12 @@ static void expand_rows(const float* b, int64_t count, int64_t rank, float* half
             memcpy(square + n * kLanes, b + n * rank + q, min_of(kLanes, rank - q) * sizeof(float));
         transpose_block(square, kLanes, half + q * kColumns, kColumns);
     }
+}
+
+// The same for a whole panel of `count` columns.
+static void expand_rows_of_panel(const float* b, int64_t count, int64_t rank, float* panel) {
+    expand_rows(b, min_of(kLanes, count), rank, panel);
+    expand_rows(b + kLanes * rank, max_of(0, count - kLanes), rank, panel + kLanes);
 }
 
 // panel[q][n] = a[q][n]: columns of a [rank, in] matrix.
@@ -59,7 +77,7 @@ void gate_up(int64_t task) const {
     const int64_t width = gated ? kLanes : kColumns;
     const Matrix gate = gated ? p.gate.at(e) : Matrix(), up = p.up.at(e);
     pack_frozen(range, [&](int64_t token) { return x_row(token); }, nullptr);
-    int64_t panel_item = -1, panel_group = -1;
+    Expanded expanded;
     sweep(
         pieces(last - first, width), p.hidden_pad / kSlice,
         [&](int64_t j) {
@@ -79,12 +97,10 @@ void gate_up(int64_t task) const {
         [&](int64_t j, const RowBlock& b, float* tile) {
             const int64_t i = first + j * width, columns = min_of(width, p.inter - i);
             if (const LoraView* lora = lora_of(b)) {
-                if (j != panel_item || b.group != panel_group) expand_pair(*lora, e, i, columns);
+                if (expanded.is_new(j, b)) expand_pair(*lora, e, i, columns);
                 const int64_t up_piece = gated ? rank_lines(*lora) * b.count * kRankLine : 0;
                 const float* left = lora_in(b);
                 MicroF32::run_two(b.count, left, left + up_piece, lora->rank, s.lora_panel, tile);
-                panel_item = j;
-                panel_group = b.group;
             }
             add_bias(tile, b.count, e, i, columns);
             for_activation([&](auto kind) {
@@ -100,9 +116,7 @@ void expand_pair(const LoraView& lora, int64_t e, int64_t i, int64_t columns) co
         expand_rows(lora.gate_b + at, columns, lora.rank, s.lora_panel);
         expand_rows(lora.up_b + at, columns, lora.rank, s.lora_panel + kLanes);
     } else {
-        expand_rows(lora.up_b + at, min_of(kLanes, columns), lora.rank, s.lora_panel);
-        expand_rows(lora.up_b + at + kLanes * lora.rank, max_of(0, columns - kLanes), lora.rank,
-                    s.lora_panel + kLanes);
+        expand_rows_of_panel(lora.up_b + at, columns, lora.rank, s.lora_panel);
     }
 }
 
@@ -170,7 +184,7 @@ void down(int64_t task) const {
     for (int64_t t = 0; t < p.tokens; ++t)
         memset(p.y + t * p.hidden + first, 0, (last - first) * sizeof(float));
     const int64_t panels = pieces(last - first, kColumns);
-    int64_t panel_item = -1, panel_group = -1;
+    Expanded expanded;
     sweep(
         p.num_spans * panels, p.inter_pad / kSlice,
         [&](int64_t j) {
@@ -186,15 +200,10 @@ void down(int64_t task) const {
             const int64_t h = first + j % panels * kColumns, columns = min_of(kColumns, p.hidden - h);
             const int64_t e = p.spans[j / panels].expert;
             if (const LoraView* lora = lora_of(b)) {
-                if (j != panel_item || b.group != panel_group) {
-                    const float* from = lora->down_b + (e * p.hidden + h) * lora->rank;
-                    expand_rows(from, min_of(kLanes, columns), lora->rank, s.lora_panel);
-                    expand_rows(from + kLanes * lora->rank, max_of(0, columns - kLanes), lora->rank,
-                                s.lora_panel + kLanes);
-                }
+                if (expanded.is_new(j, b))
+                    expand_rows_of_panel(lora->down_b + (e * p.hidden + h) * lora->rank, columns, lora->rank,
+                                         s.lora_panel);
                 MicroF32::run(b.count, lora_mid(b), lora->rank, s.lora_panel, tile, true);
-                panel_item = j;
-                panel_group = b.group;
             }
             for (int64_t k = 0; k < b.count; ++k) {
                 if (p.down_bias != nullptr)

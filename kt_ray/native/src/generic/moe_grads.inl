@@ -89,31 +89,17 @@ void adapter_grads(int64_t task) const {
     const bool by_token = m == kDownB || m == kGateA || m == kUpA;
     float* grad = grad_of(p.lora_grads[group.adapter], m) + group.expert * r * width;
 
-    // The group's blocks are consecutive: find the first.
-    int64_t first_block = 0;
-    for (int64_t low = 0, high = p.num_blocks; low < high;) {
-        const int64_t middle = (low + high) / 2;
-        if (p.blocks[middle].begin < group.begin)
-            low = middle + 1;
-        else
-            high = middle;
-        first_block = low;
-    }
     alignas(64) float tile[kLanes * kColumns];
     for (int64_t q = 0; q < r; q += kGradRanks) {
         const int64_t ranks = min_of(kGradRanks, r - q);
-        for (int64_t block = first_block; block < p.num_blocks && p.blocks[block].begin < group.end;) {
+        for (int64_t block = group.block_begin; block < group.block_end;) {
             // Whole blocks, at most kGradRows rows of them.
             int64_t rows = 0, end = block;
-            for (; end < p.num_blocks && p.blocks[end].begin < group.end &&
-                   rows + p.blocks[end].count <= kGradRows;
-                 ++end)
-                for (int64_t i = 0; i < p.blocks[end].count; ++i, ++rows)
+            for (; end < group.block_end && rows + p.blocks[end].count <= kGradRows; ++end)
+                for (int64_t i = 0; i < p.blocks[end].count; ++i, ++rows) {
                     left_row(m, p.blocks[end], i, lines, q, ranks, s.left + rows * kGradRanks);
-            int64_t filled = 0;
-            for (int64_t n = block; n < end; ++n)
-                for (int64_t i = 0; i < p.blocks[n].count; ++i)
-                    s.wide[filled++] = wide_row(m, p.blocks[n], i, c_begin);
+                    s.wide[rows] = wide_row(m, p.blocks[end], i, c_begin);
+                }
             for (int64_t c = c_begin; c < c_end; c += kColumns) {
                 if (masked) {
                     const Projection projection = m == kGateA ? kGate : m == kUpA ? kUp : kDown;

@@ -95,9 +95,9 @@ void project(const Chunk& chunk, const Projected& w, float scale, const LeftOf& 
     for (int64_t q = chunk.block_begin; q < chunk.block_end; ++q) {
         const RowBlock& b = p.blocks[q];
         for (int64_t k = 0; k < b.count; ++k) {
+            const int64_t row = b.begin - first_row + k;
             const auto sum = [&](int64_t v) {
-                return s
-                    .sums[(v / kColumns * kChunkRows + b.begin - first_row + k) * kColumns + v % kColumns];
+                return s.sums[(v / kColumns * kChunkRows + row) * kColumns + v % kColumns];
             };
             for (int64_t m = 0; m < w.count; ++m) {
                 float* to = out(b, m) + k * kRankLine;
@@ -138,11 +138,10 @@ void pack_masked(const Chunk& chunk, int64_t width, int64_t depth, Projection pr
     }
 }
 
-template <class RowOf>
-void pack_masked_rows(const Chunk& chunk, Projection projection, const RowOf& row_of) const {
+void pack_masked_x(const Chunk& chunk, Projection projection) const {
     pack_masked(chunk, p.hidden, p.hidden_pad, projection,
                 [&](const RowBlock& b, int64_t i, int64_t k, T* line) {
-                    const S* row = row_of(p.row_token[b.begin + i]) + k;
+                    const S* row = x_row(p.row_token[b.begin + i]) + k;
                     for (int64_t j = 0; j < kLine; ++j) line[j] = from_float<T>(to_float(row[j]));
                 });
 }
@@ -170,25 +169,20 @@ void lora_in(int64_t task) const {
     const LoraView* lora = lora_of(chunk, &e);
     if (lora == nullptr) return;
     const int64_t r = lora->rank, at = e * r * p.hidden;
-    const auto x = [&](int64_t token) { return x_row(token); };
     const auto out = [&](const RowBlock& b, int64_t m) {
         return lora_in(b) + m * rank_lines(*lora) * b.count * kRankLine;
     };
-    if (p.parts == 1) {
-        pack_masked_rows(chunk, kUp, x);
-        project(chunk, {{lora->up_a + at, nullptr}, 1, r, p.hidden, false}, kept(*lora),
-                packed_of(chunk, p.hidden_pad), out);
-    } else if (p.row_hash == nullptr) {
-        pack_masked_rows(chunk, kGate, x);
-        project(chunk, {{lora->gate_a + at, lora->up_a + at}, 2, r, p.hidden, false}, kept(*lora),
-                packed_of(chunk, p.hidden_pad), out);
-    } else {
-        for (int64_t m = 0; m < 2; ++m) {
-            pack_masked_rows(chunk, m == 0 ? kGate : kUp, x);
-            project(chunk, {{(m == 0 ? lora->gate_a : lora->up_a) + at, nullptr}, 1, r, p.hidden, false},
-                    kept(*lora), packed_of(chunk, p.hidden_pad),
-                    [&](const RowBlock& b, int64_t) { return out(b, m); });
-        }
+    if (p.parts == 2 && p.row_hash == nullptr) {  // gate and up read the same x: one product
+        pack_masked_x(chunk, kGate);
+        return project(chunk, {{lora->gate_a + at, lora->up_a + at}, 2, r, p.hidden, false}, kept(*lora),
+                       packed_of(chunk, p.hidden_pad), out);
+    }
+    for (int64_t m = 0; m < p.parts; ++m) {
+        const bool gate = p.parts == 2 && m == 0;
+        pack_masked_x(chunk, gate ? kGate : kUp);
+        project(chunk, {{(gate ? lora->gate_a : lora->up_a) + at, nullptr}, 1, r, p.hidden, false},
+                kept(*lora), packed_of(chunk, p.hidden_pad),
+                [&](const RowBlock& b, int64_t) { return out(b, m); });
     }
 }
 

@@ -56,25 +56,16 @@ constexpr int64_t step_size() {
 // Places [kLanes][kSlice] floats into one half of a slice: column n is row n of `from`.
 template <class T>
 void place_rows(const float* from, T* half) {
-    constexpr int64_t kPack = pack_of<T>();
-    if constexpr (kPack == 1) {
-        for (int64_t k = 0; k < kSlice; k += kLanes)
-            transpose_block(from + k, kSlice, half + k * step_size<T>(), step_size<T>());
-    } else {
-        for (int64_t n = 0; n < kLanes; ++n)
-            for (int64_t k = 0; k < kSlice; ++k)
-                half[k / kPack * step_size<T>() + n * kPack + k % kPack] =
-                    from_float<T>(from[n * kSlice + k]);
-    }
+    static_assert(sizeof(T) == sizeof(float), "an instruction set that multiplies bfloat16 brings its own");
+    for (int64_t k = 0; k < kSlice; k += kLanes)
+        transpose_block(from + k, kSlice, half + k * step_size<T>(), step_size<T>());
 }
 
 // Places kPack consecutive depths, `width` floats each at from + q * stride, at step `step` of a slice.
 template <class T>
-void place_step(const float* from, int64_t stride, int64_t width, int64_t step, T* half) {
-    constexpr int64_t kPack = pack_of<T>();
-    T* to = half + step * step_size<T>();
-    for (int64_t n = 0; n < width; ++n)
-        for (int64_t q = 0; q < kPack; ++q) to[n * kPack + q] = from_float<T>(from[q * stride + n]);
+void place_step(const float* from, int64_t /*stride*/, int64_t width, int64_t step, T* half) {
+    static_assert(sizeof(T) == sizeof(float), "an instruction set that multiplies bfloat16 brings its own");
+    memcpy(half + step * step_size<T>(), from, width * sizeof(T));
 }
 
 // Slices [begin, end) of the panel; `panel` is where slice `begin` starts.
@@ -118,19 +109,7 @@ void decode_part(const Part& part, int64_t begin, int64_t end, T* panel) {
 #define KT_FORMAT(F) \
     case Format::F:  \
         return decode_part<Format::F, T>(part, begin, end, panel);
-        KT_FORMAT(f32)
-        KT_FORMAT(bf16)
-        KT_FORMAT(fp8)
-        KT_FORMAT(mxfp4)
-        KT_FORMAT(int8)
-        KT_FORMAT(int4)
-        KT_FORMAT(q8_0)
-        KT_FORMAT(q4_0)
-        KT_FORMAT(q5_0)
-        KT_FORMAT(q5_1)
-        KT_FORMAT(q4_k)
-        KT_FORMAT(q5_k)
-        KT_FORMAT(q6_k)
+        KT_FORMATS(KT_FORMAT)
 #undef KT_FORMAT
     }
 }

@@ -90,7 +90,6 @@ struct Entry {
     }
 
     static constexpr Kernels kernels{sizeof(typename C::T) == 2,
-                                     Work::kLine,
                                      C::Micro::kMaxRows,
                                      C::Micro::kRowStep,
                                      kColumns,

@@ -263,19 +263,7 @@ struct ComputeBf16 {
 #define KT_FORMAT(F) \
     case Format::F:  \
         return kFunctions<Format::F>[along_columns];
-            KT_FORMAT(bf16)
-            KT_FORMAT(f32)
-            KT_FORMAT(fp8)
-            KT_FORMAT(mxfp4)
-            KT_FORMAT(int8)
-            KT_FORMAT(int4)
-            KT_FORMAT(q8_0)
-            KT_FORMAT(q4_0)
-            KT_FORMAT(q5_0)
-            KT_FORMAT(q5_1)
-            KT_FORMAT(q4_k)
-            KT_FORMAT(q5_k)
-            KT_FORMAT(q6_k)
+            KT_FORMATS(KT_FORMAT)
 #undef KT_FORMAT
         }
         return {};
