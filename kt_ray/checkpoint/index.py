@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from kt_ray.checkpoint.safetensors_file import Header, TensorInfo, read_header, read_json, read_tensor
+from kt_ray.checkpoint.stored import StoredMatrix, find_matrices, is_auxiliary
 from kt_ray.errors import UserError
 
 _SINGLE = "model.safetensors"
@@ -99,6 +100,40 @@ class CheckpointIndex:
     def read(self, name: str) -> torch.Tensor:
         """One tensor on the CPU in its stored type."""
         return read_tensor(self.tensors[name])
+
+    @cached_property
+    def matrices(self) -> dict[str, StoredMatrix]:
+        """Quantised weights by the parameter they stand for.
+
+        Raises:
+            UserError: a format that is not read, or scales that do not fit their weights.
+        """
+        return find_matrices(self.path, self.tensors, self.config)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Parameters as the model knows them: plain tensors and quantised weights, without their parts."""
+        parts = {key for matrix in self.matrices.values() for key in matrix.keys}
+        plain = {name for name in self.tensors if name not in parts and not is_auxiliary(name)}
+        return frozenset(plain | set(self.matrices))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a parameter of `names`."""
+        matrix = self.matrices.get(name)
+        return self.tensors[name].shape if matrix is None else matrix.shape
+
+    def value(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A parameter of `names` on the CPU; quantised ones dequantised.
+
+        Args:
+            name: of the parameter.
+            dtype: the result's type; None = as stored, quantised ones float32.
+        """
+        matrix = self.matrices.get(name)
+        if matrix is not None:
+            return matrix.dequantize(dtype or torch.float32)
+        value = self.read(name)
+        return value if dtype is None or not value.is_floating_point() else value.to(dtype)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -61,6 +61,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
 }
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+# Types without a torch type in every version, or of less than a byte: read as their bytes.
+RAW_BYTES = frozenset({"F8_E8M0", "F4"})
 _MAX_HEADER = 1 << 30  # a longer one is not a header but a damaged file
 
 
@@ -261,8 +263,9 @@ def write_from(fd: int, view: memoryview, offset: int) -> None:
 
 
 def read_tensor(info: TensorInfo) -> torch.Tensor:
-    """Read one tensor to the CPU in its stored type."""
-    dtype = TORCH_DTYPES.get(info.dtype)
+    """Read one tensor to the CPU in its stored type; types that torch lacks as bytes."""
+    dtype = torch.uint8 if info.dtype in RAW_BYTES else TORCH_DTYPES.get(info.dtype)
+    shape = (*info.shape[:-1], info.shape[-1] // 2) if info.dtype == "F4" else info.shape
     if dtype is None:
         raise UserError(
             f"tensor type {info.dtype} cannot be read",
@@ -271,7 +274,7 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
             required=", ".join(sorted(TORCH_DTYPES)),
             remedy="use a checkpoint in bfloat16 or float32",
         )
-    tensor = torch.empty(info.shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype)
     fd = os.open(info.file, os.O_RDONLY)
     try:
         read_into(fd, tensor_bytes(tensor), info.start, info.file)

@@ -1,0 +1,279 @@
+"""Quantised weights of a checkpoint: which tensors make one matrix, and in which format.
+
+Each convention stores a matrix W [N, K] (or a stack [E, N, K]) as values and scales under names of its
+own. They are found by names, types and shapes, and named after what they stand for
+("...mlp.gate_proj.weight", "...experts.gate_up_proj"):
+
+    fp8    X.weight F8_E4M3 with X.weight_scale_inv or X.scale [N/128, K/128]: DeepSeek, Qwen, MiniMax
+           X.weight F8_E4M3 with X.weight_scale [N, 1], [N], [1] or blocks: compressed-tensors, fbgemm
+           experts.gate_up_proj F8_E4M3 with experts.gate_up_proj_scale_inv: transformers' fused experts
+    int8   X.weight I8 with X.weight_scale [N, 1] or [N, K/group]: compressed-tensors int-quantized
+    int4   X.weight_packed I32 [N, K/8] with X.weight_scale: compressed-tensors pack-quantized
+    mxfp4  X_blocks U8 [E, N, K/32, 16] with X_scales U8 [E, N, K/32]: gpt-oss
+           X.weight_packed U8 [N, K/2] with X.weight_scale U8: compressed-tensors mxfp4-pack-quantized
+           X.weight I8 [N, K/2] with X.scale F8_E8M0 [N, K/32]: DeepSeek-V4
+
+Sources: the released files' headers, `quantization_config` as transformers and compressed-tensors define it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kt_ray.checkpoint.safetensors_file import TensorInfo, read_tensor
+from kt_ray.errors import UserError
+from kt_ray.native import ExpertMatrix
+
+_FUSED = re.compile(r"\bexperts\.(gate_up_proj|up_proj|down_proj)$")
+_SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale", ".scale")
+# Of activations and caches: no weight needs them.
+_ACTIVATION = re.compile(r"\.(input_scale|output_scale|k_scale|v_scale|q_scale|activation_scale)$")
+_SCALE = re.compile(r"(\.weight_scale_inv|\.weight_scale|\.weight_shape|\.weight_zero_point|_scale_inv)$")
+# Formats that no engine of this project reads, by how a key ends.
+_REFUSED = {
+    ".qweight": "GPTQ or AWQ integers",
+    ".qzeros": "GPTQ or AWQ integers",
+    ".weight_g_idx": "integers in an order of their own (actorder)",
+    ".weight_zero_point": "asymmetric integers (compressed-tensors with zero points)",
+    ".weight_global_scale": "NVFP4",
+    ".weight_scale_2": "NVFP4",
+    ".weight.absmax": "bitsandbytes",
+    ".weight.quant_map": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+}
+_AGAIN = "download the checkpoint again, or check that config.json belongs to it"
+_OTHER = (
+    "use the model's bfloat16 release, or one in block FP8, MXFP4 or symmetric INT8/INT4 (compressed-tensors)"
+)
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """One quantised matrix of a checkpoint.
+
+    Attributes:
+        name: the parameter it stands for.
+        format: "fp8", "mxfp4", "int8" or "int4", as `kt_ray.native.ExpertMatrix` names them.
+        data, scales: the tensors.
+        shape: of the values: (N, K), or (E, N, K) for a stack.
+        block: rows and columns that one scale covers.
+        keys: every key of the checkpoint that it accounts for.
+    """
+
+    name: str
+    format: str
+    data: TensorInfo
+    scales: TensorInfo
+    shape: tuple[int, ...]
+    block: tuple[int, int]
+    keys: tuple[str, ...]
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        """Shape of the values' tensor as read, one matrix: [N, bytes or words of a row ...]."""
+        shape = self.data.shape[len(self.shape) - 2 :]
+        return (*shape[:-1], shape[-1] // 2) if self.data.dtype == "F4" else shape
+
+    @property
+    def scales_shape(self) -> tuple[int, int]:
+        """Shape of one matrix' scales: [rows of blocks, columns of blocks]."""
+        rows, columns = self.block
+        return -(-self.shape[-2] // rows), -(-self.shape[-1] // columns)
+
+    def matrix(self, data: torch.Tensor, scales: torch.Tensor) -> ExpertMatrix:
+        """The engine's view of some matrices: data [n, *data_shape], scales [n, *scales_shape]."""
+        shape = (data.shape[0], self.shape[-2], self.shape[-1])
+        if self.format in ("mxfp4", "int4"):
+            data = data if self.format == "int4" else data.view(torch.uint8)
+        return ExpertMatrix(self.format, data, shape, scales, self.block)
+
+    def read(self) -> ExpertMatrix:
+        """All of it from the file; one matrix [N, K] as a stack of one."""
+        count = self.shape[0] if len(self.shape) == 3 else 1
+        data = read_tensor(self.data).reshape(count, *self.data_shape)
+        return self.matrix(data, read_tensor(self.scales).reshape(count, *self.scales_shape))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values [N, K] or [E, N, K]: in float32, then rounded to `dtype`."""
+        return self.read().dequantize(dtype).reshape(self.shape)
+
+
+def find_matrices(
+    path: Path, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
+) -> dict[str, StoredMatrix]:
+    """Every quantised matrix by the name of the parameter it stands for.
+
+    Args:
+        path: the checkpoint's directory, for messages.
+        tensors: name -> place. config: config.json.
+
+    Raises:
+        UserError: a format that is not read; scales that are missing, left over or of the wrong shape.
+    """
+    _refuse(path, tensors)
+    quantization = _quantization(config)
+    found: dict[str, StoredMatrix] = {}
+    faults: list[str] = []
+    for name in sorted(tensors):
+        names = _parts(name, tensors)
+        if names is None:
+            continue
+        logical, scales = names
+        if scales is None:
+            faults.append(f"{name} ({tensors[name].dtype} without scales)")
+            continue
+        stored = _matrix(logical, tensors[name], tensors[scales], quantization)
+        if isinstance(stored, str):
+            faults.append(f"{name} {list(tensors[name].shape)} with {scales} {stored}")
+            continue
+        shape = logical.removesuffix(".weight") + ".weight_shape"
+        keys = (name, scales, *((shape,) if shape in tensors else ()))
+        found[logical] = StoredMatrix(*stored, keys=keys)
+    used = {key for matrix in found.values() for key in matrix.keys}
+    faults += [f"{name} (no weight)" for name in sorted(tensors) if _SCALE.search(name) and name not in used]
+    if faults:
+        shown = "; ".join(faults[:4]) + (f"; {len(faults)} in all" if len(faults) > 4 else "")
+        raise UserError(
+            "quantised weights and their scales do not fit together",
+            where=str(path),
+            observed=shown,
+            required="for each weight its scales, of the shape that quantization_config states",
+            remedy=_AGAIN,
+        )
+    return found
+
+
+def is_auxiliary(name: str) -> bool:
+    """Scales of activations and caches, which training does not need."""
+    return _ACTIVATION.search(name) is not None
+
+
+def _refuse(path: Path, tensors: Iterable[str]) -> None:
+    found: dict[str, list[str]] = {}
+    for name in tensors:
+        for suffix, what in _REFUSED.items():
+            if name.endswith(suffix):
+                found.setdefault(what, []).append(name)
+    for what, names in sorted(found.items()):
+        raise UserError(
+            "the checkpoint's quantised format cannot be read",
+            where=f"{path}, {min(names)}",
+            observed=f"{what} ({len(names)} tensors)",
+            required="BF16, F32, FP8, MXFP4, or symmetric INT8/INT4 (compressed-tensors)",
+            remedy=_OTHER,
+        )
+
+
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    for source in (config, text if isinstance(text, Mapping) else {}):
+        value = source.get("quantization_config")
+        if isinstance(value, Mapping):
+            return value
+    return {}
+
+
+def _parts(name: str, tensors: Mapping[str, TensorInfo]) -> tuple[str, str | None] | None:
+    """(name of the parameter, its scales) if `name` holds quantised values; None if it does not."""
+    info = tensors[name]
+    if name.endswith("_blocks") and info.dtype == "U8":
+        logical = name.removesuffix("_blocks")
+        candidates = [f"{logical}_scales"]
+    elif name.endswith(".weight_packed"):
+        logical = name.removesuffix("_packed")
+        candidates = [f"{logical}_scale"]
+    elif info.dtype in ("F8_E4M3", "F8_E5M2", "I8", "F4") and name.endswith(".weight"):
+        logical = name
+        candidates = [name.removesuffix(".weight") + suffix for suffix in _SCALE_SUFFIXES]
+    elif info.dtype in ("F8_E4M3", "F8_E5M2", "I8") and _FUSED.search(name):
+        logical = name
+        candidates = [f"{name}_scale_inv", f"{name}_scale"]
+    else:
+        return None
+    return logical, next((c for c in candidates if c in tensors), None)
+
+
+_Fields = tuple[str, str, TensorInfo, TensorInfo, tuple[int, ...], tuple[int, int]]
+
+
+def _matrix(
+    name: str, data: TensorInfo, scales: TensorInfo, quantization: Mapping[str, Any]
+) -> _Fields | str:
+    """Fields of a StoredMatrix, or what is wrong with the scales."""
+    kind = _kind(data, scales)
+    if kind is None:
+        return f"{scales.dtype} {list(scales.shape)} (no known format: values {data.dtype})"
+    packing = {"int4": 8, "mxfp4": 2}.get(kind, 1) if data.dtype != "F4" else 1
+    if data.name.endswith("_blocks"):
+        if len(data.shape) < 4 or data.shape[-1] != 16:
+            return f"{list(scales.shape)} (values must be [E, N, K / 32, 16])"
+        shape = (*data.shape[:-2], data.shape[-2] * 32)
+    else:
+        if len(data.shape) not in (2, 3):
+            return f"{list(scales.shape)} (values must be [N, K] or [E, N, K])"
+        shape = (*data.shape[:-1], data.shape[-1] * packing)
+    block = _block(kind, shape, scales, quantization)
+    if block is None:
+        return f"{list(scales.shape)} (values {list(shape)})"
+    if block[1] < shape[-1] and block[1] % 32:
+        return f"{list(scales.shape)} (groups of {block[1]}, required a multiple of 32)"
+    return name, kind, data, scales, shape, block
+
+
+def _kind(data: TensorInfo, scales: TensorInfo) -> str | None:
+    real = scales.dtype in ("F32", "BF16", "F16")
+    power = scales.dtype in ("U8", "F8_E8M0")
+    if data.dtype == "F8_E4M3" and (real or power):
+        return "fp8"
+    if data.dtype == "I32" and real:
+        return "int4"
+    if data.dtype in ("U8", "F4") and power:
+        return "mxfp4"
+    if data.dtype == "I8":
+        return "mxfp4" if power else "int8" if real else None
+    return None
+
+
+def _block(
+    kind: str, shape: tuple[int, ...], scales: TensorInfo, quantization: Mapping[str, Any]
+) -> tuple[int, int] | None:
+    """Rows and columns per scale; None = the scales' shape fits no convention."""
+    rows, columns = shape[-2:]
+    stack, held = shape[:-2], scales.shape
+    lead = held[: len(stack)] == stack
+    own = held[len(stack) :] if lead else ()
+    if kind == "mxfp4":
+        return (1, 32) if lead and columns % 32 == 0 and own == (rows, columns // 32) else None
+    if kind in ("int8", "int4"):
+        if lead and own in ((rows,), (rows, 1)):
+            return 1, columns
+        if lead and len(own) == 2 and own[0] == rows and own[1] > 0 and columns % own[1] == 0:
+            return 1, columns // own[1]
+        return None
+    if not lead and held in ((), (1,)) and not stack:
+        return rows, columns
+    if own in ((), (1,), (1, 1)) and (lead and (stack or held)):
+        return rows, columns
+    if own == (rows,) or own == (rows, 1):
+        return 1, columns
+    for size in _block_sizes(quantization):
+        if own == (-(-rows // size[0]), -(-columns // size[1])):
+            return size
+    return None
+
+
+def _block_sizes(quantization: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Block sizes that quantization_config names, else 128 x 128."""
+    named = [quantization.get("weight_block_size")]
+    groups = quantization.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        named.append(weights.get("block_structure") if isinstance(weights, Mapping) else None)
+    sizes = [(int(n[0]), int(n[1])) for n in named if isinstance(n, list | tuple) and len(n) == 2]
+    return sizes or [(128, 128)]
