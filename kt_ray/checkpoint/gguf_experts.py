@@ -171,7 +171,10 @@ class GgufExperts:
             raise ValueError(f"experts {list(experts)} outside 0..{self.layout.num_experts - 1}")
         formula = formula or ExpertFormula()
         jobs: list[ReadJob] = []
-        made = {part: _place(tensor, experts, jobs) for part, tensor in self.stacks[layer].items()}
+        made = {
+            part: _place(tensor, experts, jobs, as_stored=part.endswith("_bias"))
+            for part, tensor in self.stacks[layer].items()
+        }
         run_jobs(sorted(jobs, key=lambda job: (job.file, job.offset)), threads, progress, drop_cache)
         parts = {part: make() for part, make in made.items()}
         half = self.layout.intermediate
@@ -335,13 +338,13 @@ def _check_float32(header: GgufHeader, formats: dict[int, dict[str, str]]) -> No
 
 
 def _place(
-    tensor: GgufTensor, experts: Sequence[int], jobs: list[ReadJob]
+    tensor: GgufTensor, experts: Sequence[int], jobs: list[ReadJob], *, as_stored: bool
 ) -> Callable[[], Tensor | ExpertMatrix]:
     """Memory for experts of a stack, the jobs that fill it, and what makes them weights."""
     count, *shape = tensor.shape
     size = tensor.nbytes // count
     plain = _PLAIN.get(tensor.type)
-    held = torch.uint8 if plain is None else _HELD.get(plain, plain)
+    held = torch.uint8 if plain is None else plain if as_stored else _HELD.get(plain, plain)
     if plain is None:  # a row of blocks: bytes
         shape = [*shape[:-1], size // shape[0]]
     slab = allocate((len(experts), *shape), held)

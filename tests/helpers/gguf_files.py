@@ -15,7 +15,8 @@ from torch import Tensor
 from kt_ray.native import ExpertMatrix, quantize
 
 _PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-Stacks = Mapping[str, Tensor | ExpertMatrix]
+Stacks = Mapping[str, Tensor | ExpertMatrix | tuple[str, Tensor]]
+"""A tuple names the type of bytes that are given as they are."""
 
 
 def stack(kind: str, value: Tensor) -> Tensor | ExpertMatrix:
@@ -54,7 +55,9 @@ def write_gguf(
     return path if path.is_file() else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
 
 
-def _raw(tensor: Tensor | ExpertMatrix) -> tuple[np.ndarray[Any, Any], str]:
+def _raw(tensor: Tensor | ExpertMatrix | tuple[str, Tensor]) -> tuple[np.ndarray[Any, Any], str]:
+    if isinstance(tensor, tuple):
+        return tensor[1].numpy(), tensor[0]
     if isinstance(tensor, ExpertMatrix):
         return tensor.data.contiguous().numpy(), tensor.format.upper()
     if tensor.dtype == torch.bfloat16:  # numpy has no such type: its bytes
