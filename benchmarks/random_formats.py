@@ -216,12 +216,12 @@ def _int4(count: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def _mxfp4(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Two E2M1 codes a byte; of the magnitudes 0, 0.5, ... 6 the next lower one."""
+    """Two E2M1 codes a byte; of the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 the nearest one."""
     values = _normal(2 * count, generator, 2.0 ** (MXFP4_EXPONENT - 127), 6.0)
-    bounds = torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    codes = torch.bucketize(values.abs(), bounds, right=True).to(torch.uint8) | (values < 0).to(
-        torch.uint8
-    ) << 3
+    bounds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    codes = (
+        torch.bucketize(values.abs(), bounds, right=True).to(torch.uint8) | (values < 0).to(torch.uint8) << 3
+    )
     return codes[0::2] | codes[1::2] << 4
 
 
