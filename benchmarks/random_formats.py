@@ -1,4 +1,4 @@
-"""How random weights look on disk: which tensors a matrix becomes in a format, and where their bytes come from.
+"""Random weights on disk: which tensors a matrix becomes in a format, and where their bytes come from.
 
 Values are about N(0, 0.02), as in a freshly initialised model. Their bytes are drawn once, into a pool per
 kind; a tensor takes its bytes from there, from an offset of its own, so that writing costs no drawing. A
@@ -71,12 +71,16 @@ def entries(name: str, shape: tuple[int, ...], format: str) -> Iterator[Entry]:
         yield Entry(name, "BF16", shape, "zeros")
     elif _FUSED.search(name):
         yield from _fused(name, shape, format)
-    elif _EXPERT.search(name) and format != "bf16":
-        yield from _matrix(name, (shape[0], shape[1]), format)
-    elif format == "fp8" and len(shape) == 2 and name.endswith(".weight") and not _KEPT.search(name):
+    elif _quantised(name, shape, format):
         yield from _matrix(name, (shape[0], shape[1]), format)
     else:
         yield Entry(name, "BF16", shape, "normal")
+
+
+def _quantised(name: str, shape: tuple[int, ...], format: str) -> bool:
+    if format == "fp8":
+        return len(shape) == 2 and name.endswith(".weight") and not _KEPT.search(name)
+    return format != "bf16" and bool(_EXPERT.search(name))
 
 
 def _matrix(name: str, shape: tuple[int, int], format: str) -> Iterator[Entry]:
