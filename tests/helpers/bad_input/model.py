@@ -95,15 +95,15 @@ MODEL: list[Case] = [
         lambda p: p.config(model_type="deepseek_v99", architectures=["X"]),
     ),
     Case(
-        "multimodal",
+        "multimodal, of a family that transformers does not know",
         TINY,
-        ["multimodal checkpoints (kimi_vl)", "use a text-only checkpoint"],
+        ["transformers cannot read this model's configuration", "kimi_vl", "a family that the installed"],
         _multimodal,
     ),
     Case(
         "experts with another activation",
         TINY,
-        ["'gelu' activation", "plain SiLU experts", "use another checkpoint"],
+        ["the activation 'gelu'", "known: silu, swish", "use another checkpoint"],
         lambda p: p.config(hidden_act="gelu"),
     ),
     Case(
@@ -225,10 +225,10 @@ MODEL: list[Case] = [
         lambda p: p.weights(lambda t: t.update({EXPERT + "_scale_inv": torch.ones(1, 1)})),
     ),
     Case(
-        "experts FP8 by config",
+        "experts GPTQ by config",
         TINY,
-        ["stored as fp8_block", "use a BF16 checkpoint", "mode=plan"],
-        lambda p: p.config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        ["int4 in the packing of gptq", "use the model's BF16 checkpoint", "mode=plan"],
+        lambda p: p.config(quantization_config={"quant_method": "gptq", "bits": 4}),
     ),
     Case(
         "experts F16",
