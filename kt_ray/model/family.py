@@ -85,6 +85,7 @@ def build_causal(
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    hook.register()
     candidates = [(AutoModelForCausalLM, family.config), (AutoModelForImageTextToText, family.config)]
     if family.whole is not None:
         candidates.append((AutoModelForImageTextToText, family.whole))
@@ -197,5 +198,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].endswith(":"):  # a heading: the reason follows
+        return " ".join(lines[:2])
+    return lines[0] if lines else type(error).__name__
