@@ -106,7 +106,7 @@ def build_causal(
                 attn_implementation=attn_implementation,
                 experts_implementation=hook.NAME,
             )
-    except (ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, ImportError, KeyError, AttributeError, TypeError, RuntimeError) as error:
         raise UserError(
             f"transformers cannot build {family.label} for text generation",
             where="config.json",
@@ -160,7 +160,9 @@ def _config(raw: dict[str, Any], model_type: str, where: Path) -> Any:
     }
     values["model_type"] = name
     try:
-        return CONFIG_MAPPING[name].from_dict(values)
+        kind = CONFIG_MAPPING[name]
+        # save_pretrained writes an infinity as {"__float__": "Infinity"}
+        return kind.from_dict(kind._decode_special_floats(values))
     except Exception as error:  # whatever a configuration class raises about its values
         raise UserError(
             "transformers cannot read this model's configuration",

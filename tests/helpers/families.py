@@ -64,16 +64,40 @@ _TOWER: dict[str, Any] = {
     "global_attn_indexes": [0],
     "projector_hidden_size": 32,
 }
+_FIRST_DENSE = ["dense", "sparse", "sparse", "sparse"]
+_HYBRID = ["mamba", "attention", "mamba", "attention"]
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "deepseek_v32": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
-    "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "deepseek_v32": {"mlp_layer_types": _FIRST_DENSE},
+    "deepseek_v4": {
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "num_key_value_heads": 1,
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "sliding_attention",
+        ],
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "index_head_dim": 16,
+    },
+    "glm_moe_dsa": {"mlp_layer_types": _FIRST_DENSE},
+    "glm4v_moe_text": {"head_dim": 128},
+    "glm5_next_text": {"index_topk": 16},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "deepseek_ocr2_text": {"num_experts_per_tok": 2},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [24, 16]},
+    "deepseek_ocr2_text": {"num_experts_per_tok": 2, "num_key_value_heads": 4, "mlp_layer_types": _FIRST_DENSE},
+    "unlimited_ocr_text": {"num_key_value_heads": 4},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [24, 16],
+        "head_dim": 128,
+        "rope_parameters": {**_MROPE, "mrope_section": [22, 22, 20]},
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
+    "granitemoehybrid": {"layer_types": _HYBRID},
     "nemotron_h": {"layers_block_type": ["moe", "attention", "moe", "attention"], "num_hidden_layers": None},
-    "qwen3_omni_moe_text": {},
+    "zaya": {"num_experts_per_tok": 1},
 }
 
 
@@ -101,7 +125,7 @@ def tiny_config(model_type: str, **overrides: Any) -> dict[str, Any]:
     kind = CONFIG_MAPPING[model_type]
     parts = kind.sub_configs
     if "text_config" in parts:
-        towers = {name: _tower(part) for name, part in parts.items() if name != "text_config"}
+        towers = {name: _tower(part) for name, part in parts.items() if name != "text_config" and hasattr(part, "sub_configs")}
         text = tiny_config(parts["text_config"].model_type, **overrides)
         return {"model_type": model_type, "text_config": text} | towers
     if dataclasses.is_dataclass(kind):
@@ -120,7 +144,7 @@ def _tower(kind: Any) -> dict[str, Any]:
     """A small vision or audio configuration: its weights are never looked at."""
     known = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     values = {name: value for name, value in _TOWER.items() if name in known}
-    nested = {name: _tower(part) for name, part in kind.sub_configs.items()}
+    nested = {name: _tower(part) for name, part in kind.sub_configs.items() if hasattr(part, "sub_configs")}
     return {"model_type": kind.model_type} | values | nested
 
 
