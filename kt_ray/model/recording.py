@@ -215,10 +215,15 @@ def check_family(recorder: Recorder, first: bool, last: bool, hidden_size: int, 
         )
     if recorder.outputs == 2:
         recorder.extra = torch.zeros(1, device=device)
-        found = recorder.record(inputs(0), None).values()
+        found = recorder.record(inputs(0), None)
         recorder.carried = tuple(
-            sorted({k for call in found for k, v in call.kwargs.items() if v is recorder.extra})
+            sorted({k for call in found.values() for k, v in call.kwargs.items() if v is recorder.extra})
         )
+        for index, call in found.items():
+            if any(value is recorder.extra for value in call.args):
+                raise _refuse(
+                    model_type, f"layer {index} receives what an earlier layer computed", "any placement"
+                )
         recorder.extra = None
     plain_calls = recorder.record(inputs(0), None)
     for index, call in plain_calls.items():

@@ -62,7 +62,10 @@ _TOWER: dict[str, Any] = {
     "num_position_embeddings": 16,
     "output_channels": 8,
     "global_attn_indexes": [0],
-    "projector_hidden_size": 32,
+    **dict.fromkeys(("projector_hidden_size", "text_hidden_size"), 32),
+    "patch_sizes": [16],
+    "hidden_sizes": [32],
+    "depths": [1],
 }
 _FIRST_DENSE = ["dense", "sparse", "sparse", "sparse"]
 _HYBRID = ["mamba", "attention", "mamba", "attention"]
@@ -86,10 +89,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"mlp_layer_types": _FIRST_DENSE},
     "glm4v_moe_text": {"head_dim": 128},
     "glm5_next_text": {"index_topk": 16, "qk_rope_head_dim": 0},
-    "mistral_large4_text": {"n_shared_experts": 1},
-    "dots3_note": {"per_layer_config": {}},
-    "dots3_note_text": {"per_layer_config": {}},
-    "qwen4_exp_text": {"indexer_types": ["full"] * 4},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "deepseek_ocr2_text": {"num_experts_per_tok": 2, "num_key_value_heads": 4, "mlp_layer_types": _FIRST_DENSE},
     "unlimited_ocr_text": {"num_key_value_heads": 4},
@@ -129,8 +135,10 @@ def tiny_config(model_type: str, **overrides: Any) -> dict[str, Any]:
     kind = CONFIG_MAPPING[model_type]
     parts = kind.sub_configs
     if "text_config" in parts:
-        towers = {name: _tower(part) for name, part in parts.items() if name != "text_config" and hasattr(part, "sub_configs")}
+        towers = {n: _tower(part) for n, part in parts.items() if n != "text_config" and _is_class(part)}
         text = tiny_config(parts["text_config"].model_type, **overrides)
+        if parts.get("vision_config") is not None and "vision_config" not in towers:
+            towers["vision_config"] = _tower(CONFIG_MAPPING["pixtral"])  # Mistral-Large-4's
         return {"model_type": model_type, "text_config": text} | towers
     if dataclasses.is_dataclass(kind):
         names = {f.name for f in dataclasses.fields(kind)}
@@ -148,8 +156,14 @@ def _tower(kind: Any) -> dict[str, Any]:
     """A small vision or audio configuration: its weights are never looked at."""
     known = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     values = {name: value for name, value in _TOWER.items() if name in known}
-    nested = {name: _tower(part) for name, part in kind.sub_configs.items() if hasattr(part, "sub_configs")}
+    if "per_layer_config" in known:  # names its layers
+        values = {n: v for n, v in values.items() if n != "num_hidden_layers"}
+    nested = {name: _tower(part) for name, part in kind.sub_configs.items() if _is_class(part)}
     return {"model_type": kind.model_type} | values | nested
+
+
+def _is_class(part: Any) -> bool:
+    return hasattr(part, "model_type")  # AutoConfig has none
 
 
 def write_config(directory: Path, model_type: str, **overrides: Any) -> Path:

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
 from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
+from kt_ray.model.autograd import expert_weights
 from kt_ray.model.family import build_causal, read_family
 from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
@@ -32,6 +34,21 @@ def documented() -> dict[str, tuple[str, str]]:
     return {name: (status, reason) for name, status, reason in rows}
 
 
+def check_loaded_experts(path: Path, stage: Stage, reference: Eager) -> None:
+    """What an expert actor reads is what transformers loads into its experts modules."""
+    index = CheckpointIndex.open(path)
+    layout = ExpertLayout.detect(index)
+    assert layout.moe_layers == stage.moe_layers
+    for layer in layout.moe_layers:
+        formula = stage.model.formulas[layer]
+        got = load_experts(index, layout, layer, range(layout.num_experts), formula=formula)
+        want = expert_weights(reference.experts[layer])
+        for part in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias"):
+            a, b = getattr(got, part), getattr(want, part)
+            assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), part
+        assert (got.activation, got.limit) == (want.activation, want.limit)
+
+
 def try_family(root: Path, model_type: str) -> tuple[str, str]:
     """("trains", class and what is special) or ("refused", reason); numbers are asserted."""
     path = write_config(root / model_type, model_type)
@@ -48,6 +65,7 @@ def try_family(root: Path, model_type: str) -> tuple[str, str]:
     except UserError as error:
         return "refused", error.what if not error.observed else f"{error.what}: {error.observed}"
     reference = Eager(path, stage.model)
+    check_loaded_experts(path, stage, reference)
     exchange = EagerExchange(reference.experts)
     spec = pass_spec(ROWS, groups=2, micro=2)
     loss = forward([stage], spec, exchange) / spec.loss_tokens  # type: ignore[arg-type]
