@@ -103,15 +103,43 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def content_of(start: bytes, size: int) -> str:
+    """What a file is that is not what its name says, from its first bytes; "" where they tell nothing."""
+    text = start.lstrip().lower()
+    if size == 0:
+        return "an empty file"
+    if start.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer, not the file itself (git lfs pull fetches it)"
+    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "a web page (an error page saved under this name)"
+    if start.startswith(b"PK\x03\x04"):
+        return "a zip archive (PyTorch's format)"
+    if start.startswith(b"GGUF"):
+        return "a GGUF file"
+    if start and not any(start):
+        return "zeros (space that was reserved and never written: an interrupted download)"
+    return ""
+
+
+def _start(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(64)
+    except OSError:
+        return b""
+
+
 def read_json(path: Path, what: str, remedy: str) -> dict[str, Any]:
     """Parse a JSON object; damaged or duplicate keys are the user's error."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
+        size = 0 if isinstance(error, OSError) else path.stat().st_size
+        content = "" if isinstance(error, OSError) else content_of(_start(path), size)
         raise UserError(
             f"{what} cannot be read",
             where=str(path),
-            observed=error,
+            observed=content or error,
             required="one JSON object",
             remedy=remedy,
         ) from error
@@ -132,36 +160,18 @@ def read_header(path: Path, *, remedy: str = "download or copy this file again")
     Raises:
         UserError: absent, truncated or damaged file; names the file, its bytes and the bytes required.
     """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if len(prefix) < 8 or length > _MAX_HEADER or 8 + length > size:
-                raise UserError(
-                    "safetensors file is truncated or no safetensors file (its header is incomplete)",
-                    where=str(path),
-                    observed=f"{size} bytes",
-                    required=f"{8 + length} bytes at least"
-                    if length <= _MAX_HEADER
-                    else "a safetensors header",
-                    remedy=remedy,
-                )
-            raw = file.read(length)
-    except OSError as error:
-        raise UserError(
-            "safetensors file cannot be read", where=str(path), observed=error, remedy=remedy
-        ) from error
+    size, length, raw = _raw_header(path, remedy)
     try:
         entries = json.loads(raw, object_pairs_hook=_no_duplicates)
         metadata = entries.pop("__metadata__", None) or {}
         tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        fault = f"no key {error}" if isinstance(error, KeyError) else error
         raise UserError(
             "safetensors header is damaged",
             where=str(path),
-            observed=error,
-            required="valid JSON",
+            observed=fault,
+            required="a JSON object with dtype, shape and data_offsets of every tensor",
             remedy=remedy,
         ) from error
     required = 8 + length
@@ -188,14 +198,41 @@ def read_header(path: Path, *, remedy: str = "download or copy this file again")
     return Header(tensors, metadata, 8 + length, required)
 
 
+def _raw_header(path: Path, remedy: str) -> tuple[int, int, bytes]:
+    """Bytes of the file, bytes of its header, and the header."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if 2 <= length <= min(_MAX_HEADER, size - 8):
+                return size, length, file.read(length)
+            content = content_of(prefix + file.read(56), size)
+    except OSError as error:
+        raise UserError(
+            "safetensors file cannot be read", where=str(path), observed=error, remedy=remedy
+        ) from error
+    plausible = len(prefix) == 8 and 2 <= length <= _MAX_HEADER
+    raise UserError(
+        "safetensors file is truncated or no safetensors file (its header is incomplete)",
+        where=str(path),
+        observed=f"{size} bytes" + (f", {content}" if content else ""),
+        required=f"{8 + length} bytes at least" if plausible else "a safetensors header",
+        remedy=remedy,
+    )
+
+
 def _entry(path: Path, name: str, entry: dict[str, Any], data_start: int) -> TensorInfo:
-    dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-    start, end = (int(n) for n in entry["data_offsets"])
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    start, end = entry["data_offsets"]
+    # (type, not isinstance: true and false are no sizes)
+    if not all(type(n) is int and n >= 0 for n in (*shape, start, end)) or end < start:
+        raise ValueError(f"tensor {name}: shape {list(shape)}, offsets [{start}, {end})")
     bits = BITS.get(dtype)
-    if bits is not None and (end - start) * 8 != math.prod(shape) * bits:
+    if bits is None:
+        raise ValueError(f"tensor {name}: unknown type {dtype!r}")
+    if (end - start) * 8 != math.prod(shape) * bits:
         raise ValueError(f"tensor {name}: {end - start} bytes for shape {list(shape)} of {dtype}")
-    if start < 0 or end < start:
-        raise ValueError(f"tensor {name}: offsets [{start}, {end})")
     return TensorInfo(name, path, dtype, shape, data_start + start, data_start + end)
 
 

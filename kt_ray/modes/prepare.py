@@ -6,7 +6,8 @@ import math
 import os
 from dataclasses import dataclass
 
-from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, check_non_experts
+from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, check_content, check_non_experts
+from kt_ray.checkpoint.index import some
 from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, eval_waves, load_data
 from kt_ray.demo import resolve_model_dir
@@ -31,6 +32,7 @@ class Prepared:
         index: its validated tensors. fingerprint: recognises this checkpoint on resume.
         plan: who does what. data: tokenised rows. schedule: the steps.
         module_names: the model's linear modules outside the routed experts.
+        notes: what was passed over in the checkpoint, one line each.
     """
 
     config: Config
@@ -40,6 +42,7 @@ class Prepared:
     data: DataBundle
     schedule: Schedule
     module_names: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def prepare(config: Config) -> Prepared:
@@ -63,11 +66,19 @@ def prepare(config: Config) -> Prepared:
     )
     _check_fits(plan)
     whole = build_on_meta(_meta_spec(config, dims, model_dir))
-    check_non_experts(index, whole.causal, layout=layout)
+    report = check_non_experts(index, whole.causal, layout=layout)
+    check_content(index)
     resolve_targets(config.lora.target_modules, whole.lora_names)
     data = load_data(config, model_dir, config.seed)
     schedule = _schedule(config, plan, data)
-    return Prepared(config, model_dir, index, plan, data, schedule, tuple(whole.lora_names))
+    notes = (*index.notes, *_ignored_note(report.ignored))
+    return Prepared(config, model_dir, index, plan, data, schedule, tuple(whole.lora_names), notes)
+
+
+def _ignored_note(ignored: list[str]) -> list[str]:
+    if not ignored:
+        return []
+    return [f"checkpoint tensors that training ignores (as the family does): {some(ignored, 4)}"]
 
 
 def _check_isa(config: Config) -> None:
