@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from kt_ray.checkpoint.index import CheckpointIndex
+from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.safetensors_file import TORCH_DTYPES, TensorInfo
 from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.errors import UserError
@@ -69,7 +69,7 @@ def _check_file(file: Path, infos: list[TensorInfo], scales: Mapping[str, Stored
             raise UserError(
                 "shard holds zeros instead of weights",
                 where=str(file),
-                observed=f"zero throughout: {', '.join(zero)}",
+                observed=f"zero throughout: {some(zero)}",
                 required="weights",
                 remedy=_AGAIN,
             )
@@ -118,7 +118,7 @@ def _check_holes(fd: int, file: Path, infos: list[TensorInfo]) -> None:
     raise UserError(
         "shard was not written completely (its file has holes)",
         where=str(file),
-        observed=f"{empty} of {size} bytes never written, in {len(hit)} tensors from {hit[0] if hit else '-'}",
+        observed=f"{empty} of {size} bytes never written; in {some(hit)}",
         required="no holes",
         remedy=_AGAIN,
     )

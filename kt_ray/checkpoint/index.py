@@ -34,7 +34,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 64
 _UNFINISHED = (".aria2", ".incomplete", ".part", ".partial", ".crdownload", ".download", ".tmp")
 
 
-def some(names: list[str], limit: int = 10) -> str:
+def some(names: list[str], limit: int = 5) -> str:
     """The first few names and how many there are."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown}, ... ({len(names)} in all)"
