@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Folder:
-    """A checkpoint of two shards; `base` is the good one's name."""
+    """A checkpoint of two shards with their index."""
 
     path: Path
 
@@ -41,6 +41,10 @@ class Folder:
 
     def shard(self, number: int = 1) -> Path:
         return self.path / f"model-{number:05d}-of-00002.safetensors"
+
+    def copy(self, path: Path) -> Folder:
+        shutil.copytree(self.path, path)
+        return Folder(path)
 
     def load(self) -> Tensors:
         return {k: v for n in (1, 2) for k, v in load_file(self.shard(n)).items()}
@@ -125,7 +129,13 @@ _INT4 = {
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
-            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 32,
+            },
         }
     },
     "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"],
