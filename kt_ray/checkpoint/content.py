@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from kt_ray.checkpoint.index import CheckpointIndex, some
-from kt_ray.checkpoint.safetensors_file import TORCH_DTYPES, TensorInfo
+from kt_ray.checkpoint.safetensors_file import TORCH_DTYPES, TensorInfo, read_tensor
 from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.errors import UserError
 
@@ -37,14 +37,14 @@ def check_content(index: CheckpointIndex) -> None:
 
     Raises:
         UserError: holes or matrices of zeros (never written), weights or scales that are not finite,
-            scales that are all zero. Names the file and the tensors.
+            scales that are all zero, a stated shape that packed weights do not have; names file and tensors.
     """
     scales = {matrix.scales.name: matrix for matrix in index.matrices.values()}
     by_file: dict[Path, list[TensorInfo]] = defaultdict(list)
     for info in index.tensors.values():
         by_file[info.file].append(info)
     with ThreadPoolExecutor(max_workers=_READERS) as pool:
-        jobs = [pool.submit(_check_file, file, by_file[file], scales) for file in sorted(by_file)]
+        jobs = [pool.submit(_check_file, index, file, by_file[file], scales) for file in sorted(by_file)]
         try:
             for job in jobs:
                 job.result()
@@ -52,7 +52,9 @@ def check_content(index: CheckpointIndex) -> None:
             pool.shutdown(cancel_futures=True)
 
 
-def _check_file(file: Path, infos: list[TensorInfo], scales: Mapping[str, StoredMatrix]) -> None:
+def _check_file(
+    index: CheckpointIndex, file: Path, infos: list[TensorInfo], scales: Mapping[str, StoredMatrix]
+) -> None:
     try:
         fd = os.open(file, os.O_RDONLY)
     except OSError as error:
@@ -74,7 +76,11 @@ def _check_file(file: Path, infos: list[TensorInfo], scales: Mapping[str, Stored
                 remedy=_AGAIN,
             )
         for info in _spread([i for i in infos if i.name in scales]):
-            _check_scales(fd, info, scales[info.name])
+            matrix = scales[info.name]
+            _check_scales(fd, info, matrix)
+            for key in matrix.keys:
+                if key.endswith(".weight_shape"):
+                    _check_stated_shape(index.tensors[key], matrix)
     except OSError as error:
         raise UserError(
             "safetensors file cannot be read", where=str(file), observed=error, remedy=_AGAIN
@@ -173,5 +179,18 @@ def _check_scales(fd: int, info: TensorInfo, matrix: StoredMatrix) -> None:
             where=f"{info.file}, tensor {info.name}",
             observed=f"{bad} of {count} are NaN or infinite" if bad else f"{count} zeros",
             required=f"finite scales for {matrix.name} ({matrix.format})",
+            remedy=_AGAIN,
+        )
+
+
+def _check_stated_shape(info: TensorInfo, matrix: StoredMatrix) -> None:
+    """compressed-tensors stores the shape before packing beside the packed words."""
+    stated = tuple(read_tensor(info).flatten().tolist())
+    if stated != matrix.shape:
+        raise UserError(
+            "packed weights and the shape stated beside them disagree",
+            where=f"{info.file}, tensor {info.name}",
+            observed=list(stated),
+            required=f"{list(matrix.shape)} as {matrix.data.name} and its scales have",
             remedy=_AGAIN,
         )

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from kt_ray.errors import UserError
+from kt_ray.filetypes import content_of, content_of_file
 
 # Bits per element, by the dtype names of the format.
 BITS: dict[str, int] = {
@@ -103,43 +104,15 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def content_of(start: bytes, size: int) -> str:
-    """What a file is that is not what its name says, from its first bytes; "" where they tell nothing."""
-    text = start.lstrip().lower()
-    if size == 0:
-        return "an empty file"
-    if start.startswith(b"version https://git-lfs"):
-        return "a Git LFS pointer, not the file itself (git lfs pull fetches it)"
-    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
-        return "a web page (an error page saved under this name)"
-    if start.startswith(b"PK\x03\x04"):
-        return "a zip archive (PyTorch's format)"
-    if start.startswith(b"GGUF"):
-        return "a GGUF file"
-    if start and not any(start):
-        return "zeros (space that was reserved and never written: an interrupted download)"
-    return ""
-
-
-def _start(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(64)
-    except OSError:
-        return b""
-
-
 def read_json(path: Path, what: str, remedy: str) -> dict[str, Any]:
     """Parse a JSON object; damaged or duplicate keys are the user's error."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, OSError, RecursionError) as error:
-        size = 0 if isinstance(error, OSError) else path.stat().st_size
-        content = "" if isinstance(error, OSError) else content_of(_start(path), size)
         raise UserError(
             f"{what} cannot be read",
             where=str(path),
-            observed=content or error,
+            observed=content_of_file(path) or error,
             required="one JSON object",
             remedy=remedy,
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import torch
 
@@ -14,7 +15,7 @@ EXPERT = f"{EXPERTS}.2.up_proj.weight"
 _AGAIN = "config.json belongs to it"
 
 
-def _drop(part: str) -> object:
+def _drop(part: str) -> Callable[[Folder], object]:
     def change(tensors: Tensors) -> None:
         for name in [n for n in tensors if part in n]:
             del tensors[name]
@@ -62,12 +63,12 @@ def _other_tokenizer(folder: Folder) -> None:
 KEYS: list[Case] = [
     Case(
         "expert missing", "bf16", _drop(f"{EXPERTS}.5."), ["lacks experts", f"{EXPERTS}.5.down_proj.weight"]
-    ),  # type: ignore[arg-type]
-    Case("projection missing", "bf16", _drop(EXPERT), ["lacks experts", f"missing: {EXPERT}", "8 experts"]),  # type: ignore[arg-type]
+    ),
+    Case("projection missing", "bf16", _drop(EXPERT), ["lacks experts", f"missing: {EXPERT}", "8 experts"]),
     Case(
         "many experts missing",
         "bf16",
-        _drop(".down_proj.weight"),  # type: ignore[arg-type]
+        _drop(".down_proj.weight"),
         ["lacks experts", f"{EXPERTS}.0.down_proj.weight, {EXPERTS}.1.down_proj.weight", "(16 in all)"],
     ),
     Case(
@@ -99,7 +100,7 @@ KEYS: list[Case] = [
     Case(
         "layer missing",
         "bf16",
-        _drop("layers.2."),  # type: ignore[arg-type]
+        _drop("layers.2."),
         ["layers that have routed experts", "without: [2]"],
     ),
     Case(
@@ -117,7 +118,7 @@ KEYS: list[Case] = [
     Case(
         "attention weight missing",
         "bf16",
-        _drop("model.layers.2.self_attn.o_proj.weight"),  # type: ignore[arg-type]
+        _drop("model.layers.2.self_attn.o_proj.weight"),
         ["lacks weights of the model", "missing: model.layers.2.self_attn.o_proj.weight"],
     ),
     Case(
@@ -132,11 +133,11 @@ KEYS: list[Case] = [
         lambda f: f.weights(lambda t: t.update({"model.layers.1.self_attn.q_norm.weight": torch.ones(8)})),
         ["no place for", "unexpected: model.layers.1.self_attn.q_norm.weight", "model-0000"],
     ),
-    Case("head missing", "bf16", _drop("lm_head.weight"), ["lacks weights", "missing: lm_head.weight"]),  # type: ignore[arg-type]
+    Case("head missing", "bf16", _drop("lm_head.weight"), ["lacks weights", "missing: lm_head.weight"]),
     Case(
         "embedding missing",
         "bf16",
-        _drop("embed_tokens"),  # type: ignore[arg-type]
+        _drop("embed_tokens"),
         ["lacks weights", "missing: model.embed_tokens.weight"],
     ),
     Case(
@@ -181,8 +182,8 @@ KEYS: list[Case] = [
     Case(
         "fused projection missing",
         "fused",
-        _drop(f"{EXPERTS}.down_proj"),  # type: ignore[arg-type]
-        ["lacks experts", "mlp.experts.down_proj"],
+        _drop("model.layers.2.mlp.experts.down_proj"),
+        ["lacks experts", "missing: model.layers.2.mlp.experts.down_proj"],
     ),
     Case(
         "fused projection of another shape",

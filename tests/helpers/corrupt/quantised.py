@@ -34,6 +34,11 @@ def _groups(folder: Folder) -> None:
     folder.tensor(f"{EXPERT}.weight_scale", lambda t: t.repeat_interleave(2, 1))
 
 
+def _other_shapes(tensors: Tensors) -> None:
+    stated = [n for n in tensors if n.endswith("weight_shape")]
+    tensors.update({n: torch.tensor([64, 128], dtype=torch.int32) for n in stated})
+
+
 QUANTISED: list[Case] = [
     Case(
         "fp8 scale missing",
@@ -91,10 +96,10 @@ QUANTISED: list[Case] = [
         [_FIT, f"{EXPERT}.weight_packed", "I32 without scales"],
     ),
     Case(
-        "int4 weight_shape of another matrix",
+        "int4 weight_shape of another model",
         "int4",
-        lambda f: f.tensor(f"{EXPERT}.weight_shape", lambda t: torch.tensor([32, 128], dtype=torch.int32)),
-        [f"{EXPERT}.weight_shape", "[32, 128]", "[32, 64]"],
+        lambda f: f.weights(_other_shapes),
+        ["shape stated beside them", ".weight_shape", "found [64, 128]", "required [64, 32]"],
     ),
     Case("int4 groups of 16", "int4", _groups, [_FIT, "groups of 16"]),
     Case(
