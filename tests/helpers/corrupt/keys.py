@@ -87,7 +87,7 @@ KEYS: list[Case] = [
         "expert of another type",
         "bf16",
         lambda f: f.tensor(EXPERT, lambda t: t.float()),
-        ["mixed types", f"{EXPERTS}.0.up_proj.weight", "found BF16, F32"],
+        ["mixed types", EXPERT, "found 7 of BF16, 1 of F32"],
     ),
     Case("expert under another name", "bf16", lambda f: f.weights(_rename), ["mixed names", "w3"]),
     Case(

@@ -75,7 +75,7 @@ QUANTISED: list[Case] = [
                 }
             )
         ),
-        ["mixed types", "BF16", "F8_E4M3"],
+        ["mixed types", f"{EXPERT}.weight", "7 of BF16, 1 of F8_E4M3"],
     ),
     Case(
         "fp8 attention scale missing",
