@@ -27,6 +27,7 @@ from torch import Tensor
 from kt_ray.checkpoint.safetensors_file import BITS, RAW_BYTES, TORCH_DTYPES
 from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.native import ExpertMatrix
+from kt_ray.native.matrix import scales_to_float
 from kt_ray.native.quantize import ScaleType, quantize
 
 CONVENTIONS = ("fp8", "fp8-row", "fp8-fused", "int8", "int4", "mxfp4", "mxfp4-blocks", "fp4")
@@ -192,7 +193,7 @@ def _scales(made: ExpertMatrix, dtype: str) -> Tensor:
     scales = _of(made)
     if scales.dtype != torch.uint8 or dtype in ("U8", "F8_E8M0"):
         return scales
-    return torch.ldexp(torch.ones(()), scales.to(torch.int32) - 127).to(TORCH_DTYPES[dtype])
+    return scales_to_float(scales).to(TORCH_DTYPES[dtype])
 
 
 def _dtype(entry: Entry) -> torch.dtype:

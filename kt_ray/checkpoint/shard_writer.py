@@ -42,7 +42,7 @@ from kt_ray.errors import UserError
 
 SHARD_BYTES = 4 << 30
 _JOB = ".job"
-_CHUNK = 32 << 20
+_CHUNK = 8 << 20
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 
 

@@ -28,6 +28,7 @@ from kt_ray.checkpoint.encode import Encoding, Entry
 from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.peft_config import converts_keys
 from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Notes, Piece, Unit, copied, finish, write_shards
+from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.checkpoint.training import write_text
 from kt_ray.errors import UserError
 from kt_ray.tools.experts import ExpertGroup, expert_groups, join_rows, split_rows
@@ -276,11 +277,17 @@ class _Plan:
         if matrix is None:
             self.plain.add(name)
             return as_stored(index, [name])
-        if to == "fp8" and matrix.block == (128, 128) and matrix.keys[1].endswith(".weight_scale_inv"):
+        if to == "fp8" and _is_block_fp8(matrix):
             self.quantised.add(name)
             return as_stored(index, [name])
         self.plain.add(name)
         return [(at, rewritten(index, name, bf16=True))]
+
+
+def _is_block_fp8(matrix: StoredMatrix) -> bool:
+    """As `--to fp8` writes it."""
+    blocks = tuple(-(-size // 128) for size in matrix.shape)
+    return matrix.scales.name.endswith(".weight_scale_inv") and matrix.scales.shape == blocks
 
 
 def _rows(group: ExpertGroup, role: str, expert: int) -> torch.Tensor:

@@ -84,7 +84,7 @@ def adapter_fingerprint(path: Path) -> str:
     """Hash of an adapter's configuration and weights: what a merge depends on."""
     digest = hashlib.sha256((path / CONFIG).read_bytes())
     with (path / WEIGHTS).open("rb") as file:
-        while chunk := file.read(16 << 20):
+        while chunk := file.read(4 << 20):
             digest.update(chunk)
     return digest.hexdigest()
 

@@ -1,0 +1,311 @@
+"""merge: the base plus the adapter, in every format and layout; equal to PEFT's own merge."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kt_ray.checkpoint import AdapterInfo, CheckpointIndex, adapter_config
+from kt_ray.errors import UserError
+from kt_ray.tools.__main__ import main
+from kt_ray.tools.experts import expert_groups
+from kt_ray.tools.merge import merge
+from tests.helpers.tiny_moe import E, H, I, encoded, expert_modules, fused, lora, per_expert, save, save_adapter, values
+
+MIXTRAL: dict[str, Any] = {"moe": "block_sparse_moe", "leaves": ("w1", "w3", "w2")}
+SCALE = 6 / 4
+# Largest relative error of what was quantised again.
+BOUNDS = {"fp8": 0.03, "int8": 0.01, "int4": 0.11, "mxfp4": 0.14, "plain": 0.004}
+GPT_OSS = {"model_type": "gpt_oss"}
+BASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "bf16": ("plain", per_expert(), {}),
+    "float32": ("plain", per_expert(torch.float32), {}),
+    "mixtral": ("plain", per_expert(**MIXTRAL), {"model_type": "mixtral"}),
+    "fused": ("plain", fused(), {"model_type": "qwen3_5_moe_text"}),
+    "transposed": ("plain", fused(transposed=True), {"model_type": "qwen3_vl_moe_text"}),
+    "gpt_oss": ("mxfp4", encoded(fused(interleaved=True, biases=True), "mxfp4-blocks"), GPT_OSS),
+    "gpt_oss bf16": ("plain", fused(interleaved=True, biases=True, transposed=True), GPT_OSS),
+    "fp8": ("fp8", encoded(per_expert(), "fp8"), {}),
+    "fp8 rows": ("fp8", encoded(per_expert(), "fp8-row"), {}),
+    "fp8 fused": ("fp8", encoded(fused(), "fp8-fused"), {}),
+    "int8": ("int8", encoded(per_expert(), "int8"), {}),
+    "int4": ("int4", encoded(per_expert(), "int4", group=32), {}),
+    "mxfp4": ("mxfp4", encoded(per_expert(), "mxfp4"), {}),
+    "fp4": ("mxfp4", encoded(per_expert(), "fp4"), {}),
+}
+
+
+def matrices(path: Path) -> dict[tuple[int, int, str], torch.Tensor]:
+    """(layer, expert, projection) -> values."""
+    return {
+        (group.layer, e, p): group.read(e, p)
+        for group in expert_groups(CheckpointIndex.open(path)).values()
+        for e in range(E)
+        for p in ("gate", "up", "down")
+    }
+
+
+def deltas(adapter: dict[str, torch.Tensor], moe: str, leaves: tuple[str, str, str]) -> dict[tuple[int, int, str], torch.Tensor]:
+    result = {}
+    for layer in range(2):
+        for e in range(E):
+            for p, leaf in zip(("gate", "up", "down"), leaves, strict=True):
+                module = f"model.layers.{layer}.{moe}.experts.{e}.{leaf}"
+                if f"{module}.lora_A.weight" in adapter:
+                    result[layer, e, p] = (
+                        SCALE * adapter[f"{module}.lora_B.weight"] @ adapter[f"{module}.lora_A.weight"]
+                    )
+    return result
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["same", "bf16"])
+@pytest.mark.parametrize("name", BASES)
+def test_base_plus_adapter(tmp_path: Path, name: str, bf16: bool) -> None:
+    kind, tensors, config = BASES[name]
+    names = MIXTRAL if name == "mixtral" else {"moe": "mlp", "leaves": ("gate_proj", "up_proj", "down_proj")}
+    adapter = lora(expert_modules(**names))
+    base = save(tmp_path / "base", tensors, config)
+    path = save_adapter(tmp_path / "adapter", adapter)
+    report = merge(base, path, tmp_path / "out", bf16=bf16, shard_bytes=50_000)
+    assert report["experts"] == 2 * E * 3 and report["linear"] == 2
+    before, after, change = matrices(base), matrices(tmp_path / "out"), deltas(adapter, **names)
+    bound = BOUNDS["plain" if bf16 else kind]
+    for key, value in before.items():
+        expected = value + change[key]
+        assert float((after[key] - expected).norm() / expected.norm()) < bound, key
+        assert float((after[key] - value).norm() / change[key].norm()) > 0.5
+    source, out = CheckpointIndex.open(base), CheckpointIndex.open(tmp_path / "out")
+    q = "model.layers.0.self_attn.q_proj.weight"
+    delta = SCALE * adapter[q.replace("weight", "lora_B.weight")] @ adapter[q.replace("weight", "lora_A.weight")]
+    expected, ulp = source.read(q).float() + delta, 2**-8 if source.read(q).dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(out.read(q).float(), expected, rtol=ulp, atol=1e-7)
+    if bf16:
+        assert not out.matrices and "quantization_config" not in out.config
+        return
+    assert out.tensors.keys() == source.tensors.keys() and out.config == source.config
+    for key, info in source.tensors.items():
+        assert (out.tensors[key].dtype, out.tensors[key].shape) == (info.dtype, info.shape)
+        if ".experts." not in key and "q_proj" not in key:
+            assert torch.equal(out.read(key), source.read(key)), key
+
+
+@pytest.mark.parametrize("name", ["bf16", "fused", "gpt_oss", "int4", "fp8 fused"])
+def test_untouched_experts_keep_their_bytes(tmp_path: Path, name: str) -> None:
+    _, tensors, config = BASES[name]
+    modules = {"model.layers.1.mlp.experts.2.up_proj": (I, H)}
+    base = save(tmp_path / "base", tensors, config)
+    report = merge(base, save_adapter(tmp_path / "adapter", lora(modules)), tmp_path / "out")
+    assert report["touched"] == 1
+    before, after = matrices(base), matrices(tmp_path / "out")
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    # fused: gate shares no rows with up, yet FP8 blocks of 128 rows span both
+    assert (1, 2, "up") in changed and changed <= {(1, 2, "up"), (1, 2, "gate")}
+    if name != "fp8 fused":
+        assert changed == {(1, 2, "up")}
+
+
+def fused_adapter(interleaved: bool) -> tuple[dict[str, torch.Tensor], dict[tuple[int, int, str], torch.Tensor]]:
+    """PEFT's form with a gate_up whose B is not block-diagonal, and what it adds."""
+    rank, tensors, change = 4, {}, {}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        a, b = values(E * rank, H, seed=layer), values(2 * I, rank * E, seed=layer + 5)
+        a2, b2 = values(E * rank, I, seed=layer + 9), values(H, rank * E, seed=layer + 13)
+        tensors |= {f"{prefix}.base_layer.lora_A.weight": a, f"{prefix}.base_layer.lora_B.weight": b}
+        tensors |= {f"{prefix}.lora_A.weight": a2, f"{prefix}.lora_B.weight": b2}
+        for e in range(E):
+            both = SCALE * b.view(2 * I, rank, E)[:, :, e] @ a.view(E, rank, H)[e]
+            gate, up = (both[0::2], both[1::2]) if interleaved else both.chunk(2)
+            change |= {(layer, e, "gate"): gate, (layer, e, "up"): up}
+            change[layer, e, "down"] = SCALE * b2.view(H, rank, E)[:, :, e] @ a2.view(E, rank, I)[e]
+    return tensors, change
+
+
+@pytest.mark.parametrize("name", ["bf16", "fused", "transposed", "gpt_oss", "gpt_oss bf16", "int8"])
+def test_fused_adapters(tmp_path: Path, name: str) -> None:
+    kind, tensors, config = BASES[name]
+    adapter, change = fused_adapter(name.startswith("gpt_oss"))
+    base = save(tmp_path / "base", tensors, config)
+    merge(base, save_adapter(tmp_path / "adapter", adapter), tmp_path / "out")
+    before, after = matrices(base), matrices(tmp_path / "out")
+    for key, value in before.items():
+        expected = value + change[key]
+        assert float((after[key] - expected).norm() / expected.norm()) < BOUNDS[kind], key
+
+
+def test_patterns_and_rslora(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", per_expert(torch.float32))
+    q = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
+    adapter = lora({q[0]: (H, H)}, rank=2) | lora({q[1]: (H, H)}, rank=4)
+    options = {"rank_pattern": {r"layers\.0.*q_proj": 2}, "alpha_pattern": {"q_proj": 5}, "use_rslora": True}
+    merge(base, save_adapter(tmp_path / "adapter", adapter, **options), tmp_path / "out")
+    source, out = CheckpointIndex.open(base), CheckpointIndex.open(tmp_path / "out")
+    for module, rank in zip(q, (2, 4), strict=True):
+        delta = 5 / rank**0.5 * adapter[f"{module}.lora_B.weight"] @ adapter[f"{module}.lora_A.weight"]
+        torch.testing.assert_close(out.read(f"{module}.weight"), source.read(f"{module}.weight") + delta)
+
+
+# -- PEFT's own merge --------------------------------------------------------------------------
+
+
+def peft_merged(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The following .*_pattern keys did not match")
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().state_dict()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe"])
+def test_peft_merges_the_same(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from tests.helpers.hf_reference import build_checkpoint
+
+    base = build_checkpoint(tmp_path, family)
+    shapes = {
+        name.removesuffix(".weight"): tuple(value.shape)
+        for name, value in load_file(base / "model.safetensors").items()
+        if name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight", "mqa.weight"))
+    }
+    adapter = lora(shapes)
+    info = AdapterInfo(str(base), family, 4, 6.0)
+    path = save_adapter(tmp_path / "adapter", adapter, **adapter_config(adapter, info))
+    report = merge(base, path, tmp_path / "out", shard_bytes=100_000)
+    assert report["experts"] + report["linear"] == len(shapes)
+    expected = peft_merged(base, path)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).state_dict()
+    assert merged.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-6, msg=name)
+    assert sum(not torch.equal(plain[n], v) for n, v in merged.items()) > len(plain) // 3
+
+
+# -- messages ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        (lora({"model.layers.0.b_proj": (H, H), "model.layers.0.a_proj": (H, H)}), {}, r"a_proj, model.layers.0.b_proj"),
+        (lora({"model.layers.7.mlp.experts.0.up_proj": (I, H)}), {}, "layers.7"),
+        (lora({"model.layers.0.mlp.experts.3.up_proj": (I, H)}), {}, "experts.3"),
+        (lora({"model.layers.0.self_attn.q_proj": (H, I)}), {}, "shapes do not fit"),
+        (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"r": 8}, "disagree about the rank"),
+        (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"use_dora": True}, "use_dora"),
+        (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"peft_type": "IA3"}, "IA3"),
+        (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"model.norm.weight": torch.ones(3)}, {}, "not LoRA matrices.*model.norm"),
+        ({"x.lora_A.weight": torch.ones(4, 3)}, {}, "one half of a pair"),
+        ({"model.layers.0.mlp.experts.lora_A.weight": torch.ones(12, 5), "model.layers.0.mlp.experts.lora_B.weight": torch.ones(5, 12)}, {}, "neither"),
+    ],
+)
+def test_adapters_that_do_not_fit(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    tensors: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    message: str,
+) -> None:
+    base = save(tmp_path / "base", per_expert())
+    path = save_adapter(tmp_path / "adapter", tensors, **config)
+    with pytest.raises(UserError, match=message) as caught:
+        merge(base, path, tmp_path / "out")
+    assert caught.value.remedy and not (tmp_path / "out").exists()
+    assert main(["merge", str(base), str(path), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_another_adapter_is_another_job(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", per_expert())
+    modules = {"model.layers.0.self_attn.q_proj": (H, H)}
+    first = save_adapter(tmp_path / "one", lora(modules))
+    second = save_adapter(tmp_path / "two", lora(modules), lora_alpha=7)
+    merge(base, first, tmp_path / "out")
+    with pytest.raises(UserError, match="not empty"):
+        merge(base, second, tmp_path / "out")
+    with pytest.raises(UserError, match=r"no adapter_config.json"):
+        merge(base, base, tmp_path / "other")
+
+
+# -- resuming and memory -----------------------------------------------------------------------
+
+
+def test_a_killed_merge_goes_on(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", per_expert())
+    path = save_adapter(tmp_path / "adapter", lora(expert_modules()))
+    # Stopped by a signal in the middle of the third shard.
+    code = (
+        "import os, signal, sys\n"
+        "from kt_ray.checkpoint import shard_writer\n"
+        "from kt_ray.tools.merge import merge\n"
+        "written = shard_writer._write_shard\n"
+        "def one(out, name, *rest):\n"
+        "    if name.startswith('model-00003'):\n"
+        "        (out / f'.{name}.partial').write_bytes(b'half'); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    written(out, name, *rest)\n"
+        "shard_writer._write_shard = one\n"
+        "merge(*sys.argv[1:4], shard_bytes=50_000)\n"
+    )
+    command = [sys.executable, "-c", code, str(base), str(path), str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    shards = sorted((tmp_path / "out").glob("model-*"))
+    times = {s.name: s.stat().st_mtime_ns for s in shards}
+    assert len(shards) == 2 and not (tmp_path / "out" / "config.json").exists()
+    time.sleep(0.01)
+    merge(base, path, tmp_path / "out", shard_bytes=50_000)
+    assert all((tmp_path / "out" / name).stat().st_mtime_ns == at for name, at in times.items())
+    merge(base, path, tmp_path / "whole", shard_bytes=50_000)
+    for file in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+    assert not [p for p in (tmp_path / "out").iterdir() if p.name.startswith(".")]
+
+
+@pytest.mark.parametrize("tool", ["merge", "convert"])
+def test_memory_does_not_grow_with_the_model(tmp_path: Path, tool: str) -> None:
+    """A base of 200 MB in one tensor of 150 MB: the process grows by much less."""
+    experts, hidden, inner = 48, 512, 1024
+    prefix = "model.layers.0.mlp.experts"
+    tensors = {
+        f"{prefix}.gate_up_proj": torch.zeros(experts, 2 * inner, hidden, dtype=torch.bfloat16),
+        f"{prefix}.down_proj": torch.zeros(experts, hidden, inner, dtype=torch.bfloat16),
+    }
+    config = {"num_experts": experts, "hidden_size": hidden, "num_hidden_layers": 1, "model_type": "qwen3_5_moe_text"}
+    base = save(tmp_path / "base", tensors, config)
+    modules = {f"{prefix}.{e}.down_proj": (hidden, inner) for e in range(experts)}
+    path = save_adapter(tmp_path / "adapter", lora(modules))
+    run = {
+        "merge": f"from kt_ray.tools.merge import merge; run = lambda: merge({str(base)!r}, {str(path)!r}, out)",
+        "convert": "from kt_ray.tools.convert import Options, convert; "
+        f"run = lambda: convert({str(base)!r}, out, Options('int8'))",
+    }[tool]
+    code = (
+        f"import torch; torch.set_num_threads(1); out = {str(tmp_path / 'out')!r}\n{run}\n"
+        "def peak():\n"
+        "    return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM'))\n"
+        "before = peak(); run(); print(peak() - before)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) < 90_000  # KiB
