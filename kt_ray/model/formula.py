@@ -7,34 +7,18 @@ bound and compared with each formula that the engine has. What agrees with none 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kt_ray.errors import UserError
-
-if TYPE_CHECKING:
-    from kt_ray.native import Activation
+from kt_ray.native import ExpertFormula
 
 _WEIGHTS = frozenset({"gate_up_proj", "up_proj", "down_proj"})
 _BIASES = frozenset({"gate_up_proj_bias", "up_proj_bias", "down_proj_bias"})
 _LIMITS = ("limit", "swiglu_limit")  # a module's attribute; its configuration's may mean other layers
 _ALPHAS = ("alpha", "swiglu_alpha")
-
-
-@dataclass(frozen=True)
-class ExpertFormula:
-    """Fields of `kt_ray.native.ExpertWeights` that are not tensors."""
-
-    activation: Activation
-    alpha: float = 1.702
-    limit: float | None = None
-
-    def __str__(self) -> str:
-        bound = "" if self.limit is None else f" clamped at {self.limit:g}"
-        return self.activation + bound
 
 
 def formula_of(module: Any, model_type: str) -> ExpertFormula:
@@ -70,28 +54,28 @@ def formula_of(module: Any, model_type: str) -> ExpertFormula:
     return found
 
 
-def check_trainable(module: Any, model_type: str) -> None:
-    """Refuse experts that expert actors do not load from checkpoints, though the engine may compute them.
+def check_trainable(module: Any, model_type: str, hidden_size: int | None = None) -> ExpertFormula:
+    """What expert actors compute for a module; refuses what they cannot load or dispatch.
+
+    Args:
+        module: the experts of one layer (on meta, as a rule).
+        model_type: names the family in messages.
+        hidden_size: of the model; experts of another width sit between projections of their own.
 
     Raises:
         UserError: names the family, the module and what is missing.
     """
     formula = formula_of(module, model_type)
-    faults = []
-    if formula != ExpertFormula("silu"):
-        faults.append(f"the activation {formula}")
-    if module.has_bias:
-        faults.append("biases in the experts")
-    if faults:
+    width = module.down_proj.shape[2 if module.is_transposed else 1]
+    if hidden_size is not None and width != hidden_size:
         raise UserError(
-            f"the experts of {model_type} cannot be trained yet: the engine computes them, expert actors "
-            "do not load them",
+            f"the experts of {model_type} cannot be trained: they work in a projected width",
             where=type(module).__name__,
-            observed=" and ".join(faults),
-            required="experts of the form down(silu(gate(x)) * up(x)) without biases",
-            remedy="choose a model with such experts (DeepSeek-V3, Qwen3-MoE, Mixtral, GLM-4-MoE, ...), or "
-            'use experts_implementation="kt_ray" in a script of your own',
+            observed=f"experts of width {width}",
+            required=f"the hidden size, {hidden_size}",
+            remedy="choose a model whose experts read the hidden state (DeepSeek-V3, Qwen3-MoE, ...)",
         )
+    return formula
 
 
 def _recognised(module: Any) -> ExpertFormula | None:
