@@ -47,6 +47,7 @@ WITHOUT_ACTORS = (
     "native",
     "placement",
     "config",
+    "tools",
 )
 
 

@@ -32,6 +32,7 @@ from kt_ray.native.quantize import ScaleType, quantize
 
 CONVENTIONS = ("fp8", "fp8-row", "fp8-fused", "int8", "int4", "mxfp4", "mxfp4-blocks", "fp4")
 _FORMATS = {"fp8-row": "fp8", "fp8-fused": "fp8", "mxfp4-blocks": "mxfp4", "fp4": "mxfp4"}
+_BAND = 2048
 _SCALE_TYPES: dict[str, ScaleType] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -82,9 +83,7 @@ class Encoding:
         return cls(matrix.format, matrix.shape, matrix.block, data, scales, powers=powers)
 
     @classmethod
-    def new(
-        cls, convention: str, name: str, shape: tuple[int, ...], *, group: int | None = None
-    ) -> Encoding:
+    def new(cls, convention: str, name: str, shape: tuple[int, ...], *, group: int | None = None) -> Encoding:
         """A convention of `CONVENTIONS` for the parameter `name` ("...gate_proj.weight").
 
         Args:
@@ -109,9 +108,7 @@ class Encoding:
             block = (128, 128)
             end = (-(-rows // 128), -(-columns // 128))
             key = f"{base}.weight_scale_inv" if convention == "fp8" else f"{name}_scale_inv"
-            return cls(
-                kind, shape, block, Entry(name, "F8_E4M3", shape), Entry(key, "F32", (*lead, *end))
-            )
+            return cls(kind, shape, block, Entry(name, "F8_E4M3", shape), Entry(key, "F32", (*lead, *end)))
         if convention == "fp8-row":
             scales = Entry(f"{base}.weight_scale", "BF16", (*lead, rows, 1))
             return cls(kind, shape, (1, columns), Entry(name, "F8_E4M3", shape), scales)
@@ -160,6 +157,16 @@ class Encoding:
         if tuple(value.shape) not in (self.shape, self.shape[-2:]):
             raise ValueError(f"{self.data.key}: shape {list(value.shape)}, required {list(self.shape)}")
         stack = value.reshape(-1, *self.shape[-2:])
+        # Bands of rows bound the memory of rounding a large matrix; no scale may span two of them.
+        whole = self.block[0] > _BAND or _BAND % self.block[0]
+        bands = [self._quantize(part) for part in stack.split(stack.shape[1] if whole else _BAND, 1)]
+        data, scales, meant = (torch.cat(parts, 1) for parts in zip(*bands, strict=True))
+        drop = len(self.shape) - value.dim()
+        data = data.reshape(_read_shape(self.data)[drop:]).view(_dtype(self.data))
+        return data, scales.reshape(self.scales.shape[drop:]), meant.reshape(value.shape)
+
+    def _quantize(self, stack: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Data, scales in the file's type, and the values they stand for, of [n, rows, K]."""
         made = quantize(
             self.format,
             stack,
@@ -168,10 +175,8 @@ class Encoding:
             scale_type=self._scale_type(),
         )
         scales = _scales(made, self.scales.dtype)
-        meant = ExpertMatrix(self.format, made.data, made.shape, scales.view_as(_of(made)), made.block)
-        drop = len(self.shape) - value.dim()
-        data = made.data.reshape(_read_shape(self.data)[drop:]).view(_dtype(self.data))
-        return data, scales.reshape(self.scales.shape[drop:]), meant.dequantize().reshape(value.shape)
+        meant = ExpertMatrix(self.format, made.data, made.shape, scales, made.block)
+        return made.data, scales, meant.dequantize()
 
     def extras(self) -> dict[str, Tensor]:
         """Values of `extra`, which do not depend on the weights."""

@@ -43,7 +43,17 @@ from kt_ray.errors import UserError
 SHARD_BYTES = 4 << 30
 _JOB = ".job"
 _CHUNK = 8 << 20
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+_WEIGHTS = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".onnx",
+    ".h5",
+    ".msgpack",
+)
 
 
 class Piece(NamedTuple):
@@ -123,8 +133,10 @@ def write_shards(
         ValueError: a unit that does not produce what it announced.
     """
     shards = _split(units, shard_bytes)
-    layout = {name: build_header((e.key, e.dtype, e.shape) for u in part for e in u.entries)
-              for name, part in shards.items()}
+    layout = {
+        name: build_header((e.key, e.dtype, e.shape) for u in part for e in u.entries)
+        for name, part in shards.items()
+    }
     digest = hashlib.sha256(b"".join(head for head, _, _ in layout.values())).hexdigest()
     with _begin(out, {**job, "layout": digest}):
         waiting = [name for name, (head, _, size) in layout.items() if not _is_done(out, name, head, size)]
@@ -139,7 +151,9 @@ def write_shards(
     return total
 
 
-def finish(out: Path, source: Path, config: Mapping[str, Any], units: Sequence[Unit], shard_bytes: int) -> None:
+def finish(
+    out: Path, source: Path, config: Mapping[str, Any], units: Sequence[Unit], shard_bytes: int
+) -> None:
     """Index, config.json and the small files of `source` (tokenizer, licence); then the job is over."""
     shards = _split(units, shard_bytes)
     for file in sorted(source.iterdir()):
@@ -270,8 +284,12 @@ def _write_shard(
         os.fsync(fd)
     except OSError as error:
         partial.unlink(missing_ok=True)  # a full disk gets its space back
-        raise UserError("shard cannot be written", where=str(out / name), observed=error,
-                        remedy="free space and repeat the command: it goes on where it was") from error
+        raise UserError(
+            "shard cannot be written",
+            where=str(out / name),
+            observed=error,
+            remedy="free space and repeat the command: it goes on where it was",
+        ) from error
     finally:
         os.close(fd)
     write_text(_notes_file(out, name), json.dumps(notes))

@@ -34,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("base", help="checkpoint directory")
     one.add_argument("adapter", help="adapter directory")
     one.add_argument("out", help="new directory, or one that a stopped run of this command left")
-    one.add_argument("--dtype", choices=("same", "bf16"), default="same", help="bf16: dequantise every weight")
+    one.add_argument(
+        "--dtype", choices=("same", "bf16"), default="same", help="bf16: dequantise every weight"
+    )
     _sizes(one)
 
     one = commands.add_parser("export", help="write an adapter in another program's form")
@@ -58,9 +60,7 @@ def _positive(text: str) -> int:
 
 
 def _sizes(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--shard-gb", type=float, default=4.0, help="largest output file in GiB (default 4)"
-    )
+    command.add_argument("--shard-gb", type=float, default=4.0, help="largest output file in GiB (default 4)")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
 
 

@@ -76,9 +76,7 @@ def convert(
         UserError: an unreadable checkpoint, a shape that the format cannot hold, a directory of another job.
     """
     if options.group is not None and options.to not in ("int8", "int4"):
-        raise UserError(
-            f"{options.to} has no choice of group", where="--group", remedy="leave --group away"
-        )
+        raise UserError(f"{options.to} has no choice of group", where="--group", remedy="leave --group away")
     if options.all_linear and options.to == "bf16":
         raise UserError("bf16 dequantises every weight anyway", where="--all-linear", remedy="leave it away")
     index, target = CheckpointIndex.open(source), Path(out)
@@ -166,9 +164,10 @@ class _Plan:
         placed: _Placed = []
         for expert in range(group.count):
             for projection in PROJECTIONS:
-                source = group.names.get((projection, expert)) or group.names[
-                    "down" if projection == "down" else "gate_up", None
-                ]
+                source = (
+                    group.names.get((projection, expert))
+                    or group.names["down" if projection == "down" else "gate_up", None]
+                )
                 name = f"{group.prefix}.{expert}.{group.leaf(projection)}.weight"
                 placed.append((position(self.index, source), self._expert(group, expert, projection, name)))
             if group.biases:
@@ -256,8 +255,8 @@ class _Plan:
                 if role == "down":
                     yield Piece(name, group.bias(expert, "down"), expert)
                 else:
-                    parts = (group.bias(expert, p) for p in ("gate", "up"))
-                    yield Piece(name, join_rows(*parts, group.interleaved), expert)
+                    gate, up = group.bias(expert, "gate"), group.bias(expert, "up")
+                    yield Piece(name, join_rows(gate, up, group.interleaved), expert)
 
         return Unit((Entry(name, self._bias_dtype(group), (group.count, rows)),), produce)
 
@@ -343,5 +342,3 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(
             f"{len(report['others'])} other weights, largest error {report['others'][worst]:.2e} ({worst})"
         )
-
-

@@ -187,14 +187,19 @@ def _fused_config(lora: Lora, linear: list[Item], experts: list[Item]) -> dict[s
     config = _plain_config(lora, linear, default)
     if experts:
         roles = {i.pattern.rpartition(".")[2] for i in experts}
-        config["target_parameters"] = [*(config["target_parameters"] or []), *sorted(f"experts.{r}" for r in roles)]
+        config["target_parameters"] = [
+            *(config["target_parameters"] or []),
+            *sorted(f"experts.{r}" for r in roles),
+        ]
         for role in sorted(roles):
             own = [i for i in experts if i.pattern.endswith(f".{role}")]
             usual = _common(own)
             if usual != default:
                 _add_pattern(config, rf".*\.{role}", usual)
         for item in experts:
-            usual = _common([i for i in experts if i.pattern.rpartition(".")[2] == item.pattern.rpartition(".")[2]])
+            usual = _common(
+                [i for i in experts if i.pattern.rpartition(".")[2] == item.pattern.rpartition(".")[2]]
+            )
             if (item.rank, item.scale) != usual:  # before the general pattern: the first match counts
                 for key, value in (("rank_pattern", item.rank), ("alpha_pattern", item.scale * item.rank)):
                     config[key] = {item.pattern: value, **config[key]}
@@ -240,9 +245,7 @@ def _single_items(lora: Lora, source: CheckpointIndex | None) -> list[Item]:
     return items
 
 
-def _single_config(
-    lora: Lora, linear: list[Item], experts: list[Item], model_type: str
-) -> dict[str, Any]:
+def _single_config(lora: Lora, linear: list[Item], experts: list[Item], model_type: str) -> dict[str, Any]:
     if not experts:
         return _plain_config(lora, linear, _common(linear))
     settings = {(i.rank, i.scale) for i in experts}
@@ -305,9 +308,7 @@ def _plain_config(lora: Lora, linear: list[Item], default: tuple[int, float]) ->
     return config
 
 
-def _write(
-    target: Path, items: list[Item], dtype: torch.dtype, prefix: str, config: dict[str, Any]
-) -> None:
+def _write(target: Path, items: list[Item], dtype: torch.dtype, prefix: str, config: dict[str, Any]) -> None:
     """One safetensors file, streamed, and its configuration."""
     entries = [
         Entry(f"{prefix}{i.module}.lora_{half}.weight", NAMES[dtype], shape)

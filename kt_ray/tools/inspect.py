@@ -45,13 +45,18 @@ def inspect(path: str | Path) -> dict[str, Any]:
 
 def convention(matrix: StoredMatrix) -> str:
     """A quantised weight's format and scales in a few words."""
-    rows, columns = matrix.block
+    (rows, columns), shape = matrix.block, matrix.shape[-2:]
     if matrix.format == "mxfp4":
-        return f"mxfp4 ({matrix.data.name.rpartition('.')[2].rpartition('_')[2] or 'weight'})"
-    per = "row" if rows == 1 and columns == matrix.shape[-1] else f"{rows}x{columns}"
-    if rows >= matrix.shape[-2] and columns >= matrix.shape[-1]:
-        per = "tensor" if matrix.scales_shape == (1, 1) and (rows, columns) == matrix.shape[-2:] else per
-    return f"{matrix.format} (scales {matrix.scales.dtype} per {per})"
+        ends = {"_blocks": "blocks and scales", "_packed": "packed"}
+        held = next((text for end, text in ends.items() if matrix.data.name.endswith(end)), "E8M0 scales")
+        return f"mxfp4 ({held})"
+    if rows >= shape[0] and columns >= shape[1] and shape[0] > 1:
+        per = "block" if matrix.scales.name.endswith("_inv") else "tensor"
+    elif rows == 1:
+        per = "row" if columns == shape[1] else f"group of {columns}"
+    else:
+        per = f"{rows}x{columns}"
+    return f"{matrix.format} ({matrix.scales.dtype} scale per {per})"
 
 
 # -- checkpoints
@@ -62,7 +67,7 @@ def _checkpoint(index: CheckpointIndex) -> dict[str, Any]:
     parts: dict[str, dict[str, dict[str, int]]] = defaultdict(
         lambda: defaultdict(lambda: {"parameters": 0, "tensors": 0, "bytes": 0})
     )
-    counted = set()
+    counted: set[str] = set()
     for name in index.names:
         matrix = index.matrices.get(name)
         keys = (name,) if matrix is None else matrix.keys
@@ -199,14 +204,19 @@ def _adapter_takes(lora: Lora, model_type: str | None) -> dict[str, str]:
 # -- text
 
 
+def _line(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False)
+
+
 def show(report: dict[str, Any], console: Console) -> None:
     """The report as tables."""
     if report["kind"] == "adapter":
         _show_adapter(report, console)
         return
-    console.print(
+    _line(
+        console,
         f"{report['path']}: {report['family']}, {report['layers']} layers, "
-        f"{report['parameters'] / 1e9:.3f} B parameters, {report['bytes'] / 1e9:.3f} GB in {report['shards']} files"
+        f"{report['parameters'] / 1e9:.3f} B parameters, {report['bytes'] / 1e9:.3f} GB in {report['shards']} files",
     )
     table = Table("part", "format", "parameters", "GB")
     for part, rows in report["parts"].items():
@@ -216,31 +226,33 @@ def show(report: dict[str, Any], console: Console) -> None:
     experts = report["experts"]
     if experts:
         extra = [word for word in ("interleaved", "transposed", "biased") if experts[word]]
-        console.print(
+        _line(
+            console,
             f"experts: {experts['count']} in each of {len(experts['moe_layers'])} layers, "
             f"hidden {experts['hidden']}, intermediate {experts['intermediate']}, {experts['layout']} "
-            f"({', '.join([experts['names'], *extra])})"
+            f"({', '.join([experts['names'], *extra])})",
         )
     if report["skipped_layers"]:
-        console.print(f"multi-token prediction, not trained: {', '.join(report['skipped_layers'])}")
+        _line(console, f"multi-token prediction, not trained: {', '.join(report['skipped_layers'])}")
     if report["auxiliary_tensors"]:
-        console.print(f"scales of activations and caches, not needed: {report['auxiliary_tensors']}")
+        _line(console, f"scales of activations and caches, not needed: {report['auxiliary_tensors']}")
     _show_takes(report, console)
 
 
 def _show_adapter(report: dict[str, Any], console: Console) -> None:
     counts = ", ".join(f"{count} {kind}" for kind, count in report["pairs"].items() if count)
-    console.print(
+    _line(
+        console,
         f"{report['path']}: LoRA for {report['base']} ({report['model_type'] or 'base not here'}), experts "
         f"{report['experts']}, {counts} pairs, rank {report['ranks']}, scale {report['scales']}, "
-        f"{report['bytes'] / 1e9:.3f} GB {report['dtypes']}"
+        f"{report['bytes'] / 1e9:.3f} GB {report['dtypes']}",
     )
     table = Table("modules", "norm of A", "norm of B")
     for leaf, row in report["norms"].items():
         table.add_row(leaf, f"{row['a']:.4g}", f"{row['b']:.4g}")
     console.print(table)
     if report["zero_b"]:
-        console.print(f"{report['zero_b']} pairs have a B of zeros: they change nothing")
+        _line(console, f"{report['zero_b']} pairs have a B of zeros: they change nothing")
     _show_takes(report, console)
 
 

@@ -291,7 +291,7 @@ def summary(report: dict[str, Any]) -> str:
     """The report in a line."""
     error = report["requantised"]
     return (
-        f"{report['touched']} parameters changed: {report['experts']} expert matrices, {report['linear']} others"
+        f"{report['touched']} parameters changed: {report['experts']} expert matrices, "
+        f"{report['linear']} others"
         + ("" if error is None else f"; quantised again with relative error {error:.2e}")
     )
-

@@ -81,11 +81,25 @@ def is_mtp(name: str, layers: int | None) -> bool:
 
 def is_linear(name: str, shape: tuple[int, ...]) -> bool:
     """Weights that servers quantise with `--all-linear`: projections, not routers, embeddings or heads."""
-    if len(shape) != 2 or not name.endswith(".weight") or part_of(name, None) in ("router", "other modalities"):
+    if (
+        len(shape) != 2
+        or not name.endswith(".weight")
+        or part_of(name, None) in ("router", "other modalities")
+    ):
         return False
     leaf = name.removesuffix(".weight").rpartition(".")[2]
     return leaf.endswith(("_proj", "_proj_with_mqa", "_proj_qkvz")) or leaf in (
-        "w1", "w2", "w3", "wq_a", "wq_b", "wkv", "wo_a", "wo_b", "out_proj", "query_key_value", "dense"
+        "w1",
+        "w2",
+        "w3",
+        "wq_a",
+        "wq_b",
+        "wkv",
+        "wo_a",
+        "wo_b",
+        "out_proj",
+        "query_key_value",
+        "dense",
     )
 
 

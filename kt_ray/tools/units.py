@@ -180,4 +180,3 @@ def check_directories(source: CheckpointIndex, out: Path) -> None:
         raise UserError(
             "output directory is the checkpoint itself", where=str(out), remedy="choose another directory"
         )
-

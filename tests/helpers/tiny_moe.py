@@ -1,4 +1,4 @@
-"""Hand-made checkpoints of names, shapes and types alone: no forward, so nothing of transformers is needed."""
+"""Hand-made checkpoints of names, shapes and types alone: no forward, so no transformers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ def per_expert(
 
 
 def fused(
-    dtype: torch.dtype = torch.bfloat16, *, transposed: bool = False, interleaved: bool = False, biases: bool = False
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    transposed: bool = False,
+    interleaved: bool = False,
+    biases: bool = False,
 ) -> dict[str, Tensor]:
     """The same values, gate and up of all experts in one tensor."""
     single = per_expert(dtype, biases=biases)
@@ -130,7 +134,9 @@ def lora(modules: dict[str, tuple[int, int]], rank: int = 4) -> dict[str, Tensor
     return tensors
 
 
-def expert_modules(moe: str = "mlp", leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, tuple[int, int]]:
+def expert_modules(
+    moe: str = "mlp", leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, tuple[int, int]]:
     """Every expert's projections and the attention's."""
     modules: dict[str, tuple[int, int]] = {}
     for layer in range(LAYERS):

@@ -14,6 +14,7 @@ from kt_ray.errors import UserError
 from kt_ray.tools.__main__ import main
 from kt_ray.tools.convert import Options, convert
 from kt_ray.tools.experts import expert_groups
+from tests.helpers.tiny_families import tiny_family
 from tests.helpers.tiny_moe import E, encoded, fused, per_expert, save
 
 BOUNDS = {"fp8": 0.03, "int8": 0.01, "int4": 0.11, "mxfp4": 0.14}
@@ -130,6 +131,27 @@ def test_multi_token_prediction_goes_along(tmp_path: Path) -> None:
     source = save(tmp_path / "source", per_expert(layers=3))  # config.json: two layers
     report = convert(source, tmp_path / "out", Options("int8"))
     assert [row["layer"].split(".")[2] for row in report["layers"]] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("to", ["int8", "mxfp4"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen3_5_moe_text", "gpt_oss", "deepseek_v4"])
+def test_transformers_reads_what_is_brought_back(tmp_path: Path, family: str, to: str) -> None:
+    """The model of the result has the source's values, every parameter in its own place."""
+    from transformers import AutoModelForCausalLM
+
+    source = tiny_family(tmp_path, family, expert_size=32, hidden_size=64)
+    convert(source, tmp_path / "small", Options(to))
+    convert(tmp_path / "small", tmp_path / "back", Options("bf16"))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+        for path in (source, tmp_path / "back")
+    )
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            assert float((after[name] - value).norm() / value.norm()) < BOUNDS[to] + 0.004, name
+        else:
+            assert torch.equal(after[name], value), name
 
 
 @pytest.mark.parametrize(

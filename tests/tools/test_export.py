@@ -17,6 +17,7 @@ from kt_ray.tools.__main__ import main
 from kt_ray.tools.experts import expert_groups
 from kt_ray.tools.export import export
 from kt_ray.tools.merge import merge
+from tests.helpers.tiny_families import tiny_family
 from tests.helpers.tiny_moe import E, H, I, expert_modules, fused, lora, per_expert, save, save_adapter
 from tests.tools.test_merge import fused_adapter
 
@@ -124,9 +125,7 @@ def test_peft_reads_every_form(tmp_path: Path, family: str) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from tests.helpers.hf_reference import build_checkpoint
-
-    base = build_checkpoint(tmp_path, family)
+    base = tiny_family(tmp_path, family)
     shapes = {
         name.removesuffix(".weight"): tuple(value.shape)
         for name, value in load_file(base / "model.safetensors").items()

@@ -20,7 +20,20 @@ from kt_ray.errors import UserError
 from kt_ray.tools.__main__ import main
 from kt_ray.tools.experts import expert_groups
 from kt_ray.tools.merge import merge
-from tests.helpers.tiny_moe import E, H, I, encoded, expert_modules, fused, lora, per_expert, save, save_adapter, values
+from tests.helpers.tiny_families import tiny_family
+from tests.helpers.tiny_moe import (
+    E,
+    H,
+    I,
+    encoded,
+    expert_modules,
+    fused,
+    lora,
+    per_expert,
+    save,
+    save_adapter,
+    values,
+)
 
 MIXTRAL: dict[str, Any] = {"moe": "block_sparse_moe", "leaves": ("w1", "w3", "w2")}
 SCALE = 6 / 4
@@ -55,7 +68,9 @@ def matrices(path: Path) -> dict[tuple[int, int, str], torch.Tensor]:
     }
 
 
-def deltas(adapter: dict[str, torch.Tensor], moe: str, leaves: tuple[str, str, str]) -> dict[tuple[int, int, str], torch.Tensor]:
+def deltas(
+    adapter: dict[str, torch.Tensor], moe: str, leaves: tuple[str, str, str]
+) -> dict[tuple[int, int, str], torch.Tensor]:
     result = {}
     for layer in range(2):
         for e in range(E):
@@ -86,7 +101,9 @@ def test_base_plus_adapter(tmp_path: Path, name: str, bf16: bool) -> None:
         assert float((after[key] - value).norm() / change[key].norm()) > 0.5
     source, out = CheckpointIndex.open(base), CheckpointIndex.open(tmp_path / "out")
     q = "model.layers.0.self_attn.q_proj.weight"
-    delta = SCALE * adapter[q.replace("weight", "lora_B.weight")] @ adapter[q.replace("weight", "lora_A.weight")]
+    delta = (
+        SCALE * adapter[q.replace("weight", "lora_B.weight")] @ adapter[q.replace("weight", "lora_A.weight")]
+    )
     expected, ulp = source.read(q).float() + delta, 2**-8 if source.read(q).dtype == torch.bfloat16 else 1e-6
     torch.testing.assert_close(out.read(q).float(), expected, rtol=ulp, atol=1e-7)
     if bf16:
@@ -114,7 +131,9 @@ def test_untouched_experts_keep_their_bytes(tmp_path: Path, name: str) -> None:
         assert changed == {(1, 2, "up")}
 
 
-def fused_adapter(interleaved: bool) -> tuple[dict[str, torch.Tensor], dict[tuple[int, int, str], torch.Tensor]]:
+def fused_adapter(
+    interleaved: bool,
+) -> tuple[dict[str, torch.Tensor], dict[tuple[int, int, str], torch.Tensor]]:
     """PEFT's form with a gate_up whose B is not block-diagonal, and what it adds."""
     rank, tensors, change = 4, {}, {}
     for layer in range(2):
@@ -173,9 +192,7 @@ def peft_merged(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
 def test_peft_merges_the_same(tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    from tests.helpers.hf_reference import build_checkpoint
-
-    base = build_checkpoint(tmp_path, family)
+    base = tiny_family(tmp_path, family)
     shapes = {
         name.removesuffix(".weight"): tuple(value.shape)
         for name, value in load_file(base / "model.safetensors").items()
@@ -195,23 +212,86 @@ def test_peft_merges_the_same(tmp_path: Path, family: str) -> None:
     assert sum(not torch.equal(plain[n], v) for n, v in merged.items()) > len(plain) // 3
 
 
+@pytest.mark.parametrize("targets", [("gate_up", "down"), ("gate_up",), ("down",)], ids="+".join)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_that_peft_trained_on_fused_experts(
+    tmp_path: Path, family: str, targets: tuple[str, ...]
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = tiny_family(tmp_path, family)
+    config = LoraConfig(
+        r=4,
+        lora_alpha=6,
+        use_rslora=True,
+        target_modules=["q_proj"],
+        target_parameters=[f"experts.{t}_proj" for t in targets],
+        rank_pattern={"experts.gate_up_proj": 2},
+        init_lora_weights=False,
+    )
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of saving without the hub, and of patterns as elsewhere
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+        model.save_pretrained(tmp_path / "adapter")
+    expected = model.merge_and_unload().state_dict()
+    merge(base, tmp_path / "adapter", tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4", "qwen3_5_moe_text", "minimax_m2", "phimoe", "qwen3_next"])
+def test_every_linear_module_of_families_that_rename(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base = tiny_family(tmp_path, family)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    adapter = lora({n: (m.out_features, m.in_features) for n, m in linear.items()})
+    report = merge(base, save_adapter(tmp_path / "adapter", adapter), tmp_path / "out")
+    assert report["linear"] == len(linear)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    for name, value in model.state_dict().items():
+        module = name.removesuffix(".weight")
+        if module in linear:
+            value = value + SCALE * adapter[f"{module}.lora_B.weight"] @ adapter[f"{module}.lora_A.weight"]
+        torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-5, msg=name)
+
+
 # -- messages ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("tensors", "config", "message"),
     [
-        (lora({"model.layers.0.b_proj": (H, H), "model.layers.0.a_proj": (H, H)}), {}, r"a_proj, model.layers.0.b_proj"),
+        (
+            lora({"model.layers.0.b_proj": (H, H), "model.layers.0.a_proj": (H, H)}),
+            {},
+            r"a_proj, model.layers.0.b_proj",
+        ),
         (lora({"model.layers.7.mlp.experts.0.up_proj": (I, H)}), {}, "layers.7"),
         (lora({"model.layers.0.mlp.experts.3.up_proj": (I, H)}), {}, "experts.3"),
         (lora({"model.layers.0.self_attn.q_proj": (H, I)}), {}, "shapes do not fit"),
         (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"r": 8}, "disagree about the rank"),
         (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"use_dora": True}, "use_dora"),
         (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"peft_type": "IA3"}, "IA3"),
-        (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        (
+            lora({"model.layers.0.self_attn.q_proj": (H, H)}),
+            {"modules_to_save": ["lm_head"]},
+            "modules_to_save",
+        ),
         ({"model.norm.weight": torch.ones(3)}, {}, "not LoRA matrices.*model.norm"),
         ({"x.lora_A.weight": torch.ones(4, 3)}, {}, "one half of a pair"),
-        ({"model.layers.0.mlp.experts.lora_A.weight": torch.ones(12, 5), "model.layers.0.mlp.experts.lora_B.weight": torch.ones(5, 12)}, {}, "neither"),
+        (
+            {
+                "model.layers.0.mlp.experts.lora_A.weight": torch.ones(12, 5),
+                "model.layers.0.mlp.experts.lora_B.weight": torch.ones(5, 12),
+            },
+            {},
+            "neither",
+        ),
     ],
 )
 def test_adapters_that_do_not_fit(
@@ -285,12 +365,18 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, tool: str) -> None:
         f"{prefix}.gate_up_proj": torch.zeros(experts, 2 * inner, hidden, dtype=torch.bfloat16),
         f"{prefix}.down_proj": torch.zeros(experts, hidden, inner, dtype=torch.bfloat16),
     }
-    config = {"num_experts": experts, "hidden_size": hidden, "num_hidden_layers": 1, "model_type": "qwen3_5_moe_text"}
+    config = {
+        "num_experts": experts,
+        "hidden_size": hidden,
+        "num_hidden_layers": 1,
+        "model_type": "qwen3_5_moe_text",
+    }
     base = save(tmp_path / "base", tensors, config)
     modules = {f"{prefix}.{e}.down_proj": (hidden, inner) for e in range(experts)}
     path = save_adapter(tmp_path / "adapter", lora(modules))
     run = {
-        "merge": f"from kt_ray.tools.merge import merge; run = lambda: merge({str(base)!r}, {str(path)!r}, out)",
+        "merge": "from kt_ray.tools.merge import merge; "
+        f"run = lambda: merge({str(base)!r}, {str(path)!r}, out)",
         "convert": "from kt_ray.tools.convert import Options, convert; "
         f"run = lambda: convert({str(base)!r}, out, Options('int8'))",
     }[tool]
