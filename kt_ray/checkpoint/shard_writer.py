@@ -157,9 +157,9 @@ def finish(
     """Index, config.json and the small files of `source` (tokenizer, licence); then the job is over."""
     shards = _split(units, shard_bytes)
     for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_WEIGHTS):
-            if file.name != "config.json":
-                shutil.copyfile(file, out / file.name)
+        made_here = file.name.endswith(_WEIGHTS) or file.name == "config.json"
+        if file.is_file() and not file.name.startswith(".") and not made_here:
+            shutil.copyfile(file, out / file.name)
     if len(shards) > 1:
         where = {e.key: name for name, part in shards.items() for u in part for e in u.entries}
         size = sum(unit.nbytes for unit in units)

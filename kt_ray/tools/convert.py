@@ -163,11 +163,8 @@ class _Plan:
     def _one_by_one(self, group: ExpertGroup) -> _Placed:
         placed: _Placed = []
         for expert in range(group.count):
-            for projection in PROJECTIONS:
-                source = (
-                    group.names.get((projection, expert))
-                    or group.names["down" if projection == "down" else "gate_up", None]
-                )
+            for projection in group.projections:
+                source = group.names.get((projection, expert)) or group.names[group.role(projection), None]
                 name = f"{group.prefix}.{expert}.{group.leaf(projection)}.weight"
                 placed.append((position(self.index, source), self._expert(group, expert, projection, name)))
             if group.biases:
@@ -192,9 +189,9 @@ class _Plan:
         )
 
     def _expert_biases(self, group: ExpertGroup, expert: int) -> Unit:
-        names = {p: f"{group.prefix}.{expert}.{group.leaf(p)}.bias" for p in PROJECTIONS}
+        names = {p: f"{group.prefix}.{expert}.{group.leaf(p)}.bias" for p in group.projections}
         dtype = self._bias_dtype(group)
-        entries = tuple(Entry(names[p], dtype, (group.shape(p)[0],)) for p in PROJECTIONS)
+        entries = tuple(Entry(names[p], dtype, (group.shape(p)[0],)) for p in group.projections)
 
         def produce(notes: Notes) -> Iterator[Piece]:
             for projection, name in names.items():
@@ -207,17 +204,17 @@ class _Plan:
 
     def _fused(self, group: ExpertGroup) -> _Placed:
         placed: _Placed = []
-        for role in ("gate_up", "down"):
+        for role in dict.fromkeys(group.role(p) for p in group.projections):
             name = group.names.get((role, None), f"{group.prefix}.{role}_proj")
-            first = group.names.get((role, None)) or group.names["down" if role == "down" else "gate", 0]
+            first = group.names.get((role, None)) or group.names["gate" if role == "gate_up" else role, 0]
             placed.append((position(self.index, first), self._stack(group, role, name)))
             if group.biases:
                 placed.append((position(self.index, first), self._stack_biases(group, role)))
         return placed
 
     def _stack(self, group: ExpertGroup, role: str, name: str) -> Unit:
-        rows, columns = group.shape("down" if role == "down" else "gate")
-        shape = (group.count, rows if role == "down" else 2 * rows, columns)
+        rows, columns = group.shape("down" if role == "down" else "up")
+        shape = (group.count, 2 * rows if role == "gate_up" else rows, columns)
         transposed = self.options.to == "bf16" and (
             self.family in TRANSPOSED or (group.fused and group.transposed)
         )
@@ -247,13 +244,13 @@ class _Plan:
     def _stack_biases(self, group: ExpertGroup, role: str) -> Unit:
         if (role, None) in group.biases:
             return copied(self.index.tensors[group.biases[role, None]])
-        rows = group.shape("down" if role == "down" else "gate")[0] * (1 if role == "down" else 2)
+        rows = group.shape("down" if role == "down" else "up")[0] * (2 if role == "gate_up" else 1)
         name = f"{group.prefix}.{role}_proj_bias"
 
         def produce(notes: Notes) -> Iterator[Piece]:
             for expert in range(group.count):
-                if role == "down":
-                    yield Piece(name, group.bias(expert, "down"), expert)
+                if role != "gate_up":
+                    yield Piece(name, group.bias(expert, role), expert)
                 else:
                     gate, up = group.bias(expert, "gate"), group.bias(expert, "up")
                     yield Piece(name, join_rows(gate, up, group.interleaved), expert)
@@ -293,16 +290,16 @@ def _rows(group: ExpertGroup, role: str, expert: int) -> torch.Tensor:
     """gate_up [2I, H] in the family's order, or down [H, I]."""
     if group.fused:
         return group.read_fused(expert, role)
-    if role == "down":
-        return group.read(expert, "down")
+    if role != "gate_up":
+        return group.read(expert, role)
     return join_rows(group.read(expert, "gate"), group.read(expert, "up"), group.interleaved)
 
 
 def _note_roles(
     notes: Notes, group: ExpertGroup, role: str, before: torch.Tensor, after: torch.Tensor
 ) -> None:
-    if role == "down":
-        add_error(notes, f"{group.prefix}/down", before, after)
+    if role != "gate_up":
+        add_error(notes, f"{group.prefix}/{role}", before, after)
         return
     halves = (split_rows(t, group.interleaved) for t in (before, after))
     for projection, old, new in zip(("gate", "up"), *halves, strict=True):
@@ -324,7 +321,7 @@ def _report(options: Options, notes: Notes) -> dict[str, Any]:
         "to": options.to,
         "group": options.columns,
         "all_linear": options.all_linear,
-        "layers": [{k: layers[p][k] for k in ("layer", *PROJECTIONS)} for p in natural],
+        "layers": [{k: layers[p][k] for k in ("layer", *PROJECTIONS) if k in layers[p]} for p in natural],
         "others": others,
     }
 
@@ -335,7 +332,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     for column in ("experts", *PROJECTIONS):
         table.add_column(column, justify="left" if column == "experts" else "right")
     for row in report["layers"]:
-        table.add_row(row["layer"], *(f"{row[p]:.2e}" for p in PROJECTIONS))
+        table.add_row(row["layer"], *(f"{row[p]:.2e}" if p in row else "" for p in PROJECTIONS))
     console.print(table)
     if report["others"]:
         worst = max(report["others"], key=report["others"].__getitem__)

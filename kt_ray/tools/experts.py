@@ -78,15 +78,31 @@ class ExpertGroup:
         return 1 + max(e for _, e in self.names if e is not None)
 
     @property
+    def gated(self) -> bool:
+        """Whether experts have a gate; without, they are up and down alone."""
+        return any(role in ("gate", "gate_up") for role, _ in self.names)
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """gate, up and down, or those that experts have."""
+        return PROJECTIONS if self.gated else PROJECTIONS[1:]
+
+    def role(self, projection: str) -> str:
+        """What holds a projection of all experts: "gate_up", or the projection itself."""
+        return "gate_up" if self.gated and projection != "down" else projection
+
+    @property
     def transposed(self) -> bool:
         """Fused tensors as [E, H, 2I] and [E, I, H]."""
-        up, down = (self.index.shape(self.names[role, None]) for role in ("gate_up", "down"))
+        up, down = (self.index.shape(self.names[role, None]) for role in (self.role("up"), "down"))
+        if not self.gated:  # [E, I, H] with [E, H, I] has the shapes of [E, H, I] with [E, I, H]
+            return up[1] == self.index.text_config.get("hidden_size") != up[2]
         return up[2] == 2 * down[1] and up[1] == down[2]
 
     @property
     def hidden(self) -> int:
         """H."""
-        return self.shape("gate")[1]
+        return self.shape("up")[1]
 
     def shape(self, projection: str) -> tuple[int, int]:
         """[out, in] of gate, up or down."""
@@ -101,8 +117,8 @@ class ExpertGroup:
         """gate or up [I, H] or down [H, I] of one expert, dequantised, float32."""
         if not self.fused:
             return self.index.value(self.names[projection, expert], torch.float32)
-        if projection == "down":
-            return self.read_fused(expert, "down")
+        if self.role(projection) != "gate_up":
+            return self.read_fused(expert, projection)
         return split_rows(self.read_fused(expert, "gate_up"), self.interleaved)[projection == "up"]
 
     def read_fused(self, expert: int, role: str) -> Tensor:
@@ -119,9 +135,9 @@ class ExpertGroup:
         """The bias of one expert's projection, as stored."""
         if (projection, expert) in self.biases:
             return self.index.read(self.biases[projection, expert])
-        role = "down" if projection == "down" else "gate_up"
+        role = self.role(projection)
         value = read_tensor(one_of(self.index.tensors[self.biases[role, None]], expert))
-        return value if role == "down" else split_rows(value, self.interleaved)[projection == "up"]
+        return value if role != "gate_up" else split_rows(value, self.interleaved)[projection == "up"]
 
     def leaf(self, projection: str) -> str:
         """Name of a projection of one expert as released; of fused tensors, as they are split."""
@@ -185,11 +201,12 @@ def expert_groups(index: CheckpointIndex) -> dict[str, ExpertGroup]:
 
 def _missing(group: ExpertGroup) -> Iterable[str]:
     if any(expert is None for _, expert in group.names):
-        return [f"{group.prefix}.{r}_proj" for r in ("gate_up", "down") if (r, None) not in group.names]
+        roles = dict.fromkeys(group.role(p) for p in group.projections)
+        return [f"{group.prefix}.{r}_proj" for r in roles if (r, None) not in group.names]
     return [
         f"{group.prefix}.{e}.{LEAVES[p]}"
         for e in range(group.count)
-        for p in PROJECTIONS
+        for p in group.projections
         if (p, e) not in group.names
     ]
 

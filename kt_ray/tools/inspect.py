@@ -105,9 +105,9 @@ def _experts(groups: list[ExpertGroup]) -> dict[str, Any] | None:
         "moe_layers": [g.layer for g in groups],
         "count": first.count,
         "hidden": first.hidden,
-        "intermediate": first.shape("gate")[0],
+        "intermediate": first.shape("up")[0],
         "layout": "fused" if first.fused else "per_expert",
-        "names": f"{first.prefix}.{'gate_up_proj' if first.fused else 'N.' + first.leaf('gate')}",
+        "names": f"{first.prefix}.{first.role('up') + '_proj' if first.fused else 'N.' + first.leaf('up')}",
         "interleaved": first.fused and first.interleaved,
         "transposed": first.fused and first.transposed,
         "biased": bool(first.biases),
@@ -216,7 +216,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     _line(
         console,
         f"{report['path']}: {report['family']}, {report['layers']} layers, "
-        f"{report['parameters'] / 1e9:.3f} B parameters, {report['bytes'] / 1e9:.3f} GB in {report['shards']} files",
+        f"{report['parameters'] / 1e9:.3f} B parameters, {report['bytes'] / 1e9:.3f} GB "
+        f"in {report['shards']} files",
     )
     table = Table("part", "format", "parameters", "GB")
     for part, rows in report["parts"].items():

@@ -105,6 +105,7 @@ class _Plan:
         self.experts: dict[tuple[str, int, str], list[Callable[[], Tensor]]] = {}
         self.groups = expert_groups(index) if lora.experts or lora.fused else _groups_or_none(index)
         self.by_layer = {group.layer: group for group in self.groups.values() if not group.mtp}
+        self.reason = ""
         self.unknown: list[str] = []
         self.misfits: list[str] = []
         self._match_linear()
@@ -148,14 +149,15 @@ class _Plan:
     def _parameter(self, prefix: str, expert: int, projection: str) -> str:
         names = self.groups[prefix].names
         own = names.get((projection, expert))
-        return own or names["down" if projection == "down" else "gate_up", None]
+        return own or names[self.groups[prefix].role(projection), None]
 
     # -- matching
 
     def _match_linear(self) -> None:
         if not self.lora.linear:
             return
-        names = module_names(self.index)
+        names = module_names(self.index, self.groups)
+        self.reason = names.reason
         for module, pair in self.lora.linear.items():
             name = names.parameters.get(module)
             if name is None:
@@ -170,17 +172,17 @@ class _Plan:
     def _match_experts(self) -> None:
         for (prefix, expert, projection), pair in self.lora.experts.items():
             group = self.by_layer.get(_layer(prefix))
-            if group is None or expert >= group.count:
+            if group is None or expert >= group.count or projection not in group.projections:
                 self.unknown.append(pair.module)
                 continue
             self._fits(pair, group.shape(projection))
             self._add(group, expert, projection, pair.delta)
         for (prefix, role), pair in self.lora.fused.items():
             group = self.by_layer.get(_layer(prefix))
-            if group is None:
+            if group is None or (role == "gate_up" and not group.gated):
                 self.unknown.append(pair.module)
                 continue
-            rows, columns = group.shape("down" if role == "down" else "gate")
+            rows, columns = group.shape("down" if role == "down" else "up")
             self._fits(pair, (rows if role == "down" else 2 * rows, columns), group.count)
             for expert in range(group.count):
                 if role == "down":
@@ -204,7 +206,8 @@ class _Plan:
                 "adapter has keys that fit no weight of the base",
                 where=str(self.lora.path),
                 observed=some(sorted(self.unknown), 20),
-                required=f"modules of {self.index.path}",
+                required=f"modules of {self.index.path}"
+                + (f" (only its own names are known: {self.reason})" if self.reason else ""),
                 remedy=_BELONG,
             )
         if self.misfits:
@@ -232,8 +235,8 @@ class _Plan:
 
         def change(value: Tensor, expert: int) -> Tensor:
             result = value.clone()
-            if found.role == "down":
-                return result + self._delta((group.prefix, expert, "down"))
+            if found.role != "gate_up":
+                return result + self._delta((group.prefix, expert, found.role))
             for part, projection in zip(split_rows(result, group.interleaved), ("gate", "up"), strict=True):
                 if (group.prefix, expert, projection) in self.experts:
                     part += self._delta((group.prefix, expert, projection))
@@ -250,7 +253,7 @@ class _Plan:
         found = expert_name(name)
         if group is None or found is None or found.expert is not None:
             return lambda expert: True
-        roles = ("down",) if found.role == "down" else ("gate", "up")
+        roles = ("gate", "up") if found.role == "gate_up" else (found.role,)
         return lambda expert: any((group.prefix, expert, role) in self.experts for role in roles)
 
 

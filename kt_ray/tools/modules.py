@@ -8,10 +8,16 @@ is transformers' own, applied to the names alone.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+
+import torch
 
 from kt_ray.checkpoint.index import CheckpointIndex
+from kt_ray.checkpoint.non_experts import KeyNames
+from kt_ray.errors import UserError
+from kt_ray.model import hook
+from kt_ray.model.family import build_causal, read_family
 from kt_ray.tools.names import expert_name
 
 
@@ -30,44 +36,27 @@ class ModuleNames:
     reason: str = ""
 
 
-def module_names(index: CheckpointIndex) -> ModuleNames:
-    """Names of every matrix outside the routed experts."""
+def module_names(index: CheckpointIndex, prefixes: Iterable[str]) -> ModuleNames:
+    """Names of every matrix outside the routed experts.
+
+    Args:
+        index: the checkpoint.
+        prefixes: of its routed experts ("model.layers.3.mlp.experts").
+    """
     names = sorted(n for n in index.names if expert_name(n) is None and n.endswith(".weight"))
-    found = ModuleNames({name.removesuffix(".weight"): name for name in names})
-    model, reason = _meta_model(index)
-    if model is None:
-        return ModuleNames(found.parameters, {}, reason)
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    transforms = get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    state = model.state_dict()
-    for name in names:
-        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        if renamed not in state and name in state:
-            renamed, pattern = name, None
-        if pattern is None:
-            found.parameters[renamed.removesuffix(".weight")] = name
-            continue
-        targets = by_pattern[pattern].target_patterns
-        for target in targets:
-            found.joined[renamed.replace(targets[0], target).removesuffix(".weight")] = name
-    return found
-
-
-def _meta_model(index: CheckpointIndex) -> tuple[Any, str]:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    parameters = {name.removesuffix(".weight"): name for name in names}
     try:
+        hook.register()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of configurations: nothing is computed with this model
-            config = AutoConfig.from_pretrained(index.path).get_text_config()
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(config), ""
-    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
-        text = str(error).strip().splitlines()
-        return None, text[0] if text else type(error).__name__
+            model, _, _ = build_causal(read_family(index.path), torch.bfloat16, "eager")
+    except UserError as error:
+        return ModuleNames(parameters, {}, error.line())
+    found = ModuleNames(parameters)
+    keys = KeyNames(model, prefixes)
+    for name in names:
+        renamed, converter, _ = keys.target(name)
+        for target in keys.targets(renamed, converter):
+            place = found.parameters if converter is None else found.joined
+            place[target.removesuffix(".weight")] = name
+    return found

@@ -62,7 +62,7 @@ def expert_name(name: str) -> ExpertName | None:
     if match is None:
         return None
     expert = None if match["expert"] is None else int(match["expert"])
-    if expert is None and match["leaf"] not in ("gate_up_proj", "down_proj"):
+    if expert is None and match["leaf"] not in ("gate_up_proj", "up_proj", "down_proj"):
         return None
     return ExpertName(match["prefix"], expert, ROLES[match["leaf"]], match["leaf"], "bias" in match["end"])
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from kt_ray.checkpoint import CheckpointIndex
+from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
 from kt_ray.errors import UserError
+from kt_ray.native import ExpertMatrix
+from kt_ray.native import ExpertFormula
 from kt_ray.tools.__main__ import main
 from kt_ray.tools.convert import Options, convert
 from kt_ray.tools.experts import expert_groups
@@ -72,6 +74,45 @@ def test_formats(tmp_path: Path, layout: str, to: str) -> None:
     back = CheckpointIndex.open(tmp_path / "back")
     assert not back.matrices and "quantization_config" not in back.config
     check(out.path, back.path, 0.004)
+
+
+@pytest.mark.parametrize("to", [*BOUNDS, "bf16"])
+@pytest.mark.parametrize("layout", [*SOURCES, "gpt_oss", "without gate", "fused without gate"])
+def test_training_reads_the_result(tmp_path: Path, layout: str, to: str) -> None:
+    """The loader of expert actors finds the same values in it."""
+    single = {k: v for k, v in per_expert().items() if "gate_proj" not in k}
+    prefix = "model.layers.{}.mlp.experts"
+    other = {
+        "gpt_oss": (
+            fused(transposed=True, interleaved=True, biases=True),
+            {"model_type": "gpt_oss"},
+        ),
+        "without gate": (single, {"model_type": "nemotron_h"}),
+        "fused without gate": (
+            {k: v for k, v in single.items() if ".experts." not in k}
+            | {
+                f"{prefix.format(layer)}.{leaf}": torch.stack(
+                    [single[f"{prefix.format(layer)}.{e}.{leaf}.weight"] for e in range(E)]
+                )
+                for layer in range(2)
+                for leaf in ("up_proj", "down_proj")
+            },
+            {"model_type": "nemotron_h"},
+        ),
+    }
+    tensors, config = {**SOURCES, **other}[layout]
+    convert(save(tmp_path / "source", tensors, config), tmp_path / "out", Options(to))
+    index = CheckpointIndex.open(tmp_path / "out")
+    layout_found = ExpertLayout.detect(index)
+    formula = None if layout_found.gated else ExpertFormula("relu2")
+    assert layout_found.distinct_formats == (to,) and layout_found.biased == (layout == "gpt_oss")
+    for group in expert_groups(index).values():
+        weights = load_experts(index, layout_found, group.layer, [2, 0], formula=formula)
+        for projection in group.projections:
+            loaded = getattr(weights, projection)
+            loaded = loaded.dequantize() if isinstance(loaded, ExpertMatrix) else loaded.float()
+            for place, expert in enumerate((2, 0)):
+                assert torch.equal(loaded[place], group.read(expert, projection)), projection
 
 
 def test_reported_error_is_the_error(tmp_path: Path) -> None:

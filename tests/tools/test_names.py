@@ -32,7 +32,7 @@ def test_experts(name: str, expected: tuple[int | None, str, bool]) -> None:
     [
         f"{LAYER}.mlp.shared_experts.gate_proj.weight",
         f"{LAYER}.mlp.gate_proj.weight",
-        f"{LAYER}.mlp.experts.up_proj",  # no family has it fused by itself
+        f"{LAYER}.mlp.experts.gate_proj",  # no family has it fused by itself
         f"{LAYER}.mlp.experts.5.gate_proj.input_scale",
     ],
 )
