@@ -11,8 +11,7 @@ import torch
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
 from kt_ray.errors import UserError
-from kt_ray.native import ExpertMatrix
-from kt_ray.native import ExpertFormula
+from kt_ray.native import ExpertFormula, ExpertMatrix
 from kt_ray.tools.__main__ import main
 from kt_ray.tools.convert import Options, convert
 from kt_ray.tools.experts import expert_groups
