@@ -55,6 +55,7 @@ def actor_specs(plan: Plan, config: Config, model_dir: str) -> ActorSpecs:
             cpus=actor.cpus,
             node=actor.node if nodes > 1 else -1,
             activations=actor.activations,
+            backend=actor.backend,
         )
         for actor in plan.experts
     )

@@ -1,42 +1,54 @@
-"""Read routed experts from the checkpoint straight into the tensors the engine computes with.
+"""Read routed experts from the checkpoint straight into the memory the engine computes from.
 
-No file is mapped: each expert's bytes go from it to their final place, in huge pages where the machine
-has them, so that loading needs no second copy; the reading threads touch the memory first, so it comes
-from the node that the caller's memory policy says. Legend: see experts.py; n is
-the number of experts asked for.
+No file is mapped and nothing is repacked: each expert's bytes go from the file to their final place, in
+huge pages where the machine has them; the halves of fused projections are views. The reading threads touch
+the memory first, so it comes from the node that the caller's memory policy says. Only a backend that asks
+for another format than the checkpoint's puts one expert at a time through scratch memory.
+Legend: see experts.py; n is the number of experts asked for.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
+from torch import Tensor
 
-from kt_ray.checkpoint.experts import PROJECTIONS, ExpertLayout
+from kt_ray.checkpoint.experts import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex
-from kt_ray.checkpoint.safetensors_file import read_into, tensor_bytes
-from kt_ray.native import allocate
+from kt_ray.checkpoint.safetensors_file import (
+    RAW_BYTES,
+    TORCH_DTYPES,
+    TensorInfo,
+    read_into,
+    tensor_bytes,
+)
+from kt_ray.checkpoint.stored import StoredMatrix
+from kt_ray.errors import UserError
+from kt_ray.native import ExpertFormula, ExpertMatrix, ExpertWeights, allocate, quantize
 
 BytesRead = Callable[[int], None]
+Target = Literal["int8", "int4"]
+_INT4_GROUP = 128  # columns per scale of the AMXINT4 backend, halved until it divides a row
+_SCALES: Literal["bfloat16"] = "bfloat16"
 
 
 @dataclass(frozen=True)
-class _Read:
-    """Bytes of `file` from `offset` into `target`."""
+class _Job:
+    """Bytes of `file` from `offset` into `target()`; then `done`, for what cannot be read in place."""
 
     file: Path
     offset: int
-    target: torch.Tensor  # contiguous; what is read
-    place: Callable[[torch.Tensor], None] | None = None  # puts `target` where it belongs (fused, rearranged)
-
-    @property
-    def nbytes(self) -> int:
-        return self.target.numel() * self.target.element_size()
+    target: Callable[[], Tensor]
+    done: Callable[[Tensor], None] | None = None
 
 
 def load_experts(
@@ -45,67 +57,87 @@ def load_experts(
     layer: int,
     experts: Sequence[int],
     *,
+    formula: ExpertFormula | None = None,
+    target: Target | None = None,
     threads: int = 1,
     progress: BytesRead | None = None,
     drop_cache: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> ExpertWeights:
     """Read some experts of one layer.
 
     Args:
         index: the checkpoint; layout: its expert layout.
         layer: a layer of `layout.moe_layers`.
         experts: global expert ids, in the order of the result.
+        formula: of the experts; None = plain SwiGLU.
+        target: quantise while reading, unless the experts are stored so: int8 with a scale per row, int4
+            with one per 128 columns. None = as stored.
         threads: readers; 1 reads in the calling thread. New threads inherit its memory policy.
         progress: called with the bytes of each finished read (from the reader's thread).
         drop_cache: tell the kernel that these bytes are not read again, so that the page cache of a
             checkpoint near the size of memory does not push out what was just loaded.
 
     Returns:
-        gate [n, I, H], up [n, I, H], down [n, H, I] in `layout.dtype`.
+        Weights of n experts, in the checkpoint's format or in `target`.
 
     Raises:
         ValueError: a layer or expert the checkpoint does not have.
-        UserError: the file ended early.
+        UserError: the file ended early; a width that `target` cannot hold.
     """
     if layer not in layout.prefixes:
         raise ValueError(f"layer {layer} has no routed experts")
     if any(not 0 <= e < layout.num_experts for e in experts):
         raise ValueError(f"experts {list(experts)} outside 0..{layout.num_experts - 1}")
-    n, I, H = len(experts), layout.intermediate, layout.hidden
-    out = {
-        "gate": allocate((n, I, H), layout.dtype),
-        "up": allocate((n, I, H), layout.dtype),
-        "down": allocate((n, H, I), layout.dtype),
+    formula = formula or ExpertFormula()
+    jobs: list[_Job] = []
+    parts: dict[str, Callable[[], Tensor | ExpertMatrix]] = {}
+    for part, names in layout.sources[layer].items():
+        stored = layout.formats[layer][part]
+        if target is not None and stored != target:
+            parts[part] = _requantised(index, layout, names, experts, target, jobs)
+        else:
+            parts[part] = _as_stored(index, layout, names, experts, jobs)
+    biases = {
+        part: _bias(index, layout, names, experts, jobs) for part, names in layout.biases[layer].items()
     }
-    build = _plain_reads if layout.kind == "per_expert" else _fused_reads
-    jobs = build(index, layout, layer, experts, out)
-    _run(sorted(jobs, key=lambda job: (job[0], job[1])), threads, progress, drop_cache)
-    return out["gate"], out["up"], out["down"]
+    _run(sorted(jobs, key=lambda job: (job.file, job.offset)), threads, progress, drop_cache)
+    weights = _split({part: make() for part, make in parts.items()}, layout)
+    bias = _split_bias({part: value.float() for part, value in biases.items()}, layout)
+    return ExpertWeights(
+        weights.get("gate"),
+        weights["up"],
+        weights["down"],
+        gate_bias=bias.get("gate"),
+        up_bias=bias.get("up"),
+        down_bias=bias.get("down"),
+        activation=formula.activation,
+        alpha=formula.alpha,
+        limit=formula.limit,
+        layer=layer,
+        expert_ids=tuple(experts),
+    )
 
 
-# A job is (file, offset, make): `make` allocates the target as late as possible, so that rearranged
-# reads need scratch for one expert per thread only.
-_Job = tuple[Path, int, Callable[[], _Read]]
+# -- reading ---------------------------------------------------------------------------------
 
 
 def _run(jobs: list[_Job], threads: int, progress: BytesRead | None, drop_cache: bool) -> None:
     with ExitStack() as stack:
         fds: dict[Path, int] = {}
-        for file, _, _ in jobs:
-            if file not in fds:
-                fds[file] = os.open(file, os.O_RDONLY)
-                stack.callback(os.close, fds[file])
+        for job in jobs:
+            if job.file not in fds:
+                fds[job.file] = os.open(job.file, os.O_RDONLY)
+                stack.callback(os.close, fds[job.file])
 
         def run(job: _Job) -> None:
-            read = job[2]()
-            fd = fds[read.file]
-            read_into(fd, tensor_bytes(read.target), read.offset, read.file)
-            if read.place is not None:
-                read.place(read.target)
+            target, fd = job.target(), fds[job.file]
+            read_into(fd, tensor_bytes(target), job.offset, job.file)
+            if job.done is not None:
+                job.done(target)
             if drop_cache:
-                os.posix_fadvise(fd, read.offset, read.nbytes, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(fd, job.offset, target.nbytes, os.POSIX_FADV_DONTNEED)
             if progress is not None:
-                progress(read.nbytes)
+                progress(target.nbytes)
 
         if threads <= 1:
             for job in jobs:
@@ -115,76 +147,145 @@ def _run(jobs: list[_Job], threads: int, progress: BytesRead | None, drop_cache:
                 list(pool.map(run, jobs))
 
 
-def _direct(file: Path, offset: int, target: torch.Tensor) -> _Job:
-    return file, offset, lambda: _Read(file, offset, target)
+def _place(infos: Sequence[TensorInfo], count: int, expert: int) -> tuple[Path, int, int]:
+    """(file, offset, bytes) of one expert; a single tensor holds all `count` of them, one after another."""
+    if len(infos) == count and count > 1:
+        return infos[expert].file, infos[expert].start, infos[expert].nbytes
+    size = infos[0].nbytes // count
+    return infos[0].file, infos[0].start + expert * size, size
 
 
-def _plain_reads(
+def _dtype(info: TensorInfo) -> torch.dtype:
+    return torch.uint8 if info.dtype in RAW_BYTES else TORCH_DTYPES[info.dtype]
+
+
+def _slab(
+    infos: Sequence[TensorInfo],
+    shape: tuple[int, ...],
+    layout: ExpertLayout,
+    experts: Sequence[int],
+    jobs: list[_Job],
+) -> Tensor:
+    """Memory [n, *shape], and the jobs that fill it."""
+    slab = allocate((len(experts), *shape), _dtype(infos[0]))
+    for i, expert in enumerate(experts):
+        file, offset, _ = _place(infos, layout.num_experts, expert)
+        jobs.append(_Job(file, offset, lambda i=i: slab[i]))  # type: ignore[misc]
+    return slab
+
+
+def _as_stored(
     index: CheckpointIndex,
     layout: ExpertLayout,
-    layer: int,
+    names: tuple[str, ...],
     experts: Sequence[int],
-    out: dict[str, torch.Tensor],
-) -> list[_Job]:
-    jobs: list[_Job] = []
-    for i, expert in enumerate(experts):
-        for projection in PROJECTIONS:
-            info = index.tensors[layout.key(layer, expert, projection)]
-            jobs.append(_direct(info.file, info.start, out[projection][i]))
-    return jobs
+    jobs: list[_Job],
+) -> Callable[[], Tensor | ExpertMatrix]:
+    matrices = [index.matrices[name] for name in names if name in index.matrices]
+    if not matrices:
+        shape = index.shape(names[0])[-2:]
+        plain = _slab([index.tensors[name] for name in names], shape, layout, experts, jobs)
+        return lambda: plain.transpose(1, 2) if layout.transposed else plain
+    first = matrices[0]
+    data = _slab([m.data for m in matrices], first.data_shape, layout, experts, jobs)
+    scales = _slab([m.scales for m in matrices], first.scales_shape, layout, experts, jobs)
+    return lambda: first.matrix(data, scales)
 
 
-def _fused_reads(
+def _requantised(
     index: CheckpointIndex,
     layout: ExpertLayout,
-    layer: int,
+    names: tuple[str, ...],
     experts: Sequence[int],
-    out: dict[str, torch.Tensor],
-) -> list[_Job]:
-    H, I = layout.hidden, layout.intermediate
-    both, down = (index.tensors[layout.key(layer, 0, p)] for p in ("gate", "down"))
-    element = out["gate"].element_size()
-    jobs: list[_Job] = []
+    target: Target,
+    jobs: list[_Job],
+) -> Callable[[], Tensor | ExpertMatrix]:
+    """Experts in another format than stored: read, quantised and placed one at a time."""
+    shape = index.shape(names[0])[-2:]
+    rows, columns = (shape[1], shape[0]) if layout.transposed else shape
+    group = columns if target == "int8" else _int4_group(index, names[0], columns)
+    width, kind = (columns, torch.int8) if target == "int8" else (columns // 8, torch.int32)
+    data = allocate((len(experts), rows, width), kind)
+    scales = allocate((len(experts), rows, columns // group), torch.bfloat16)
+    matrices = [index.matrices[name] for name in names if name in index.matrices]
+    infos = [m.data for m in matrices] or [index.tensors[name] for name in names]
+
+    def place(i: int, expert: int, raw: Tensor) -> None:
+        value = raw.unsqueeze(0)
+        if matrices:
+            value = _with_scales(matrices, layout, expert, raw)
+        elif layout.transposed:
+            value = value.transpose(1, 2)
+        made = quantize(target, value, group=group, scale_type=_SCALES)
+        assert made.scales is not None
+        data[i].copy_(made.data[0])
+        scales[i].copy_(made.scales[0])
+
+    held = matrices[0].data_shape if matrices else shape
     for i, expert in enumerate(experts):
-        both_at = both.start + expert * 2 * I * H * element
-        down_at = down.start + expert * I * H * element
-        gate, up, target = out["gate"][i], out["up"][i], out["down"][i]
-        if layout.transposed:
-            jobs.append(_rearranged(both.file, both_at, (H, 2 * I), layout, _split(gate, up, layout)))
-            jobs.append(_rearranged(down.file, down_at, (I, H), layout, _transpose_into(target)))
-        elif layout.interleaved:
-            jobs.append(_rearranged(both.file, both_at, (2 * I, H), layout, _split(gate, up, layout)))
-            jobs.append(_direct(down.file, down_at, target))
-        else:
-            jobs.append(_direct(both.file, both_at, gate))
-            jobs.append(_direct(both.file, both_at + I * H * element, up))
-            jobs.append(_direct(down.file, down_at, target))
-    return jobs
+        file, offset, _ = _place(infos, layout.num_experts, expert)
+        done = functools.partial(place, i, expert)
+        jobs.append(_Job(file, offset, lambda: torch.empty(held, dtype=_dtype(infos[0])), done))
+    return lambda: ExpertMatrix(
+        target, data, (len(experts), rows, columns), scales, None if group == columns else (1, group)
+    )
 
 
-def _rearranged(
-    file: Path,
-    offset: int,
-    shape: tuple[int, int],
+def _with_scales(matrices: Sequence[StoredMatrix], layout: ExpertLayout, expert: int, raw: Tensor) -> Tensor:
+    """Values [1, N, K] in float32 of one expert whose stored values are `raw`."""
+    first = matrices[0]
+    file, offset, _ = _place([m.scales for m in matrices], layout.num_experts, expert)
+    scales = torch.empty(first.scales_shape, dtype=_dtype(first.scales))
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        read_into(fd, tensor_bytes(scales), offset, file)
+    finally:
+        os.close(fd)
+    return first.matrix(raw.unsqueeze(0), scales.unsqueeze(0)).dequantize()
+
+
+def _int4_group(index: CheckpointIndex, name: str, columns: int) -> int:
+    group = math.gcd(columns, _INT4_GROUP)
+    if group % 32:
+        raise UserError(
+            "the experts cannot be held as INT4",
+            where=f"{index.path}, {name}",
+            observed=f"rows of {columns}",
+            required="a multiple of 32",
+            remedy="set rule.experts.backend=AMXINT8 or AMXBF16",
+        )
+    return group
+
+
+def _bias(
+    index: CheckpointIndex,
     layout: ExpertLayout,
-    place: Callable[[torch.Tensor], None],
-) -> _Job:
-    return file, offset, lambda: _Read(file, offset, torch.empty(shape, dtype=layout.dtype), place)
+    names: tuple[str, ...],
+    experts: Sequence[int],
+    jobs: list[_Job],
+) -> Tensor:
+    return _slab([index.tensors[n] for n in names], index.shape(names[0])[-1:], layout, experts, jobs)
 
 
-def _split(gate: torch.Tensor, up: torch.Tensor, layout: ExpertLayout) -> Callable[[torch.Tensor], None]:
-    def place(both: torch.Tensor) -> None:
-        rows = both.t() if layout.transposed else both  # [2I, H]
-        half = layout.intermediate
-        first, second = (rows[0::2], rows[1::2]) if layout.interleaved else (rows[:half], rows[half:])
-        gate.copy_(first)
-        up.copy_(second)
-
-    return place
+# -- gate and up of what is stored as one -----------------------------------------------------
 
 
-def _transpose_into(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    def place(source: torch.Tensor) -> None:
-        target.copy_(source.t())
+def _split(parts: dict[str, Tensor | ExpertMatrix], layout: ExpertLayout) -> dict[str, Tensor | ExpertMatrix]:
+    both = parts.pop("gate_up", None)
+    if both is None:
+        return parts
+    half = layout.intermediate
+    first, second = (
+        ((0, 2 * half, 2), (1, 2 * half, 2)) if layout.interleaved else ((0, half), (half, 2 * half))
+    )
+    if isinstance(both, Tensor):
+        return parts | {"gate": both[:, slice(*first)], "up": both[:, slice(*second)]}
+    return parts | {"gate": both.rows(*first), "up": both.rows(*second)}
 
-    return place
+
+def _split_bias(parts: dict[str, Tensor], layout: ExpertLayout) -> dict[str, Tensor]:
+    both = parts.pop("gate_up", None)
+    if both is not None:
+        halves = (both[:, 0::2], both[:, 1::2]) if layout.interleaved else both.chunk(2, 1)
+        parts |= {"gate": halves[0], "up": halves[1]}
+    return {part: value.contiguous() for part, value in parts.items()}

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
+from kt_ray.checkpoint.load_experts import Target
 from kt_ray.config.schema import LoraConfig, OptimConfig
-from kt_ray.experts.memory import PreferNode
+from kt_ray.experts.memory import PreferNode, available_memory
 from kt_ray.model.lora import init_lora_a
-from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights, Saved
+from kt_ray.native import DropoutSpec, Engine, ExpertFormula, ExpertLora, ExpertWeights, Saved
 from kt_ray.optim import LoraOptimizer, squared_norm
 
-PROJECTIONS = ("gate", "up", "down")
 Progress = Callable[[int, int, int], None]  # (layer, bytes done, bytes in total)
+# What a backend of the rule quantises experts to while they are read; the others take them as stored.
+_TARGETS: dict[str, Target] = {"AMXINT8": "int8", "AMXINT4": "int4"}
+_READERS = 4  # more in flight gain nothing from a page cache or one disk
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class ExpertHostSpec:
         cpus: CPUs the engine may use; empty = the process' affinity mask.
         node: NUMA node to allocate from; -1 = no binding.
         activations: "retain" or "recompute".
+        backend: of the rule: AMXINT8 and AMXINT4 quantise while reading, AMXINT8 also multiplies in int8.
+        formulas: MoE layer -> what its experts compute; layers that are not named are plain SwiGLU.
     """
 
     rank: int
@@ -54,6 +59,8 @@ class ExpertHostSpec:
     cpus: tuple[int, ...]
     node: int
     activations: str
+    backend: str = "auto"
+    formulas: Mapping[int, ExpertFormula] = field(default_factory=dict)
 
 
 @dataclass
@@ -75,7 +82,12 @@ class ExpertHost:
 
     def __init__(self, spec: ExpertHostSpec) -> None:
         self.spec = spec
-        self.engine = Engine(isa=spec.isa, threads=spec.threads, cpus=spec.cpus or None)
+        self.engine = Engine(
+            isa=spec.isa,
+            threads=spec.threads,
+            cpus=spec.cpus or None,
+            int8_products=spec.backend == "AMXINT8",
+        )
         self.weights: dict[int, ExpertWeights] = {}
         self.lora: dict[int, ExpertLora] = {}
         self.names: dict[int, list[dict[str, str]]] = {}  # layer -> local expert -> projection -> name prefix
@@ -102,19 +114,28 @@ class ExpertHost:
             raise ValueError(
                 f"expert actor {spec.rank}: experts {outside} but the checkpoint has {layout.num_experts}"
             )
-        layers = layout.moe_layers
-        element = 2 if layout.dtype == torch.bfloat16 else 4
-        per_layer = 3 * len(spec.experts) * layout.hidden * layout.intermediate * element
+        held = len(spec.experts)
+        total = held * sum(layout.expert_bytes.values())
+        # Where file and experts do not fit in memory together, the file's pages must not push others out.
+        drop_cache = total + index.nbytes > available_memory()
+        done = 0
         with PreferNode(spec.node):
-            for done, layer in enumerate(layers):
-                gate, up, down = load_experts(
-                    index, layout, layer, spec.experts, threads=min(4, spec.threads)
+            for layer in layout.moe_layers:
+                self.weights[layer] = load_experts(
+                    index,
+                    layout,
+                    layer,
+                    spec.experts,
+                    formula=spec.formulas.get(layer),
+                    target=_TARGETS.get(spec.backend),
+                    threads=_READERS,
+                    drop_cache=drop_cache,
                 )
-                self.weights[layer] = ExpertWeights(gate, up, down, layer=layer, expert_ids=spec.experts)
                 self.names[layer] = [layout.names(layer, e) for e in spec.experts]
+                done += held * layout.expert_bytes[layer]
                 if progress is not None:
-                    progress(layer, (done + 1) * per_layer, len(layers) * per_layer)
-            self.weight_bytes = per_layer * len(layers)
+                    progress(layer, done, total)
+            self.weight_bytes = sum(weights.bytes for weights in self.weights.values())
             self.load_seconds = time.monotonic() - start
             if spec.lora.experts:
                 self._make_lora()
@@ -124,7 +145,7 @@ class ExpertHost:
         parameters: list[torch.nn.Parameter] = []
         for layer, weights in self.weights.items():
             matrices: dict[str, torch.nn.Parameter] = {}
-            for projection in PROJECTIONS:
+            for projection in self.names[layer][0]:
                 experts, out_features, in_features = getattr(weights, projection).shape
                 # float32 by name: in one process a worker that builds its model changes the default type.
                 a = torch.empty(experts, rank, in_features, dtype=torch.float32)
@@ -137,9 +158,9 @@ class ExpertHost:
             parameters.extend(matrices.values())
         self._optimizer = LoraOptimizer(parameters, spec.optim)
         for layer, matrices in self._parameters.items():
-            self.lora[layer] = ExpertLora(**{k: p.data for k, p in matrices.items()}, scale=spec.lora.scale)
+            self.lora[layer] = _adapter({k: p.data for k, p in matrices.items()}, spec.lora.scale)
             grads = {k: p.grad for k, p in matrices.items() if p.grad is not None}
-            self._grads[layer] = ExpertLora(**grads, scale=spec.lora.scale)
+            self._grads[layer] = _adapter(grads, spec.lora.scale)
 
     # -- computing ---------------------------------------------------------------------------
 
@@ -275,3 +296,16 @@ def bind_to_cpus(cpus: tuple[int, ...]) -> None:
     allowed = set(cpus) & os.sched_getaffinity(0)
     if allowed:
         os.sched_setaffinity(0, allowed)
+
+
+def _adapter(matrices: Mapping[str, torch.Tensor], scale: float) -> ExpertLora:
+    """Experts without a gate have no matrices for it."""
+    return ExpertLora(
+        gate_a=matrices.get("gate_a"),
+        gate_b=matrices.get("gate_b"),
+        up_a=matrices["up_a"],
+        up_b=matrices["up_b"],
+        down_a=matrices["down_a"],
+        down_b=matrices["down_b"],
+        scale=scale,
+    )

@@ -49,3 +49,15 @@ def _set_mempolicy(mode: int, mask: int) -> bool:
     bits = ctypes.c_ulong(mask)
     pointer = ctypes.byref(bits) if mask else None
     return bool(libc.syscall(number, mode, pointer, ctypes.sizeof(bits) * 8) == 0)
+
+
+def available_memory() -> int:
+    """Bytes that processes can still take without swapping; 0 where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0

@@ -7,34 +7,18 @@ bound and compared with each formula that the engine has. What agrees with none 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kt_ray.errors import UserError
-
-if TYPE_CHECKING:
-    from kt_ray.native import Activation
+from kt_ray.native import ExpertFormula
 
 _WEIGHTS = frozenset({"gate_up_proj", "up_proj", "down_proj"})
 _BIASES = frozenset({"gate_up_proj_bias", "up_proj_bias", "down_proj_bias"})
 _LIMITS = ("limit", "swiglu_limit")  # a module's attribute; its configuration's may mean other layers
 _ALPHAS = ("alpha", "swiglu_alpha")
-
-
-@dataclass(frozen=True)
-class ExpertFormula:
-    """Fields of `kt_ray.native.ExpertWeights` that are not tensors."""
-
-    activation: Activation
-    alpha: float = 1.702
-    limit: float | None = None
-
-    def __str__(self) -> str:
-        bound = "" if self.limit is None else f" clamped at {self.limit:g}"
-        return self.activation + bound
 
 
 def formula_of(module: Any, model_type: str) -> ExpertFormula:

@@ -249,6 +249,20 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True)
+class ExpertFormula:
+    """What lies between an expert's first projections and its last: the fields of `ExpertWeights` that are
+    not tensors."""
+
+    activation: Activation = "silu"
+    alpha: float = 1.702
+    limit: float | None = None
+
+    def __str__(self) -> str:
+        bound = "" if self.limit is None else f" clamped at {self.limit:g}"
+        return self.activation + bound
+
+
+@dataclass(frozen=True)
 class ExpertLora:
     """One adapter on gate, up and down of every local expert, float32 contiguous: W + scale B A.
 

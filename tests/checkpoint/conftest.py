@@ -49,7 +49,7 @@ def write_checkpoint(
     for i in range(shards):
         shard = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
         mine = names[i::shards]
-        save_file({name: tensors[name] for name in mine}, path / shard)
+        save_file({name: tensors[name].clone() for name in mine}, path / shard)
         weight_map |= dict.fromkeys(mine, shard)
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return path

@@ -11,6 +11,7 @@ import torch
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
 from kt_ray.errors import UserError
+from kt_ray.native import ExpertWeights
 
 Tensors = dict[str, torch.Tensor]
 Make = Callable[..., Any]
@@ -23,6 +24,12 @@ def _name(layer: int, expert: int, leaf: str) -> str:
 
 def _stack(tensors: Tensors, layer: int, leaf: str, experts: list[int]) -> torch.Tensor:
     return torch.stack([tensors[_name(layer, e, leaf)] for e in experts])
+
+
+def _values(weights: ExpertWeights) -> list[torch.Tensor]:
+    values = [weights.gate, weights.up, weights.down]
+    assert all(isinstance(v, torch.Tensor) for v in values)
+    return values  # type: ignore[return-value]
 
 
 def _fuse(
@@ -50,16 +57,17 @@ def test_per_expert(
     index = CheckpointIndex.open(write(tmp_path / "m", tensors, shards=shards))
     layout = ExpertLayout.detect(index)
     assert (layout.kind, layout.moe_layers, layout.num_experts) == ("per_expert", (1, 2), 4)
-    assert (layout.hidden, layout.intermediate, layout.dtype) == (8, 6, dtype)
+    assert (layout.hidden, layout.intermediate) == (8, 6)
+    assert layout.distinct_formats == (("bf16",) if dtype == torch.bfloat16 else ("f32",))
     assert layout.names(2, 3)["down"] == "model.layers.2.mlp.experts.3.down_proj"
     read: list[int] = []
     wanted = [3, 0]
     loaded = load_experts(
         index, layout, 2, wanted, threads=threads, progress=read.append, drop_cache=threads == 3
     )
-    for value, leaf in zip(loaded, LEAVES, strict=True):
+    for value, leaf in zip(_values(loaded), LEAVES, strict=True):
         assert value.is_contiguous() and torch.equal(value, _stack(tensors, 2, leaf, wanted))
-    assert sum(read) == sum(value.nbytes for value in loaded)
+    assert sum(read) == loaded.bytes == 2 * layout.expert_bytes[2]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -74,8 +82,9 @@ def test_fused(
     layout = ExpertLayout.detect(index, interleaved=interleaved)
     assert (layout.kind, layout.transposed, layout.interleaved) == ("fused", transposed, interleaved)
     assert layout.names(1, 2)["gate"] == "model.layers.1.mlp.experts.2.gate_proj"
-    for value, leaf in zip(load_experts(index, layout, 1, [2, 1], threads=2), LEAVES, strict=True):
-        assert value.is_contiguous() and torch.equal(value, _stack(tensors, 1, leaf, [2, 1]))
+    loaded = load_experts(index, layout, 1, [2, 1], threads=2)
+    for value, leaf in zip(_values(loaded), LEAVES, strict=True):
+        assert torch.equal(value, _stack(tensors, 1, leaf, [2, 1]))
 
 
 def test_gpt_oss_fused_weights_interleave(
@@ -91,7 +100,7 @@ def test_mixtral_names(tmp_path: Path, write: Make, make_experts: Make) -> None:
     layout = ExpertLayout.detect(index)
     prefix = "model.layers.1.block_sparse_moe.experts.0"
     assert layout.names(1, 0) == {"gate": f"{prefix}.w1", "up": f"{prefix}.w3", "down": f"{prefix}.w2"}
-    gate, up, down = load_experts(index, layout, 1, [0])
+    gate, up, down = _values(load_experts(index, layout, 1, [0]))
     for value, leaf in ((gate, "w1"), (up, "w3"), (down, "w2")):
         assert torch.equal(value[0], tensors[f"{prefix}.{leaf}.weight"])
 
@@ -152,6 +161,15 @@ def _drop_fused(tensors: Tensors) -> Tensors:
     return {k: v for k, v in _fuse(tensors).items() if k != "model.layers.2.mlp.experts.down_proj"}
 
 
+def _biased(tensors: Tensors, rows: int = 6) -> Tensors:
+    """Biases of `rows` for gate and up."""
+    sizes = {"gate_proj": rows, "up_proj": rows, "down_proj": 8}
+    return tensors | {
+        name.removesuffix("weight") + "bias": torch.linspace(-1, 1, sizes[name.split(".")[-2]])
+        for name in tensors
+    }
+
+
 G = _name(2, 3, "gate_proj")
 REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "no experts": (lambda t: {"model.embed_tokens.weight": torch.zeros(2, 8)}, "no routed experts"),
@@ -167,17 +185,22 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "one-dimensional": (_all(lambda v: v.flatten()), "mixed shapes"),
     "mixed types": (_replace(G, torch.zeros(6, 8).bfloat16()), "mixed types"),
     "float16": (_all(lambda v: v.half()), "found F16"),
-    "fp8": (_all(lambda v: v.to(torch.float8_e4m3fn)), "found FP8 (F8_E4M3)"),
-    "fp8 with scales": (_replace(G + "_scale_inv", torch.zeros(1)), "FP8 with 128x128 block scales"),
+    "fp8": (_all(lambda v: v.to(torch.float8_e4m3fn)), "F8_E4M3 without scales"),
+    "scales alone": (_replace(G + "_scale_inv", torch.zeros(1)), f"{G}_scale_inv (no weight)"),
     "gptq": (_replace(G.replace("weight", "qweight"), torch.zeros(1).int()), "GPTQ"),
-    "packed": (_replace(G.replace("weight", "weight_packed"), torch.zeros(1).int()), "compressed-tensors"),
+    "packed": (_replace(G.replace("weight", "weight_packed"), torch.zeros(1).int()), "I32 without scales"),
     "mxfp4": (
         lambda t: {
             "model.layers.1.mlp.experts.gate_up_proj_blocks": torch.zeros(4, 12, 1, 4).to(torch.uint8)
         },
-        "found MXFP4",
+        "U8 without scales",
     ),
-    "biases": (_replace(G.replace("weight", "bias"), torch.zeros(6)), "biases, which are not read"),
+    "one bias": (
+        _replace(G.replace("weight", "bias"), torch.zeros(6)),
+        "missing: model.layers.1.mlp.experts.0.down_proj.bias",
+    ),
+    "bias of another shape": (lambda t: _biased(t, 7), "mixed shapes"),
+    "unknown tensors": (_replace("model.layers.1.mlp.experts.0.up_proj.scale_x", torch.zeros(1)), "unknown"),
     "mixed names": (_replace("model.layers.1.mlp.experts.0.w1.weight", torch.zeros(6, 8)), "mixed names"),
     "two sets": (
         _replace("model.layers.1.ffn.experts.0.up_proj.weight", torch.zeros(6, 8)),

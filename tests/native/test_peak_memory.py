@@ -39,7 +39,7 @@ def lora():
 def load():
     if kind == "bf16":
         index = CheckpointIndex.open(path)
-        return ExpertWeights(*load_experts(index, ExpertLayout.detect(index), 0, range(E), drop_cache=True))
+        return load_experts(index, ExpertLayout.detect(index), 0, range(E), drop_cache=True)
     def projection(n, k):
         return ExpertMatrix.gguf(kind, allocate((E, n, k // 256 * 144), torch.uint8).fill_(1))
     return ExpertWeights(projection(I, H), projection(I, H), projection(H, I))

@@ -1,0 +1,411 @@
+"""Find a checkpoint's routed experts among its parameters, and check them. Legend: see experts.py."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+from kt_ray.checkpoint.experts import PROJECTIONS, ExpertLayout
+from kt_ray.checkpoint.index import CheckpointIndex, some
+from kt_ray.errors import UserError
+
+_LEAVES = (
+    {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+    {"gate": "w1", "up": "w3", "down": "w2"},
+)
+_PER_EXPERT = re.compile(
+    r"^(?P<root>.*?)\blayers\.(?P<layer>\d+)\.(?P<moe>.*?\bexperts)\.(?P<expert>\d+)"
+    r"\.(?P<leaf>gate_proj|up_proj|down_proj|w1|w2|w3)\.(?P<suffix>weight|bias)$"
+)
+_FUSED = re.compile(
+    r"^(?P<root>.*?)\blayers\.(?P<layer>\d+)\.(?P<moe>.*?\bexperts)"
+    r"\.(?P<leaf>gate_up_proj|up_proj|down_proj)(?P<suffix>|\.weight|_bias|\.bias)$"
+)
+# Anything else below "experts." belongs to a layout or a format that is not known.
+_UNKNOWN = re.compile(r"\blayers\.(?P<layer>\d+)\.(?P<moe>.*?\bexperts)\.(\d+\.)?(?P<rest>[\w.]+)$")
+_MTP = re.compile(r"(^|\.)mtp\b")
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_PLAIN = {"BF16": "bf16", "F32": "f32"}
+_AGAIN = "download the checkpoint again, or check that config.json belongs to it"
+_CONVERT = "python -m kt_ray.tools convert {path} <new directory> --to bf16"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Names that belong to routed experts. by_layer: layer -> (leaf, expert or None, is a bias) -> name."""
+
+    by_layer: dict[int, dict[tuple[str, int | None, bool], str]]
+    prefixes: dict[int, str]
+    skipped: tuple[str, ...]
+
+
+def find_experts(index: CheckpointIndex, interleaved: bool | None, transposed: bool | None) -> ExpertLayout:
+    """See `ExpertLayout.detect`."""
+    found = _collect(index)
+    fused = {expert is None for held in found.by_layer.values() for _, expert, _ in held}
+    if len(fused) > 1:
+        raise _fault(
+            index, "checkpoint mixes fused and per-expert weights", _one_of_each(found), "one layout"
+        )
+    names = {leaf for held in found.by_layer.values() for leaf, _, _ in held}
+    if fused == {True}:
+        parts = {"gate_up": "gate_up_proj"} if "gate_up_proj" in names else {"up": "up_proj"}
+        parts["down"] = "down_proj"
+        leaves = dict(_LEAVES[0])
+    else:
+        known = next((ls for ls in _LEAVES if names <= set(ls.values())), None)
+        if known is None:
+            raise _fault(
+                index,
+                "experts have mixed names",
+                ", ".join(sorted(names)),
+                "gate_proj, up_proj, down_proj or w1, w2, w3",
+            )
+        parts = {p: leaf for p, leaf in known.items() if p != "gate" or leaf in names}
+        leaves = dict(known)
+    if "gate" not in parts and "gate_up" not in parts:
+        del leaves["gate"]
+    count = _count(index, found, fused == {True}, parts)
+    _check_complete(index, found, parts, count, fused == {True})
+    return _layout(index, found, parts, leaves, count, fused == {True}, interleaved, transposed)
+
+
+def _collect(index: CheckpointIndex) -> _Found:
+    layers = index.text_config.get("num_hidden_layers")
+    by_layer: dict[int, dict[tuple[str, int | None, bool], str]] = defaultdict(dict)
+    prefixes: dict[int, set[str]] = defaultdict(set)
+    skipped: list[str] = []
+    unknown: list[str] = []
+    for name in index.names:
+        if "experts." not in name:
+            continue
+        match = _PER_EXPERT.match(name) or _FUSED.match(name)
+        if match is None:
+            match = _UNKNOWN.search(name)
+            if match is not None and "shared" not in match["moe"]:
+                outside = isinstance(layers, int) and int(match["layer"]) >= layers
+                (skipped if outside or _MTP.search(name) else unknown).append(name)
+            continue
+        if "shared" in match["moe"]:
+            continue
+        layer = int(match["layer"])
+        if (isinstance(layers, int) and layer >= layers) or _MTP.search(match["root"]):
+            skipped.append(name)
+            continue
+        groups = match.groupdict()
+        expert = int(groups["expert"]) if groups.get("expert") is not None else None
+        by_layer[layer][match["leaf"], expert, match["suffix"].lstrip("._") == "bias"] = name
+        prefixes[layer].add(f"{match['root']}layers.{layer}.{match['moe']}")
+    if unknown:
+        raise _fault(
+            index,
+            "routed experts hold tensors of an unknown layout or format",
+            some(sorted(unknown)),
+            "...experts.N.{gate,up,down}_proj, ...experts.N.{w1,w2,w3} or ...experts.{gate_up,down}_proj",
+        )
+    if not by_layer:
+        raise UserError(
+            "checkpoint has no routed experts",
+            where=str(index.path),
+            observed=f"model_type {index.config.get('model_type')!r}, {len(index.tensors)} tensors",
+            required="...experts.N.{gate,up,down}_proj.weight, ...experts.N.{w1,w2,w3}.weight "
+            "or ...experts.{gate_up,down}_proj",
+            remedy="choose a Mixture-of-Experts checkpoint (model.path)",
+        )
+    for layer, several in sorted(prefixes.items()):
+        if len(several) > 1:
+            raise UserError(
+                "a layer has more than one set of routed experts",
+                where=f"{index.path}, layer {layer}",
+                observed=", ".join(sorted(several)),
+                required="one",
+                remedy="choose another model",
+            )
+    ordered = {layer: by_layer[layer] for layer in sorted(by_layer)}
+    return _Found(ordered, {layer: next(iter(prefixes[layer])) for layer in ordered}, tuple(sorted(skipped)))
+
+
+def _fault(index: CheckpointIndex, message: str, observed: object, required: object) -> UserError:
+    return UserError(message, where=str(index.path), observed=observed, required=required, remedy=_AGAIN)
+
+
+def _one_of_each(found: _Found) -> str:
+    kinds: dict[bool, list[str]] = {True: [], False: []}
+    for held in found.by_layer.values():
+        for (_, expert, _), name in held.items():
+            kinds[expert is None].append(name)
+    return " beside ".join(some(sorted(names), 2) for names in kinds.values())
+
+
+def _count(index: CheckpointIndex, found: _Found, fused: bool, parts: dict[str, str]) -> int:
+    """Experts per layer: what the configuration says, else what the tensors hold."""
+    for key in _EXPERT_COUNTS:
+        value = index.text_config.get(key)
+        if isinstance(value, int) and value > 0:
+            return value
+    if fused:
+        first = next(iter(found.by_layer.values()))
+        name = first.get((parts["down"], None, False))
+        return index.shape(name)[0] if name is not None else 1
+    return 1 + max(e for held in found.by_layer.values() for _, e, _ in held if e is not None)
+
+
+def _check_complete(
+    index: CheckpointIndex, found: _Found, parts: dict[str, str], count: int, fused: bool
+) -> None:
+    """Every layer has every part of every expert, and nothing beyond; biases everywhere or nowhere."""
+    biased = any(bias for held in found.by_layer.values() for _, _, bias in held)
+    experts: list[int | None] = [None] if fused else list(range(count))
+    wanted = {
+        (leaf, expert, bias)
+        for leaf in parts.values()
+        for expert in experts
+        for bias in ((False, True) if biased else (False,))
+    }
+    missing: list[str] = []
+    extra: list[str] = []
+    for layer, held in found.by_layer.items():
+        prefix = found.prefixes[layer]
+        for leaf, expert, bias in wanted - set(held):
+            middle = "" if expert is None else f"{expert}."
+            end = ("_bias" if bias else "") if fused else (".bias" if bias else ".weight")
+            missing.append(f"{prefix}.{middle}{leaf}{end}")
+        extra += [held[key] for key in set(held) - wanted]
+    if missing or extra:
+        raise _fault(
+            index,
+            "checkpoint lacks experts" if missing else "checkpoint has more experts than its configuration",
+            f"{'missing' if missing else 'unexpected'}: {some(sorted(missing or extra))}",
+            f"{count} experts with {', '.join(parts.values())} in each of {len(found.by_layer)} layers",
+        )
+
+
+def _format(index: CheckpointIndex, name: str) -> str:
+    matrix = index.matrices.get(name)
+    return matrix.format if matrix is not None else _PLAIN.get(index.tensors[name].dtype, "")
+
+
+def _layout(
+    index: CheckpointIndex,
+    found: _Found,
+    parts: dict[str, str],
+    leaves: dict[str, str],
+    count: int,
+    fused: bool,
+    interleaved: bool | None,
+    transposed: bool | None,
+) -> ExpertLayout:
+    experts: list[int | None] = [None] if fused else list(range(count))
+    sources = {
+        layer: {p: tuple(held[leaf, e, False] for e in experts) for p, leaf in parts.items()}
+        for layer, held in found.by_layer.items()
+    }
+    biased = any(bias for held in found.by_layer.values() for _, _, bias in held)
+    biases = {
+        layer: {p: tuple(held[leaf, e, True] for e in experts) for p, leaf in parts.items()} if biased else {}
+        for layer, held in found.by_layer.items()
+    }
+    first = next(iter(sources.values()))
+    if fused:
+        hidden, intermediate, swapped = _fused_sizes(index, first, transposed)
+    else:
+        intermediate, hidden, swapped = *_two(index, first["up"][0]), False
+    formats, expert_bytes = {}, {}
+    for layer in sources:
+        shapes = _shapes(hidden, intermediate, swapped, None if not fused else count)
+        formats[layer] = {p: _check_part(index, names, shapes[p]) for p, names in sources[layer].items()}
+        for part, names in biases[layer].items():
+            rows = {"down": hidden, "gate_up": 2 * intermediate}.get(part, intermediate)
+            _check_bias(index, names, (count, rows) if fused else (rows,))
+        expert_bytes[layer] = _bytes(index, (*sources[layer].values(), *biases[layer].values()), count)
+    _check_formats(index, sources, formats)
+    _check_hidden(index, hidden)
+    every = [n for layer in (*sources.values(), *biases.values()) for names in layer.values() for n in names]
+    skipped = set(found.skipped)
+    keys = set(every)
+    for name in (*every, *found.skipped):
+        matrix = index.matrices.get(name)
+        if matrix is not None:
+            (skipped if name in skipped else keys).update(matrix.keys)
+    by_type = index.text_config.get("model_type") == "gpt_oss"
+    return ExpertLayout(
+        kind="fused" if fused else "per_expert",
+        moe_layers=tuple(sources),
+        num_experts=count,
+        hidden=hidden,
+        intermediate=intermediate,
+        prefixes=found.prefixes,
+        leaves=leaves,
+        sources=sources,
+        biases=biases,
+        formats=formats,
+        expert_bytes=expert_bytes,
+        interleaved=fused and (by_type if interleaved is None else interleaved),
+        transposed=swapped,
+        keys=frozenset(keys),
+        skipped=tuple(sorted(skipped)),
+    )
+
+
+def _two(index: CheckpointIndex, name: str) -> tuple[int, int]:
+    shape = index.shape(name)
+    if len(shape) != 2:
+        raise _mixed_shapes(index, name, "[I, H]")
+    return shape[0], shape[1]
+
+
+def _shapes(
+    hidden: int, intermediate: int, transposed: bool, count: int | None
+) -> dict[str, tuple[int, ...]]:
+    """Shape of every part; with `count` of all experts."""
+    shapes = {
+        "gate": (intermediate, hidden),
+        "up": (intermediate, hidden),
+        "gate_up": (2 * intermediate, hidden),
+        "down": (hidden, intermediate),
+    }
+    if transposed:
+        shapes = {p: (b, a) for p, (a, b) in shapes.items()}
+    return {p: shape if count is None else (count, *shape) for p, shape in shapes.items()}
+
+
+def _check_part(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int, ...]) -> str:
+    """One shape, one format and one kind of scales for all experts of a layer. Returns the format."""
+    kinds = set()
+    for name in names:
+        if index.shape(name) != shape:
+            raise _mixed_shapes(index, name, f"{list(shape)} as in the first expert of {index.path.name}")
+        matrix = index.matrices.get(name)
+        kinds.add(
+            (index.tensors[name].dtype, "", ())
+            if matrix is None
+            else (matrix.data.dtype, matrix.scales.dtype, matrix.block)
+        )
+    if len(kinds) > 1:
+        raise UserError(
+            "experts of one layer have mixed types",
+            where=f"{index.path}, {names[0]}",
+            observed=", ".join(sorted(" ".join(str(k) for k in kind if k) for kind in kinds)),
+            required="one type for all experts of a layer",
+            remedy=_CONVERT.format(path=index.path),
+        )
+    return _format(index, names[0])
+
+
+def _check_bias(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    for name in names:
+        info = index.tensors[name]
+        if info.shape != shape:
+            raise _mixed_shapes(index, name, list(shape))
+        if info.dtype not in ("F32", "BF16", "F16"):
+            raise UserError(
+                "a bias of the experts is in a format that is not read",
+                where=f"{info.file}, tensor {name}",
+                observed=info.dtype,
+                required="BF16, F16 or F32",
+                remedy=_AGAIN,
+            )
+
+
+def _bytes(index: CheckpointIndex, groups: tuple[tuple[str, ...], ...], count: int) -> int:
+    """Bytes that one expert takes in the file; checked to be the same for all of a layer."""
+    total = 0
+    for names in groups:
+        matrix = index.matrices.get(names[0])
+        infos = [index.tensors[names[0]]] if matrix is None else [matrix.data, matrix.scales]
+        total += sum(info.nbytes for info in infos) // (count if len(names) == 1 and count > 1 else 1)
+    return total
+
+
+def _check_formats(
+    index: CheckpointIndex, sources: dict[int, dict[str, tuple[str, ...]]], formats: dict[int, dict[str, str]]
+) -> None:
+    """Formats that are read, and float32 for all experts or for none."""
+    where: dict[str, str] = {}
+    for layer, parts in formats.items():
+        for part, name in parts.items():
+            where.setdefault(name, sources[layer][part][0])
+    if "" in where:
+        key = where[""]
+        raise UserError(
+            "experts are in a format that is not read from checkpoints",
+            where=f"{index.tensors[key].file}, tensor {key}",
+            observed=index.tensors[key].dtype,
+            required="BF16, F32, FP8, MXFP4, INT8 or INT4",
+            remedy=_CONVERT.format(path=index.path),
+        )
+    if "f32" in where and len(where) > 1:
+        raise UserError(
+            "experts have mixed types",
+            where=str(index.path),
+            observed=", ".join(f"{fmt} ({name})" for fmt, name in sorted(where.items())),
+            required="float32 for all experts, or for none",
+            remedy=_CONVERT.format(path=index.path),
+        )
+
+
+def _mixed_shapes(index: CheckpointIndex, name: str, required: object) -> UserError:
+    matrix = index.matrices.get(name)
+    info = index.tensors[name] if matrix is None else matrix.data
+    return UserError(
+        "experts have mixed shapes",
+        where=f"{info.file}, tensor {name}",
+        observed=list(index.shape(name)),
+        required=required,
+        remedy=_AGAIN,
+    )
+
+
+def _fused_sizes(
+    index: CheckpointIndex, parts: dict[str, tuple[str, ...]], transposed: bool | None
+) -> tuple[int, int, bool]:
+    """(H, I, transposed) from the shapes: [E,2I,H] with [E,H,I], or [E,H,2I] with [E,I,H]."""
+    first = "gate_up" if "gate_up" in parts else "up"
+    width = 2 if first == "gate_up" else 1
+    up, down = index.shape(parts[first][0]), index.shape(parts["down"][0])
+    for part, shape in ((first, up), ("down", down)):
+        if len(shape) != 3:
+            raise _mixed_shapes(index, parts[part][0], "three dimensions, experts first")
+    plain = up[1] == width * down[2] and up[2] == down[1]
+    swapped = up[2] == width * down[1] and up[1] == down[2]
+    if not plain and not swapped:  # (both cannot hold when gate and up lie together: it would take H = 2H)
+        raise _fault(
+            index,
+            "fused expert weights have shapes that do not fit together",
+            f"{parts[first][0]} {list(up)}, {parts['down'][0]} {list(down)}",
+            "[E, 2I, H] with [E, H, I], or [E, H, 2I] with [E, I, H]",
+        )
+    if transposed is None or not (plain and swapped):
+        transposed = not plain
+    if transposed and index.matrices.get(parts["down"][0]) is not None:
+        raise _fault(
+            index,
+            "fused quantised experts are stored transposed",
+            f"{parts[first][0]} {list(up)}",
+            "[E, 2I, H] with [E, H, I]",
+        )
+    hidden, intermediate = (down[2], down[1]) if transposed else (down[1], down[2])
+    matrix = index.matrices.get(parts[first][0])
+    if matrix is not None and first == "gate_up" and intermediate % matrix.block[0]:
+        raise _fault(
+            index,
+            "a scale of the fused experts covers rows of gate and of up",
+            f"{parts[first][0]}: {intermediate} rows each, blocks of {matrix.block[0]} rows",
+            "an intermediate size that is a multiple of the block",
+        )
+    return hidden, intermediate, transposed
+
+
+def _check_hidden(index: CheckpointIndex, hidden: int) -> None:
+    required = index.text_config.get("hidden_size")
+    if isinstance(required, int) and required != hidden:
+        raise _fault(
+            index,
+            "checkpoint and configuration disagree about the hidden size of the experts",
+            f"{hidden} in the weights",
+            required,
+        )
+
+
+assert set(_LEAVES[0]) == set(PROJECTIONS)

@@ -1,0 +1,219 @@
+"""Every convention for quantised experts: found, loaded in place, and equal to what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
+from kt_ray.checkpoint.safetensors_file import TensorInfo
+from kt_ray.checkpoint.stored import find_matrices
+from kt_ray.errors import UserError
+from kt_ray.native import ExpertFormula, ExpertMatrix, quantize
+from tests.checkpoint.conftest import config_dict, write_checkpoint
+
+Tensors = dict[str, torch.Tensor]
+E, I, H = 3, 96, 160  # rows and columns of every projection are multiples of 32, and not of 128
+PREFIX = "model.layers.1.mlp.experts"
+
+
+def _fp8(m: ExpertMatrix, e: int, name: str, suffix: str) -> Tensors:
+    assert m.scales is not None
+    return {f"{name}.weight": m.data[e], f"{name}.{suffix}": m.scales[e]}
+
+
+def _int4(m: ExpertMatrix, e: int, name: str) -> Tensors:
+    assert m.scales is not None
+    return {
+        f"{name}.weight_packed": m.data[e],
+        f"{name}.weight_scale": m.scales[e],
+        f"{name}.weight_shape": torch.tensor(m.shape[1:], dtype=torch.int32),
+    }
+
+
+def _mxfp4(m: ExpertMatrix, e: int, name: str) -> Tensors:
+    assert m.scales is not None
+    return {f"{name}.weight_packed": m.data[e].flatten(1), f"{name}.weight_scale": m.scales[e]}
+
+
+def _fp4(m: ExpertMatrix, e: int, name: str) -> Tensors:
+    assert m.scales is not None
+    scales = m.scales[e].view(torch.float8_e8m0fnu)
+    return {f"{name}.weight": m.data[e].flatten(1).view(torch.int8), f"{name}.scale": scales}
+
+
+Write = Callable[[ExpertMatrix, int, str], Tensors]
+PER_TENSOR = (1 << 11, 1 << 11)
+# Format with its options, and the tensors of one expert's projection.
+CONVENTIONS: dict[str, tuple[str, dict[str, Any], Write]] = {
+    "fp8 blocks": ("fp8", {}, lambda m, e, n: _fp8(m, e, n, "weight_scale_inv")),
+    "fp8 blocks, scale": ("fp8", {}, lambda m, e, n: _fp8(m, e, n, "scale")),
+    "fp8 rows": ("fp8", {"block": None}, lambda m, e, n: _fp8(m, e, n, "weight_scale")),
+    "fp8 per tensor": (
+        "fp8",
+        {"block": PER_TENSOR},
+        lambda m, e, n: _fp8(m, e, n, "weight_scale") | {f"{n}.input_scale": torch.ones(1)},
+    ),
+    "int8 rows": ("int8", {"scale_type": "bfloat16"}, lambda m, e, n: _fp8(m, e, n, "weight_scale")),
+    "int8 groups": ("int8", {"group": 32}, lambda m, e, n: _fp8(m, e, n, "weight_scale")),
+    "int4": ("int4", {"group": 32, "scale_type": "bfloat16"}, _int4),
+    "int4 rows": ("int4", {}, _int4),
+    "mxfp4 packed": ("mxfp4", {}, _mxfp4),
+    "fp4 of DeepSeek-V4": ("mxfp4", {}, _fp4),
+}
+
+
+def _matrices(format: str, options: dict[str, Any]) -> dict[str, ExpertMatrix]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
+    return {
+        leaf: quantize(format, torch.randn(E, *shape, generator=generator), **options)
+        for leaf, shape in shapes.items()
+    }
+
+
+def _config(**changes: Any) -> dict[str, Any]:
+    return config_dict(**{"hidden_size": H, "num_experts": E, "num_hidden_layers": 2, **changes})
+
+
+@pytest.mark.parametrize("case", CONVENTIONS)
+def test_per_expert(tmp_path: Path, case: str) -> None:
+    format, options, write = CONVENTIONS[case]
+    if "block" not in options and format == "fp8":
+        options = {"block": (128, 128)}
+    matrices = _matrices(format, options)
+    tensors: Tensors = {}
+    for leaf, matrix in matrices.items():
+        for e in range(E):
+            tensors |= write(matrix, e, f"{PREFIX}.{e}.{leaf}")
+    beyond = {k.replace("layers.1", "layers.2"): v.clone() for k, v in tensors.items()}
+    index = CheckpointIndex.open(write_checkpoint(tmp_path, tensors | beyond, shards=2, config=_config()))
+    layout = ExpertLayout.detect(index)
+    assert layout.distinct_formats == (format,)
+    assert set(layout.skipped) >= {k for k in beyond if not k.endswith("input_scale")}
+    assert not any("scale" in name or "packed" in name for name in index.names)
+    loaded = load_experts(index, layout, 1, [2, 0], threads=2)
+    assert loaded.bytes == 2 * layout.expert_bytes[1]
+    for value, (leaf, matrix) in zip((loaded.gate, loaded.up, loaded.down), matrices.items(), strict=True):
+        assert isinstance(value, ExpertMatrix)
+        assert torch.equal(value.dequantize(), matrix.dequantize()[[2, 0]])
+        assert torch.equal(index.value(f"{PREFIX}.1.{leaf}.weight"), matrix.dequantize()[1])
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_gpt_oss(tmp_path: Path, quantised: bool) -> None:
+    """Interleaved rows and biases; blocks and scales, or bfloat16 with swapped axes."""
+    generator = torch.Generator().manual_seed(2)
+    both = quantize("mxfp4", torch.randn(E, 2 * I, H, generator=generator))
+    down = quantize("mxfp4", torch.randn(E, H, I, generator=generator))
+    bias = {"gate_up_proj": torch.randn(E, 2 * I), "down_proj": torch.randn(E, H)}
+    tensors = {f"{PREFIX}.{k}_bias": v.bfloat16() for k, v in bias.items()}
+    for leaf, matrix in (("gate_up_proj", both), ("down_proj", down)):
+        if quantised:
+            assert matrix.scales is not None
+            tensors[f"{PREFIX}.{leaf}_blocks"] = matrix.data.reshape(*matrix.shape[:2], -1, 16)
+            tensors[f"{PREFIX}.{leaf}_scales"] = matrix.scales
+        else:
+            tensors[f"{PREFIX}.{leaf}"] = matrix.dequantize(torch.bfloat16).transpose(1, 2).contiguous()
+    config = _config(model_type="gpt_oss", num_experts=None, num_local_experts=E)
+    index = CheckpointIndex.open(write_checkpoint(tmp_path, tensors, config=config))
+    layout = ExpertLayout.detect(index)
+    assert (layout.kind, layout.interleaved, layout.transposed) == ("fused", True, not quantised)
+    assert layout.biased and layout.hidden == H and layout.intermediate == I
+    formula = ExpertFormula("swiglu_oai", 1.702, 7.0)
+    loaded = load_experts(index, layout, 1, [1, 2], formula=formula, threads=2)
+    assert (loaded.activation, loaded.limit) == ("swiglu_oai", 7.0)
+    full = both.dequantize()[1:]
+    wanted = {"gate": full[:, 0::2], "up": full[:, 1::2], "down": down.dequantize()[1:]}
+    for name, value in wanted.items():
+        held = getattr(loaded, name)
+        held = held.dequantize() if isinstance(held, ExpertMatrix) else held.float()
+        assert torch.equal(held, value if quantised else value.bfloat16().float()), name
+    rounded = bias["gate_up_proj"].bfloat16().float()[1:]
+    assert loaded.gate_bias is not None and loaded.up_bias is not None and loaded.down_bias is not None
+    assert torch.equal(loaded.gate_bias, rounded[:, 0::2]) and torch.equal(loaded.up_bias, rounded[:, 1::2])
+    assert torch.equal(loaded.down_bias, bias["down_proj"].bfloat16().float()[1:])
+
+
+def test_fused_fp8(tmp_path: Path) -> None:
+    wide = 128  # blocks must not cover rows of gate and of up
+    both = quantize("fp8", torch.randn(E, 2 * wide, H))
+    down = quantize("fp8", torch.randn(E, H, wide))
+    tensors: Tensors = {}
+    for leaf, matrix in (("gate_up_proj", both), ("down_proj", down)):
+        assert matrix.scales is not None
+        tensors |= {f"{PREFIX}.{leaf}": matrix.data, f"{PREFIX}.{leaf}_scale_inv": matrix.scales}
+    index = CheckpointIndex.open(write_checkpoint(tmp_path, tensors, config=_config()))
+    loaded = load_experts(index, ExpertLayout.detect(index), 1, [2])
+    assert isinstance(loaded.up, ExpertMatrix) and isinstance(loaded.down, ExpertMatrix)
+    assert torch.equal(loaded.up.dequantize(), both.dequantize()[2:, wide:])
+    assert torch.equal(loaded.down.dequantize(), down.dequantize()[2:])
+
+
+@pytest.mark.parametrize("target", ["int8", "int4"])
+@pytest.mark.parametrize("stored", ["bf16", "fp8", "fused", "int8"])
+def test_quantised_while_reading(tmp_path: Path, target: Any, stored: str) -> None:
+    """The same as quantising the stored values; experts that are stored so already stay as they are."""
+    generator = torch.Generator().manual_seed(3)
+    values = {k: torch.randn(E, *s, generator=generator) for k, s in {"g": (I, H), "u": (I, H)}.items()}
+    values["d"] = torch.randn(E, H, I, generator=generator)
+    tensors: Tensors = {}
+    if stored == "fused":
+        both = torch.cat((values["g"], values["u"]), 1).bfloat16()
+        tensors[f"{PREFIX}.gate_up_proj"] = both.transpose(1, 2).contiguous()
+        tensors[f"{PREFIX}.down_proj"] = values["d"].bfloat16().transpose(1, 2).contiguous()
+        values = {k: v.bfloat16().float() for k, v in values.items()}
+    else:
+        for key, leaf in (("g", "gate_proj"), ("u", "up_proj"), ("d", "down_proj")):
+            if stored == "bf16":
+                values[key] = values[key].bfloat16().float()
+                tensors |= {f"{PREFIX}.{e}.{leaf}.weight": values[key][e].bfloat16() for e in range(E)}
+                continue
+            matrix = quantize(stored, values[key])
+            values[key] = matrix.dequantize()
+            suffix = "weight_scale_inv" if stored == "fp8" else "weight_scale"
+            for e in range(E):
+                tensors |= _fp8(matrix, e, f"{PREFIX}.{e}.{leaf}", suffix)
+    index = CheckpointIndex.open(write_checkpoint(tmp_path, tensors, config=_config()))
+    loaded = load_experts(index, ExpertLayout.detect(index), 1, [1, 0], target=target, threads=2)
+    for value, held in ((values["g"], loaded.gate), (values["u"], loaded.up), (values["d"], loaded.down)):
+        assert isinstance(held, ExpertMatrix) and held.format == target
+        if stored == target:
+            assert torch.equal(held.dequantize(), value[[1, 0]])
+            continue
+        group = value.shape[2] if target == "int8" else 32
+        wanted = quantize(target, value[[1, 0]], group=group, scale_type="bfloat16")
+        assert torch.equal(held.dequantize(), wanted.dequantize())
+
+
+def _info(name: str, dtype: str, *shape: int) -> TensorInfo:
+    return TensorInfo(name, Path("model.safetensors"), dtype, shape, 0, 0)
+
+
+FAULTS: dict[str, tuple[list[TensorInfo], str]] = {
+    "scales of another shape": (
+        [_info("a.weight", "F8_E4M3", 256, 256), _info("a.weight_scale_inv", "F32", 2, 3)],
+        "a.weight [256, 256] with a.weight_scale_inv [2, 3]",
+    ),
+    "e5m2": ([_info("a.weight", "F8_E5M2", 8, 8), _info("a.weight_scale", "F32", 8, 1)], "no known format"),
+    "groups of 16": (
+        [_info("a.weight_packed", "I32", 8, 8), _info("a.weight_scale", "BF16", 8, 4)],
+        "groups of 16, required a multiple of 32",
+    ),
+    "zero points": ([_info("a.weight_zero_point", "I32", 8)], "asymmetric"),
+    "nvfp4": ([_info("a.weight_global_scale", "F32", 1)], "NVFP4"),
+    "awq": ([_info("a.qweight", "I32", 8, 8)], "GPTQ or AWQ"),
+    "bitsandbytes": ([_info("a.weight.absmax", "F32", 8)], "bitsandbytes"),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_refused(case: str) -> None:
+    infos, message = FAULTS[case]
+    with pytest.raises(UserError) as caught:
+        find_matrices(Path("model"), {info.name: info for info in infos}, {})
+    assert message in str(caught.value) and caught.value.remedy
