@@ -109,6 +109,7 @@ class AttentionWorker(PlainActor):
 
     def run_pass(self, spec: PassSpec) -> WorkerPassReport:
         """Walk this worker's program of the pass."""
+        self.check_restored()
         assert self.port is not None
         self._claim_thread()
         self.port.release_all()
@@ -334,6 +335,7 @@ class AttentionWorker(PlainActor):
         """Worker 0: take masters and moments by name from a checkpoint; then `publish`."""
         self.discard()
         self._committed = step - 1
+        self.reborn = False
         if self._masters is None:
             return
         for what in ("param", "exp_avg", "exp_avg_sq"):

@@ -17,6 +17,8 @@ class PlainActor:
         port: how it sends; set before the first pass.
         doing: what the compute thread is at.
         load_progress: (layer, bytes done, bytes in total).
+        reborn: restarted after a death: its weights are back, what it had trained is not. It computes
+            nothing until `restore`.
     """
 
     def __init__(self, title: str, timeout: float) -> None:
@@ -26,6 +28,7 @@ class PlainActor:
         self.port: Port | None = None
         self.doing = "starting"
         self.load_progress = (0, 0, 0)
+        self.reborn = False
 
     def deliver(self, message: Message) -> None:
         """Take a message from a peer."""
@@ -43,3 +46,11 @@ class PlainActor:
     def progress(self) -> tuple[int, int, int]:
         """How far loading is."""
         return self.load_progress
+
+    def check_restored(self) -> None:
+        """A restarted actor must not go on from its initial adapter as if nothing had happened."""
+        if self.reborn:
+            raise RuntimeError(
+                f"{self.title} was restarted: its weights are loaded again, what it had trained is lost; "
+                "restore a checkpoint first"
+            )

@@ -83,6 +83,7 @@ class ExpertActor(PlainActor):
 
     def run_pass(self, spec: PassSpec) -> ExpertPassReport:
         """Serve every item of the planned order. Shapes and steps come with the messages."""
+        self.check_restored()
         assert self.port is not None
         use_torch_threads(self.host.spec.threads)
         self.port.release_all()
@@ -194,6 +195,7 @@ class ExpertActor(PlainActor):
         self.host.set_step(step)
         self.discard()
         self._committed = step - 1
+        self.reborn = False
 
     def write_adapter(self, directory: str, layout: Any) -> int:
         """Write this actor's byte ranges of the adapter file. Returns the number of tensors."""

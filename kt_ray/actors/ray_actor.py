@@ -32,6 +32,11 @@ class RayActor:
         self._reader = ArenaReader()
         self.actor: AttentionWorker | ExpertActor
         self.actor = AttentionWorker(*args) if kind == "worker" else ExpertActor(*args)
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            # Its arguments say what it held, so it needs nobody to load its weights again.
+            logger.warning("%s was restarted; loading its weights again", self._name)
+            self.actor.load()
+            self.actor.reborn = True
 
     def __repr__(self) -> str:
         """What the dashboard shows beside the actor's name, and what its log lines begin with."""
