@@ -103,7 +103,7 @@ def int4_packed(key: str, value: Tensor) -> Encoded:
 
 
 def _fp4(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """OCP MXFP4 of [.., K]: (bytes [.., K/2] with the even column in the low bits, exponents + 127, values)."""
+    """OCP MXFP4 of [.., K]: (bytes [.., K/2], even columns in the low bits; exponents + 127; values)."""
     groups = value.unflatten(-1, (-1, 32))
     exponent = torch.floor(torch.log2(groups.abs().amax(-1))) - 2
     scaled = groups / torch.exp2(exponent)[..., None]

@@ -220,7 +220,7 @@ def _random_state(path: Path, text: Config, seed: int, residual: float) -> dict[
 
 
 def _fill(name: str, tensor: Tensor, residual: float) -> None:
-    if name.endswith("A_log") or name.endswith("dt_bias"):
+    if name.endswith(("A_log", "dt_bias")):
         return  # the family's own initialisation: decay rates
     if "norm" in name and name.endswith("weight"):
         tensor.copy_(1.0 + 0.1 * torch.randn_like(tensor))
