@@ -223,7 +223,7 @@ def _fill(name: str, tensor: Tensor, residual: float) -> None:
     if name.endswith(("A_log", "dt_bias")):
         return  # the family's own initialisation: decay rates
     if "norm" in name and name.endswith("weight"):
-        tensor.copy_(1.0 + 0.1 * torch.randn_like(tensor))
+        tensor.add_(0.1 * torch.randn_like(tensor))  # some families count from one, others from zero
     elif tensor.dim() == 1 or name.endswith("bias"):
         tensor.copy_(0.1 * torch.randn_like(tensor))
     else:  # wide enough for distinct routing and gradients of order one
