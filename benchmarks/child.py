@@ -53,10 +53,18 @@ class Child:
         Raises:
             ChildError: it answered with an error, ended, or took longer than `timeout` seconds.
         """
+        self.tell(question)
+        return self.answer(timeout)
+
+    def tell(self, question: Message) -> None:
+        """Send a question; `answer` fetches what it says, so that several may work at once."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the answer says why
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
+
+    def answer(self, timeout: float = 1800.0) -> Message:
+        """Wait for the answer to the oldest question. Raises ChildError as `ask` does."""
         answer: Message = json.loads(self._line(timeout))
         if "error" in answer:
             raise ChildError(answer["error"])

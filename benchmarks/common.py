@@ -137,12 +137,13 @@ def memory() -> dict[str, int]:
             rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii", errors="replace")
         except OSError:  # ended meanwhile
             continue
-        peak += _kilobytes(status, "VmHWM")
-        pss += _kilobytes(rollup, "Pss")
+        peak += kilobytes(status, "VmHWM")
+        pss += kilobytes(rollup, "Pss")
     return {"peak_rss_bytes": peak, "pss_bytes": pss}
 
 
-def _kilobytes(text: str, key: str) -> int:
+def kilobytes(text: str, key: str) -> int:
+    """Bytes of a "Key:  123 kB" line of /proc; 0 without one."""
     for line in text.splitlines():
         name, _, value = line.partition(":")
         if name == key:

@@ -4,6 +4,9 @@ The mapping from checkpoint keys to module names is transformers' own
 (`get_model_conversion_mapping`: renamings such as Mixtral's ".block_sparse_moe." -> ".mlp.", and
 converters that split or join tensors), so that a family loads here as it does there. So are the
 parameters that stay in float32 whatever the dtype (`e_score_correction_bias`).
+
+Quantised weights are dequantised one at a time, on the device they go to; or kept, as `QuantizedLinear`.
+Keys of a multimodal checkpoint that lie outside its language model are passed over and reported.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 
 from kt_ray.checkpoint.experts import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex, some
-from kt_ray.checkpoint.safetensors_file import read_tensor
+from kt_ray.checkpoint.quantized_linear import QuantizedLinear, dequantized
 from kt_ray.errors import UserError
 
 if TYPE_CHECKING:  # expert actors import this package and need no transformers
@@ -29,6 +32,10 @@ if TYPE_CHECKING:  # expert actors import this package and need no transformers
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT_PARAMETER = re.compile(r"\bexperts\.(gate_up_proj|down_proj)(_bias)?$")
 _PLAIN = {"F32", "BF16", "F16", "F64", "I64", "I32", "I16", "I8", "U8", "BOOL"}
+_IGNORED = [
+    re.compile(p)
+    for p in (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"(^|\.)mtp\.", r"(^|\.)mtp_layers\.")
+]
 _AGAIN = "download the checkpoint again, or check that config.json belongs to it"
 
 
@@ -40,13 +47,16 @@ class LoadReport:
         loaded: module names that were filled, sorted.
         nbytes: bytes they take on the device (tied tensors once).
         unexpected: checkpoint keys of the loaded parts that the model has no place for.
-        ignored: keys that the family ignores: multi-token prediction, stored rotary tables.
+        ignored: keys that the family ignores: multi-token prediction, stored rotary tables, other towers
+            of a multimodal model.
+        kept: names of the weights that stay quantised.
     """
 
     loaded: list[str] = field(default_factory=list)
     nbytes: int = 0
     unexpected: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
 
 
 def layer_of(name: str) -> int | None:
@@ -65,6 +75,7 @@ def load_non_experts(
     layout: ExpertLayout | None = None,
     need_embedding: bool = True,
     need_head: bool = True,
+    keep_quantized: bool = False,
 ) -> LoadReport:
     """Fill the parameters and persistent buffers of some layers, frozen, on `device`.
 
@@ -78,9 +89,10 @@ def load_non_experts(
         layout: the routed experts, which are passed over; None = detected here.
         need_embedding: also fill the input embedding.
         need_head: also fill what comes after the layers: the final norm and lm_head.
+        keep_quantized: linear modules whose weight is stored quantised become `QuantizedLinear`.
 
     Raises:
-        UserError: missing keys (sorted), wrong shapes, quantised tensors.
+        UserError: missing keys (sorted), wrong shapes.
     """
     layout = layout or ExpertLayout.detect(index)
     wanted = _wanted(module, layers, need_embedding, need_head)
@@ -91,24 +103,36 @@ def load_non_experts(
     mapping = _map_keys(index, module, layout, sources, layers, report)
 
     placed: dict[str, torch.Tensor] = {}
+    kept: dict[str, QuantizedLinear] = {}
     plan = _dtype_plan(module, dtype)
     # A model built in `dtype` says by its own tensors which ones the family keeps in another type.
     built = {n: t.dtype for n, t in module.state_dict().items()} if module.dtype == dtype else {}
     for target, (transform, keys) in mapping.items():
-        for name, value in _realise(index, module, target, transform, keys).items():
+        if keep_quantized and transform is None and _keepable(module, target, set(tied) | set(tied.values())):
+            stored = index.matrices.get(keys[-1][0])
+            if stored is not None:
+                _check_shape(index, target, stored.shape, wanted[target].shape)
+                kept[target] = QuantizedLinear(stored.read(), dtype, device)
+                continue
+        for name, value in _realise(index, module, target, transform, keys, device).items():
             if name in sources:
                 placed[name] = _cast(name, value, built.get(name, dtype), plan).to(device)
     for name in wanted:
         if name not in placed and name in tied and tied[name] in placed:
             placed[name] = placed[tied[name]]
-    _check_complete(index, wanted, placed)
+    _check_complete(index, wanted, {*placed, *kept})
+    for name, linear in kept.items():
+        _replace(module, name, linear)
     parameters: dict[int, torch.nn.Parameter] = {}
     for name in wanted:
-        _assign(index, module, name, placed[name], parameters)
+        if name not in kept:
+            _assign(index, module, name, placed[name], parameters)
     report.loaded = sorted(wanted)
+    report.kept = sorted(kept)
     report.nbytes = sum(
-        t.numel() * t.element_size() for t in {id(placed[n]): placed[n] for n in wanted}.values()
-    )
+        t.numel() * t.element_size()
+        for t in {id(placed[n]): placed[n] for n in wanted if n not in kept}.values()
+    ) + sum(linear.stored_bytes for linear in kept.values())
     report.unexpected.sort()
     report.ignored.sort()
     return report
@@ -125,7 +149,7 @@ def check_non_experts(
         layout: the routed experts, which are passed over; None = detected here.
 
     Raises:
-        UserError: missing keys, wrong shapes (of tensors that are loaded as they are), quantised tensors.
+        UserError: missing keys, wrong shapes (of tensors that are loaded as they are).
     """
     layout = layout or ExpertLayout.detect(index)
     everything = (0, sys.maxsize)
@@ -141,7 +165,7 @@ def check_non_experts(
             first = converter.target_patterns[0]
             found |= {target.replace(first, pattern) for pattern in converter.target_patterns}
         elif target in wanted:
-            _check_shape(index, target, index.tensors[keys[-1][0]].shape, wanted[target].shape)
+            _check_shape(index, target, index.shape(keys[-1][0]), wanted[target].shape)
     _check_complete(index, wanted, {n for n in wanted if n in found or tied.get(n) in found})
 
 
@@ -159,12 +183,12 @@ def _check_complete(index: CheckpointIndex, wanted: Collection[str], found: Coll
 
 def _check_formats(index: CheckpointIndex, keys: Iterable[tuple[str, str]]) -> None:
     for key, _ in keys:
-        if index.tensors[key].dtype not in _PLAIN:
+        if key not in index.matrices and index.tensors[key].dtype not in _PLAIN:
             raise UserError(
                 "weights outside the experts are in a format that is not supported",
                 where=f"{index.tensors[key].file}, tensor {key}",
                 observed=index.tensors[key].dtype,
-                required="BF16, F16 or F32",
+                required="BF16, F16, F32, or a quantised format with its scales",
                 remedy="use a bfloat16 or float32 checkpoint of this model",
             )
 
@@ -217,48 +241,98 @@ def _map_keys(
     report: LoadReport,
 ) -> _Mapped:
     """Target name -> (converter or None, [(checkpoint key, pattern it matched)]), for `sources`."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    transforms = get_model_conversion_mapping(module)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    state = module.state_dict()
-    prefix = module.base_model_prefix
+    names = _Names(module, layout)
     count = index.text_config.get("num_hidden_layers")
     ignore = [re.compile(p) for p in (module._keys_to_ignore_on_load_unexpected or ())]
-    ignore += [
-        re.compile(r"rotary_emb\.inv_freq$"),
-        re.compile(r"(^|\.)position_ids$"),
-        re.compile(r"(^|\.)mtp\."),
-    ]
+    ignore += _IGNORED
     report.ignored.extend(layout.skipped)
 
     mapping: _Mapped = {}
-    for key in sorted(index.tensors):
-        if key in layout.keys or key in layout.skipped:
+    for key in sorted(index.names):
+        matrix = index.matrices.get(key)
+        raw = {key} if matrix is None else set(matrix.keys)
+        if raw <= layout.keys or raw & set(layout.skipped):
             continue
+        renamed, converter, pattern = names.target(key)
         layer = layer_of(key)
-        renamed, pattern = rename_source_key(key, renamings, converters, prefix, state)
-        if renamed not in state and key in state:
-            renamed, pattern = rename_source_key(key, [], [], prefix, state)
-        targets = {renamed}
-        if pattern is not None:
-            first = by_pattern[pattern].target_patterns[0]
-            targets = {renamed.replace(first, t) for t in by_pattern[pattern].target_patterns}
+        targets = names.targets(renamed, converter)
         if targets & sources:
-            converter = by_pattern[pattern] if pattern is not None else None
             mapping.setdefault(renamed, (converter, []))[1].append((key, pattern or key))
-        elif renamed in state:
+        elif renamed in names.state:
             continue  # another stage's
-        elif (layer is not None and isinstance(count, int) and layer >= count) or any(
-            p.search(key) for p in ignore
+        elif (
+            (layer is not None and isinstance(count, int) and layer >= count)
+            or any(p.search(key) for p in ignore)
+            or names.other_tower(key)
         ):
             report.ignored.append(key)
         elif layer is None or layers[0] <= layer < layers[1]:
             report.unexpected.append(key)
     return mapping
+
+
+class _Names:
+    """From a checkpoint's keys to a module's parameters.
+
+    Args:
+        module: the model. layout: the checkpoint's experts, whose names show where its language model lies.
+    """
+
+    def __init__(self, module: PreTrainedModel, layout: ExpertLayout) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        transforms = get_model_conversion_mapping(module)
+        self.renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        self.converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        self.by_pattern = {pattern: c for c in self.converters for pattern in c.source_patterns}
+        self.state = module.state_dict()
+        self.prefix = module.base_model_prefix
+        # "model.language_model." of "model.language_model.layers.3.mlp.experts"; "" of "layers.3.ffn.experts"
+        self.root = next((p[: p.find("layers.")] for p in layout.prefixes.values() if "layers." in p), "")
+        self.outer = self.root.removesuffix("model.")
+
+    def target(self, key: str) -> tuple[str, WeightConverter | None, str | None]:
+        """Name of the module's tensor, and the converter (by which pattern) that makes it."""
+        first = self._renamed(key)
+        if self._known(first):
+            return first
+        for shorter in self._in_language_model(key):
+            found = self._renamed(shorter)
+            if self._known(found):
+                return found
+        return first
+
+    def targets(self, renamed: str, converter: WeightConverter | None) -> set[str]:
+        """Everything that a converter makes beside `renamed`."""
+        if converter is None:
+            return {renamed}
+        first = converter.target_patterns[0]
+        return {renamed.replace(first, pattern) for pattern in converter.target_patterns}
+
+    def other_tower(self, key: str) -> bool:
+        """Whether a key lies outside a multimodal checkpoint's language model."""
+        return self.root not in ("", f"{self.prefix}.") and not key.startswith(self.root)
+
+    def _in_language_model(self, key: str) -> list[str]:
+        """Names the key would have if the language model stood alone."""
+        if key.startswith(self.root):
+            rest = key[len(self.root) :]
+            return [f"{self.prefix}.{rest}", rest]
+        if self.outer and key.startswith(self.outer):
+            return [key[len(self.outer) :]]
+        return []
+
+    def _renamed(self, key: str) -> tuple[str, WeightConverter | None, str | None]:
+        from transformers.core_model_loading import rename_source_key
+
+        name, pattern = rename_source_key(key, self.renamings, self.converters, self.prefix, self.state)
+        if name not in self.state and key in self.state:
+            name, pattern = rename_source_key(key, [], [], self.prefix, self.state)
+        return name, (self.by_pattern[pattern] if pattern is not None else None), pattern
+
+    def _known(self, found: tuple[str, WeightConverter | None, str | None]) -> bool:
+        return bool(self.targets(found[0], found[1]) & self.state.keys())
 
 
 def _realise(
@@ -267,16 +341,38 @@ def _realise(
     target: str,
     converter: WeightConverter | None,
     keys: list[tuple[str, str]],
+    device: torch.device | str,
 ) -> dict[str, torch.Tensor]:
     _check_formats(index, keys)
     if converter is None:
-        return {target: read_tensor(index.tensors[keys[-1][0]])}
+        return {target: _value(index, keys[-1][0], device)}
     transform = copy.deepcopy(converter)
     for key, pattern in keys:
         # transformers collects futures or tensors here; its annotation names the first only.
-        transform.add_tensor(target, key, pattern, read_tensor(index.tensors[key]))  # type: ignore[arg-type]
+        transform.add_tensor(target, key, pattern, _value(index, key, device))  # type: ignore[arg-type]
     values = transform.convert(target, model=module, config=module.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _value(index: CheckpointIndex, key: str, device: torch.device | str) -> torch.Tensor:
+    """A plain tensor as stored, on the CPU; a quantised one in float32, on the device."""
+    stored = index.matrices.get(key)
+    if stored is None:
+        return index.read(key)
+    return dequantized(stored.read(), device).reshape(stored.shape)
+
+
+def _keepable(module: PreTrainedModel, name: str, tied: set[str]) -> bool:
+    """Whether a parameter is the weight of a plain linear module that nothing else shares."""
+    path, _, leaf = name.rpartition(".")
+    return leaf == "weight" and name not in tied and type(module.get_submodule(path)) is torch.nn.Linear
+
+
+def _replace(module: PreTrainedModel, name: str, linear: QuantizedLinear) -> None:
+    path = name.rpartition(".")[0]
+    parent, _, leaf = path.rpartition(".")
+    linear.bias = getattr(module.get_submodule(path), "bias", None)  # still empty: loaded like any other
+    setattr(module.get_submodule(parent), leaf, linear)
 
 
 def _dtype_plan(module: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from kt_ray.config.fields import closest, default_of_key, show
-from kt_ray.config.limits import BOUNDS, UNAVAILABLE_BACKENDS, WORDS
+from kt_ray.config.limits import BOUNDS, WORDS
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 
@@ -69,6 +69,18 @@ def _model(config: Config) -> None:
         raise fault("model.name", "''", "is empty", "a label", "set model.name=custom")
     if model.path == "":
         raise fault("model.path", "''", "is empty", "a directory", "set model.path=<directory>")
+    if model.experts_path == "":
+        raise fault(
+            "model.experts_path", "''", "is empty", "a GGUF file", "set model.experts_path=<file.gguf>"
+        )
+    if model.experts_path is not None and model.build is not None:
+        raise fault(
+            "model.experts_path",
+            model.experts_path,
+            f"has no meaning for model={model.name}, which is built with experts of its own",
+            "a checkpoint in model.path beside it",
+            "set model.path=<directory>, or model.experts_path=null",
+        )
     if model.path is None and model.build is None:
         if config.mode == "train" or (config.mode == "preview" and model.tokenizer is None):
             raise fault(
@@ -90,14 +102,22 @@ def _model(config: Config) -> None:
 
 
 def _rule(config: Config) -> None:
-    rule, backend = config.rule, config.rule.experts.backend
-    if backend in UNAVAILABLE_BACKENDS:
+    rule, backend, file = config.rule, config.rule.experts.backend, config.model.experts_path
+    if backend == "llamafile" and file is None:
         raise fault(
             "rule.experts.backend",
             backend,
-            "is not available yet",
-            "auto or AMXBF16",
-            "set rule.experts.backend=auto (the checkpoint's own format)",
+            "reads the routed experts from a GGUF file, but model.experts_path=null",
+            "a GGUF file of the same model",
+            "set model.experts_path=<file.gguf>, or rule.experts.backend=auto (the checkpoint's own format)",
+        )
+    if file is not None and backend in ("AMXINT8", "AMXINT4"):
+        raise fault(
+            "rule.experts.backend",
+            backend,
+            f"would quantise the quantised experts of model.experts_path={file} again",
+            "auto or llamafile with a GGUF file",
+            "set rule.experts.backend=llamafile, or model.experts_path=null",
         )
     if rule.replicas > config.trainer.batch_size:
         raise fault(

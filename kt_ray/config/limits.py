@@ -19,7 +19,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "rule.experts.backend": ("auto", "AMXBF16", "AMXINT8", "AMXINT4", "llamafile"),
     "rule.experts.isa": ("auto", "reference", "avx2", "avx512", "avx512_bf16", "amx"),
     "rule.experts.threads": ("auto",),
-    "rule.experts.activations": ("retain", "recompute"),
+    "rule.experts.activations": ("auto", "retain", "recompute"),
     "rule.ray.worker_cpus": ("auto",),
     "rule.ray.expert_cpus": ("auto",),
     "rule.ray.strategy": ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
@@ -33,9 +33,6 @@ WORDS: dict[str, tuple[str, ...]] = {
     "tracking.mode": ("auto", "online", "offline"),
     "cluster.name": ("ray", "local"),
 }
-
-# Reference system's backends that this version names but does not have.
-UNAVAILABLE_BACKENDS = ("AMXINT8", "AMXINT4", "llamafile")
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,10 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
         name = Path(path).name if model.build is not None or model.name == "custom" else model.name
         model = dataclasses.replace(model, path=path, name=name, build=None)
     model = dataclasses.replace(
-        model, tokenizer=_absolute(model.tokenizer), chat_template=_absolute(model.chat_template)
+        model,
+        tokenizer=_absolute(model.tokenizer),
+        chat_template=_absolute(model.chat_template),
+        experts_path=_absolute(model.experts_path),
     )
     if data.path is not None:
         paths = _paths(data.path)
@@ -94,7 +97,7 @@ def absolute(path: str) -> str:
 
 
 def _absolute(path: str | None) -> str | None:
-    return None if path is None else absolute(path)
+    return absolute(path) if path else path
 
 
 def _paths(path: str | list[str]) -> str | list[str]:

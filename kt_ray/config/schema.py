@@ -29,6 +29,11 @@ class ModelConfig:
         attn_implementation: "sdpa" or "eager", as transformers names them.
         tokenizer: directory of the tokenizer; None = `path`.
         chat_template: a Jinja chat template file overriding the tokenizer's own; None = the tokenizer's.
+        experts_path: GGUF file (the first, where there are several) that the routed experts are read
+            from instead of the checkpoint; None = the checkpoint's own. rule.experts.backend=llamafile
+            needs it.
+        keep_quantized: weights outside the experts stay FP8 or INT in memory, as the checkpoint has
+            them, and are dequantised when used; false = once, when they are loaded.
     """
 
     name: str = "custom"
@@ -40,6 +45,8 @@ class ModelConfig:
     attn_implementation: str = "sdpa"
     tokenizer: str | None = None
     chat_template: str | None = None
+    experts_path: str | None = None
+    keep_quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,18 +55,21 @@ class ExpertsRule:
 
     Attributes:
         sockets: number of expert actors, one per NUMA socket; "auto" = every socket of the host.
-        backend: "auto", "AMXBF16", "AMXINT8", "AMXINT4" or "llamafile" (the reference system's names).
+        backend: "auto" = the checkpoint's own format; "AMXBF16" = likewise, in bf16 arithmetic; "AMXINT8"
+            or "AMXINT4" = quantised while they stream in (int8 per row, int4 in groups of 128); or
+            "llamafile" = GGUF (model.experts_path). The reference system's names.
         isa: "auto", "reference", "avx2", "avx512", "avx512_bf16" or "amx"; a forced one that the
             machine lacks is an error.
         threads: engine threads per expert actor; "auto" = the socket's physical cores.
-        activations: "retain" keeps x, gate and up for backward; "recompute" keeps x only.
+        activations: "retain" keeps x, gate and up for backward; "recompute" keeps x only; "auto" =
+            retain where it fits, else recompute.
     """
 
     sockets: int | str = "auto"
     backend: str = "auto"
     isa: str = "auto"
     threads: int | str = "auto"
-    activations: str = "retain"
+    activations: str = "auto"
 
 
 @dataclass(frozen=True)

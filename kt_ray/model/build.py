@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,13 @@ from torch import nn
 
 from kt_ray.errors import UserError
 from kt_ray.model import hook
-from kt_ray.model.formula import check_trainable
+from kt_ray.model.family import Family, build_causal, drop_towers, read_family
+from kt_ray.model.formula import ExpertFormula, check_trainable
 from kt_ray.model.lora import linear_names
-from kt_ray.model.recording import LayerStub, Passthrough, Recorder
+from kt_ray.model.recording import BlankEmbedding, LayerStub, Passthrough, Recorder
 from kt_ray.model.spec import StageSpec
 
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts", "moe_top_k")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -26,10 +27,12 @@ class StageModel:
 
     Attributes:
         causal: the ...ForCausalLM with foreign layers stubbed and routed experts without parameters.
-        base: its inner model.
+        base: its inner language model.
         layers: own decoder layers by index.
         names: Hugging Face name of each own layer.
         experts: context of each own MoE layer.
+        formulas: what the experts of each MoE layer of the whole model compute.
+        text_part: of a multimodal checkpoint, whose other towers are passed over.
         recorder: gives the layers' call arguments.
         lora_names: linear modules of the whole model that LoRA may adapt (all layers).
         dtype: compute type.
@@ -44,6 +47,8 @@ class StageModel:
     layers: dict[int, nn.Module]
     names: dict[int, str]
     experts: dict[int, hook.LayerContext]
+    formulas: dict[int, ExpertFormula]
+    text_part: bool
     recorder: Recorder
     lora_names: list[str]
     dtype: torch.dtype
@@ -90,8 +95,9 @@ def build_stage_model(spec: StageSpec) -> StageModel:
         device=device,
         need_embedding=spec.first,
         need_head=spec.last,
+        keep_quantized=spec.keep_quantized,
     )
-    _drop_unused(causal, base, spec)
+    _drop_unused(model, spec)
     materialize_buffers(causal, device)
     left = [name for name, t in [*causal.named_parameters(), *causal.named_buffers()] if t.is_meta]
     if left:
@@ -109,59 +115,32 @@ def build_stage_model(spec: StageSpec) -> StageModel:
 
 
 def build_on_meta(spec: StageSpec) -> StageModel:
-    """The whole model on the meta device, checked for what this project can run."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """The whole model on the meta device, checked for what this project can run.
 
+    Raises:
+        UserError: a family that cannot be trained, by name and reason.
+    """
     hook.register()
     start, stop = spec.layers
     if not 0 <= start < stop <= spec.num_layers:
         raise ValueError(f"layers {spec.layers} are no part of {spec.num_layers}")
-    try:
-        config = AutoConfig.from_pretrained(spec.model_dir)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            "transformers cannot read this model's configuration",
-            where=str(Path(spec.model_dir) / "config.json"),
-            observed=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            remedy="set model.path to a model of a family that the installed transformers knows",
-        ) from error
-    model_type = config.model_type
-    if config.get_text_config() is not config:
-        raise UserError(
-            f"{model_type} is a multimodal model",
-            where="config.json",
-            required="a text-only ...ForCausalLM configuration",
-            remedy="export the language part of the checkpoint as a model of its own",
-        )
-    dtype = _resolve_dtype(spec.dtype, config)
+    family = read_family(spec.model_dir)
+    config, label = family.config, family.label
+    dtype = _resolve_dtype(spec.dtype, config, family.whole)
     if hasattr(config, "output_router_logits"):
         config.output_router_logits = False  # no auxiliary loss: routers are frozen
-    try:
-        with torch.device("meta"):
-            causal = AutoModelForCausalLM.from_config(
-                config,
-                dtype=dtype,
-                attn_implementation=spec.attn_implementation,
-                experts_implementation=hook.NAME,
-            )
-    except (ValueError, ImportError, KeyError) as error:
-        raise UserError(
-            f"transformers cannot build {model_type} for text generation",
-            where="config.json",
-            observed=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            remedy="set model.attn_implementation=eager, or choose another model",
-        ) from error
-    base: Any = getattr(causal, causal.base_model_prefix, None)
+    causal, base, root = build_causal(family, dtype, spec.attn_implementation)
     layers = getattr(base, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) != spec.num_layers:
         raise UserError(
-            f"{model_type} keeps its decoder layers in a way the layer loop does not know",
+            f"{label} keeps its decoder layers in a way the layer loop does not know",
             observed="no list of layers" if layers is None else f"{len(layers)} layers",
-            required=f"{spec.num_layers} modules in {causal.base_model_prefix}.layers",
+            required=f"{spec.num_layers} modules in {root or type(causal).__name__}.layers",
             remedy="choose another model family",
         )
-    prefix = f"{causal.base_model_prefix}.layers"
-    contexts = _check_experts(layers, prefix, config)
+    prefix = f"{root}.layers"
+    contexts, formulas = _check_experts(layers, prefix, family)
+    drop_towers(causal, root)
     own = {index: layers[index] for index in range(start, stop)}
     every_layer = {f"{prefix}.{index}": layer for index, layer in enumerate(layers)}
     return StageModel(
@@ -170,34 +149,37 @@ def build_on_meta(spec: StageSpec) -> StageModel:
         layers=own,
         names={index: f"{prefix}.{index}" for index in own},
         experts={index: context for index, context in contexts.items() if index in own},
+        formulas=formulas,
+        text_part=family.whole is not None or family.text_type != family.model_type,
         recorder=Recorder(causal, base, list(layers)),
         lora_names=linear_names(every_layer),
         dtype=dtype,
         num_experts=max(context.num_experts for context in contexts.values()),
-        top_k=_config_value(
-            config, ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
-        ),
+        top_k=_top_k(config, label),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
     )
 
 
-def _check_experts(layers: nn.ModuleList, prefix: str, config: object) -> dict[int, hook.LayerContext]:
+def _check_experts(
+    layers: nn.ModuleList, prefix: str, family: Family
+) -> tuple[dict[int, hook.LayerContext], dict[int, ExpertFormula]]:
     """Attach a context to each MoE layer's experts; refuse experts that would stay on this device."""
-    model_type = config.model_type  # type: ignore[attr-defined]
+    label = family.label
     contexts: dict[int, hook.LayerContext] = {}
+    formulas: dict[int, ExpertFormula] = {}
     for index, layer in enumerate(layers):
         found = [(name, module) for name, module in layer.named_modules() if hook.is_experts(module)]
         if len(found) > 1:
             raise UserError(
-                f"{model_type} has several sets of routed experts in one layer",
+                f"{label} has several sets of routed experts in one layer",
                 where=f"{prefix}.{index}",
                 observed=", ".join(name for name, _ in found),
                 required="one",
                 remedy="choose another model family",
             )
         for _, module in found:
-            check_trainable(module, model_type)
+            formulas[index] = check_trainable(module, label, family.config.hidden_size)
             contexts[index] = module._kt_stage = hook.LayerContext(index, int(module.num_experts))
         experts = [name for name, _ in found]
         stray = [
@@ -209,25 +191,26 @@ def _check_experts(layers: nn.ModuleList, prefix: str, config: object) -> dict[i
         ]
         if stray:
             raise UserError(
-                f"transformers does not dispatch the routed experts of {model_type}",
+                f"transformers does not dispatch the routed experts of {label}",
                 where=f"{prefix}.{index}.{stray[0]}",
                 remedy="choose another model family, or a transformers version that dispatches this one",
             )
     if not contexts:
         raise UserError(
-            f"{model_type} has no routed experts that transformers dispatches",
+            f"{label} has no routed experts that transformers dispatches",
             where="config.json",
             required="a Mixture-of-Experts language model",
             remedy="set model.path to a MoE model",
         )
-    return contexts
+    return contexts, formulas
 
 
-def _resolve_dtype(name: str, config: object) -> torch.dtype:
+def _resolve_dtype(name: str, *configs: object) -> torch.dtype:
     if name == "float16":
         name = "bfloat16"  # as below
     if name == "auto":
-        dtype = getattr(config, "dtype", None) or torch.float32
+        stated = [getattr(config, "dtype", None) for config in configs]
+        dtype = next((value for value in stated if value is not None), torch.float32)
         dtype = _DTYPES[dtype] if isinstance(dtype, str) else dtype
         # float16 trains badly and the engine has none
         return torch.bfloat16 if dtype == torch.float16 else dtype
@@ -241,25 +224,27 @@ def _resolve_dtype(name: str, config: object) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _config_value(config: object, names: Sequence[str]) -> int:
-    for name in names:
+def _top_k(config: object, label: str) -> int:
+    for name in _TOP_K:
         value = getattr(config, name, None)
-        if isinstance(value, int):
+        if isinstance(value, int) and value > 0:
             return value
     raise UserError(
-        f"{config.model_type} does not say how many experts a token takes",  # type: ignore[attr-defined]
+        f"{label} does not say how many experts a token takes",
         where="config.json",
-        required="one of " + ", ".join(names),
+        required="one of " + ", ".join(_TOP_K),
         remedy="choose another model family",
     )
 
 
-def _drop_unused(causal: Any, base: Any, spec: StageSpec) -> None:
-    """Replace embedding, final norm and head where another stage has them."""
+def _drop_unused(model: StageModel, spec: StageSpec) -> None:
+    """Replace embedding, and what comes after the layers, where another stage has them."""
+    causal, base = model.causal, model.base
     if not spec.first:
-        causal.set_input_embeddings(Passthrough())
+        causal.set_input_embeddings(BlankEmbedding(model.hidden_size, model.dtype))
     if not spec.last:
         causal.set_output_embeddings(Passthrough())
+        embedding = causal.get_input_embeddings()
         for name, module in list(base.named_children()):
-            if "norm" in name and any(True for _ in module.parameters()):
+            if module is not embedding and name != "layers" and any(p.is_meta for p in module.parameters()):
                 setattr(base, name, Passthrough())

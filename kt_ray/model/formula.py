@@ -54,28 +54,28 @@ def formula_of(module: Any, model_type: str) -> ExpertFormula:
     return found
 
 
-def check_trainable(module: Any, model_type: str) -> None:
-    """Refuse experts that expert actors do not load from checkpoints, though the engine may compute them.
+def check_trainable(module: Any, model_type: str, hidden_size: int | None = None) -> ExpertFormula:
+    """What expert actors compute for a module; refuses what they cannot load or dispatch.
+
+    Args:
+        module: the experts of one layer (on meta, as a rule).
+        model_type: names the family in messages.
+        hidden_size: of the model; experts of another width sit between projections of their own.
 
     Raises:
         UserError: names the family, the module and what is missing.
     """
     formula = formula_of(module, model_type)
-    faults = []
-    if formula != ExpertFormula("silu"):
-        faults.append(f"the activation {formula}")
-    if module.has_bias:
-        faults.append("biases in the experts")
-    if faults:
+    width = module.down_proj.shape[2 if module.is_transposed else 1]
+    if hidden_size is not None and width != hidden_size:
         raise UserError(
-            f"the experts of {model_type} cannot be trained yet: the engine computes them, expert actors "
-            "do not load them",
+            f"the experts of {model_type} cannot be trained: they work in a projected width",
             where=type(module).__name__,
-            observed=" and ".join(faults),
-            required="experts of the form down(silu(gate(x)) * up(x)) without biases",
-            remedy="choose a model with such experts (DeepSeek-V3, Qwen3-MoE, Mixtral, GLM-4-MoE, ...), or "
-            'use experts_implementation="kt_ray" in a script of your own',
+            observed=f"experts of width {width}",
+            required=f"the hidden size, {hidden_size}",
+            remedy="choose a model whose experts read the hidden state (DeepSeek-V3, Qwen3-MoE, ...)",
         )
+    return formula
 
 
 def _recognised(module: Any) -> ExpertFormula | None:

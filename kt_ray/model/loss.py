@@ -102,6 +102,8 @@ class Head:
     @torch.no_grad()
     def _find_norm(self, base: Any) -> nn.Module | None:
         generator = torch.Generator().manual_seed(0)
+        if len(self.recorder.state_shape) != 1:
+            return None  # several streams: the family's own forward makes one of them
         h = torch.randn(1, 3, self.hidden_size, generator=generator, dtype=torch.float32).to(
             self.device, self.dtype
         )
@@ -115,17 +117,17 @@ class Head:
         return None
 
     def logits(self, h: Tensor) -> Tensor:
-        """Logits [b, s, V] of one micro-batch's h [b, s, H], in the model's dtype."""
+        """Logits [b, s, V] of one micro-batch's h [b, s, *state_shape], in the model's dtype."""
         if self.norm is not None:
             return self.lm_head(self.norm(h))
-        b, s, _ = h.shape
+        b, s = h.shape[:2]
         return self.recorder.logits(self._inputs(b, s), None, h)
 
     def loss(self, h: Tensor, labels: Tensor, scale: float | None) -> tuple[float, Tensor | None]:
         """Sum of token losses, and the gradient of scale · sum.
 
         Args:
-            h: [b, s, H] output of the last layer (not changed).
+            h: [b, s, *state_shape] output of the last layer (not changed).
             labels: int64 [b, s], not shifted, IGNORE where not trained.
             scale: factor of the gradient (1 / tokens of the step); None = no gradient.
 
@@ -142,7 +144,7 @@ class Head:
         flat_NH, targets_N = h.detach().reshape(-1, self.hidden_size), targets.reshape(-1)
         # positions without a target have neither a loss nor a gradient
         rows = (targets_N != IGNORE).nonzero().squeeze(1)
-        chunk = chunk_rows(self.loss_chunk, rows.numel(), self.lm_head.weight.shape[0])
+        chunk = chunk_rows(self.loss_chunk, rows.numel(), self.lm_head.out_features)
         entropy = chunked_cross_entropy() if chunk < rows.numel() else plain_cross_entropy
         total = torch.zeros((), dtype=torch.float64, device=h.device)
         grad_NH = torch.zeros_like(flat_NH) if scale is not None else None

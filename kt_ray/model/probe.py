@@ -23,7 +23,7 @@ def probe_layer(
     layer: nn.Module,
     call: RecordedCall,
     context: LayerContext,
-    shape: tuple[int, int, int],
+    shape: tuple[int, ...],
     constants: tuple[float, ...] = (),
     seed: int = 0,
 ) -> float | None:
@@ -33,7 +33,7 @@ def probe_layer(
         layer: a decoder layer with routed experts, on its device.
         call: arguments recorded for [b, s] tokens.
         context: of its experts.
-        shape: (b, s, H).
+        shape: (b, s, H), or (b, s, streams, H) of hyper-connections, which are never affine.
         constants: numbers c may equal exactly (a family's residual multiplier); 1 always is among them.
         seed: of the random h and y.
 
@@ -49,6 +49,13 @@ def probe_layer(
         return (torch.randn(shape, generator=generator, dtype=torch.float32) * scale).to(device)
 
     call = RecordedCall(_float(call.args), _float(call.kwargs), call.keyword)
+    if len(shape) > 3:  # y goes to several streams by gates computed from h
+        try:
+            with torch.no_grad():
+                _run(layer, call, context, normal(1.0), torch.zeros(*shape[:2], shape[-1], device=device))
+        finally:
+            context.handler = None
+        return None
     estimates: list[float] = []
     try:
         with torch.no_grad():

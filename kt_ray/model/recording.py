@@ -33,7 +33,7 @@ class RecordedCall:
     keyword: str | None
 
     def run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
-        """Call the layer with these arguments. Returns its hidden state [b, s, H]."""
+        """Call the layer with these arguments. Returns its hidden state, of `hidden`'s shape."""
         if self.keyword is None:
             out = layer(hidden, *self.args, **self.kwargs)
         else:
@@ -73,6 +73,23 @@ class Passthrough(nn.Module):
         return x
 
 
+class BlankEmbedding(nn.Module):
+    """Stands in for the embedding on stages that get their hidden state from another one.
+
+    Its values stand for the tokens, so that an argument made from them is noticed.
+
+    Args:
+        hidden_size: H. dtype: of the hidden state.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.hidden_size, self.dtype = hidden_size, dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return ids.to(self.dtype).unsqueeze(-1).expand(*ids.shape, self.hidden_size)
+
+
 class Recorder:
     """Runs a model with stubbed layers.
 
@@ -88,6 +105,8 @@ class Recorder:
         self.stubs = [LayerStub(layer) for layer in originals]
         self.tuples = False  # whether this family's layers return tuples
         self.output_shape: tuple[int, ...] = ()  # of the last recording
+        # of the hidden state between layers, after [b, s]: (H,), or (streams, H) with hyper-connections
+        self.state_shape: tuple[int, ...] = ()
 
     @contextmanager
     def _stubbed(
@@ -125,7 +144,7 @@ class Recorder:
         """Layer -> its call, for one micro-batch.
 
         Args:
-            inputs: {"input_ids": int64 [b, s]} or {"inputs_embeds": [b, s, H]}.
+            inputs: {"input_ids": int64 [b, s]}, or {"inputs_embeds": [b, s, H]} where only the head runs.
             attention_mask: int64 [b, s], 1 for valid tokens, or None when all are.
             on_call: what a stub returns, from (layer, hidden state).
         """
@@ -136,16 +155,16 @@ class Recorder:
         return calls
 
     def logits(self, inputs: Mapping[str, Tensor], attention_mask: Tensor | None, hidden: Tensor) -> Tensor:
-        """Logits [b, s, V] of the whole causal model when its last layer returns `hidden` [b, s, H]."""
+        """Logits [b, s, V] of the whole causal model when its last layer returns `hidden`."""
         last = len(self.stubs) - 1
         with self._stubbed(lambda index, h: hidden if index == last else h, {}):
             return self.causal(**inputs, attention_mask=attention_mask, use_cache=False).logits
 
 
 def check_family(
-    recorder: Recorder, first: bool, last: bool, hidden_size: int, dtype: torch.dtype, device: str
+    recorder: Recorder, first: bool, last: bool, hidden_size: int, device: str
 ) -> None:
-    """Learn whether layers return tuples; refuse a family whose layers pass more than a hidden state.
+    """Learn how layers pass their hidden state; refuse a family whose layers pass more than that.
 
     Raises:
         UserError: layers depend on each other by more than h, or (more than one stage) on the tokens.
@@ -154,10 +173,7 @@ def check_family(
     b, s = 1, 5
 
     def inputs(token: int) -> dict[str, Tensor]:
-        if first:
-            return {"input_ids": torch.full((b, s), token, dtype=torch.int64, device=device)}
-        # a stage without the embedding: zeros against ones
-        return {"inputs_embeds": torch.full((b, s, hidden_size), float(token), dtype=dtype, device=device)}
+        return {"input_ids": torch.full((b, s), token, dtype=torch.int64, device=device)}
 
     shapes: set[tuple[int, ...]] = set()
 
@@ -175,13 +191,20 @@ def check_family(
         except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
             refusal = refusal or error
             continue
-        shapes.add(recorder.output_shape)
-        if shapes == {(b, s, hidden_size)}:
+        state = next(iter(shapes))
+        if (
+            len(shapes) == 1
+            and state[:2] == (b, s)
+            and len(state) in (3, 4)
+            and state[-1] == hidden_size
+            and (not last or recorder.output_shape == (b, s, hidden_size))
+        ):
+            recorder.state_shape = state[2:]
             break
     else:
         raise _refuse(
             model_type,
-            f"layers whose input is not one hidden state ({refusal or sorted(shapes)})",
+            f"layers whose input is not one hidden state ({_first_line(refusal) or sorted(shapes)})",
             "any placement",
         )
     plain_calls = recorder.record(inputs(0), None)
@@ -196,7 +219,7 @@ def check_family(
     if not (first and last):
         other = recorder.record(inputs(1), None)
         for index, call in plain_calls.items():
-            if not _same(call, other[index]):
+            if not _same(call, other[index], _ids):
                 raise _refuse(
                     model_type, f"layer {index} receives a tensor made from the tokens", "more than one stage"
                 )
@@ -230,13 +253,26 @@ def _odd(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: Any, b: Any, also: Callable[[Tensor, Tensor], bool] = lambda a, b: False) -> bool:
+    """Whether two calls have equal arguments, or tensors that `also` lets pass."""
     if isinstance(a, RecordedCall):
-        return _same(a.args, b.args) and _same(a.kwargs, b.kwargs)
+        return _same(a.args, b.args, also) and _same(a.kwargs, b.kwargs, also)
     if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
+        if not isinstance(b, Tensor) or a.shape != b.shape:
+            return False
+        return torch.equal(a, b) or also(a, b)
     if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+        return a.keys() == b.keys() and all(_same(a[k], b[k], also) for k in a)
     if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(_same(x, y, also) for x, y in zip(a, b, strict=True))
     return bool(a == b)
+
+
+def _ids(a: Tensor, b: Tensor) -> bool:
+    """The token ids themselves, of check_family's two inputs: every stage has them."""
+    whole = a.dtype == b.dtype == torch.int64
+    return whole and bool((a == 0).all()) and bool((b == 1).all())
+
+
+def _first_line(error: Exception | None) -> str:
+    return "" if error is None else (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -21,6 +21,7 @@ class StageSpec:
         seed: of LoRA's initialisation.
         lora: rank, targets, dropout.
         loss_chunk: rows of logits per cross-entropy chunk; "auto" or 0 (never), see TrainerConfig.
+        keep_quantized: quantised weights outside the experts stay as stored, dequantised at each use.
     """
 
     model_dir: str
@@ -32,6 +33,7 @@ class StageSpec:
     seed: int = 0
     lora: LoraConfig = field(default_factory=LoraConfig)
     loss_chunk: int | str = "auto"
+    keep_quantized: bool = False
 
     @property
     def first(self) -> bool:

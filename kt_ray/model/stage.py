@@ -48,6 +48,7 @@ class Stage:
         moe_layers: own layers with routed experts.
         parameters: canonical name -> float32 LoRA parameter, gradients in `.grad`.
         num_experts, top_k, hidden_size, vocab_size: dimensions.
+        state_shape: of the hidden state between layers after [b, s]: (H,), or (streams, H).
         dtype: of the hidden state.
 
     Raises:
@@ -67,7 +68,8 @@ class Stage:
         self.moe_layers = tuple(sorted(model.experts))
         self.num_experts, self.top_k = model.num_experts, model.top_k
         self.hidden_size, self.vocab_size, self.dtype = model.hidden_size, model.vocab_size, model.dtype
-        check_family(model.recorder, self.first, self.last, model.hidden_size, model.dtype, spec.device)
+        check_family(model.recorder, self.first, self.last, model.hidden_size, spec.device)
+        self.state_shape = model.recorder.state_shape
         self._dropout = DropoutContext()
         self.parameters = self._inject(model)
         self._scales = self._probe()
@@ -108,13 +110,20 @@ class Stage:
 
     def _probe(self) -> dict[int, float | None]:
         model = self.model
-        b, s, width = 2, 4, model.hidden_size
+        b, s = 2, 4
         calls = model.recorder.record(self._inputs(torch.zeros(b, s, dtype=torch.int64)), None)
         numbers = tuple(
             float(v) for v in model.causal.config.to_dict().values() if isinstance(v, float) and abs(v) > 0
         )
         return {
-            layer: probe_layer(model.layers[layer], calls[layer], context, (b, s, width), numbers, seed=layer)
+            layer: probe_layer(
+                model.layers[layer],
+                calls[layer],
+                context,
+                (b, s, *self.state_shape),
+                numbers,
+                seed=layer,
+            )
             for layer, context in sorted(model.experts.items())
         }
 
@@ -123,11 +132,8 @@ class Stage:
         return dict(self._scales)
 
     def _inputs(self, input_ids: Tensor) -> dict[str, Tensor]:
-        """What the inner model is given: token ids on the first stage, zeros of h's shape on others."""
-        if self.first:
-            return {"input_ids": input_ids.to(self.device)}
-        b, s = input_ids.shape
-        return {"inputs_embeds": torch.zeros(b, s, self.hidden_size, dtype=self.dtype, device=self.device)}
+        """What the inner model is given: token ids on every stage (see BlankEmbedding)."""
+        return {"input_ids": input_ids.to(self.device)}
 
     # ------------------------------------------------------------------ a pass
 
@@ -178,7 +184,7 @@ class Stage:
         state.hidden = hidden
 
     def receive_hidden(self, group: int, tensors: Iterable[Tensor]) -> None:
-        """Hidden states [b, s, H] of a group, from the stage before."""
+        """Hidden states [b, s, *state_shape] of a group, from the stage before."""
         self._groups[group].hidden = self._take(group, tensors)
 
     def forward(self, layer: int, group: int) -> None:
@@ -190,7 +196,7 @@ class Stage:
         self._running.join(layer, group)
 
     def hidden(self, group: int) -> list[Tensor]:
-        """Hand over a group's hidden states [b, s, H], one per micro-batch, on the CPU."""
+        """Hand over a group's hidden states [b, s, *state_shape], one per micro-batch, on the CPU."""
         return self._give(group, "hidden")
 
     def loss(self, group: int) -> float:
@@ -251,7 +257,7 @@ class Stage:
         return logits
 
     def receive_grad(self, group: int, tensors: Iterable[Tensor]) -> None:
-        """Gradients [b, s, H] of a group's hidden states, from the stage after."""
+        """Gradients [b, s, *state_shape] of a group's hidden states, from the stage after."""
         self._groups[group].grads = self._take(group, tensors)
 
     def recompute(self, layer: int, group: int) -> None:
@@ -310,7 +316,7 @@ class Stage:
 
     def _take(self, group: int, tensors: Iterable[Tensor]) -> list[Tensor]:
         received = [t.to(self.device, self.dtype, non_blocking=True) for t in tensors]
-        expected = [(*m.batch.input_ids.shape, self.hidden_size) for m in self._groups[group].micro]
+        expected = [(*m.batch.input_ids.shape, *self.state_shape) for m in self._groups[group].micro]
         if [tuple(t.shape) for t in received] != expected:
             raise ValueError(
                 f"group {group} takes tensors of shapes {expected}, got {[tuple(t.shape) for t in received]}"

@@ -85,7 +85,7 @@ def native(hardware: Hardware, rule: RuleConfig) -> Check:
     loaded = [name for name in FORMATS if name in TRAINABLE_FORMATS]
     found = (
         f"{', '.join(isas)}; {isa} chosen: {reason}; computes {len(FORMATS)} weight formats on each, "
-        f"of which checkpoints may hold {' and '.join(loaded)}"
+        f"of which checkpoints may hold {', '.join(loaded)}"
     )
     missing = [name for name in hardware.isas if name not in isas]
     if missing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from kt_ray.config.load import from_dict
 from kt_ray.config.schema import Config, ModelConfig, RuleConfig
 from kt_ray.errors import UserError
 from kt_ray.placement.dims import dims_from_config, dims_from_dir
-from kt_ray.placement.formats import TRAINABLE_FORMATS
+from kt_ray.placement.formats import TRAINABLE_FORMATS, plain_storage
 from kt_ray.placement.hardware import hardware_for
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.remedies import describe, remedies, shortage
@@ -60,6 +61,28 @@ def model_dims(model: ModelConfig) -> ModelDims:
     Raises:
         UserError: there is neither, or it describes no MoE model.
     """
+    dims = _own_dims(model)
+    if model.experts_path is None:
+        return dims
+    size = _experts_file_bytes(Path(model.experts_path))
+    note = f"routed experts from {Path(model.experts_path).name}: " + (
+        "its size counts whole, also what is not of the experts"
+        if size
+        else "it is not there; planned at 8.5 bits per weight (Q8_0)"
+    )
+    return dataclasses.replace(dims, experts_file_bytes=size, notes=(*dims.notes, note))
+
+
+def _experts_file_bytes(path: Path) -> int:
+    """Bytes of a GGUF file and of the parts after it (NAME-00001-of-00003.gguf); 0 = there is none."""
+    stem, of, count = path.stem.rpartition("-of-")
+    first = stem.removesuffix("00001") if of and stem.endswith("-00001") else ""
+    parts = sorted(path.parent.glob(f"{glob.escape(first)}*-of-{count}.gguf")) if first else [path]
+    return sum(part.stat().st_size for part in parts if part.is_file())
+
+
+def _own_dims(model: ModelConfig) -> ModelDims:
+    """Dimensions as the model itself states them."""
     if model.path is not None and (model.config is None or (Path(model.path) / "config.json").is_file()):
         return dataclasses.replace(dims_from_dir(model.path), name=model.name)
     if model.build is not None:
@@ -148,7 +171,9 @@ def _bf16_note(config: Config, plan: Plan) -> list[str]:
     """What a BF16 checkpoint of the model would need, where the experts are stored in another format."""
     if plan.dims.expert_format in TRAINABLE_FORMATS:
         return []
-    other = make_plan(dataclasses.replace(plan.dims, expert_format="bf16"), config, plan.hardware)
+    other = make_plan(
+        dataclasses.replace(plan.dims, expert_storage=plain_storage("bfloat16")), config, plan.hardware
+    )
     sums = [
         f"{b.device} {gib(b.total)} of {gib(b.capacity)}"
         for b in other.budgets

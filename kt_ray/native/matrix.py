@@ -262,22 +262,9 @@ class ExpertMatrix:
         Raises:
             ImportError: a GGUF type without the gguf package.
         """
-        experts, n, k = self.shape
         if self.scales is None:
-            return _dequantize_gguf(self.format, self.data, k).to(dtype)
-        rows, columns = self.scale_block
-        scales = scales_to_float(self.scales)
-        scales = scales.repeat_interleave(rows, 1)[:, :n].repeat_interleave(columns, 2)[:, :, :k]
-        return (self._unscaled().reshape(experts, n, k) * scales).to(dtype)
-
-    def _unscaled(self) -> Tensor:
-        if self.format in ("fp8", "int8"):
-            return self.data.to(torch.float32)
-        if self.format == "mxfp4":
-            values = torch.tensor([*_E2M1, *(-v for v in _E2M1)])
-            return values[torch.stack((self.data & 15, self.data >> 4), -1).long()]
-        shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-        return ((self.data.unsqueeze(-1) >> shifts & 15) - 8).to(torch.float32)
+            return _dequantize_gguf(self.format, self.data, self.shape[2]).to(dtype)
+        return dequantize(self.format, self.data, self.scales, self.shape, self.scale_block).to(dtype)
 
     def binding_arg(self, name: str) -> MatrixArg:
         """What the binding needs of it; `name` is for its messages."""
@@ -289,6 +276,25 @@ class ExpertMatrix:
             per_expert = self.scales.stride(0) * self.scales.element_size()
             per_row = self.scales.stride(1) * self.scales.element_size()
         return (name, self.format, *self.shape, *addresses, kind, at, per_expert, per_row, *self.scale_block)
+
+
+def dequantize(
+    format: str, data: Tensor, scales: Tensor, shape: tuple[int, int, int], block: tuple[int, int]
+) -> Tensor:
+    """Values [E, N, K] in float32 of tensors on any device; arguments as the fields of `ExpertMatrix`."""
+    experts, n, k = shape
+    if format in ("fp8", "int8"):
+        values = data.to(torch.float32)
+    elif format == "mxfp4":
+        table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=data.device)
+        values = table[torch.stack((data & 15, data >> 4), -1).long()]
+    else:
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=data.device)
+        values = ((data.unsqueeze(-1) >> shifts & 15) - 8).to(torch.float32)
+    rows, columns = block
+    factors = scales_to_float(scales)
+    factors = factors.repeat_interleave(rows, 1)[:, :n].repeat_interleave(columns, 2)[:, :, :k]
+    return values.reshape(experts, n, k) * factors
 
 
 def scales_to_float(scales: Tensor) -> Tensor:

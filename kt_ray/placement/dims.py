@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kt_ray.errors import UserError
-from kt_ray.placement.families import EXACT, Keys, expert_intermediate, is_moe_layer, layer_parts, num_experts
-from kt_ray.placement.formats import TRAINABLE_FORMATS, expert_format, missing_for_training
-from kt_ray.placement.types import ModelDims
+from kt_ray.placement.families import (
+    ACTIVATIONS,
+    UNCOMPUTED,
+    UNDISPATCHED,
+    UNGATED,
+    expert_intermediate,
+    is_moe_layer,
+    latent_width,
+    layer_parts,
+    num_experts,
+    num_layers,
+    outside_params,
+)
+from kt_ray.placement.formats import (
+    expert_storage,
+    linear_storage,
+    missing_for_training,
+    plain_expert_layers,
+    plain_storage,
+)
+from kt_ray.placement.keys import Keys, LayerParts
+from kt_ray.placement.types import ModelDims, Quantised
 
 _EXPERT_COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
-_TEXT = ("text_config", "language_config", "llm_config")
+_TOP_K = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k"),
+    "top_k_experts",
+)
+_TEXT = ("text_config", "language_config", "llm_config", "thinker_config")
+_OTHER_FAMILY = "use another family (DeepSeek-V2/V3, Kimi-K2, Qwen3, Mixtral, GLM-4.5, OLMoE, gpt-oss)"
+_UNQUANTISED = re.compile(r"\bweights_proj$|\bcompressor\.(kv|gate)_proj$")
+_ACTIVATION = ("mlp_hidden_act", "hidden_activation", "hidden_act")
 
 
 def dims_from_dir(path: str | Path) -> ModelDims:
@@ -78,7 +104,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
             required="a Mixture-of-Experts model",
             remedy="choose a MoE checkpoint; a dense model needs no expert offloading (PEFT trains it)",
         )
-    layers = keys.size("num_hidden_layers")
+    layers = num_layers(keys)
     hidden, vocab = keys.size("hidden_size"), keys.size("vocab_size")
     experts, top_k = num_experts(keys), keys.size(*_TOP_K)
     if top_k > experts:
@@ -100,16 +126,19 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         **text,
         "quantization_config": text.get("quantization_config") or config.get("quantization_config"),
     }
-    fmt = expert_format(weights, dtype)
-    latent = keys.size("routed_expert_hidden_size", default=0, least=0)
+    storage, plain = expert_storage(weights, dtype), plain_expert_layers(weights, moe)
+    if plain == moe:  # quantization_config excludes all of them
+        storage, plain = plain_storage(dtype), ()
+    quantised = _quantised(weights, dtype, parts)
     notes = [f"dtype is not in config.json; {dtype} assumed"] if assumed else []
     if part:
-        notes.append(f"only the text part ({part}) of this multimodal model is planned")
-    if keys.family not in EXACT:
+        notes.append(f"multimodal model: only its text part ({part}) is planned and trained")
+    if not keys.exact:
         notes.append(f"family {keys.family!r} is read by its keys: sizes outside the experts are estimates")
-    if fmt not in TRAINABLE_FORMATS:
-        notes.append(f"attention, norms, routers and shared experts are planned in {dtype}")
+    if plain:
+        notes.append(f"the experts of {len(plain)} of {len(moe)} MoE layers are not quantised")
     tie = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    latent = latent_width(keys)
     return ModelDims(
         model_type=str(text.get("model_type") or config.get("model_type") or "unknown"),
         hidden_size=hidden,
@@ -124,25 +153,50 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         lora_in_out=tuple(tuple(p.modules) for p in parts),
         tie_embeddings=bool(tie),
         dtype=dtype,
-        expert_format=fmt,
-        refusal=_refusal(config, keys, fmt, missing_for_training(weights, fmt), part, latent),
+        expert_storage=storage,
+        refusal=_refusal(keys, missing_for_training(weights, storage), latent),
         notes=tuple(notes),
         name=name,
         expert_hidden=latent,
         expert_bias_params=2 * intermediate + hidden if keys.family == "gpt_oss" else 0,
-        outside_params=hidden + (streams * (streams * hidden + 1) + 1 if streams > 1 else 0),
+        outside_params=outside_params(keys, streams),
         num_heads=keys.size("num_attention_heads"),
         attention_width=max(p.width for p in parts),
         hidden_streams=streams,
+        gated=keys.family not in UNGATED,
+        plain_expert_layers=plain,
+        quantised=quantised if any(q.params for q in quantised) else (),
     )
+
+
+def _quantised(weights: Mapping[str, Any], dtype: str, parts: list[LayerParts]) -> tuple[Quantised, ...]:
+    """Per layer the linear modules outside the routed experts that are stored quantised.
+
+    Routers, embedding and head never are; compressors and the indexers' scores are released unquantised.
+    """
+    found = []
+    for layer, part in enumerate(parts):
+        params, size, largest = 0, 0.0, 0
+        for module, columns, rows in part.modules:
+            storage = linear_storage(weights, dtype, layer, module)
+            if storage == plain_storage(dtype) or _UNQUANTISED.search(module):
+                continue
+            params, largest = params + rows * columns, max(largest, rows * columns)
+            size += storage.matrix_bytes(rows, columns)
+        found.append(Quantised(params, size, largest))
+    return tuple(found)
 
 
 def _text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """The language model's own keys, and the key they sit under ("" = the top level)."""
     for key in _TEXT:
         inner = config.get(key)
-        if isinstance(inner, Mapping) and "hidden_size" in inner:
-            return inner, key
+        if not isinstance(inner, Mapping):
+            continue
+        text, deeper = _text_part(inner)
+        if "hidden_size" in text:
+            named = text if text.get("model_type") else {**text, "model_type": config.get("model_type")}
+            return named, f"{key}.{deeper}" if deeper else key
     return config, ""
 
 
@@ -162,34 +216,29 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], where: str) -> tu
     return "bfloat16", True
 
 
-def _refusal(
-    config: Mapping[str, Any], keys: Keys, fmt: str, missing: str | None, part: str, latent: int
-) -> str | None:
+def _refusal(keys: Keys, missing: str | None, latent: int) -> str | None:
     """Why the model can be planned but not trained, with what to do; None = it can be trained."""
-    activation = str(keys.config.get("hidden_act") or "silu")
+    activation = next((str(keys.config[key]) for key in _ACTIVATION if keys.config.get(key)), "silu")
+    family, ungated = keys.family, keys.family in UNGATED
     reasons = []
-    if (
-        keys.family in ("gpt_oss", "deepseek_v4")
-        or activation not in ("silu", "swish")
-        or keys.config.get("swiglu_limit")
-    ):
+    if family in UNDISPATCHED:
         reasons.append(
-            f"the experts of family {keys.family!r} (clamped, biased or {activation!r} activation) cannot be "
-            "trained yet: expert actors load plain SiLU experts only; use a family with such "
-            "(DeepSeek-V2/V3, Kimi-K2, Qwen3, Mixtral, GLM-4.5, OLMoE)"
+            f"transformers does not dispatch the routed experts of {family}; use a family that it dispatches"
+        )
+    if family in UNCOMPUTED:
+        reasons.append(f"{UNCOMPUTED[family]}; {_OTHER_FAMILY}")
+    elif activation not in (("relu2",) if ungated else ACTIVATIONS):
+        gate = " without a gate" if ungated else ""
+        known = "relu2" if ungated else ", ".join(ACTIVATIONS)
+        reasons.append(
+            f"experts with the activation {activation!r}{gate} are not computed (known: {known}); "
+            + _OTHER_FAMILY
         )
     if latent:
         reasons.append(
-            "experts that work on a projected width are not implemented yet; use a family without them"
-        )
-    if part:
-        reasons.append(
-            f"multimodal checkpoints ({config.get('model_type', 'unknown')}) cannot be trained yet; "
-            "use a text-only checkpoint of the family"
+            f"experts on a projected width ({latent} of {keys.size('hidden_size')}) are not trained; "
+            + _OTHER_FAMILY
         )
     if missing:
-        reasons.append(
-            f"routed experts stored as {fmt} cannot be trained yet: {missing}; use a BF16 checkpoint of the "
-            "model (released, or dequantised with its authors' script)"
-        )
+        reasons.append(missing)
     return "; also: ".join(reasons) or None

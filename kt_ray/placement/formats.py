@@ -1,107 +1,241 @@
-"""The format of the routed experts' weights, read from a config.json, and its bytes per parameter.
+"""How weights are stored, read from a config.json: format, block that shares a scale, bytes of a scale.
 
-Sources: the `quantization_config` conventions of transformers (fp8, mxfp4, gptq, awq, bitsandbytes)
-and of compressed-tensors (`config_groups`).
+Sources: the `quantization_config` conventions of transformers (fp8, fbgemm_fp8, mxfp4, gptq, awq,
+bitsandbytes), of compressed-tensors (`config_groups`, `ignore`), and DeepSeek-V4's `expert_dtype`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-# What expert actors read from checkpoints, and so train.
-TRAINABLE_FORMATS = ("bf16", "f32")
-# What the engine computes beside these, forward and backward, on every instruction set. (It computes GGUF
-# types as well; no config.json names them.)
-COMPUTED_FORMATS = ("fp8_block", "fp8", "mxfp4", "int8", "int4")
-# Methods whose integers are packed in another way than the engine reads, though of the same name here.
-_OTHER_PACKING = ("gptq", "awq", "auto-round", "bitsandbytes")
+# What expert actors read from checkpoints, and so train. "fp8_block" is the engine's fp8 with blocks.
+TRAINABLE_FORMATS = ("bf16", "f32", "fp8", "fp8_block", "mxfp4", "int8", "int4")
 
-# Bytes per expert parameter, scales included: blocks of 128 x 128 carry one float32 scale; MXFP4 and
-# INT4 groups of 32 one byte and two bytes.
-BYTES_PER_PARAM: dict[str, float] = {
-    "f32": 4.0,
-    "bf16": 2.0,
-    "f16": 2.0,
-    "fp8_block": 1.0 + 4 / (128 * 128),
-    "fp8": 1.0,
-    "int8": 1.0 + 2 / 128,
-    "mxfp4": 0.5 + 1 / 32,
-    "int4": 0.5 + 2 / 32,
-    "nf4": 0.5 + 4 / 64,
-}
-
+_BITS = dict(f32=32, bf16=16, f16=16, fp8_block=8, fp8=8, int8=8, mxfp4=4, nvfp4=4, int4=4, nf4=4)
 _PLAIN = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
-BACKEND_FORMAT = {"AMXINT8": "int8", "AMXINT4": "int4"}  # experts quantised while they stream in
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+# Layers' names differ from family to family and from release to release: an excluded module is one
+# that a pattern finds under any of these names.
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
+_EXPERT_NAMES = (
+    *("mlp.experts.0.gate_proj", "mlp.experts.gate_up_proj", "mlp.experts"),
+    *("block_sparse_moe.experts.0.w1", "ffn.experts.0.w1"),
+)
 
 
-def plain_format(dtype: str) -> str:
-    """Format name of unquantised experts in `dtype` ("bfloat16" -> "bf16")."""
-    return _PLAIN[dtype]
+@dataclass(frozen=True)
+class Storage:
+    """How one kind of weights is stored.
 
-
-def expert_bytes_per_param(expert_format: str, backend: str = "auto") -> float:
-    """Bytes one expert parameter takes in memory under `backend`, scales included.
-
-    An unknown format counts as bf16, the largest of those that checkpoints quantise from.
+    Attributes:
+        format: "bf16", "f32", "f16", "fp8_block", "fp8", "mxfp4", "int8", "int4", or a method's name;
+            an unknown one counts as bf16, the largest of those that checkpoints quantise from.
+        block: rows and columns that share a scale; 0 = all of them.
+        scale_bytes: bytes of a scale (with its zero point); 0 = there are none.
     """
-    return BYTES_PER_PARAM.get(BACKEND_FORMAT.get(backend, expert_format), 2.0)
+
+    format: str
+    block: tuple[int, int] = (0, 0)
+    scale_bytes: float = 0
+
+    def matrix_bytes(self, rows: int, columns: int) -> float:
+        """Bytes of one matrix [rows, columns] with its scales."""
+        high, wide = self.block[0] or rows, self.block[1] or columns
+        scales = -(-rows // high) * -(-columns // wide)
+        return rows * columns * _BITS.get(self.format, 16) / 8 + scales * self.scale_bytes
 
 
-def expert_format(config: Mapping[str, Any], dtype: str) -> str:
-    """Format of the routed experts: "bf16", "fp8_block", "mxfp4", "int4", ... or the method's name."""
-    quantization = config.get("quantization_config")
-    if str(config.get("expert_dtype", "")).lower() in ("fp4", "mxfp4"):
-        return "mxfp4"
-    if not isinstance(quantization, Mapping) or not quantization:
-        return plain_format(dtype)
-    method = str(quantization.get("quant_method", "unknown")).lower()
-    if method in ("fp8", "finegrained_fp8", "fbgemm_fp8"):
-        return "fp8_block" if quantization.get("weight_block_size") else "fp8"
-    if method in ("compressed-tensors", "compressed_tensors"):
-        return _compressed_tensors(quantization)
-    if method == "bitsandbytes":
-        return "nf4" if quantization.get("load_in_4bit") else "int8"
-    if method in ("gptq", "awq", "auto-round"):
-        return "int4" if int(quantization.get("bits", 4)) <= 4 else "int8"
-    return method
+MXFP4 = Storage("mxfp4", (1, 32), 1)
+# Experts quantised while they stream in.
+BACKEND_STORAGE = {"AMXINT8": Storage("int8", (1, 0), 2), "AMXINT4": Storage("int4", (1, 128), 2)}
 
 
-def missing_for_training(config: Mapping[str, Any], fmt: str) -> str | None:
-    """What keeps experts of a format from being trained; None = nothing does.
+def plain_storage(dtype: str) -> Storage:
+    """Unquantised weights in `dtype`: "bfloat16", "float32" or "float16"."""
+    return Storage(_PLAIN[dtype])
+
+
+def expert_storage(config: Mapping[str, Any], dtype: str) -> Storage:
+    """Storage of the routed experts that are quantised.
 
     Args:
-        config: the released configuration.
-        fmt: what `expert_format` says of it.
+        config: the language model's keys, `quantization_config` among them.
+        dtype: type of what is not quantised.
     """
-    if fmt in TRAINABLE_FORMATS:
-        return None
-    quantization = config.get("quantization_config")
-    method = str(quantization.get("quant_method", "")) if isinstance(quantization, Mapping) else ""
-    packed_alike = method.lower() not in _OTHER_PACKING and not _asymmetric(quantization)
-    if fmt in COMPUTED_FORMATS and packed_alike:
-        return "the engine computes them, expert actors do not read them from checkpoints"
-    return "the engine does not compute them" + (f" as {method} packs them" if method else "")
+    if str(config.get("expert_dtype", "")).lower() in ("fp4", "mxfp4"):
+        return MXFP4
+    return _storage(config, dtype, [f"{p}layers.0.{name}" for p in _PREFIXES for name in _EXPERT_NAMES])
 
 
-def _asymmetric(quantization: object) -> bool:
-    """Whether integers have zero points of their own (compressed-tensors)."""
-    groups = quantization.get("config_groups") if isinstance(quantization, Mapping) else None
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping) and weights.get("symmetric") is False:
-            return True
-    return False
+def plain_expert_layers(config: Mapping[str, Any], moe_layers: Iterable[int]) -> tuple[int, ...]:
+    """MoE layers whose experts quantization_config excludes: they are stored in the plain type."""
+    patterns = _excluded(config)
+    if not patterns:
+        return ()
+    return tuple(layer for layer in moe_layers if _names_match(patterns, layer, _EXPERT_NAMES))
 
 
-def _compressed_tensors(quantization: Mapping[str, Any]) -> str:
+def linear_storage(config: Mapping[str, Any], dtype: str, layer: int, module: str) -> Storage:
+    """Storage of a linear module outside the routed experts, e.g. "self_attn.q_proj".
+
+    MXFP4 (gpt-oss, DeepSeek-V4's `expert_dtype`) is the routed experts' alone.
+    """
+    quantization = _quantization(config)
+    if (
+        not quantization
+        or _method(quantization) == "mxfp4"
+        or _names_match(_excluded(config), layer, (module,))
+    ):
+        return plain_storage(dtype)
+    return _storage(config, dtype, [f"{p}layers.{layer}.{module}" for p in _PREFIXES])
+
+
+def missing_for_training(config: Mapping[str, Any], storage: Storage) -> str | None:
+    """Why experts of a storage cannot be trained, with what to do; None = they can.
+
+    Args:
+        config: the language model's keys, `quantization_config` among them.
+        storage: what `expert_storage` says of it.
+    """
+    quantization = _quantization(config)
+    method, fmt = _method(quantization), storage.format
+    if fmt == "f16":
+        return (
+            "routed experts stored as f16 are not read: the engine computes in bfloat16; convert them first: "
+            "python -m kt_ray.tools convert MODEL OUT --to bf16"
+        )
+    other = (
+        "use the model's BF16 checkpoint, or one in FP8 (per block, row or tensor), MXFP4 or symmetric "
+        "INT8/INT4 (compressed-tensors)"
+    )
+    if method in ("gptq", "awq", "auto-round", "bitsandbytes"):
+        return f"routed experts stored as {fmt} in the packing of {method} are not read; {other}"
+    if fmt not in TRAINABLE_FORMATS:
+        packed = f" as {method} packs them" if method and method != fmt else ""
+        return f"routed experts stored as {fmt}{packed} are not read; {other}"
+    group = _group_of(quantization, None) if method == "compressed-tensors" else None
+    weights = group["weights"] if group else {}
+    if fmt in ("int8", "int4") and weights.get("symmetric") is False:
+        return f"routed experts stored as asymmetric {fmt} (with zero points) are not read; {other}"
+    if fmt == "int4" and weights.get("actorder") in ("group", "dynamic"):
+        return f"routed experts stored as {fmt} in an order of their own (actorder) are not read; {other}"
+    if fmt == "int8" and "pack" in _packing(quantization, group):
+        return f"routed experts stored as {fmt} packed into words are not read; {other}"
+    if fmt in ("int8", "int4") and storage.block[1] % 32:
+        return f"routed experts stored as {fmt} in groups of {storage.block[1]} (no multiple of 32) are not read; {other}"  # noqa: E501
+    return None
+
+
+def _storage(config: Mapping[str, Any], dtype: str, names: list[str]) -> Storage:
+    """Storage of modules of these names, exclusions aside."""
+    quantization = _quantization(config)
+    if not quantization:
+        return plain_storage(dtype)
+    method = _method(quantization)
+    if method in ("fp8", "finegrained_fp8"):
+        block = quantization.get("weight_block_size")
+        if not block:
+            return Storage("fp8", (0, 0), 4)
+        # DeepSeek-V4 stores its powers of two as bytes; others of scale_fmt ue8m0 store them as float32.
+        power = quantization.get("scale_fmt") == "ue8m0" and "o_lora_rank" in config
+        return Storage("fp8_block", _pair(block), 1 if power else 4)
+    if method == "fbgemm_fp8":
+        return Storage("fp8", (1, 0), 4)
+    if method == "mxfp4":
+        return MXFP4
+    if method == "compressed-tensors":
+        group = _group_of(quantization, names)
+        if group is None and _group_of(quantization, None) is not None:
+            return plain_storage(dtype)  # its groups name other modules
+        return _compressed_tensors(quantization, group)
+    if method == "bitsandbytes":
+        return Storage("nf4", (1, 64), 4) if quantization.get("load_in_4bit") else Storage("int8", (1, 0), 4)
+    if method in ("gptq", "awq", "auto-round"):
+        bits = int(quantization.get("bits") or quantization.get("w_bit") or 4)
+        columns = max(0, int(quantization.get("group_size") or quantization.get("q_group_size") or 128))
+        return Storage("int4" if bits <= 4 else "int8", (1, columns), 2 + bits / 8)
+    algorithm = str(quantization.get("quant_algo", "")).lower()
+    return Storage("nvfp4", (1, 16), 1) if "nvfp4" in (method, algorithm) else Storage(method)
+
+
+def _compressed_tensors(quantization: Mapping[str, Any], group: Mapping[str, Any] | None) -> Storage:
+    if group is None:
+        return Storage("compressed-tensors")
+    weights = group["weights"]
+    bits, packing = int(weights.get("num_bits", 8)), _packing(quantization, group)
+    columns = int(weights.get("group_size") or 0)
+    if str(weights.get("type")) == "float" and bits == 4:
+        return Storage("nvfp4", (1, 16), 1) if "nvfp4" in packing or columns == 16 else MXFP4
+    strategy = str(weights.get("strategy") or ("group" if columns > 0 else "channel"))
+    if weights.get("block_structure"):
+        strategy = "block"
+    block = {
+        "tensor": (0, 0),
+        "block": _pair(weights.get("block_structure") or (128, 128)),
+        "group": (1, max(0, columns)),
+    }.get(strategy, (1, 0))
+    if str(weights.get("type")) == "float":
+        return Storage("fp8_block" if strategy == "block" else "fp8", block, 2)
+    zero = 0 if weights.get("symmetric", True) else bits / 8
+    return Storage("int4" if bits <= 4 else "int8", block, 2 + zero)
+
+
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = config.get("quantization_config")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _method(quantization: Mapping[str, Any]) -> str:
+    """quant_method in one spelling; "" without quantisation."""
+    if not quantization:
+        return ""
+    return str(quantization.get("quant_method", "unknown")).lower().replace("compressed_", "compressed-")
+
+
+def _packing(quantization: Mapping[str, Any], group: Mapping[str, Any] | None) -> str:
+    return str((group or {}).get("format") or quantization.get("format") or "").lower()
+
+
+def _group_of(quantization: Mapping[str, Any], names: list[str] | None) -> Mapping[str, Any] | None:
+    """The group of compressed-tensors whose targets match one of `names` (None = the first group)."""
     groups = quantization.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping):
+        if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
             continue
-        bits = int(weights.get("num_bits", 8))
-        if weights.get("type") == "float":
-            return "mxfp4" if bits == 4 else "fp8_block" if weights.get("block_structure") else "fp8"
-        return "int4" if bits <= 4 else "int8"
-    return "compressed-tensors"
+        targets = [str(target) for target in group.get("targets") or ["Linear"]]
+        if names is None or "Linear" in targets or any(_matches(t, n) for t in targets for n in names):
+            return group
+    return None
+
+
+def _excluded(config: Mapping[str, Any]) -> list[str]:
+    """Patterns of the modules that are not quantised."""
+    quantization = _quantization(config)
+    listed = [quantization.get(key) for key in ("modules_to_not_convert", "ignore", "ignored_layers")]
+    return [str(pattern) for some in listed if isinstance(some, list) for pattern in some]
+
+
+def _names_match(patterns: Iterable[str], layer: int, names: Iterable[str]) -> bool:
+    full = [f"{prefix}layers.{layer}.{name}" for prefix in _PREFIXES for name in names]
+    return any(_matches(pattern, name) for pattern in patterns for name in full)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """As compressed-tensors ("re:...") and transformers match: from the start to a dot, or the end."""
+    regex = pattern.removeprefix("re:")
+    try:
+        if re.match(regex if pattern.startswith("re:") else rf"(?:{regex})(?:(?<=\.)|(?=\.|$))", name):
+            return True
+    except re.error:
+        pass
+    return name == pattern or name.endswith(f".{pattern}")
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    """[128, 128] or "128x128" as (rows, columns)."""
+    parts = re.split(r"\D+", value) if isinstance(value, str) else list(value)
+    return int(parts[0]), int(parts[1])

@@ -29,11 +29,10 @@ from dataclasses import dataclass
 
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.placement.engine_memory import HUGE_PAGE, EngineShape, rounded
-from kt_ray.placement.formats import expert_bytes_per_param
+from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, MemoryLine, ModelDims, WorkerPlan
 
 GIB = 1 << 30
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 # Processes without any model: interpreter, torch, transformers, Ray client. Resident sizes measured on
 # Linux with CPU torch 2.13 and Ray 2.60, rounded up.
@@ -103,8 +102,14 @@ def lora_params(dims: ModelDims, lora: LoraConfig, layer: int) -> int:
 
 
 def expert_lora_params(dims: ModelDims, lora: LoraConfig) -> int:
-    """LoRA parameters of one routed expert: gate, up and down."""
-    return 3 * lora.rank * (dims.expert_width + dims.expert_intermediate) if lora.experts else 0
+    """LoRA parameters of one routed expert: gate if there is one, up and down."""
+    matrices = 3 if dims.gated else 2
+    return matrices * lora.rank * (dims.expert_width + dims.expert_intermediate) if lora.experts else 0
+
+
+def expert_file_estimate(dims: ModelDims) -> float:
+    """Bytes of all routed experts in a GGUF file that is not there: Q8_0, 34 bytes for 32 values."""
+    return dims.routed_params * 34 / 32
 
 
 def budgets(
@@ -190,16 +195,22 @@ def _worker(
         kept += moe * load.replica * hidden * 4
     params = {layer: dims.attention_params[layer] + dims.dense_params[layer] for layer in own}
     probed = max((params[layer] for layer in own if layer in dims.moe_layers), default=0)
+    stored = (
+        [dims.quantised[layer] for layer in own] if config.model.keep_quantized and dims.quantised else []
+    )
+    held = element * sum(params.values()) + sum(q.bytes - element * q.params for q in stored)
+    # What is dequantised when used, one matrix at a time.
+    unpacked = element * max((q.largest for q in stored), default=0)
     recompute = load.replica * max(layer_activation_bytes(dims, config, layer, dtype) for layer in own)
     neighbours = dims.hidden_streams * (2 if stages > 1 else 0)
     return {
-        "weights": element * (sum(params.values()) + (dims.outside_params if last else 0)),
+        "weights": held + element * (dims.outside_params if last else 0),
         "embedding and head": element * dims.embedding_params * ends,
         "LoRA": 8 * adapters + (8 * all_adapters if root else 0),
         "optimizer": 8 * all_adapters if root else 0,
         "kept activations": kept,
         # The probe of the experts' scale copies one MoE layer to float32 before training.
-        "workspace": max(recompute + load.replica * hidden * 8, 4 * probed),
+        "workspace": max(recompute + unpacked + load.replica * hidden * 8, 4 * probed),
         "logits": _logit_rows(config, load) * dims.vocab_size * (element + 8) if last else 0,
         "staging": 2 * load.replica * hidden * (4 + neighbours * element),
     }
@@ -217,9 +228,14 @@ def _expert_actor(
 ) -> dict[str, float]:
     width, layers = dims.expert_width, len(dims.moe_layers)
     held = len(actor.experts) * layers
+    if actor.backend == "llamafile" or dims.experts_file_bytes:
+        whole = dims.experts_file_bytes or expert_file_estimate(dims)
+        weights = whole * len(actor.experts) / dims.num_experts
+    else:
+        weights = len(actor.experts) * dims.expert_bytes(BACKEND_STORAGE.get(actor.backend))
     slots_per_token = dims.experts_per_token * len(actor.experts) / dims.num_experts
     recompute = actor.activations == "recompute"
-    shape = engine_shape(dims, config.lora, isa)
+    shape = engine_shape(dims, config.lora, isa, actor.backend)
     kept = shape.saved(load.total, load.total * slots_per_token, recompute=recompute)
     rows = load.group * slots_per_token
     buffers = shape.call(load.group, rows, recompute=recompute)
@@ -228,7 +244,7 @@ def _expert_actor(
     large += layers * groups * sum(size / groups >= HUGE_PAGE for size in kept.values())
     adapters = held * expert_lora_params(dims, config.lora)
     return {
-        "experts": held * dims.expert_params * expert_bytes_per_param(dims.expert_format, actor.backend),
+        "experts": weights,
         "LoRA": 8 * adapters,
         "optimizer": 8 * adapters,
         "kept activations": layers * sum(kept.values()),
@@ -238,14 +254,16 @@ def _expert_actor(
     }
 
 
-def engine_shape(dims: ModelDims, lora: LoraConfig, isa: str) -> EngineShape:
+def engine_shape(dims: ModelDims, lora: LoraConfig, isa: str, backend: str = "auto") -> EngineShape:
     """A layer's routed experts as the engine of `isa` computes them."""
+    requantised = backend in (*BACKEND_STORAGE, "llamafile") or dims.experts_file_bytes
     return EngineShape(
         hidden=dims.expert_width,
         inter=dims.expert_intermediate,
         rank=lora.rank if lora.experts else 0,
         isa=isa,
-        float32=dims.expert_format == "f32",
+        float32=dims.expert_format == "f32" and not requantised,
+        gated=dims.gated,
         dropout=lora.experts and lora.dropout > 0,
     )
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.errors import UserError
-from kt_ray.placement.formats import BACKEND_FORMAT
+from kt_ray.placement.formats import BACKEND_STORAGE
 from kt_ray.placement.hardware import stages_named
 from kt_ray.placement.memory import budgets
-from kt_ray.placement.render import counted, plan_to_dict
+from kt_ray.placement.render import counted, gib, plan_to_dict
 from kt_ray.placement.split import LayerSplit, split_experts, split_layers
-from kt_ray.placement.types import ExpertActorPlan, Hardware, ModelDims, Plan, Socket, WorkerPlan
+from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, ModelDims, Plan, Socket, WorkerPlan
 
-__all__ = ["make_plan", "plan_to_dict", "resolve_device"]
+__all__ = ["choose_activations", "make_plan", "plan_to_dict", "resolve_device"]
 
 GPU_WORKER_THREADS = 4  # a GPU's worker only copies and launches on the host
 
@@ -39,13 +40,19 @@ def make_plan(dims: ModelDims, config: Config, hardware: Hardware) -> Plan:
     stages = _stages(rule, device, hardware, dims)
     split = split_layers(dims, rule, stages)
     devices = _devices(rule, device, split, stages, hardware)
-    notes = list(dims.notes)
+    dtype = dims.dtype if config.model.dtype == "auto" else config.model.dtype
+    notes = [*dims.notes, *_weights_notes(dims, config, dtype)]
     if not hardware.present:
         notes.append(f"planned for described hardware, not for this host: {hardware.source}")
     workers = _workers(rule, hardware, split, devices, device)
     experts, expert_notes = _experts(dims, rule, hardware)
     groups, group_notes = _groups(config)
-    dtype = dims.dtype if config.model.dtype == "auto" else config.model.dtype
+    memory = budgets(dims, config, hardware, workers, experts, groups, dtype)
+    if rule.experts.activations == "auto":
+        chosen, why = choose_activations(memory)
+        experts = tuple(replace(actor, activations=chosen) for actor in experts)
+        memory = budgets(dims, config, hardware, workers, experts, groups, dtype)
+        expert_notes.append(why)
     notes += expert_notes + group_notes + _backend_notes(rule, hardware)
     return Plan(
         dims=dims,
@@ -55,11 +62,31 @@ def make_plan(dims: ModelDims, config: Config, hardware: Hardware) -> Plan:
         stages=stages,
         replicas=rule.replicas,
         groups=groups,
-        budgets=budgets(dims, config, hardware, workers, experts, groups, dtype),
+        budgets=memory,
         notes=tuple(notes),
         rule=rule.name,
         dtype=dtype,
         tokens_per_step=config.trainer.batch_size * config.data.max_length,
+    )
+
+
+def choose_activations(retained: Sequence[Budget]) -> tuple[str, str]:
+    """What rule.experts.activations=auto comes to, and why.
+
+    Args:
+        retained: budgets of the plan with "retain".
+
+    Returns:
+        "retain" where every socket then has room, else "recompute"; and a sentence for the plan's notes.
+        What a GPU lacks changes nothing: experts keep nothing there.
+    """
+    over = [b for b in retained if b.device.startswith("socket") and not b.fits]
+    if not over:
+        return "retain", "rule.experts.activations=auto: retain, which fits"
+    worst = max(over, key=lambda b: b.total - b.capacity)
+    return "recompute", (
+        f"rule.experts.activations=auto: recompute; retain would need {gib(worst.total)} of the "
+        f"{gib(worst.capacity)} of {worst.device}"
     )
 
 
@@ -212,7 +239,7 @@ def _experts(
                 experts=shares[rank],
                 backend=wanted.backend,
                 isa=wanted.isa,
-                activations=wanted.activations,
+                activations="retain" if wanted.activations == "auto" else wanted.activations,
             )
         )
     return tuple(actors), notes
@@ -247,6 +274,17 @@ def _groups(config: Config) -> tuple[int, list[str]]:
     return asked, []
 
 
+def _weights_notes(dims: ModelDims, config: Config, dtype: str) -> list[str]:
+    """How weights outside the routed experts are held where the checkpoint stores them quantised."""
+    if not dims.quantised:
+        if not config.model.keep_quantized:
+            return []
+        return ["model.keep_quantized=true changes nothing: no weight outside the experts is quantised"]
+    if config.model.keep_quantized:
+        return ["quantised weights outside the experts stay as they are stored and are dequantised when used"]
+    return [f"quantised weights outside the experts are dequantised to {dtype} when they are loaded"]
+
+
 def _backend_notes(rule: RuleConfig, hardware: Hardware) -> list[str]:
     isa, backend = rule.experts.isa, rule.experts.backend
     best = hardware.isas[-1] if hardware.isas else "reference"
@@ -259,10 +297,9 @@ def _backend_notes(rule: RuleConfig, hardware: Hardware) -> list[str]:
             remedy="set rule.experts.isa=auto",
         )
     notes = []
-    if backend in ("AMXBF16", *BACKEND_FORMAT) and "amx" not in hardware.isas:
+    if backend in ("AMXBF16", *BACKEND_STORAGE) and "amx" not in hardware.isas:
         notes.append(f"{backend} without AMX: the same mathematics on {best if isa == 'auto' else isa}")
-    if backend in BACKEND_FORMAT:
-        notes.append(
-            f"{backend}: experts are quantised while they stream in; planned in {BACKEND_FORMAT[backend]}"
-        )
+    if backend in BACKEND_STORAGE:
+        fmt = BACKEND_STORAGE[backend].format
+        notes.append(f"{backend}: experts are quantised to {fmt} while they stream in")
     return notes

@@ -130,10 +130,12 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
 def _combined(config: Config) -> Iterator[tuple[str, Config]]:
     """Several changes at once, growing: recompute, one row per replica, shorter rows, no expert LoRA."""
     rule, rows = config.rule, config.rule.replicas
-    changed = replace(config, rule=replace(rule, experts=replace(rule.experts, activations="recompute")))
-    text = "rule.experts.activations=recompute"
+    changed, text = config, ""
+    if rule.experts.activations == "retain":  # auto comes to recompute by itself
+        changed = replace(config, rule=replace(rule, experts=replace(rule.experts, activations="recompute")))
+        text = "rule.experts.activations=recompute "
     changed = _with_batch(changed, rows)
-    text += f" trainer.batch_size={rows} trainer.micro_batch_size=1"
+    text += f"trainer.batch_size={rows} trainer.micro_batch_size=1"
     yield text, changed
     shorter, shorter_text = changed, text
     for length in _halves(config.data.max_length, SHORTEST_ROW):

@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kt_ray.placement.formats import Storage, plain_storage
+
+
+class Quantised(NamedTuple):
+    """The part of a layer outside its routed experts that the checkpoint stores quantised.
+
+    params: parameters. bytes: what they take as stored. largest: parameters of the largest matrix.
+    """
+
+    params: int = 0
+    bytes: float = 0
+    largest: int = 0
 
 
 @dataclass(frozen=True)
@@ -27,8 +41,8 @@ class ModelDims:
     ]  # per layer: (module, in, out) of LoRA targets ("auto")
     tie_embeddings: bool
     dtype: str  # "bfloat16" | "float32" | "float16": non-expert weights
-    expert_format: str  # "bf16" | "f32" | "fp8_block" | "mxfp4" | "int4" | ...
-    refusal: str | None = None  # why this model cannot be trained yet; None = it can
+    expert_storage: Storage  # of the routed experts, but for those of plain_expert_layers
+    refusal: str | None = None  # why this model cannot be trained; None = it can
     notes: tuple[str, ...] = ()
     name: str = ""  # label for messages: the model group's name or the directory
     expert_hidden: int = 0  # width the routed experts work on; 0 = hidden_size
@@ -37,6 +51,15 @@ class ModelDims:
     num_heads: int = 0  # query heads
     attention_width: int = 0  # elements per token of expanded queries, keys and values of one layer
     hidden_streams: int = 1  # residual streams between layers (hyper-connections), each hidden_size wide
+    gated: bool = True  # whether the routed experts have a gate projection
+    plain_expert_layers: tuple[int, ...] = ()  # MoE layers whose experts are stored in `dtype`
+    quantised: tuple[Quantised, ...] = ()  # per layer, outside the routed experts; () = nothing is
+    experts_file_bytes: int = 0  # bytes of all routed experts in a file of their own (GGUF); 0 = unknown
+
+    @property
+    def expert_format(self) -> str:
+        """ "bf16", "f32", "fp8_block", "fp8", "mxfp4", "int8", "int4", ... of the routed experts."""
+        return self.expert_storage.format
 
     @property
     def expert_width(self) -> int:
@@ -45,8 +68,28 @@ class ModelDims:
 
     @property
     def expert_params(self) -> int:
-        """Parameters of one routed expert (gate, up, down and their biases)."""
-        return 3 * self.expert_width * self.expert_intermediate + self.expert_bias_params
+        """Parameters of one routed expert (gate if there is one, up, down and their biases)."""
+        matrices = 3 if self.gated else 2
+        return matrices * self.expert_width * self.expert_intermediate + self.expert_bias_params
+
+    def expert_bytes(self, storage: Storage | None = None) -> float:
+        """Bytes of one expert index in all MoE layers: data and scales as stored, biases in float32.
+
+        Args:
+            storage: one that the experts are quantised to while they are read; None = the checkpoint's.
+        """
+        width, inter = self.expert_width, self.expert_intermediate
+
+        def matrices(kind: Storage) -> float:
+            ups = (2 if self.gated else 1) * kind.matrix_bytes(inter, width)
+            return ups + kind.matrix_bytes(width, inter)
+
+        layers, plain = len(self.moe_layers), len(self.plain_expert_layers)
+        biases = 4 * self.expert_bias_params * layers
+        if storage is not None:
+            return layers * matrices(storage) + biases
+        kept = plain * matrices(plain_storage(self.dtype)) if plain else 0
+        return (layers - plain) * matrices(self.expert_storage) + kept + biases
 
     @property
     def routed_params(self) -> int:

@@ -35,7 +35,7 @@ def step_metrics(
     dims = plan.dims
     sizes = (dims.hidden_size, dims.expert_intermediate)
     rank = config.lora.rank if config.lora.experts else 0
-    recompute = config.rule.experts.activations == "recompute"
+    recompute = plan.experts[0].activations == "recompute"
     counters = [e.counters for e in report.experts]
     forward = [c.forward_seconds for c in counters]
     backward = [c.backward_seconds for c in counters]

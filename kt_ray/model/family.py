@@ -1,0 +1,201 @@
+"""Which class of transformers a config.json asks for, and which part of it is the language model.
+
+No remote code: a released model_type that transformers knows under another name is translated here, and
+one that it does not know is refused by name. Of a multimodal checkpoint the text part is trained: as the
+family's text-only class where transformers has one, else inside the multimodal class, whose other towers
+are never given weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kt_ray.checkpoint.safetensors_file import read_json
+from kt_ray.errors import UserError
+from kt_ray.model import hook
+
+# model_type in released files -> the same architecture's in transformers.
+ALIASES = {
+    "kimi_k2": "deepseek_v3",
+    "deepseek_ref": "deepseek_v4",
+    "minimax_m3": "minimax_m3_vl_text",
+}
+_NESTED = ("text_config", "thinker_config")  # of multimodal configurations, outermost last
+_OTHER = "set model.path to a model of a family that the installed transformers knows"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a config.json describes.
+
+    Attributes:
+        model_type: as config.json says it, of the whole model.
+        text_type: transformers' name of the language model's family.
+        config: of the language model.
+        whole: configuration of the multimodal model that holds it, or None.
+    """
+
+    model_type: str
+    text_type: str
+    config: Any
+    whole: Any | None
+
+    @property
+    def label(self) -> str:
+        """For messages: the released name, and what it stands for."""
+        return self.model_type if self.text_type == self.model_type else f"{self.model_type} ({self.text_type})"
+
+
+def read_family(model_dir: str | Path) -> Family:
+    """The family of a checkpoint directory.
+
+    Raises:
+        UserError: no readable config.json, or a model_type unknown to transformers.
+    """
+    where = Path(model_dir) / "config.json"
+    raw = dict(read_json(where, "config.json", "set model.path to a Hugging Face directory"))
+    model_type = str(raw.get("model_type"))
+    for name in _NESTED[::-1]:
+        nested = raw.get(name)
+        if isinstance(nested, dict) and _known(raw) is None:
+            raw = dict(nested)  # unknown around a known text model: Kimi-K2.5
+    config = _config(raw, model_type, where)
+    if getattr(config, "thinker_config", None) is not None:
+        config = config.thinker_config
+    text = config.get_text_config()
+    return Family(model_type, text.model_type, text, None if text is config else config)
+
+
+def build_causal(
+    family: Family, dtype: torch.dtype, attn_implementation: str, device: str = "meta"
+) -> tuple[Any, Any, str]:
+    """The model under `device`, its experts dispatched to the hook.
+
+    Returns:
+        the ...ForCausalLM (or multimodal ...ForConditionalGeneration), its inner language model, and the
+        inner model's module name ("model", "model.language_model").
+
+    Raises:
+        UserError: no class for text generation, an option that the family does not have.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    candidates = [(AutoModelForCausalLM, family.config), (AutoModelForImageTextToText, family.config)]
+    if family.whole is not None:
+        candidates.append((AutoModelForImageTextToText, family.whole))
+    chosen = next((c for c in candidates if _generates(*c)), None)
+    if chosen is None:
+        raise UserError(
+            f"transformers cannot build {family.label} for text generation",
+            where="config.json",
+            observed=f"no ...ForCausalLM or ...ForConditionalGeneration for {type(family.config).__name__}",
+            remedy="choose another model: a decoder-only language model, or a multimodal one around it",
+        )
+    auto, config = chosen
+    try:
+        with torch.device(device):
+            causal = auto.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                experts_implementation=hook.NAME,
+            )
+    except (ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"transformers cannot build {family.label} for text generation",
+            where="config.json",
+            observed=_first_line(error),
+            remedy="set model.attn_implementation=eager, or choose another model",
+        ) from error
+    prefix = causal.base_model_prefix if config is family.config else _decoder(causal)
+    base = causal.get_submodule(prefix) if prefix and _has(causal, prefix) else None
+    return causal, base, prefix
+
+
+def drop_towers(causal: Any, prefix: str) -> None:
+    """Empty everything of a multimodal model that text does not pass through: no weights are loaded there."""
+    head = causal.get_output_embeddings()
+    path = prefix.split(".")
+    for depth in range(len(path)):
+        owner = causal.get_submodule(".".join(path[:depth]))
+        for name, child in list(owner.named_children()):
+            if name != path[depth] and child is not head and any(True for _ in child.parameters()):
+                setattr(owner, name, nn.Module())
+
+
+def _known(raw: dict[str, Any]) -> str | None:
+    """transformers' name of a configuration's family, or None."""
+    from transformers import CONFIG_MAPPING
+
+    name = str(raw.get("model_type"))
+    name = ALIASES.get(name, name)
+    return name if name in CONFIG_MAPPING else None
+
+
+def _config(raw: dict[str, Any], model_type: str, where: Path) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    name = _known(raw)
+    if name is None:
+        raise UserError(
+            "transformers cannot read this model's configuration",
+            where=str(where),
+            observed=f"model_type {model_type!r}, which the installed transformers does not know",
+            required="a family of transformers (remote code is never run)",
+            remedy=_OTHER,
+        )
+    values = {k: v for k, v in raw.items() if k not in ("quantization_config", "auto_map")}
+    # A nested quantization_config would make transformers look for a quantiser; weights are read by us.
+    values = {
+        k: {n: x for n, x in v.items() if n not in ("quantization_config", "auto_map")}
+        if isinstance(v, dict) and k in _NESTED
+        else v
+        for k, v in values.items()
+    }
+    values["model_type"] = name
+    try:
+        return CONFIG_MAPPING[name].from_dict(values)
+    except Exception as error:  # whatever a configuration class raises about its values
+        raise UserError(
+            "transformers cannot read this model's configuration",
+            where=str(where),
+            observed=f"{model_type}: {_first_line(error)}",
+            remedy="download config.json again, or " + _OTHER,
+        ) from error
+
+
+def _generates(auto: Any, config: Any) -> bool:
+    """Whether an auto class has a left-to-right language model of text for this very configuration."""
+    try:
+        found = auto._model_mapping[type(config)]
+    except KeyError:
+        return False
+    classes = found if isinstance(found, tuple) else (found,)
+    name = classes[0].__name__
+    text = config.get_text_config() is config
+    return bool(name.endswith("ForCausalLM") if text else name.endswith("ForConditionalGeneration"))
+
+
+def _decoder(causal: Any) -> str:
+    """Module name of the language model inside a multimodal one: its text embedding's owner."""
+    embedding = causal.get_input_embeddings()
+    for name, module in causal.named_modules():
+        if isinstance(getattr(module, "layers", None), nn.ModuleList) and any(
+            child is embedding for child in module.children()
+        ):
+            return str(name)
+    return ""
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    return any(name == other for other, _ in module.named_modules())
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
