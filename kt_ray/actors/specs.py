@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from kt_ray.config.schema import Config, OptimConfig
 from kt_ray.experts import ExpertHostSpec
+from kt_ray.model.build import build_on_meta
 from kt_ray.model.spec import StageSpec
+from kt_ray.native import ExpertFormula
 from kt_ray.placement.types import Plan
 
 
@@ -24,8 +27,16 @@ class ActorSpecs:
     load_timeout: float
 
 
-def actor_specs(plan: Plan, config: Config, model_dir: str) -> ActorSpecs:
-    """Specs for every actor of `plan`; `model_dir` is the resolved Hugging Face directory."""
+def actor_specs(
+    plan: Plan, config: Config, model_dir: str, formulas: Mapping[int, ExpertFormula] | None = None
+) -> ActorSpecs:
+    """Specs for every actor of `plan`.
+
+    Args:
+        plan, config: who does what, and how.
+        model_dir: the resolved Hugging Face directory.
+        formulas: MoE layer -> what its experts compute; None = found out by building the model on meta.
+    """
     dtype = config.model.dtype if config.model.dtype != "auto" else plan.dims.dtype
     stages = tuple(
         StageSpec(
@@ -38,9 +49,13 @@ def actor_specs(plan: Plan, config: Config, model_dir: str) -> ActorSpecs:
             seed=config.seed,
             lora=config.lora,
             loss_chunk=config.trainer.loss_chunk,
+            keep_quantized=config.model.keep_quantized,
         )
         for worker in plan.workers
     )
+    if formulas is None:
+        whole = replace(stages[0], layers=(0, plan.dims.num_layers))
+        formulas = build_on_meta(whole).formulas
     nodes = len({socket.node for socket in plan.hardware.sockets})
     experts = tuple(
         ExpertHostSpec(
@@ -56,6 +71,7 @@ def actor_specs(plan: Plan, config: Config, model_dir: str) -> ActorSpecs:
             node=actor.node if nodes > 1 else -1,
             activations=actor.activations,
             backend=actor.backend,
+            formulas=formulas,
         )
         for actor in plan.experts
     )

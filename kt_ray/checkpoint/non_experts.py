@@ -371,7 +371,9 @@ def _keepable(module: PreTrainedModel, name: str, tied: set[str]) -> bool:
 def _replace(module: PreTrainedModel, name: str, linear: QuantizedLinear) -> None:
     path = name.rpartition(".")[0]
     parent, _, leaf = path.rpartition(".")
-    linear.bias = getattr(module.get_submodule(path), "bias", None)  # still empty: loaded like any other
+    linear.register_parameter(
+        "bias", module.get_submodule(path)._parameters.get("bias")
+    )  # still empty: loaded like any other
     setattr(module.get_submodule(parent), leaf, linear)
 
 

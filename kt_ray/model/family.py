@@ -48,7 +48,9 @@ class Family:
     @property
     def label(self) -> str:
         """For messages: the released name, and what it stands for."""
-        return self.model_type if self.text_type == self.model_type else f"{self.model_type} ({self.text_type})"
+        return (
+            self.model_type if self.text_type == self.model_type else f"{self.model_type} ({self.text_type})"
+        )
 
 
 def read_family(model_dir: str | Path) -> Family:

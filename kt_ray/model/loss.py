@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from kt_ray.batch import IGNORE
 from kt_ray.model.recording import Recorder
-
-_DOMINATE = 1 << 28  # bytes of float32 logits that "auto" allows at once
+from kt_ray.placement.memory import logit_rows
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]  # logits [n, V], targets [n] -> losses float32 [n]
 
@@ -43,15 +42,6 @@ def chunked_cross_entropy() -> CrossEntropy:
         return deepspeed_loss(logits_NV, targets_N, ignore_index=IGNORE, reduction="none")
 
     return loss
-
-
-def chunk_rows(loss_chunk: int | str, rows: int, vocab: int) -> int:
-    """Rows of logits per chunk; `rows` when they are not cut."""
-    if loss_chunk == 0 or rows == 0:
-        return max(rows, 1)
-    if loss_chunk == "auto":
-        return rows if rows * vocab * 4 <= _DOMINATE else max(1, _DOMINATE // (vocab * 4))
-    return min(int(loss_chunk), rows)
 
 
 def shifted_targets(labels: Tensor) -> Tensor:
@@ -144,7 +134,7 @@ class Head:
         flat_NH, targets_N = h.detach().reshape(-1, self.hidden_size), targets.reshape(-1)
         # positions without a target have neither a loss nor a gradient
         rows = (targets_N != IGNORE).nonzero().squeeze(1)
-        chunk = chunk_rows(self.loss_chunk, rows.numel(), self.lm_head.out_features)
+        chunk = logit_rows(self.loss_chunk, rows.numel(), self.lm_head.out_features)
         entropy = chunked_cross_entropy() if chunk < rows.numel() else plain_cross_entropy
         total = torch.zeros((), dtype=torch.float64, device=h.device)
         grad_NH = torch.zeros_like(flat_NH) if scale is not None else None

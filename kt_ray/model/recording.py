@@ -161,9 +161,7 @@ class Recorder:
             return self.causal(**inputs, attention_mask=attention_mask, use_cache=False).logits
 
 
-def check_family(
-    recorder: Recorder, first: bool, last: bool, hidden_size: int, device: str
-) -> None:
+def check_family(recorder: Recorder, first: bool, last: bool, hidden_size: int, device: str) -> None:
     """Learn how layers pass their hidden state; refuse a family whose layers pass more than that.
 
     Raises:

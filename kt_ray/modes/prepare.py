@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, check_non_experts
 from kt_ray.config.schema import Config
@@ -14,8 +15,9 @@ from kt_ray.errors import UserError
 from kt_ray.model.build import build_on_meta
 from kt_ray.model.lora import resolve_targets
 from kt_ray.model.spec import StageSpec
-from kt_ray.native import ISA_VARIABLE, available_isas, select_isa
+from kt_ray.native import ISA_VARIABLE, ExpertFormula, available_isas, select_isa
 from kt_ray.placement.dims import dims_from_dir
+from kt_ray.placement.formats import plain_storage
 from kt_ray.placement.hardware import this_host
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.types import ModelDims, Plan
@@ -31,6 +33,7 @@ class Prepared:
         index: its validated tensors. fingerprint: recognises this checkpoint on resume.
         plan: who does what. data: tokenised rows. schedule: the steps.
         module_names: the model's linear modules outside the routed experts.
+        formulas: MoE layer -> what its experts compute.
     """
 
     config: Config
@@ -40,6 +43,7 @@ class Prepared:
     data: DataBundle
     schedule: Schedule
     module_names: tuple[str, ...]
+    formulas: Mapping[int, ExpertFormula]
 
 
 def prepare(config: Config) -> Prepared:
@@ -61,13 +65,34 @@ def prepare(config: Config) -> Prepared:
         hidden=dims.hidden_size,
         intermediate=dims.expert_intermediate,
     )
+    stored = _as_stored(dims, layout)
+    if stored != dims:
+        plan = make_plan(stored, config, this_host())
     _check_fits(plan)
     whole = build_on_meta(_meta_spec(config, dims, model_dir))
     check_non_experts(index, whole.causal, layout=layout)
     resolve_targets(config.lora.target_modules, whole.lora_names)
     data = load_data(config, model_dir, config.seed)
     schedule = _schedule(config, plan, data)
-    return Prepared(config, model_dir, index, plan, data, schedule, tuple(whole.lora_names))
+    return Prepared(config, model_dir, index, plan, data, schedule, tuple(whole.lora_names), whole.formulas)
+
+
+def _as_stored(dims: ModelDims, layout: ExpertLayout) -> ModelDims:
+    """Dimensions with the experts' format as the files have it, where config.json says another."""
+    promised = {dims.expert_format.removesuffix("_block")}
+    if dims.plain_expert_layers:
+        promised.add(plain_storage(dims.dtype).format)
+    found = set(layout.distinct_formats)
+    if found == promised:
+        return dims
+    note = f"routed experts are stored as {' and '.join(sorted(found))}, not {' and '.join(sorted(promised))}"
+    notes = (*dims.notes, note)
+    plain = {"f32": "float32", "bf16": "bfloat16"}
+    if len(found) == 1 and found <= set(plain):
+        storage = plain_storage(plain[found.pop()])
+        return replace(dims, expert_storage=storage, plain_expert_layers=(), notes=notes)
+    size = layout.num_experts * sum(layout.expert_bytes.values())
+    return replace(dims, experts_file_bytes=size, notes=notes)
 
 
 def _check_isa(config: Config) -> None:
@@ -96,6 +121,7 @@ def _meta_spec(config: Config, dims: ModelDims, model_dir: str) -> StageSpec:
         attn_implementation=config.model.attn_implementation,
         seed=config.seed,
         lora=config.lora,
+        keep_quantized=config.model.keep_quantized,
     )
 
 

@@ -42,7 +42,7 @@ DRIVER_RUNTIME = int(0.6 * GIB)
 RAY_RUNTIME = int(0.8 * GIB)  # raylet, GCS, dashboard
 GPU_RUNTIME = int(0.8 * GIB)  # CUDA context, libraries, allocator slack
 
-CHUNK_ROWS = 1024  # rows of logits per chunk with trainer.loss_chunk=auto
+LOGITS_BYTES = 1 << 26  # float32 logits that trainer.loss_chunk=auto allows at once
 
 # Order in which items are shown; every line's item is one of these.
 ITEMS = (
@@ -211,16 +211,24 @@ def _worker(
         "kept activations": kept,
         # The probe of the experts' scale copies one MoE layer to float32 before training.
         "workspace": max(recompute + unpacked + load.replica * hidden * 8, 4 * probed),
-        "logits": _logit_rows(config, load) * dims.vocab_size * (element + 8) if last else 0,
+        "logits": logit_rows(config.trainer.loss_chunk, load.micro, dims.vocab_size)
+        * dims.vocab_size
+        * (element + 8)
+        if last
+        else 0,
         "staging": 2 * load.replica * hidden * (4 + neighbours * element),
     }
 
 
-def _logit_rows(config: Config, load: Load) -> int:
-    chunk = config.trainer.loss_chunk
-    if chunk == "auto":
-        return min(load.micro, CHUNK_ROWS)
-    return min(load.micro, int(chunk)) if int(chunk) > 0 else load.micro
+def logit_rows(loss_chunk: int | str, rows: int, vocab: int) -> int:
+    """Rows of logits per chunk; all `rows` when they are not cut.
+
+    Args:
+        loss_chunk: trainer.loss_chunk. rows: trained tokens. vocab: size of the vocabulary.
+    """
+    if loss_chunk == "auto":
+        return max(1, min(rows, LOGITS_BYTES // (4 * vocab)))
+    return max(1, min(rows, int(loss_chunk)) if int(loss_chunk) > 0 else rows)
 
 
 def _expert_actor(

@@ -10,8 +10,9 @@ import torch
 
 from kt_ray.batch import IGNORE
 from kt_ray.config.schema import LoraConfig
-from kt_ray.model.loss import chunk_rows, chunked_cross_entropy, plain_cross_entropy, shifted_targets
+from kt_ray.model.loss import chunked_cross_entropy, plain_cross_entropy, shifted_targets
 from kt_ray.model.stage import Stage
+from kt_ray.placement.memory import LOGITS_BYTES, logit_rows
 from tests.helpers.stages import make_stages
 
 Checkpoint = Callable[..., Path]
@@ -27,14 +28,14 @@ def test_shift() -> None:
     [
         (0, 8192, 129280, 8192),
         ("auto", 512, 1000, 512),
-        ("auto", 8192, 129280, (1 << 28) // (129280 * 4)),
+        ("auto", 8192, 129280, LOGITS_BYTES // (129280 * 4)),
         (100, 8192, 1000, 100),
         (100, 7, 1000, 7),
         ("auto", 0, 1000, 1),
     ],
 )
-def test_chunk_rows(setting: int | str, rows: int, vocab: int, expected: int) -> None:
-    assert chunk_rows(setting, rows, vocab) == expected
+def test_logit_rows(setting: int | str, rows: int, vocab: int, expected: int) -> None:
+    assert logit_rows(setting, rows, vocab) == expected
 
 
 def test_deepspeeds_loss_is_used_and_exact() -> None:
