@@ -5,7 +5,9 @@
     hf_factored  LoRA on the experts as x A' B' beside the frozen product, in torch: what a careful user
                  would write, and the one whose losses must be kt_ray's
 
-All three put PEFT's LoRA on the linear modules that `lora.target_modules=auto` means. Rows, batches,
+    X_ckpt       any of them with gradient checkpointing of every decoder layer
+
+All put PEFT's LoRA on the linear modules that `lora.target_modules=auto` means. Rows, batches,
 learning rates, clipping and AdamW are kt_ray's own.
 
 Shapes: T tokens, K experts per token, E experts, S = T K slots, H hidden, I intermediate, r rank.
@@ -33,7 +35,7 @@ class Peer:
     """A model and its optimizer.
 
     Args:
-        impl: one of PEERS.
+        impl: one of PEERS, or that with "_ckpt".
         config: the run's configuration, the same as kt_ray's.
         model_dir: Hugging Face directory; everything is computed in its dtype, LoRA in float32.
         total_steps: length of the learning-rate schedule.
@@ -51,7 +53,7 @@ class Peer:
             seed=config.seed,
             pad_id=data.pad_id,
         )
-        self.model = _load(impl, config, model_dir)
+        self.model = load_peer(impl, config, model_dir)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         optim = config.optim
         self.optimizer = torch.optim.AdamW(
@@ -111,11 +113,13 @@ class Peer:
         return out.loss
 
 
-def _load(impl: str, config: Config, model_dir: str) -> nn.Module:
+def load_peer(impl: str, config: Config, model_dir: str) -> nn.Module:
+    """The model in training mode with its LoRA (float32), everything else frozen."""
     from peft import LoraConfig, inject_adapter_in_model
     from transformers import AutoModelForCausalLM
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    checkpointing, impl = impl.endswith("_ckpt"), impl.removesuffix("_ckpt")
     if impl not in PEERS:
         raise ValueError(f"impl {impl!r} is not one of {PEERS}")
     if config.lora.dropout or config.lora.rslora:
@@ -153,6 +157,8 @@ def _load(impl: str, config: Config, model_dir: str) -> nn.Module:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 
 

@@ -26,7 +26,8 @@ class Job:
     """What one process runs.
 
     Attributes:
-        impl: "kt_ray_ray", "kt_ray_local", "kt_ray_ray_2x2", or one of peers.PEERS.
+        impl: "kt_ray_ray", "kt_ray_local", "kt_ray_ray_2x2", one of peers.PEERS, or "zero3"; the peers
+            also with "_ckpt".
         overrides: the configuration, as on kt_ray's command line.
         model_dir: checkpoint; its dtype is everybody's.
         warmup: steps before the measured ones.
@@ -92,8 +93,11 @@ def _opened(job: Job) -> Iterator[tuple[Step, dict[str, Any]]]:
         with _kt_ray(compose([*given, *RULES[job.impl]])) as opened:
             yield opened
         return
+    if job.impl.startswith("zero3"):
+        from zero3_peer import Zero3Peer as Peer
+    else:
+        from peers import Peer  # type: ignore[assignment]
     import torch
-    from peers import Peer
 
     torch.set_num_threads(job.threads)
     peer = Peer(job.impl, compose(given), job.model_dir, total)
@@ -103,6 +107,7 @@ def _opened(job: Job) -> Iterator[tuple[Step, dict[str, Any]]]:
             "trainable_parameters": peer.trainable_parameters,
             "dtype": str(peer.model.dtype).removeprefix("torch."),
             "threads": {"torch": job.threads},
+            **getattr(peer, "facts", {}),
         },
     )
 

@@ -21,6 +21,7 @@ the measured steps of all rounds. A short float32 run of kt_ray_local and hf_fac
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -28,11 +29,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from common import add_common_arguments, machine, wait_quiet, write_json
 from train_child import RULES, Job
 
@@ -55,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number in range(args.rounds):
             for impl in impls if number % 2 == 0 else reversed(impls):
                 job = Job(impl, overrides, model_dir, args.warmup, args.steps, args.threads)
-                results[impl].append(_run(job, Path(scratch), f"round {number + 1}/{args.rounds}"))
-        records = [_record(impl, args, data, results[impl]) for impl in impls]
+                results[impl].append(run_job(job, Path(scratch), f"round {number + 1}/{args.rounds}"))
+        records = [make_record(impl, args, data, results[impl]) for impl in impls]
         if args.check_steps:
             records += _float32(args, overrides, data, model_dir, Path(scratch))
     _compare(records)
@@ -143,35 +146,72 @@ def _model_dir(overrides: Sequence[str]) -> str:
     return os.path.abspath(resolve_model_dir(compose(list(overrides)).model))
 
 
-def _run(job: Job, scratch: Path, label: str) -> Result:
-    """One implementation in a process of its own."""
+class JobFailed(RuntimeError):
+    """An implementation did not get to its end; says why."""
+
+
+def run_job(job: Job, scratch: Path, label: str, *, spare_bytes: int = 0, timeout: float = TIMEOUT) -> Result:
+    """One implementation in a process of its own.
+
+    Args:
+        spare_bytes: memory of the machine that must stay available; below it the process is ended, before
+            the kernel ends one of its own choice.
+        timeout: seconds.
+
+    Raises:
+        JobFailed: it failed, took too long, or too much memory.
+    """
     job_file, result_file = scratch / "job.json", scratch / "result.json"
     job.save(job_file)
     result_file.unlink(missing_ok=True)
     log_file = scratch / "log"
+    command = [sys.executable, str(Path(__file__).with_name("train_child.py")), str(job_file)]
     with log_file.open("w+", encoding="utf-8", errors="replace") as log:
-        done = subprocess.run(
-            [
-                sys.executable,
-                str(Path(__file__).with_name("train_child.py")),
-                str(job_file),
-                str(result_file),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=TIMEOUT,
+        process = subprocess.Popen(
+            [*command, str(result_file)], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
         )
-    if done.returncode or not result_file.is_file():
+        try:
+            why = _watch(process, spare_bytes, timeout)
+        finally:
+            if process.poll() is None:
+                _end(process)
+    if why:
+        raise JobFailed(f"{job.impl}: {why}")
+    if process.returncode or not result_file.is_file():
         tail = "\n".join(log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
-        sys.exit(f"{job.impl} failed (exit code {done.returncode}):\n{tail}")
+        raise JobFailed(f"{job.impl} failed (exit code {process.returncode}):\n{tail}")
     result: Result = json.loads(result_file.read_text(encoding="utf-8"))
     measured = [step["seconds"] for step in result["steps"][job.warmup :]]
-    print(f"{label}  {job.impl:<14} {statistics.median(measured):7.3f} s per step", flush=True)
+    print(f"{label}  {job.impl:<16} {statistics.median(measured):7.3f} s per step", flush=True)
     return result
 
 
-def _record(
+def _watch(process: subprocess.Popen[bytes], spare_bytes: int, timeout: float) -> str:
+    """Wait for the end. Returns why it must not be waited for, "" when it ended by itself."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            process.wait(0.25)
+            return ""
+        except subprocess.TimeoutExpired:
+            pass
+        if time.monotonic() > deadline:
+            return f"not done within {timeout:.0f} s"
+        if (available := psutil.virtual_memory().available) < spare_bytes:
+            return f"out of memory: {available / 1e9:.1f} GB available, {spare_bytes / 1e9:.1f} GB must stay"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.wait()
+
+
+def make_record(
     impl: str, args: argparse.Namespace, data: str, rounds: Sequence[Result], warmup: int = -1
 ) -> Result:
     """One implementation's figures over all rounds."""
@@ -230,7 +270,7 @@ def _float32(
     records = []
     for impl in ("kt_ray_local", "hf_factored"):
         job = Job(impl, overrides, str(copy), 1, max(1, args.check_steps - 1), args.threads)
-        record = _record(impl, args, data, [_run(job, scratch, "float32  ")], warmup=1)
+        record = make_record(impl, args, data, [run_job(job, scratch, "float32  ")], warmup=1)
         records.append({**record, "set": [*args.set, f"optim.eps={CHECK_EPS}"]})
     return records
 
@@ -271,4 +311,7 @@ def _show(records: Sequence[Result]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except JobFailed as error:
+        sys.exit(str(error))
