@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import torch
@@ -88,12 +87,6 @@ MODEL: list[Case] = [
         TINY,
         ["'deepseek_v99'", "config.json", "a family that the installed transformers knows"],
         lambda p: p.config(model_type="deepseek_v99", architectures=["X"]),
-    ),
-    Case(
-        "multimodal, of a family that transformers does not know",
-        TINY,
-        ["transformers cannot read this model's configuration", "kimi_vl", "a family that the installed"],
-        _multimodal,
     ),
     Case(
         "experts with another activation",
