@@ -61,6 +61,9 @@ def _positive(text: str) -> int:
 
 def _sizes(command: argparse.ArgumentParser) -> None:
     command.add_argument("--shard-gb", type=float, default=4.0, help="largest output file in GiB (default 4)")
+    command.add_argument(
+        "--threads", type=_positive, default=4, help="weights computed at the same time (default 4)"
+    )
     command.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
@@ -78,7 +81,9 @@ def _run(arguments: argparse.Namespace) -> int:
         from kt_ray.tools.convert import show as show_report
 
         options = Options(arguments.to, arguments.group, arguments.all_linear)
-        report = convert(arguments.source, arguments.out, options, shard_bytes=_bytes(arguments))
+        report = convert(
+            arguments.source, arguments.out, options, shard_bytes=_bytes(arguments), threads=arguments.threads
+        )
     elif command == "merge":
         from kt_ray.tools.merge import merge, summary
 
@@ -88,6 +93,7 @@ def _run(arguments: argparse.Namespace) -> int:
             arguments.out,
             bf16=arguments.dtype == "bf16",
             shard_bytes=_bytes(arguments),
+            threads=arguments.threads,
         )
         show_report = lambda report, console: console.print(summary(report))  # noqa: E731
     elif command == "export":
