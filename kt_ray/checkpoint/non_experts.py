@@ -140,7 +140,7 @@ def load_non_experts(
 
 def check_non_experts(
     index: CheckpointIndex, module: PreTrainedModel, *, layout: ExpertLayout | None = None
-) -> None:
+) -> LoadReport:
     """What `load_non_experts` of the whole model would refuse, found in the headers alone.
 
     Args:
@@ -148,8 +148,12 @@ def check_non_experts(
         module: a `...ForCausalLM` built under `torch.device("meta")`.
         layout: the routed experts, which are passed over; None = detected here.
 
+    Returns:
+        What the family ignores (`ignored`), sorted; nothing is loaded.
+
     Raises:
-        UserError: missing keys, wrong shapes (of tensors that are loaded as they are).
+        UserError: missing keys, keys that the model has no place for, wrong shapes (of tensors that are
+            loaded as they are).
     """
     layout = layout or ExpertLayout.detect(index)
     everything = (0, sys.maxsize)
@@ -157,7 +161,8 @@ def check_non_experts(
     tied = _tied(module)
     sources = set(wanted) | {tied[name] for name in wanted if name in tied}
     found: set[str] = set()
-    mapping = _map_keys(index, module, layout, sources, everything, LoadReport())
+    report = LoadReport()
+    mapping = _map_keys(index, module, layout, sources, everything, report)
     for target, (converter, keys) in mapping.items():
         _check_formats(index, keys)
         found.add(target)
@@ -167,6 +172,19 @@ def check_non_experts(
         elif target in wanted:
             _check_shape(index, target, index.shape(keys[-1][0]), wanted[target].shape)
     _check_complete(index, wanted, {n for n in wanted if n in found or tied.get(n) in found})
+    report.ignored = sorted(set(report.ignored))
+    report.unexpected.sort()
+    if report.unexpected:
+        first = report.unexpected[0]
+        info = index.matrices[first].data if first in index.matrices else index.tensors[first]
+        raise UserError(
+            "checkpoint holds weights that the model has no place for",
+            where=f"{info.file}",
+            observed=f"unexpected: {some(report.unexpected)}",
+            required=f"the tensors of {type(module).__name__} as config.json describes it",
+            remedy=_AGAIN,
+        )
+    return report
 
 
 def _check_complete(index: CheckpointIndex, wanted: Collection[str], found: Collection[str]) -> None:
