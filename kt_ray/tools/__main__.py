@@ -95,7 +95,7 @@ def _run(arguments: argparse.Namespace) -> int:
             shard_bytes=_bytes(arguments),
             threads=arguments.threads,
         )
-        show_report = lambda report, console: console.print(summary(report))  # noqa: E731
+        show_report = lambda report, console: console.print(summary(report), soft_wrap=True)  # noqa: E731
     elif command == "export":
         import torch
 
@@ -104,7 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
         dtype = torch.float32 if arguments.dtype == "float32" else torch.bfloat16
         written = export(arguments.adapter, arguments.out, arguments.form, dtype=dtype, base=arguments.base)
         for path, count in written.items():
-            console.print(f"{path}: {count} pairs of matrices")
+            console.print(f"{path}: {count} pairs of matrices", soft_wrap=True)
         return 0
     else:
         from kt_ray.tools.inspect import inspect
