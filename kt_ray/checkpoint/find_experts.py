@@ -284,21 +284,23 @@ def _shapes(
 
 def _check_part(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int, ...]) -> str:
     """One shape, one format and one kind of scales for all experts of a layer. Returns the format."""
-    kinds = set()
+    kinds: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for name in names:
         if index.shape(name) != shape:
             raise _mixed_shapes(index, name, f"{list(shape)} as in the first expert of {index.path.name}")
         matrix = index.matrices.get(name)
-        kinds.add(
-            (index.tensors[name].dtype, "", ())
+        kinds[
+            (index.tensors[name].dtype,)
             if matrix is None
             else (matrix.data.dtype, matrix.scales.dtype, matrix.block)
-        )
+        ].append(name)
     if len(kinds) > 1:
+        few = min(kinds.values(), key=len)
+        counts = {" ".join(map(str, kind)): len(held) for kind, held in kinds.items()}
         raise UserError(
             "experts of one layer have mixed types",
-            where=f"{index.path}, {names[0]}",
-            observed=", ".join(sorted(" ".join(str(k) for k in kind if k) for kind in kinds)),
+            where=f"{index.path}, {some(few, 2)}",
+            observed=", ".join(f"{count} of {kind}" for kind, count in sorted(counts.items())),
             required="one type for all experts of a layer",
             remedy=_CONVERT.format(path=index.path),
         )

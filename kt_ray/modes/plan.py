@@ -18,7 +18,7 @@ from kt_ray.config.load import from_dict
 from kt_ray.config.schema import Config, ModelConfig, RuleConfig
 from kt_ray.errors import UserError
 from kt_ray.placement.dims import dims_from_config, dims_from_dir
-from kt_ray.placement.formats import TRAINABLE_FORMATS, plain_storage
+from kt_ray.placement.formats import plain_storage
 from kt_ray.placement.hardware import hardware_for
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.remedies import describe, remedies, shortage
@@ -168,11 +168,13 @@ def _show_head(console: Console, config: Config, plan: Plan) -> None:
 
 
 def _bf16_note(config: Config, plan: Plan) -> list[str]:
-    """What a BF16 checkpoint of the model would need, where the experts are stored in another format."""
-    if plan.dims.expert_format in TRAINABLE_FORMATS:
+    """What a BF16 checkpoint would need, where the model is refused and its experts are stored otherwise."""
+    if not plan.dims.refusal or plan.dims.expert_format in ("bf16", "f32"):
         return []
     other = make_plan(
-        dataclasses.replace(plan.dims, expert_storage=plain_storage("bfloat16")), config, plan.hardware
+        dataclasses.replace(plan.dims, expert_storage=plain_storage("bfloat16"), plain_expert_layers=()),
+        config,
+        plan.hardware,
     )
     sums = [
         f"{b.device} {gib(b.total)} of {gib(b.capacity)}"

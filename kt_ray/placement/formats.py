@@ -14,18 +14,8 @@ from typing import Any
 # What expert actors read from checkpoints, and so train. "fp8_block" is the engine's fp8 with blocks.
 TRAINABLE_FORMATS = ("bf16", "f32", "fp8", "fp8_block", "mxfp4", "int8", "int4")
 
-_BITS = {
-    "f32": 32,
-    "bf16": 16,
-    "f16": 16,
-    "fp8_block": 8,
-    "fp8": 8,
-    "int8": 8,
-    "mxfp4": 4,
-    "nvfp4": 4,
-    "int4": 4,
-    "nf4": 4,
-}
+_BITS = {"f32": 32, "bf16": 16, "f16": 16}
+_BITS |= {"fp8_block": 8, "fp8": 8, "int8": 8, "mxfp4": 4, "nvfp4": 4, "int4": 4, "nf4": 4}
 _PLAIN = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 

@@ -102,7 +102,16 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["rule.stages=0"], ["rule.stages=0", "at least 1", "set rule.stages=auto"]),
     (["rule.stages=many"], ["rule.stages=many", "auto or a number at least 1", "set rule.stages=auto"]),
     (["rule.groups=9"], ["rule.groups=9", "at most 8", "set rule.groups=auto"]),
-    (["rule.experts.backend=AMXINT8"], ["rule.experts.backend=AMXINT8", "not available yet", "backend=auto"]),
+    (
+        ["rule.experts.backend=llamafile"],
+        ["rule.experts.backend=llamafile", "set model.experts_path=<file.gguf>"],
+    ),
+    (
+        ["model.path=x", "model.experts_path=a.gguf", "rule.experts.backend=AMXINT4"],
+        ["rule.experts.backend=AMXINT4", "again", "set rule.experts.backend=llamafile"],
+    ),
+    (["model.experts_path=a.gguf"], ["model.experts_path=", "model=demo, which is built", "set model.path="]),
+    (["rule.experts.activations=keep"], ["rule.experts.activations=keep", "auto or retain or recompute"]),
     (["rule.experts.backend=amxbf16"], ["rule.experts.backend=amxbf16", "did you mean AMXBF16?", "=AMXBF16"]),
     (
         ["rule.experts.isa=avx1024"],

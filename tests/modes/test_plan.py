@@ -42,8 +42,9 @@ def test_deepseek_v3_on_four_gpus(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         *("weights", "LoRA", "optimizer", "kept activations", "staging", "sum", "capacity", "fits"),
         *(
-            "fp8_block cannot be trained yet: the engine computes them, expert actors do not read them",
-            "a BF16 checkpoint of this model fits",
+            "experts fp8_block, the rest bfloat16",
+            "note: quantised weights outside the experts are dequantised to bfloat16 when they are loaded",
+            "note: rule.experts.activations=auto: retain, which fits",
         ),
     ):
         assert wanted in text, wanted
@@ -68,7 +69,60 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and "model     demo (deepseek_v3)" in text and "experts (bf16)" in text
 
 
-@pytest.mark.parametrize("model", ["deepseek_v2_lite", "qwen3_235b_a22b", "kimi_k2", "mixtral_8x7b"])
+MODELS = {
+    "deepseek_v2_lite": "15.71 B",
+    "deepseek_v3": "671.03 B",
+    "deepseek_v4_flash": "284.33 B",
+    "glm4_5_air": "106.85 B",
+    "gpt_oss_120b": "116.83 B",
+    "gpt_oss_20b": "20.91 B",
+    "kimi_k2": "1026.41 B",
+    "minimax_m2": "228.69 B",
+    "mixtral_8x7b": "46.70 B",
+    "olmoe": "6.92 B",
+    "phi_3_5_moe": "41.87 B",
+    "qwen3_235b_a22b": "235.09 B",
+    "qwen3_30b_a3b": "30.53 B",
+    "qwen3_5_35b_a3b": "34.66 B",
+    "qwen3_next_80b_a3b": "79.67 B",
+}
+
+
+def test_every_model_option_is_listed() -> None:
+    assert set(option_names("model")) == {*MODELS, "custom", "demo", "mini"}
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_model_options_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = output(capsys, f"model={model}")
+    assert f"model     {model} (" in text and f"): {MODELS[model]} parameters" in text
+    assert "plan only" not in text and "estimates" not in text
+    assert ("only its text part" in text) == (model == "qwen3_5_35b_a3b")
+
+
+def test_untrainable_plan_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed = {**SMALL["mixtral"], "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(packed))
+    code, text = output(capsys, f"model.path={tmp_path}")
+    assert code == 0 and "plan only: routed experts stored as int4 in the packing of gptq" in text
+    assert "note: a BF16 checkpoint of this model fits" in text
+
+
+def test_experts_from_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL["mixtral"]))
+    given = (f"model.path={tmp_path}", "rule.experts.backend=llamafile")
+    _, text = output(capsys, *given, f"model.experts_path={tmp_path / 'q.gguf'}")
+    assert "routed experts from q.gguf: it is not there; planned at 8.5 bits" in text
+    for part, size in (("1", 3000), ("2", 2000)):
+        (tmp_path / f"q[1]-0000{part}-of-00002.gguf").write_bytes(bytes(size))
+    split = make_config(
+        model={"path": str(tmp_path), "experts_path": str(tmp_path / "q[1]-00001-of-00002.gguf")}
+    ).model
+    dims = model_dims(split)
+    assert dims.experts_file_bytes == 5000 and any("its size counts whole" in note for note in dims.notes)
+
+
+@pytest.mark.parametrize("model", ["deepseek_v2_lite", "qwen3_235b_a22b", "kimi_k2", "gpt_oss_120b"])
 def test_every_model_has_a_plan_under_every_rule(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     for rule in option_names("rule"):
         code, text = output(capsys, f"model={model}", f"rule={rule}")

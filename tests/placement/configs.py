@@ -121,6 +121,62 @@ SMALL: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": None,
         "use_qk_norm": True,
     },
+    "phimoe": {
+        **_BASE,
+        "model_type": "phimoe",
+        "num_local_experts": 8,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "moe_intermediate_size": None,
+    },
+    "minimax_m3_vl_text": {
+        **_BASE,
+        "model_type": "minimax_m3_vl_text",
+        "head_dim": 24,
+        "num_local_experts": 8,
+        "moe_intermediate_size": None,
+        "dense_intermediate_size": 112,
+        "shared_intermediate_size": 56,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "swiglu_limit": 7.0,
+        "sparse_attention_config": {
+            "sparse_attention_freq": [0, 0, 1, 1],
+            "sparse_num_index_heads": 2,
+            "sparse_index_dim": 20,
+        },
+    },
+    "kimi_linear": {
+        **_MLA,
+        "model_type": "kimi_linear",
+        "q_lora_rank": None,
+        "num_experts": 8,
+        "n_routed_experts": None,
+        "num_experts_per_token": 2,
+        "num_experts_per_tok": None,
+        "num_shared_experts": 2,
+        "n_shared_experts": None,
+        "linear_attn_config": {
+            "kda_layers": [1, 3],
+            "full_attn_layers": [2, 4],
+            "num_heads": 3,
+            "head_dim": 12,
+            "short_conv_kernel_size": 4,
+        },
+    },
+    "nemotron_h": {
+        **{key: value for key, value in _BASE.items() if key not in ("hidden_act", "num_hidden_layers")},
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
+        "mlp_hidden_act": "relu2",
+        "n_routed_experts": 8,
+        "head_dim": 20,
+        "moe_shared_expert_intermediate_size": 72,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 12,
+        "n_groups": 2,
+        "ssm_state_size": 10,
+        "conv_kernel": 4,
+    },
     "gpt_oss": {
         **_BASE,
         "model_type": "gpt_oss",
@@ -131,9 +187,10 @@ SMALL: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     },
 }
-for _config in SMALL.values():
-    if _config["moe_intermediate_size"] is None:  # these families call it intermediate_size
-        del _config["moe_intermediate_size"]
+for _config in SMALL.values():  # these families call it something else
+    for _key in ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"):
+        if _config.get(_key, 0) is None:
+            del _config[_key]
 
 DEEPSEEK_V3: dict[str, Any] = {
     "model_type": "deepseek_v3",

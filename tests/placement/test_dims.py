@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -11,21 +12,47 @@ import pytest
 
 from kt_ray.errors import UserError
 from kt_ray.placement.dims import dims_from_config, dims_from_dir
-from kt_ray.placement.families import EXACT
+from kt_ray.placement.families import UNDISPATCHED
+from kt_ray.placement.keys import EXACT
 from tests.placement.configs import DEEPSEEK_V3, SMALL, small_dims
 
-# Parameters as their authors state them (multi-token-prediction layers left out), in billions.
-PUBLISHED = {
-    "DeepSeek-V3.json": 671.0,
-    "DeepSeek-R1.json": 671.0,
-    "DeepSeek-V2-Lite.json": 15.7,
-    "Qwen3-30B-A3B.json": 30.5,
-    "Qwen3-235B-A22B.json": 235.0,
-    "Mixtral-8x7B-v0.1.json": 46.7,
-    "Kimi-K2-Instruct.json": 1030.0,
-    "gpt-oss-120b.json": 117.0,
-    "gpt-oss-20b.json": 21.0,
-    "OLMoE-1B-7B-0125-Instruct.json": 6.92,
+# Every released config: parameters as its authors or its name state them, in billions (without
+# multi-token prediction and vision), format of the experts, MoE layers, experts per token.
+RELEASED = {
+    "DeepSeek-R1": (671.0, "fp8_block", 58, 8),
+    "DeepSeek-V2-Lite": (15.7, "bf16", 26, 6),
+    "DeepSeek-V3": (671.0, "fp8_block", 58, 8),
+    "DeepSeek-V3.2": (671.9, "fp8_block", 58, 8),  # V3 and the indexer
+    "DeepSeek-V4-Flash": (284.0, "mxfp4", 43, 6),
+    "DeepSeek-V4-Flash-FP8": (284.0, "fp8_block", 43, 6),
+    "DeepSeek-V4-Pro": (1600.0, "mxfp4", 61, 6),
+    "GLM-4.5-355B-A32B.pre-release": (355.0, "bf16", 89, 8),
+    "GLM-4.5-Air-106B-A12B.pre-release": (106.0, "bf16", 45, 8),
+    "GLM-5": (744.0, "bf16", 75, 8),
+    "Kimi-K2-Instruct": (1030.0, "fp8_block", 60, 8),
+    "Kimi-K2.5": (1030.0, "int4", 60, 8),
+    "Kimi-K3": (2780.0, "mxfp4", 92, 16),  # its name states no size: the count of its keys
+    "MiniMax-M2.5": (229.0, "fp8_block", 62, 8),
+    "MiniMax-M2.7": (229.0, "fp8_block", 62, 8),
+    "MiniMax-M3": (426.2, "bf16", 57, 4),  # likewise; equal to transformers' minimax_m3_vl
+    "Mixtral-8x7B-v0.1": (46.7, "bf16", 32, 2),
+    "OLMoE-1B-7B-0125-Instruct": (6.92, "bf16", 16, 8),
+    "Qwen3-235B-A22B": (235.0, "bf16", 94, 8),
+    "Qwen3-30B-A3B": (30.5, "bf16", 48, 8),
+    "Qwen3-30B-A3B-FP8": (30.5, "fp8_block", 48, 8),
+    "Qwen3-VL-30B-A3B-Instruct": (30.5, "bf16", 48, 8),
+    "Qwen3.5-35B-A3B": (35.0, "bf16", 40, 8),
+    "Qwen3.5-397B-A17B": (397.0, "bf16", 60, 10),
+    "gpt-oss-120b": (116.8, "mxfp4", 36, 4),
+    "gpt-oss-20b": (20.9, "mxfp4", 24, 4),
+}
+MULTIMODAL = ("Kimi-K2.5", "Kimi-K3", "Qwen3-VL-30B-A3B-Instruct", "Qwen3.5-35B-A3B", "Qwen3.5-397B-A17B")
+# Names under which transformers knows what these releases hold.
+KNOWN_AS = {
+    "kimi_k2": "deepseek_v3",
+    "deepseek_ref": "deepseek_v4",
+    "minimax_m3": "minimax_m3_vl_text",
+    "qwen3_vl_moe_text": "qwen3_moe",
 }
 
 
@@ -35,7 +62,7 @@ def released() -> dict[str, dict[str, Any]]:
     if not folder or not (Path(folder) / "model_configs").is_dir():
         pytest.skip("KT_RAY_TEST_DATA names no folder with model_configs/")
     return {
-        f.name: json.loads(f.read_text()) for f in sorted((Path(folder) / "model_configs").glob("*.json"))
+        f.stem: json.loads(f.read_text()) for f in sorted((Path(folder) / "model_configs").glob("*.json"))
     }
 
 
@@ -75,78 +102,119 @@ def test_deepseek_v3() -> None:
     assert (dims.expert_format, dims.refusal) == ("bf16", None)
 
 
-def test_every_released_config_is_understood(released: dict[str, dict[str, Any]]) -> None:
-    assert len(released) >= 26
-    for name, config in released.items():
-        try:
-            dims = dims_from_config(config, name)
-        except UserError as error:
-            assert error.remedy and name in error.where
-            continue
-        assert (
-            len(dims.attention_params) == len(dims.dense_params) == len(dims.lora_in_out) == dims.num_layers
-        )
-        assert dims.refusal or dims.expert_format in ("bf16", "f32")
+def test_every_released_config_is_in_the_table(released: dict[str, dict[str, Any]]) -> None:
+    assert set(released) == set(RELEASED)
 
 
-def test_totals_of_released_models(released: dict[str, dict[str, Any]]) -> None:
-    for name, billions in PUBLISHED.items():
-        assert dims_from_config(released[name], name).total_params == pytest.approx(billions * 1e9, rel=0.01)
+@pytest.mark.parametrize("name", sorted(RELEASED))
+def test_released_model(name: str, released: dict[str, dict[str, Any]]) -> None:
+    billions, fmt, moe_layers, top_k = RELEASED[name]
+    dims = dims_from_config(released[name], name)
+    assert dims.total_params == pytest.approx(billions * 1e9, rel=0.02)
+    assert (dims.expert_format, len(dims.moe_layers), dims.experts_per_token) == (fmt, moe_layers, top_k)
+    notes = " ".join(dims.notes)
+    assert ("only its text part (text_config) is planned and trained" in notes) == (name in MULTIMODAL)
+    assert ("are estimates" in notes) == (name == "Kimi-K3")
+    if name == "Kimi-K3":
+        assert "'situ'" in (dims.refusal or "") and "projected width (3584 of 7168)" in (dims.refusal or "")
+    else:
+        assert dims.refusal is None
 
 
-def test_formats_of_released_models(released: dict[str, dict[str, Any]]) -> None:
-    formats = {name: dims_from_config(config, name).expert_format for name, config in released.items()}
-    assert formats["DeepSeek-V3.json"] == "fp8_block"
-    assert formats["gpt-oss-20b.json"] == "mxfp4"
-    assert formats["DeepSeek-V4-Pro.json"] == "mxfp4"
-    assert formats["Kimi-K2.5.json"] == "int4"
-    assert formats["Qwen3-30B-A3B.json"] == "bf16"
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(RELEASED) - {"Kimi-K3"}))
+def test_released_count_equals_transformers(name: str, released: dict[str, dict[str, Any]]) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = released[name]
+    text = {**config.get("text_config", config)}
+    model_type = text.pop("model_type")
+    for key in ("quantization_config", "auto_map", "architectures", "transformers_version"):
+        text.pop(key, None)
+    whole = transformers.AutoConfig.for_model(KNOWN_AS.get(model_type, model_type), **text)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(whole)
+    assert dims_from_config(config, name).total_params == sum(p.numel() for p in model.parameters())
 
 
-def packed(**weights: Any) -> dict[str, Any]:
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+@pytest.mark.parametrize("family", ["deepseek_v4", "kimi_linear", "nemotron_h", "minimax_m3_vl_text"])
+def test_config_as_transformers_saves_it(family: str) -> None:
+    """Saved configurations name layer kinds where released ones count and list."""
+    transformers = pytest.importorskip("transformers")
+    saved = json.loads(transformers.AutoConfig.for_model(**SMALL[family]).to_json_string(use_diff=False))
+    again, plain = dims_from_config(saved), small_dims(family)
+    assert (again.total_params, again.moe_layers) == (plain.total_params, plain.moe_layers)
+    assert again.attention_params == plain.attention_params and again.lora_in_out == plain.lora_in_out
 
 
-@pytest.mark.parametrize(
-    ("quantization", "expected", "computed"),
-    [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_block", True),
-        ({"quant_method": "mxfp4"}, "mxfp4", True),
-        ({"quant_method": "gptq", "bits": 4}, "int4", False),
-        ({"quant_method": "gptq", "bits": 8}, "int8", False),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "nf4", False),
-        (packed(num_bits=4, type="int", symmetric=True), "int4", True),
-        (packed(num_bits=4, type="int", symmetric=False), "int4", False),
-        ({"quant_method": "quanto"}, "quanto", False),
-    ],
-)
-def test_quantised_experts_are_planned_but_refused(
-    quantization: dict[str, Any], expected: str, computed: bool
-) -> None:
-    dims = small_dims(quantization_config=quantization)
-    assert dims.expert_format == expected
-    assert dims.refusal and expected in dims.refusal and "BF16" in dims.refusal
-    assert ("the engine computes them, expert actors do not read them" in dims.refusal) == computed
-
-
-def test_float32_and_float16() -> None:
-    assert small_dims(torch_dtype="float32").expert_format == "f32"
-    assert small_dims(torch_dtype="float32").refusal is None
-    assert "f16" in (small_dims(torch_dtype="float16").refusal or "")
+def test_undispatched_families() -> None:
+    """The table against transformers: experts without its experts interface."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        pytest.skip("transformers is not installed")
+    folder = Path(spec.origin).parent / "models"
+    for family in UNDISPATCHED:
+        source = folder / family.removesuffix("_text") / f"modeling_{family.removesuffix('_text')}.py"
+        assert "use_experts_implementation" not in source.read_text(encoding="utf-8")
+    refused = small_dims("mixtral", model_type="llama4_text").refusal or ""
+    assert "transformers does not dispatch the routed experts of llama4_text" in refused
 
 
 def test_multimodal_config_plans_its_text_part() -> None:
     text = {k: v for k, v in SMALL["qwen3_moe"].items() if k != "tie_word_embeddings"}
-    dims = dims_from_config({"model_type": "qwen3_vl_moe", "text_config": text, "tie_word_embeddings": True})
+    whole = {"model_type": "qwen3_vl_moe", "text_config": text, "tie_word_embeddings": True}
     plain = small_dims("qwen3_moe")
-    assert dims.attention_params == plain.attention_params and dims.tie_embeddings
-    assert any("text_config" in note for note in dims.notes)
-    assert "multimodal" in (dims.refusal or "")
+    for config, part in (
+        (whole, "text_config"),
+        (
+            {"model_type": "omni", "thinker_config": whole, "tie_word_embeddings": True},
+            "thinker_config.text_config",
+        ),
+        ({**whole, "text_config": {k: v for k, v in text.items() if k != "model_type"}}, "text_config"),
+    ):
+        dims = dims_from_config(config)
+        assert dims.attention_params == plain.attention_params and dims.tie_embeddings
+        assert f"multimodal model: only its text part ({part}) is planned and trained" in dims.notes
+        assert dims.refusal is None
 
 
-def test_activation_other_than_silu_is_refused() -> None:
-    assert "'gelu'" in (small_dims("mixtral", hidden_act="gelu").refusal or "")
-    assert "gpt_oss" in (small_dims("gpt_oss").refusal or "")
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *(("mixtral", {"hidden_act": name}) for name in ("silu", "swish", "gelu_pytorch_tanh")),
+        ("deepseek_v3", {"swiglu_limit": 7.0}),
+        ("gpt_oss", {}),
+        ("minimax_m3_vl_text", {"hidden_act": "swigluoai"}),
+        ("nemotron_h", {}),
+    ],
+)
+def test_activations_that_are_trained(family: str, changes: dict[str, Any]) -> None:
+    assert small_dims(family, **changes).refusal is None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("mixtral", {"hidden_act": "gelu"}, "the activation 'gelu' are not computed"),
+        ("mixtral", {"hidden_act": "relu2"}, "the activation 'relu2' are not computed"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "'silu' without a gate are not computed (known: relu2)"),
+        ("nemotron_h", {"moe_latent_size": 32}, "on a projected width (32 of 64)"),
+        ("deepseek_v3", {"routed_expert_hidden_size": 32}, "on a projected width (32 of 64)"),
+        ("mixtral", {"model_type": "muse_spark_text"}, "with a norm after each of them"),
+        ("mixtral", {"model_type": "step3p7"}, "clamp after silu"),
+    ],
+)
+def test_experts_that_are_refused(family: str, changes: dict[str, Any], reason: str) -> None:
+    refusal = small_dims(family, **changes).refusal or ""
+    assert reason in refusal and "use another family" in refusal
+
+
+def test_ungated_experts_have_two_matrices() -> None:
+    dims = small_dims("nemotron_h")
+    assert not dims.gated and dims.expert_params == 2 * 64 * 40
+    assert dims.num_layers == 5 and dims.moe_layers == (1, 4)
+    letters = {k: v for k, v in SMALL["nemotron_h"].items() if k != "layers_block_type"}
+    assert dims_from_config({**letters, "hybrid_override_pattern": "ME*-E"}).total_params == dims.total_params
 
 
 def test_unknown_family_is_read_by_its_keys_and_says_so() -> None:

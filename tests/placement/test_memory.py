@@ -11,10 +11,10 @@ from kt_ray.config.schema import LoraConfig, RuleConfig
 from kt_ray.placement.dims import dims_from_config
 from kt_ray.placement.hardware import nominal_hardware
 from kt_ray.placement.memory import GIB, expert_lora_params, load_of, lora_params
-from kt_ray.placement.plan import make_plan
+from kt_ray.placement.plan import choose_activations, make_plan
 from kt_ray.placement.remedies import remedies, shortage
 from kt_ray.placement.render import billions, cpu_ranges, gib, memory_table
-from kt_ray.placement.types import Plan
+from kt_ray.placement.types import Budget, MemoryLine, Plan
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
 
 V3 = dims_from_config(DEEPSEEK_V3, "DeepSeek-V3")
@@ -99,11 +99,98 @@ def test_formats_and_dtype() -> None:
     single = items(make_plan(small_dims(torch_dtype="float32"), make_config(), make_hardware()), "socket 0")
     assert single["experts"] == 2 * base["experts"] and single["weights"] == 2 * base["weights"]
     quantised = small_dims(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    assert base["experts"] / items(make_plan(quantised, make_config(), make_hardware()), "socket 0")[
-        "experts"
-    ] == pytest.approx(2, rel=1e-3)
+    fp8 = items(make_plan(quantised, make_config(), make_hardware()), "socket 0")
+    # Of each of the 3 x 8 experts' three matrices one block, with a float32 scale.
+    assert fp8["experts"] == base["experts"] / 2 + 3 * 8 * 3 * 4
+    assert fp8["weights"] == base["weights"]
     forced = make_config(model={"dtype": "float32"})
     assert items(make_plan(small_dims(), forced, make_hardware()), "socket 0")["weights"] == single["weights"]
+
+
+def test_quantised_weights_may_stay_quantised() -> None:
+    quantised = small_dims(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    plain, kept = (
+        make_plan(quantised, make_config(model={"keep_quantized": keep}), make_hardware())
+        for keep in (False, True)
+    )
+    saved = sum(2 * q.params - q.bytes for q in quantised.quantised)
+    assert items(plain, "socket 0")["weights"] - items(kept, "socket 0")["weights"] == saved > 0
+    largest = max(q.largest for q in quantised.quantised)
+    assert items(kept, "socket 0")["workspace"] == items(plain, "socket 0")["workspace"] + 2 * largest
+    assert any("dequantised to bfloat16 when they are loaded" in note for note in plain.notes)
+    assert any("stay as they are stored" in note for note in kept.notes)
+    idle = make_plan(small_dims(), make_config(model={"keep_quantized": True}), make_hardware())
+    assert any("keep_quantized=true changes nothing" in note for note in idle.notes)
+
+
+@pytest.mark.parametrize(
+    ("backend", "each"), [("AMXINT8", 3 * 40 * 64 + 2 * 144), ("AMXINT4", 3 * 20 * 64 + 2 * 144)]
+)
+def test_backends_that_quantise(backend: str, each: int) -> None:
+    plan = make_plan(small_dims(), make_config(rule={"experts": {"backend": backend}}), make_hardware())
+    assert items(plan, "socket 0")["experts"] == 3 * 8 * each
+    assert any(backend in note and "while they stream in" in note for note in plan.notes)
+    # Float32 experts then compute as quantised ones do: 2 bytes are kept of an element.
+    single = make_plan(
+        small_dims(torch_dtype="float32"),
+        make_config(rule={"experts": {"backend": backend}}),
+        make_hardware(),
+    )
+    assert items(single, "socket 0")["kept activations"] != 0
+    assert items(single, "socket 0")["experts"] == 3 * 8 * each
+
+
+def test_experts_from_a_file_of_their_own() -> None:
+    config = make_config(
+        rule={"experts": {"backend": "llamafile", "sockets": 2}}, model={"experts_path": "/some/experts.gguf"}
+    )
+    known = dataclasses.replace(small_dims(), experts_file_bytes=160_000)
+    hardware = make_hardware(sockets=2)
+    assert [items(make_plan(known, config, hardware), f"socket {n}")["experts"] for n in (0, 1)] == [
+        80_000,
+        80_000,
+    ]
+    unknown = items(make_plan(small_dims(), config, hardware), "socket 0")["experts"]
+    assert unknown == small_dims().routed_params * 34 / 32 / 2
+
+
+def test_activations_auto() -> None:
+    """Retain where it fits, else recompute; explicit values stay."""
+    config = make_config(**TOKENS_8K)
+    forced = {
+        kind: make_plan(
+            small_dims(), make_config(rule={"experts": {"activations": kind}}, **TOKENS_8K), make_hardware()
+        )
+        for kind in ("retain", "recompute")
+    }
+    totals = {kind: plan.budgets[0].total for kind, plan in forced.items()}
+    assert totals["recompute"] < totals["retain"]
+
+    def chosen(memory: int) -> tuple[Plan, str]:
+        plan = make_plan(small_dims(), config, make_hardware(memory=memory))
+        (note,) = (n for n in plan.notes if n.startswith("rule.experts.activations=auto: "))
+        assert {actor.activations for actor in plan.experts} == {
+            note.split(": ")[1].split(",")[0].split(";")[0]
+        }
+        return plan, note
+
+    plan, note = chosen(totals["retain"])
+    assert plan.fits and plan.budgets[0].total == totals["retain"] and "retain, which fits" in note
+    plan, note = chosen(totals["retain"] - 1)
+    assert plan.fits and plan.budgets[0].total == totals["recompute"]
+    assert "recompute; retain would need" in note and "socket 0" in note
+    plan, note = chosen(totals["recompute"] - 1)
+    assert not plan.fits and "recompute" in note
+    for kind, given in forced.items():
+        assert given.experts[0].activations == kind
+        assert not any("activations=auto" in n for n in given.notes)
+
+
+def test_activations_auto_ignores_gpus() -> None:
+    lines = (MemoryLine("cuda:0", "weights", 10),)
+    assert choose_activations((Budget("cuda:0", lines, 5),))[0] == "retain"
+    assert choose_activations((Budget("socket 1", lines, 5), Budget("socket 0", lines, 50)))[0] == "recompute"
+    assert choose_activations((Budget("socket 0", lines, 0),))[0] == "retain"  # capacity unknown
 
 
 def test_tied_embeddings_count_once_on_one_stage() -> None:
@@ -161,7 +248,7 @@ def test_memory_table_adds_up() -> None:
 
 
 def test_remedies_start_with_the_smallest_change() -> None:
-    config = make_config(rule={**FOUR_GPUS, "experts": {"sockets": 2}}, **TOKENS_8K)
+    config = make_config(rule={**FOUR_GPUS, "experts": {"sockets": 2, "activations": "retain"}}, **TOKENS_8K)
     roomy = nominal_hardware(config.rule)
     need = max(b.total for b in make_plan(V3, config, roomy).budgets if b.device.startswith("socket"))
     tight = dataclasses.replace(
@@ -185,7 +272,11 @@ def test_remedies_name_rules_that_fit_elsewhere() -> None:
 
 
 def test_remedies_combine_when_one_change_is_not_enough() -> None:
-    config = make_config(trainer={"batch_size": 64, "micro_batch_size": 64}, data={"max_length": 4096})
+    config = make_config(
+        rule={"experts": {"activations": "retain"}},
+        trainer={"batch_size": 64, "micro_batch_size": 64},
+        data={"max_length": 4096},
+    )
     smallest = make_config(
         rule={"experts": {"activations": "recompute"}},
         trainer={"batch_size": 1, "micro_batch_size": 1},
@@ -197,6 +288,9 @@ def test_remedies_combine_when_one_change_is_not_enough() -> None:
     assert len(found) == 1 and "activations=recompute" in found[0].overrides
     assert "trainer.batch_size=1" in found[0].overrides and "data.max_length=64" in found[0].overrides
     assert remedies(dims, config, make_hardware(memory=1 << 20), {}) == ()
+    auto = dataclasses.replace(config, rule=make_config().rule)  # recomputes by itself
+    (found_auto,) = remedies(dims, auto, make_hardware(memory=room), {})
+    assert found_auto.overrides == found[0].overrides.removeprefix("rule.experts.activations=recompute ")
 
 
 def test_figures_as_text() -> None:

@@ -152,11 +152,11 @@ def test_impossible_layouts(rule: dict[str, Any], gpus: int, trainer: dict[str, 
 
 
 def test_refused_models_are_planned_but_not_trained() -> None:
-    dims = small_dims(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    dims = small_dims(quantization_config={"quant_method": "gptq", "bits": 4})
     assert make_plan(dims, make_config(mode="plan"), make_hardware()).budgets
     with pytest.raises(UserError, match="cannot be trained") as caught:
         make_plan(dims, make_config(mode="train"), make_hardware())
-    assert "fp8_block" in caught.value.line()
+    assert "gptq" in caught.value.line()
 
 
 def test_backend_without_amx_says_so() -> None:
@@ -164,7 +164,8 @@ def test_backend_without_amx_says_so() -> None:
     assert any(
         "same mathematics on avx512" in n for n in make_plan(small_dims(), config, make_hardware()).notes
     )
-    assert not make_plan(small_dims(), config, make_hardware(isa="amx")).notes
+    with_amx = make_plan(small_dims(), config, make_hardware(isa="amx")).notes
+    assert not any("same mathematics" in note for note in with_amx)
 
 
 def test_described_hardware_says_so() -> None:

@@ -108,9 +108,9 @@ PLAN: list[Case] = [
         ["trainer.micro_batch_size=9", "trainer.batch_size=8", "set trainer.micro_batch_size=8"],
     ),
     Case(
-        "backend that is not there yet",
-        TINY + " rule.experts.backend=AMXINT4",
-        ["rule.experts.backend=AMXINT4", "not available yet", "set rule.experts.backend=auto"],
+        "llamafile without a GGUF file",
+        TINY + " rule.experts.backend=llamafile",
+        ["rule.experts.backend=llamafile", "model.experts_path=null", "set model.experts_path=<file.gguf>"],
     ),
     Case("rank 0", TINY + " lora.rank=0", ["lora.rank=0", "at least 1", "set lora.rank=8"]),
     Case("rank 1000", TINY + " lora.rank=1000", ["lora.rank=1000", "at most 256", "set lora.rank=8"]),

@@ -1,0 +1,165 @@
+"""How experts and other weights are stored, and their bytes, from quantization_config alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kt_ray.placement.formats import BACKEND_STORAGE, Storage
+from kt_ray.placement.types import Quantised
+from tests.placement.configs import small_dims
+
+# small_dims(): experts of gate and up [40, 64], down [64, 40]; 3 MoE layers of 8 experts.
+VALUES = 3 * 40 * 64
+FP8 = {"quant_method": "fp8", "weight_block_size": [16, 24]}
+
+
+def packed(ignore: list[str] | None = None, format: str = "", **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": group},
+        "ignore": ignore or [],
+        "format": format,
+    }
+
+
+@pytest.mark.parametrize(
+    ("quantization", "fmt", "each"),
+    [
+        # Blocks of 16 x 24, counted up: [40, 64] has 3 x 3 of them, [64, 40] 4 x 2.
+        (FP8, "fp8_block", VALUES + 4 * (9 + 9 + 8)),
+        ({"quant_method": "fp8"}, "fp8", VALUES + 4 * 3),
+        ({"quant_method": "fbgemm_fp8"}, "fp8", VALUES + 4 * (40 + 40 + 64)),
+        (packed(num_bits=8, type="float", strategy="channel"), "fp8", VALUES + 2 * (40 + 40 + 64)),
+        (packed(num_bits=8, type="float", strategy="tensor"), "fp8", VALUES + 2 * 3),
+        (
+            packed(num_bits=8, type="float", strategy="block", block_structure=[16, 24]),
+            "fp8_block",
+            VALUES + 2 * (9 + 9 + 8),
+        ),
+        (packed(num_bits=8, type="int", strategy="channel"), "int8", VALUES + 2 * (40 + 40 + 64)),
+        (
+            packed(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True),
+            "int4",
+            VALUES // 2 + 2 * (40 * 2 + 40 * 2 + 64 * 2),
+        ),
+        ({"quant_method": "mxfp4"}, "mxfp4", VALUES // 2 + 40 * 2 + 40 * 2 + 64 * 2),
+        (packed(num_bits=4, type="float", group_size=32), "mxfp4", VALUES // 2 + 40 * 2 + 40 * 2 + 64 * 2),
+    ],
+)
+def test_experts_to_the_byte(quantization: dict[str, Any], fmt: str, each: float) -> None:
+    dims = small_dims(quantization_config=quantization)
+    assert (dims.expert_format, dims.refusal) == (fmt, None)
+    assert dims.expert_bytes() == 3 * each
+
+
+def test_plain_experts_and_biases() -> None:
+    assert small_dims().expert_bytes() == 3 * VALUES * 2
+    assert small_dims(torch_dtype="float32").expert_bytes() == 3 * VALUES * 4
+    # gpt-oss: 4 layers; I = 96; biases of gate, up and down are float32 in memory.
+    dims = small_dims("gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    assert dims.expert_bytes() == 4 * (3 * 96 * 64 // 2 + 2 * 96 * 2 + 64 * 3 + 4 * (2 * 96 + 64))
+
+
+def test_experts_quantised_while_they_stream_in() -> None:
+    dims = small_dims(quantization_config=FP8)
+    assert dims.expert_bytes(BACKEND_STORAGE["AMXINT8"]) == 3 * (VALUES + 2 * (40 + 40 + 64))
+    assert dims.expert_bytes(BACKEND_STORAGE["AMXINT4"]) == 3 * (VALUES // 2 + 2 * (40 + 40 + 64))
+    assert BACKEND_STORAGE["AMXINT4"].matrix_bytes(10, 300) == 10 * 150 + 10 * 3 * 2
+
+
+def test_native_scales_of_deepseek_v4_are_bytes() -> None:
+    changes = {"quantization_config": {**FP8, "scale_fmt": "ue8m0"}}
+    assert small_dims("deepseek_v4", **changes).expert_storage == Storage("fp8_block", (16, 24), 1)
+    assert small_dims("deepseek_v3", **changes).expert_storage == Storage("fp8_block", (16, 24), 4)
+    four_bit = small_dims("deepseek_v4", expert_dtype="fp4", **changes)
+    assert four_bit.expert_storage == Storage("mxfp4", (1, 32), 1)
+    assert any(q.params for q in four_bit.quantised)  # the rest is FP8
+
+
+@pytest.mark.parametrize(
+    "ignore",
+    [
+        ["re:.*experts.*"],
+        ["re:.*mlp.*"],
+        ["model.layers.1.mlp", "model.layers.2.mlp", "model.layers.3.mlp"],
+    ],
+)
+def test_excluded_experts_are_plain(ignore: list[str]) -> None:
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    dims = small_dims(quantization_config=packed(ignore, **weights))
+    assert (dims.expert_format, dims.plain_expert_layers) == ("bf16", ())
+    assert dims.expert_bytes() == small_dims().expert_bytes()
+
+
+def test_experts_excluded_in_some_layers() -> None:
+    dims = small_dims(quantization_config={**FP8, "modules_to_not_convert": ["model.layers.2"]})
+    assert (dims.expert_format, dims.plain_expert_layers) == ("fp8_block", (2,))
+    assert dims.expert_bytes() == 2 * (VALUES + 4 * 26) + 2 * VALUES
+    assert "the experts of 1 of 3 MoE layers are not quantised" in dims.notes
+
+
+@pytest.mark.parametrize(
+    "pattern", ["gate", "mlp.gate", "lm_head", "model.layers.1.mlp.gate", "re:.*self_attn.*"]
+)
+def test_exclusions_of_other_modules_leave_experts_quantised(pattern: str) -> None:
+    """A router is called gate, an expert's projection gate_proj: patterns end at a dot."""
+    key = "ignore" if pattern.startswith("re:") else "modules_to_not_convert"
+    dims = small_dims(quantization_config={**FP8, key: [pattern]})
+    assert dims.expert_format == "fp8_block" and dims.plain_expert_layers == ()
+
+
+def test_groups_that_name_other_modules() -> None:
+    quantization = packed(num_bits=8, type="int", strategy="channel")
+    quantization["config_groups"]["group_0"]["targets"] = ["re:.*self_attn.*"]
+    dims = small_dims(quantization_config=quantization)
+    assert dims.expert_format == "bf16" and dims.quantised[0].params > 0
+    quantization["config_groups"]["group_0"]["targets"] = [r"re:.*experts\.\d+\..*"]
+    assert small_dims(quantization_config=quantization).expert_format == "int8"
+
+
+def test_weights_outside_the_experts() -> None:
+    dims = small_dims("mixtral", quantization_config={"quant_method": "fbgemm_fp8"})
+    # q and o [64, 64], k and v [32, 64]; a scale of four bytes per row.
+    assert set(dims.quantised) == {Quantised(12288, 12288 + 4 * (64 + 64 + 32 + 32), 4096)}
+    assert small_dims("mixtral").quantised == ()
+    assert small_dims("gpt_oss", quantization_config={"quant_method": "mxfp4"}).quantised == ()
+    ignored = {**FP8, "modules_to_not_convert": ["model.layers.0.self_attn", "v_proj"]}
+    first, second = small_dims("mixtral", quantization_config=ignored).quantised[:2]
+    assert first == Quantised() and second.params == 12288 - 2048
+
+
+@pytest.mark.parametrize(
+    ("quantization", "reason"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "stored as int4 in the packing of gptq"),
+        ({"quant_method": "gptq", "bits": 8}, "stored as int8 in the packing of gptq"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "stored as int4 in the packing of awq"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "stored as nf4 in the packing of bitsandbytes",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "stored as nvfp4"),
+        (packed(format="nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), "stored as nvfp4"),
+        (packed(num_bits=4, type="int", group_size=32, symmetric=False), "asymmetric int4"),
+        (packed(num_bits=4, type="int", group_size=32, actorder="group"), "actorder"),
+        (packed(format="pack-quantized", num_bits=8, type="int"), "packed into words"),
+        (packed(num_bits=4, type="int", strategy="group", group_size=16), "groups of 16"),
+        ({"quant_method": "quanto"}, "stored as quanto"),
+    ],
+)
+def test_formats_that_are_refused_by_name(quantization: dict[str, Any], reason: str) -> None:
+    dims = small_dims(quantization_config=quantization)
+    assert dims.refusal and reason in dims.refusal
+    assert "use the model's BF16 checkpoint, or one in FP8" in dims.refusal
+    assert 0 < dims.expert_bytes() <= small_dims().expert_bytes()
+
+
+def test_float16_experts_are_to_be_converted() -> None:
+    assert small_dims(torch_dtype="float32").refusal is None
+    refusal = small_dims(torch_dtype="float16").refusal or ""
+    assert (
+        "stored as f16" in refusal and "python -m kt_ray.tools convert" in refusal and "--to bf16" in refusal
+    )
