@@ -10,6 +10,7 @@ from kt_ray.checkpoint.adapter import (
 )
 from kt_ray.checkpoint.content import check_content
 from kt_ray.checkpoint.experts import ExpertLayout
+from kt_ray.checkpoint.gguf_experts import GgufExperts
 from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.load_experts import load_experts
 from kt_ray.checkpoint.manifest import Manifest, ShardInfo, list_checkpoints
@@ -36,6 +37,7 @@ __all__ = [
     "AdapterLayout",
     "CheckpointIndex",
     "ExpertLayout",
+    "GgufExperts",
     "LoadReport",
     "Manifest",
     "ShardInfo",

@@ -256,7 +256,7 @@ def read_into(fd: int, view: memoryview, offset: int, path: Path) -> None:
         count = os.preadv(fd, [view[done:]], offset + done)
         if count == 0:
             raise UserError(
-                "safetensors file ended while it was read",
+                "checkpoint file ended while it was read",
                 where=str(path),
                 observed=f"{offset + done} bytes",
                 required=f"{offset + len(view)} bytes",
