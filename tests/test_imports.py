@@ -49,6 +49,7 @@ WITHOUT_ACTORS = (
     "native",
     "placement",
     "config",
+    "tools",
 )
 
 

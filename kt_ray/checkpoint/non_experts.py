@@ -259,7 +259,7 @@ def _map_keys(
     report: LoadReport,
 ) -> _Mapped:
     """Target name -> (converter or None, [(checkpoint key, pattern it matched)]), for `sources`."""
-    names = _Names(module, layout)
+    names = KeyNames(module, layout.prefixes.values())
     count = index.text_config.get("num_hidden_layers")
     ignore = [re.compile(p) for p in (module._keys_to_ignore_on_load_unexpected or ())]
     ignore += _IGNORED
@@ -289,14 +289,15 @@ def _map_keys(
     return mapping
 
 
-class _Names:
+class KeyNames:
     """From a checkpoint's keys to a module's parameters.
 
     Args:
-        module: the model. layout: the checkpoint's experts, whose names show where its language model lies.
+        module: the model.
+        prefixes: of the checkpoint's experts: they show where its language model lies.
     """
 
-    def __init__(self, module: PreTrainedModel, layout: ExpertLayout) -> None:
+    def __init__(self, module: PreTrainedModel, prefixes: Iterable[str]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
@@ -307,7 +308,7 @@ class _Names:
         self.state = module.state_dict()
         self.prefix = module.base_model_prefix
         # "model.language_model." of "model.language_model.layers.3.mlp.experts"; "" of "layers.3.ffn.experts"
-        self.root = next((p[: p.find("layers.")] for p in layout.prefixes.values() if "layers." in p), "")
+        self.root = next((p[: p.find("layers.")] for p in prefixes if "layers." in p), "")
         self.outer = self.root.removesuffix("model.")
 
     def target(self, key: str) -> tuple[str, WeightConverter | None, str | None]:

@@ -78,6 +78,8 @@ def build_causal(
 ) -> tuple[Any, Any, str]:
     """The model under `device`, its experts dispatched to the hook.
 
+    A family without "sdpa" attention (gpt-oss, DeepSeek-V4) gets "eager" in its place.
+
     Returns:
         the ...ForCausalLM (or multimodal ...ForConditionalGeneration), its inner language model, and the
         inner model's module name ("model", "model.language_model").
@@ -100,6 +102,8 @@ def build_causal(
             remedy="choose another model: a decoder-only language model, or a multimodal one around it",
         )
     auto, config = chosen
+    if attn_implementation == "sdpa" and not _class_of(auto, config)._supports_sdpa:
+        attn_implementation = "eager"  # placement/families.py counts its memory: WITHOUT_SDPA
     try:
         with torch.device(device):
             causal = auto.from_config(
@@ -177,13 +181,17 @@ def _config(raw: dict[str, Any], model_type: str, where: Path) -> Any:
 def _generates(auto: Any, config: Any) -> bool:
     """Whether an auto class has a left-to-right language model of text for this very configuration."""
     try:
-        found = auto._model_mapping[type(config)]
+        name = _class_of(auto, config).__name__
     except KeyError:
         return False
-    classes = found if isinstance(found, tuple) else (found,)
-    name = classes[0].__name__
     text = config.get_text_config() is config
     return bool(name.endswith("ForCausalLM") if text else name.endswith("ForConditionalGeneration"))
+
+
+def _class_of(auto: Any, config: Any) -> Any:
+    """The class that an auto class makes of a configuration. Raises KeyError: it has none."""
+    found = auto._model_mapping[type(config)]
+    return found[0] if isinstance(found, tuple) else found
 
 
 def _decoder(causal: Any) -> str:

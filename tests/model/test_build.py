@@ -20,14 +20,14 @@ from kt_ray.model.probe import probe_layer
 from kt_ray.model.recording import LayerStub, Passthrough, RecordedCall
 from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
-from tests.helpers.hf_reference import _SMALL, FAMILIES
+from tests.helpers.hf_reference import FAMILIES, SMALL
 
 Checkpoint = Callable[..., Path]
 
 
 def config_only(root: Path, family: str, **overrides: Any) -> Path:
     """A directory with a config.json and no weights: a refusal must come before loading."""
-    config = AutoConfig.for_model(family, **{**_SMALL, **FAMILIES.get(family, {}), **overrides})
+    config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES.get(family, {}), **overrides})
     config.save_pretrained(root)
     return root
 
@@ -118,7 +118,7 @@ def test_layers_outside_the_model(checkpoint: Checkpoint) -> None:
     ],
 )
 def test_expert_flags(change: dict[str, Any], match: str) -> None:
-    config = AutoConfig.for_model("qwen3_moe", **{**_SMALL, **FAMILIES["qwen3_moe"]})
+    config = AutoConfig.for_model("qwen3_moe", **{**SMALL, **FAMILIES["qwen3_moe"]})
     module = modeling_qwen3_moe.Qwen3MoeExperts(config)
     check_trainable(module, "qwen3_moe")
     module.act_fn = nn.SiLU()
@@ -135,7 +135,7 @@ def test_own_gate_is_refused() -> None:
         def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
             return gate_up.chunk(2, -1)[0].clamp(max=7.0)
 
-    config = AutoConfig.for_model("qwen3_moe", **{**_SMALL, **FAMILIES["qwen3_moe"]})
+    config = AutoConfig.for_model("qwen3_moe", **{**SMALL, **FAMILIES["qwen3_moe"]})
     with pytest.raises(UserError, match="a gate of its own"):
         check_trainable(Clamped(config), "other")
 
