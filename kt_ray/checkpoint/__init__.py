@@ -8,7 +8,9 @@ from kt_ray.checkpoint.adapter import (
     read_adapter,
     write_tensors,
 )
+from kt_ray.checkpoint.content import check_content
 from kt_ray.checkpoint.experts import ExpertLayout
+from kt_ray.checkpoint.gguf_experts import GgufExperts
 from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.load_experts import load_experts
 from kt_ray.checkpoint.manifest import Manifest, ShardInfo, list_checkpoints
@@ -35,6 +37,7 @@ __all__ = [
     "AdapterLayout",
     "CheckpointIndex",
     "ExpertLayout",
+    "GgufExperts",
     "LoadReport",
     "Manifest",
     "ShardInfo",
@@ -42,6 +45,7 @@ __all__ = [
     "adapter_config",
     "adapter_layout",
     "begin_checkpoint",
+    "check_content",
     "check_non_experts",
     "commit_checkpoint",
     "create_adapter",

@@ -42,13 +42,13 @@ _SCALES: Literal["bfloat16"] = "bfloat16"
 
 
 @dataclass(frozen=True)
-class _Job:
+class ReadJob:
     """Bytes of `file` from `offset` into `target()`; then `done`, for what cannot be read in place."""
 
     file: Path
     offset: int
     target: Callable[[], Tensor]
-    done: Callable[[Tensor], None] | None = None
+    done: Callable[[Tensor], object] | None = None
 
 
 def load_experts(
@@ -89,7 +89,7 @@ def load_experts(
     if any(not 0 <= e < layout.num_experts for e in experts):
         raise ValueError(f"experts {list(experts)} outside 0..{layout.num_experts - 1}")
     formula = formula or ExpertFormula()
-    jobs: list[_Job] = []
+    jobs: list[ReadJob] = []
     parts: dict[str, Callable[[], Tensor | ExpertMatrix]] = {}
     for part, names in layout.sources[layer].items():
         stored = layout.formats[layer][part]
@@ -100,7 +100,7 @@ def load_experts(
     biases = {
         part: _bias(index, layout, names, experts, jobs) for part, names in layout.biases[layer].items()
     }
-    _run(sorted(jobs, key=lambda job: (job.file, job.offset)), threads, progress, drop_cache)
+    run_jobs(sorted(jobs, key=lambda job: (job.file, job.offset)), threads, progress, drop_cache)
     weights = _split({part: make() for part, make in parts.items()}, layout)
     bias = _split_bias({part: value.float() for part, value in biases.items()}, layout)
     return ExpertWeights(
@@ -121,7 +121,8 @@ def load_experts(
 # -- reading ---------------------------------------------------------------------------------
 
 
-def _run(jobs: list[_Job], threads: int, progress: BytesRead | None, drop_cache: bool) -> None:
+def run_jobs(jobs: list[ReadJob], threads: int, progress: BytesRead | None, drop_cache: bool) -> None:
+    """Do all reads; the arguments are those of `load_experts`."""
     with ExitStack() as stack:
         fds: dict[Path, int] = {}
         for job in jobs:
@@ -129,7 +130,7 @@ def _run(jobs: list[_Job], threads: int, progress: BytesRead | None, drop_cache:
                 fds[job.file] = os.open(job.file, os.O_RDONLY)
                 stack.callback(os.close, fds[job.file])
 
-        def run(job: _Job) -> None:
+        def run(job: ReadJob) -> None:
             target, fd = job.target(), fds[job.file]
             read_into(fd, tensor_bytes(target), job.offset, job.file)
             if job.done is not None:
@@ -164,13 +165,13 @@ def _slab(
     shape: tuple[int, ...],
     layout: ExpertLayout,
     experts: Sequence[int],
-    jobs: list[_Job],
+    jobs: list[ReadJob],
 ) -> Tensor:
     """Memory [n, *shape], and the jobs that fill it."""
     slab = allocate((len(experts), *shape), _dtype(infos[0]))
     for i, expert in enumerate(experts):
         file, offset, _ = _place(infos, layout.num_experts, expert)
-        jobs.append(_Job(file, offset, lambda i=i: slab[i]))  # type: ignore[misc]
+        jobs.append(ReadJob(file, offset, lambda i=i: slab[i]))  # type: ignore[misc]
     return slab
 
 
@@ -179,7 +180,7 @@ def _as_stored(
     layout: ExpertLayout,
     names: tuple[str, ...],
     experts: Sequence[int],
-    jobs: list[_Job],
+    jobs: list[ReadJob],
 ) -> Callable[[], Tensor | ExpertMatrix]:
     matrices = [index.matrices[name] for name in names if name in index.matrices]
     if not matrices:
@@ -198,7 +199,7 @@ def _requantised(
     names: tuple[str, ...],
     experts: Sequence[int],
     target: Target,
-    jobs: list[_Job],
+    jobs: list[ReadJob],
 ) -> Callable[[], Tensor | ExpertMatrix]:
     """Experts in another format than stored: read, quantised and placed one at a time."""
     shape = index.shape(names[0])[-2:]
@@ -225,7 +226,7 @@ def _requantised(
     for i, expert in enumerate(experts):
         file, offset, _ = _place(infos, layout.num_experts, expert)
         done = functools.partial(place, i, expert)
-        jobs.append(_Job(file, offset, lambda: torch.empty(held, dtype=_dtype(infos[0])), done))
+        jobs.append(ReadJob(file, offset, lambda: torch.empty(held, dtype=_dtype(infos[0])), done))
     return lambda: ExpertMatrix(
         target, data, (len(experts), rows, columns), scales, None if group == columns else (1, group)
     )
@@ -262,7 +263,7 @@ def _bias(
     layout: ExpertLayout,
     names: tuple[str, ...],
     experts: Sequence[int],
-    jobs: list[_Job],
+    jobs: list[ReadJob],
 ) -> Tensor:
     return _slab([index.tensors[n] for n in names], index.shape(names[0])[-1:], layout, experts, jobs)
 

@@ -7,6 +7,7 @@ by local ids (0..n-1) inside.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
+from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, load_experts
 from kt_ray.checkpoint.load_experts import Target
 from kt_ray.config.schema import LoraConfig, OptimConfig
 from kt_ray.experts.memory import PreferNode, available_memory
@@ -46,6 +47,8 @@ class ExpertHostSpec:
         activations: "retain" or "recompute".
         backend: of the rule: AMXINT8 and AMXINT4 quantise while reading, AMXINT8 also multiplies in int8.
         formulas: MoE layer -> what its experts compute; layers that are not named are plain SwiGLU.
+        experts_path: GGUF file that the experts are read from instead of `model_dir`, in its types whatever
+            the backend; None = `model_dir`.
     """
 
     rank: int
@@ -61,6 +64,7 @@ class ExpertHostSpec:
     activations: str
     backend: str = "auto"
     formulas: Mapping[int, ExpertFormula] = field(default_factory=dict)
+    experts_path: str | None = None
 
 
 @dataclass
@@ -109,6 +113,12 @@ class ExpertHost:
         spec = self.spec
         index = CheckpointIndex.open(spec.model_dir)
         layout = ExpertLayout.detect(index)
+        read: Callable[..., ExpertWeights]
+        read = functools.partial(load_experts, index, layout, target=_TARGETS.get(spec.backend))
+        file_bytes = index.nbytes
+        if spec.experts_path is not None:
+            gguf = GgufExperts.open(spec.experts_path, index, layout)
+            layout, read, file_bytes = gguf.layout, gguf.load, gguf.file_bytes
         outside = [e for e in spec.experts if e >= layout.num_experts]
         if outside:
             raise ValueError(
@@ -117,17 +127,14 @@ class ExpertHost:
         held = len(spec.experts)
         total = held * sum(layout.expert_bytes.values())
         # Where file and experts do not fit in memory together, the file's pages must not push others out.
-        drop_cache = total + index.nbytes > available_memory()
+        drop_cache = total + file_bytes > available_memory()
         done = 0
         with PreferNode(spec.node):
             for layer in layout.moe_layers:
-                self.weights[layer] = load_experts(
-                    index,
-                    layout,
+                self.weights[layer] = read(
                     layer,
                     spec.experts,
                     formula=spec.formulas.get(layer),
-                    target=_TARGETS.get(spec.backend),
                     threads=_READERS,
                     drop_cache=drop_cache,
                 )

@@ -89,6 +89,7 @@ def build_causal(
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    hook.register()
     candidates = [(AutoModelForCausalLM, family.config), (AutoModelForImageTextToText, family.config)]
     if family.whole is not None:
         candidates.append((AutoModelForImageTextToText, family.whole))
@@ -111,7 +112,7 @@ def build_causal(
                 attn_implementation=attn_implementation,
                 experts_implementation=hook.NAME,
             )
-    except (ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, ImportError, KeyError, AttributeError, TypeError, RuntimeError) as error:
         raise UserError(
             f"transformers cannot build {family.label} for text generation",
             where="config.json",
@@ -165,7 +166,9 @@ def _config(raw: dict[str, Any], model_type: str, where: Path) -> Any:
     }
     values["model_type"] = name
     try:
-        return CONFIG_MAPPING[name].from_dict(values)
+        kind = CONFIG_MAPPING[name]
+        # save_pretrained writes an infinity as {"__float__": "Infinity"}
+        return kind.from_dict(kind._decode_special_floats(values))
     except Exception as error:  # whatever a configuration class raises about its values
         raise UserError(
             "transformers cannot read this model's configuration",
@@ -207,5 +210,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].endswith(":"):  # a heading: the reason follows
+        return " ".join(lines[:2])
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,80 @@
+"""A run whose experts come from a GGUF file, against runs on the same values in a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kt_ray.actors.local_cluster import LocalCluster
+from kt_ray.actors.specs import actor_specs
+from tests.helpers.gguf_files import stack, values, write_gguf
+from tests.helpers.hf_reference import Row, build_checkpoint, random_rows
+from tests.helpers.runs import config_for, one_pass, plan_for, relative, waves_of
+
+KINDS = {"gate": "Q4_K", "up": "Q8_0", "down": "Q6_K"}  # blocks of 256 and of 32, mixed
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 3}
+
+
+def gguf_of(path: Path, target: Path) -> Path:
+    """The experts of a checkpoint in KINDS; the checkpoint's own become their values, in bfloat16."""
+    (file,) = path.glob("*.safetensors")
+    with safe_open(file, "pt") as reader:
+        names, metadata = list(reader.keys()), reader.metadata()
+        tensors = {name: reader.get_tensor(name) for name in names}
+    layers = sorted({int(name.split(".")[2]) for name in names if ".experts.0." in name})
+    quantised = {}
+    for layer in layers:
+        for part, kind in KINDS.items():
+            own = [f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight" for e in range(8)]
+            made = stack(kind, torch.stack([tensors[name] for name in own]))
+            quantised[f"blk.{layer}.ffn_{part}_exps.weight"] = made
+            for name, value in zip(own, values(made), strict=True):
+                tensors[name] = value.bfloat16()
+    save_file(tensors, file, metadata=metadata)
+    return write_gguf(target, "qwen3moe", quantised, split=4)
+
+
+def gradients(
+    path: Path, rows: list[Row], rule: str, parameters: dict[str, Tensor], experts_path: Path | None
+) -> tuple[float, dict[str, Tensor]]:
+    config = config_for(path, f"rule={rule}", "trainer.micro_batch_size=2")
+    plan = plan_for(path, config)
+    specs = actor_specs(plan, config, str(path))
+    file = None if experts_path is None else str(experts_path)
+    hosts = tuple(dataclasses.replace(host, experts_path=file) for host in specs.experts)
+    cluster = LocalCluster(plan, dataclasses.replace(specs, experts=hosts))
+    try:
+        cluster.start()
+        if not parameters:  # B starts at zero, and then A has no gradient
+            generator = torch.Generator().manual_seed(1)
+            for name, shape in cluster.parameter_shapes().items():
+                parameters[name] = 0.05 * torch.randn(tuple(shape), generator=generator)
+        cluster.set_parameters(parameters)
+        result = cluster.run_pass(one_pass(cluster, waves_of(rows, config, plan)))
+        return result.loss, cluster.gradients()
+    finally:
+        cluster.shutdown()
+
+
+def test_gradients_are_those_of_the_decoded_values(tmp_path: Path) -> None:
+    """The engine decodes blocks to bfloat16: the run on their values in bfloat16 has the same products."""
+    path = build_checkpoint(tmp_path, "qwen3_moe", **SIZES)
+    original = build_checkpoint(tmp_path / "original", "qwen3_moe", **SIZES)
+    file = gguf_of(path, tmp_path / "m.gguf")
+    rows = random_rows(4)
+    parameters: dict[str, Tensor] = {}
+    for rule in ("cpu_1worker_1socket", "cpu_2workers_2sockets"):
+        loss, expected = gradients(path, rows, rule, parameters, None)
+        # The directory's own experts are others now: they must not be read.
+        observed_loss, observed = gradients(original, rows, rule, parameters, file)
+        assert abs(observed_loss - loss) <= 1e-6 * abs(loss)
+        errors = relative(observed, expected)
+        assert max(errors.values()) <= 1e-5, max(errors.items(), key=lambda item: item[1])
+        assert any(".experts." in name and name.endswith("lora_A.weight") for name in errors)
+    unquantised_loss, _ = gradients(original, rows, rule, parameters, None)
+    assert abs(unquantised_loss - loss) > 1e-4 * abs(loss)
