@@ -21,6 +21,7 @@ HEAVY = {
     "config": ("torch", "transformers", "peft", "numpy"),
     "placement": ("torch", "transformers", "peft"),
     "errors": ("torch", "transformers", "peft", "numpy"),
+    "filetypes": ("torch", "transformers", "peft", "numpy"),
     "batch": ("torch", "transformers", "peft"),
     "cli": ("torch", "transformers", "peft", "numpy"),
 }
@@ -28,10 +29,11 @@ HEAVY = {
 # Packages of kt_ray that a package may import, itself included. Those not listed here may import any.
 ALLOWED = {
     "errors": {"errors"},
+    "filetypes": {"filetypes"},
     "batch": {"batch"},
     "native": {"native"},
     "config": {"config", "errors"},
-    "placement": {"placement", "config", "errors", "batch"},
+    "placement": {"placement", "config", "errors", "batch", "filetypes"},
     "cli": {"cli", "config", "errors", "modes"},
 }
 
@@ -47,6 +49,7 @@ WITHOUT_ACTORS = (
     "native",
     "placement",
     "config",
+    "tools",
 )
 
 

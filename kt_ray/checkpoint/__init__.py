@@ -8,6 +8,7 @@ from kt_ray.checkpoint.adapter import (
     read_adapter,
     write_tensors,
 )
+from kt_ray.checkpoint.content import check_content
 from kt_ray.checkpoint.experts import ExpertLayout
 from kt_ray.checkpoint.gguf_experts import GgufExperts
 from kt_ray.checkpoint.index import CheckpointIndex
@@ -44,6 +45,7 @@ __all__ = [
     "adapter_config",
     "adapter_layout",
     "begin_checkpoint",
+    "check_content",
     "check_non_experts",
     "commit_checkpoint",
     "create_adapter",

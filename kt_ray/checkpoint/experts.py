@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 PROJECTIONS = ("gate", "up", "down")
 _AGAIN = "download the checkpoint again, or check that config.json belongs to it"
-_TEXT_PART = re.compile(r"^(model\.)?language_model\.(model\.)?")
+# Before the layers: of multimodal checkpoints, or nothing (DeepSeek-V4, whose keys begin with "layers.").
+_TEXT_PART = re.compile(r"^(model\.)?language_model\.(model\.)?|^(?=layers\.)")
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class ExpertLayout:
     def names(self, layer: int, expert: int) -> dict[str, str]:
         """Module names of one expert's projections, as released: {"gate": "...experts.5.gate_proj", ...}.
 
-        The text part of a multimodal checkpoint is named as the text model alone would be.
+        They begin with "model." as every module of a text model does: PEFT leaves out what does not.
         """
         prefix = _TEXT_PART.sub("model.", self.prefixes[layer])
         return {p: f"{prefix}.{expert}.{leaf}" for p, leaf in self.leaves.items()}

@@ -20,8 +20,14 @@ _PER_EXPERT = re.compile(
 )
 _FUSED = re.compile(
     r"^(?P<root>.*?)\blayers\.(?P<layer>\d+)\.(?P<moe>.*?\bexperts)"
-    r"\.(?P<leaf>gate_up_proj|up_proj|down_proj)(?P<suffix>|\.weight|_bias|\.bias)$"
+    r"\.(?P<leaf>gate_up_proj|up_proj|down_proj|fc1|fc2)(?P<suffix>|\.weight|_bias|\.bias)$"
 )
+_GRANITE = re.compile(
+    r"^(?P<root>.*?)\blayers\.(?P<layer>\d+)\.(?P<moe>.*?\bblock_sparse_moe)"
+    r"\.(?P<leaf>input_linear|output_linear)(?P<suffix>\.weight)$"
+)
+# Leaves of fused experts: gate over up, and down. Aria's and Granite's names besides transformers' own.
+_FUSED_LEAVES = (("gate_up_proj", "down_proj"), ("fc1", "fc2"), ("input_linear", "output_linear"))
 # Anything else below "experts." belongs to a layout or a format that is not known.
 _UNKNOWN = re.compile(r"\blayers\.(?P<layer>\d+)\.(?P<moe>.*?\bexperts)\.(\d+\.)?(?P<rest>[\w.]+)$")
 _MTP = re.compile(r"(^|\.)mtp\b")
@@ -50,8 +56,10 @@ def find_experts(index: CheckpointIndex, interleaved: bool | None, transposed: b
         )
     names = {leaf for held in found.by_layer.values() for leaf, _, _ in held}
     if fused == {True}:
-        parts = {"gate_up": "gate_up_proj"} if "gate_up_proj" in names else {"up": "up_proj"}
-        parts["down"] = "down_proj"
+        both = next((pair for pair in _FUSED_LEAVES if names & set(pair)), _FUSED_LEAVES[0])
+        gated = both[0] in names or "up_proj" not in names
+        parts = {"gate_up": both[0]} if gated else {"up": "up_proj"}
+        parts["down"] = both[1]
         leaves = dict(_LEAVES[0])
     else:
         known = next((ls for ls in _LEAVES if names <= set(ls.values())), None)
@@ -78,11 +86,13 @@ def _collect(index: CheckpointIndex) -> _Found:
     skipped: list[str] = []
     unknown: list[str] = []
     for name in index.names:
-        if "experts." not in name:
+        if "experts." not in name and "block_sparse_moe." not in name:
             continue
-        match = _PER_EXPERT.match(name) or _FUSED.match(name)
+        match = _PER_EXPERT.match(name) or _FUSED.match(name) or _GRANITE.match(name)
         if match is None:
             match = _UNKNOWN.search(name)
+            if match is not None and match["rest"] == "e_score_correction_bias":
+                continue  # the router's, which Laguna keeps here
             if match is not None and "shared" not in match["moe"]:
                 outside = isinstance(layers, int) and int(match["layer"]) >= layers
                 (skipped if outside or _MTP.search(name) else unknown).append(name)
@@ -96,7 +106,9 @@ def _collect(index: CheckpointIndex) -> _Found:
         groups = match.groupdict()
         expert = int(groups["expert"]) if groups.get("expert") is not None else None
         by_layer[layer][match["leaf"], expert, match["suffix"].lstrip("._") == "bias"] = name
-        prefixes[layer].add(f"{match['root']}layers.{layer}.{match['moe']}")
+        # Granite's experts have no level of their own in the file, but one in transformers.
+        moe = match["moe"] if match["moe"].endswith("experts") else match["moe"] + ".experts"
+        prefixes[layer].add(f"{match['root']}layers.{layer}.{moe}")
     if unknown:
         raise _fault(
             index,
@@ -272,21 +284,23 @@ def _shapes(
 
 def _check_part(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int, ...]) -> str:
     """One shape, one format and one kind of scales for all experts of a layer. Returns the format."""
-    kinds = set()
+    kinds: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for name in names:
         if index.shape(name) != shape:
             raise _mixed_shapes(index, name, f"{list(shape)} as in the first expert of {index.path.name}")
         matrix = index.matrices.get(name)
-        kinds.add(
-            (index.tensors[name].dtype, "", ())
+        kinds[
+            (index.tensors[name].dtype,)
             if matrix is None
             else (matrix.data.dtype, matrix.scales.dtype, matrix.block)
-        )
+        ].append(name)
     if len(kinds) > 1:
+        few = min(kinds.values(), key=len)
+        counts = {" ".join(map(str, kind)): len(held) for kind, held in kinds.items()}
         raise UserError(
             "experts of one layer have mixed types",
-            where=f"{index.path}, {names[0]}",
-            observed=", ".join(sorted(" ".join(str(k) for k in kind if k) for kind in kinds)),
+            where=f"{index.path}, {some(few, 2)}",
+            observed=", ".join(f"{count} of {kind}" for kind, count in sorted(counts.items())),
             required="one type for all experts of a layer",
             remedy=_CONVERT.format(path=index.path),
         )

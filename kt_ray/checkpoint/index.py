@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,8 @@ _AGAIN = "download the checkpoint again, or copy the missing files beside the ot
 # Keys of config.json that change without the model changing.
 _VOLATILE = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 _SAMPLES, _SAMPLE_BYTES = 64, 64
+# What browsers and download programs put beside, or in place of, a file that is not complete yet.
+_UNFINISHED = (".aria2", ".incomplete", ".part", ".partial", ".crdownload", ".download", ".tmp")
 
 
 def some(names: list[str], limit: int = 5) -> str:
@@ -46,12 +49,14 @@ class CheckpointIndex:
         config: config.json as parsed.
         tensors: name -> place, dtype ("BF16", "F32", ...) and shape.
         files: the shards, sorted.
+        notes: what is odd and does no harm, one line each.
     """
 
     path: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     files: tuple[Path, ...]
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, model_dir: str | os.PathLike[str]) -> CheckpointIndex:
@@ -69,12 +74,22 @@ class CheckpointIndex:
                 "checkpoint has no config.json", where=str(path), required="config.json", remedy=_FETCH
             )
         config = read_json(path / "config.json", "config.json", _FETCH)
-        if (path / _SINGLE).is_file():
-            file = path / _SINGLE
+        file = path / _SINGLE
+        if (path / _INDEX).exists():
+            tensors, files, notes = _open_sharded(path)
+            if file.exists() and file not in files:
+                raise UserError(
+                    "checkpoint holds its weights twice",
+                    where=str(path),
+                    observed=f"{_SINGLE} beside {_INDEX}, which names {some([f.name for f in files], 2)}",
+                    required="one of them",
+                    remedy="remove the one that belongs to another checkpoint",
+                )
+            return cls(path, config, tensors, files, notes)
+        if os.path.lexists(file):
+            _check_present(path, [_SINGLE], file)
+            _check_stray(path, {_SINGLE})
             return cls(path, config, read_header(file, remedy=_AGAIN).tensors, (file,))
-        if (path / _INDEX).is_file():
-            tensors, files = _open_sharded(path)
-            return cls(path, config, tensors, files)
         other = sorted(
             p.name for pattern in ("*.bin", "*.pt", "*.gguf", "*.safetensors") for p in path.glob(pattern)
         )
@@ -161,9 +176,10 @@ class CheckpointIndex:
         return digest.hexdigest()
 
 
-def _open_sharded(path: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...]]:
+def _open_sharded(path: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...], tuple[str, ...]]:
     index_file = path / _INDEX
-    weight_map = read_json(index_file, "checkpoint index", _AGAIN).get("weight_map")
+    content = read_json(index_file, "checkpoint index", _AGAIN)
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(
             "checkpoint index has no weight_map",
@@ -171,22 +187,86 @@ def _open_sharded(path: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...]]:
             required='a "weight_map" from tensor to file',
             remedy=_AGAIN,
         )
-    shards = sorted({str(file) for file in weight_map.values()})
-    absent = [shard for shard in shards if not (path / shard).is_file()]
-    if absent:
+    odd = sorted(name for name, file in weight_map.items() if not _is_file_name(file))
+    if odd:
         raise UserError(
-            "checkpoint index names shards that are absent",
+            "checkpoint index names files outside its directory",
             where=str(index_file),
-            observed=some(absent),
-            required=f"{len(shards)} shards",
+            observed=some([f"{name}: {weight_map[name]!r}" for name in odd]),
+            required="names of *.safetensors files beside the index",
             remedy=_AGAIN,
         )
+    shards = sorted(set(weight_map.values()))
+    _check_present(path, shards, index_file)
+    _check_stray(path, set(shards))
 
     def parse(shard: str) -> Header:
         return read_header(path / shard, remedy=_AGAIN)
 
     with ThreadPoolExecutor(max_workers=8) as pool:
         headers = dict(zip(shards, pool.map(parse, shards), strict=True))
+    _check_map(path, weight_map, headers)
+    tensors = {name: headers[shard].tensors[name] for name, shard in weight_map.items()}
+    return tensors, tuple(path / shard for shard in shards), _size_note(content, tensors)
+
+
+def _size_note(content: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
+    """A note where the index promises another size. Releases do, too; the headers are what counts."""
+    metadata = content.get("metadata")
+    promised = metadata.get("total_size") if isinstance(metadata, dict) else None
+    held = sum(info.nbytes for info in tensors.values())
+    if not isinstance(promised, int | float) or promised == held:
+        return ()
+    return (f"{_INDEX} says total_size {promised:.0f}, its tensors take {held} bytes",)
+
+
+def _is_file_name(file: object) -> bool:
+    if not isinstance(file, str) or not file.endswith(".safetensors"):
+        return False
+    return not os.path.isabs(file) and ".." not in Path(file).parts
+
+
+def _check_present(path: Path, shards: list[str], where: Path) -> None:
+    """Every shard is a file, and none is still being downloaded."""
+    absent: list[str] = []
+    for shard in shards:
+        file = path / shard
+        unfinished = [f"{shard}{end}" for end in _UNFINISHED if (path / f"{shard}{end}").exists()]
+        if file.is_file() and f"{shard}.aria2" not in unfinished:  # aria2 writes into the file itself
+            continue
+        state = f" (unfinished download: {unfinished[0]})" if unfinished else ""
+        if file.is_symlink() and not file.exists():
+            state += f" (a link to {os.readlink(file)}, which does not exist)"
+        elif file.is_dir():
+            state += " (a directory)"
+        absent.append(shard + state)
+    if absent:
+        raise UserError(
+            "checkpoint index names shards that are absent or incomplete"
+            if where.name == _INDEX
+            else "checkpoint's weight file is absent or incomplete",
+            where=str(where),
+            observed=some(absent),
+            required=f"{len(shards)} shards" if where.name == _INDEX else "a file",
+            remedy=_AGAIN,
+        )
+
+
+def _check_stray(path: Path, shards: set[str]) -> None:
+    """Numbered shards that the index does not name come from another checkpoint."""
+    stray = sorted(f.name for f in path.glob("model*-of-*.safetensors") if f.name not in shards)
+    if stray:
+        raise UserError(
+            "checkpoint directory holds shards that its index does not name",
+            where=str(path),
+            observed=some(stray),
+            required=f"{len(shards)} shards: {some(sorted(shards), 2)}",
+            remedy="remove files left from another checkpoint, or download the checkpoint again",
+        )
+
+
+def _check_map(path: Path, weight_map: dict[str, str], headers: dict[str, Header]) -> None:
+    """Index and shards name the same tensors, each in one place."""
     holders: dict[str, str] = {}
     twice: list[str] = []
     for shard, header in headers.items():
@@ -206,10 +286,17 @@ def _open_sharded(path: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...]]:
     if lost:
         raise UserError(
             "checkpoint index names tensors that their shard does not hold",
-            where=str(index_file),
+            where=str(path / _INDEX),
             observed=some([f"{name} in {weight_map[name]}" for name in lost]),
             required="index and shards of one checkpoint",
             remedy=_AGAIN,
         )
-    tensors = {name: headers[shard].tensors[name] for name, shard in weight_map.items()}
-    return tensors, tuple(path / shard for shard in shards)
+    unnamed = sorted(name for name in holders if name not in weight_map)
+    if unnamed:
+        raise UserError(
+            "shards hold tensors that the checkpoint index does not name",
+            where=str(path / _INDEX),
+            observed=some([f"{name} in {holders[name]}" for name in unnamed]),
+            required="index and shards of one checkpoint",
+            remedy=_AGAIN,
+        )

@@ -140,7 +140,7 @@ def load_non_experts(
 
 def check_non_experts(
     index: CheckpointIndex, module: PreTrainedModel, *, layout: ExpertLayout | None = None
-) -> None:
+) -> LoadReport:
     """What `load_non_experts` of the whole model would refuse, found in the headers alone.
 
     Args:
@@ -148,8 +148,12 @@ def check_non_experts(
         module: a `...ForCausalLM` built under `torch.device("meta")`.
         layout: the routed experts, which are passed over; None = detected here.
 
+    Returns:
+        What the family ignores (`ignored`), sorted; nothing is loaded.
+
     Raises:
-        UserError: missing keys, wrong shapes (of tensors that are loaded as they are).
+        UserError: missing keys, keys that the model has no place for, wrong shapes (of tensors that are
+            loaded as they are).
     """
     layout = layout or ExpertLayout.detect(index)
     everything = (0, sys.maxsize)
@@ -157,7 +161,8 @@ def check_non_experts(
     tied = _tied(module)
     sources = set(wanted) | {tied[name] for name in wanted if name in tied}
     found: set[str] = set()
-    mapping = _map_keys(index, module, layout, sources, everything, LoadReport())
+    report = LoadReport()
+    mapping = _map_keys(index, module, layout, sources, everything, report)
     for target, (converter, keys) in mapping.items():
         _check_formats(index, keys)
         found.add(target)
@@ -167,6 +172,19 @@ def check_non_experts(
         elif target in wanted:
             _check_shape(index, target, index.shape(keys[-1][0]), wanted[target].shape)
     _check_complete(index, wanted, {n for n in wanted if n in found or tied.get(n) in found})
+    report.ignored = sorted(set(report.ignored))
+    report.unexpected.sort()
+    if report.unexpected:
+        first = report.unexpected[0]
+        info = index.matrices[first].data if first in index.matrices else index.tensors[first]
+        raise UserError(
+            "checkpoint holds weights that the model has no place for",
+            where=f"{info.file}",
+            observed=f"unexpected: {some(report.unexpected)}",
+            required=f"the tensors of {type(module).__name__} as config.json describes it",
+            remedy=_AGAIN,
+        )
+    return report
 
 
 def _check_complete(index: CheckpointIndex, wanted: Collection[str], found: Collection[str]) -> None:
@@ -241,7 +259,7 @@ def _map_keys(
     report: LoadReport,
 ) -> _Mapped:
     """Target name -> (converter or None, [(checkpoint key, pattern it matched)]), for `sources`."""
-    names = _Names(module, layout)
+    names = KeyNames(module, layout.prefixes.values())
     count = index.text_config.get("num_hidden_layers")
     ignore = [re.compile(p) for p in (module._keys_to_ignore_on_load_unexpected or ())]
     ignore += _IGNORED
@@ -271,14 +289,15 @@ def _map_keys(
     return mapping
 
 
-class _Names:
+class KeyNames:
     """From a checkpoint's keys to a module's parameters.
 
     Args:
-        module: the model. layout: the checkpoint's experts, whose names show where its language model lies.
+        module: the model.
+        prefixes: of the checkpoint's experts: they show where its language model lies.
     """
 
-    def __init__(self, module: PreTrainedModel, layout: ExpertLayout) -> None:
+    def __init__(self, module: PreTrainedModel, prefixes: Iterable[str]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
@@ -289,7 +308,7 @@ class _Names:
         self.state = module.state_dict()
         self.prefix = module.base_model_prefix
         # "model.language_model." of "model.language_model.layers.3.mlp.experts"; "" of "layers.3.ffn.experts"
-        self.root = next((p[: p.find("layers.")] for p in layout.prefixes.values() if "layers." in p), "")
+        self.root = next((p[: p.find("layers.")] for p in prefixes if "layers." in p), "")
         self.outer = self.root.removesuffix("model.")
 
     def target(self, key: str) -> tuple[str, WeightConverter | None, str | None]:

@@ -28,6 +28,8 @@ EXPERT = re.compile(
 _SUFFIX = re.compile(r"\.lora_[AB]\.weight$")
 # Leaf names that PEFT may take for the experts' or the router's.
 _AMBIGUOUS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate"})
+# Families of transformers whose fused parameter alternates rows of gate and up.
+INTERLEAVED = frozenset({"gpt_oss"})
 _GATE_UP, _DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 
@@ -37,7 +39,7 @@ class AdapterInfo:
 
     Attributes:
         base_model: directory or name of the model the adapter belongs to.
-        model_type: its model_type.
+        model_type: of its language model, as transformers names it (Kimi-K2 is deepseek_v3).
         rank, alpha, rslora, dropout: as trained.
         interleaved: the family interleaves gate and up rows in its fused parameter (fused form only).
         notes: lines added to the README (data, steps, loss, ...).

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from kt_ray.errors import UserError
+from kt_ray.filetypes import content_of, content_of_file
 
 # Bits per element, by the dtype names of the format.
 BITS: dict[str, int] = {
@@ -107,11 +108,11 @@ def read_json(path: Path, what: str, remedy: str) -> dict[str, Any]:
     """Parse a JSON object; damaged or duplicate keys are the user's error."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise UserError(
             f"{what} cannot be read",
             where=str(path),
-            observed=error,
+            observed=content_of_file(path) or error,
             required="one JSON object",
             remedy=remedy,
         ) from error
@@ -132,36 +133,18 @@ def read_header(path: Path, *, remedy: str = "download or copy this file again")
     Raises:
         UserError: absent, truncated or damaged file; names the file, its bytes and the bytes required.
     """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if len(prefix) < 8 or length > _MAX_HEADER or 8 + length > size:
-                raise UserError(
-                    "safetensors file is truncated or no safetensors file (its header is incomplete)",
-                    where=str(path),
-                    observed=f"{size} bytes",
-                    required=f"{8 + length} bytes at least"
-                    if length <= _MAX_HEADER
-                    else "a safetensors header",
-                    remedy=remedy,
-                )
-            raw = file.read(length)
-    except OSError as error:
-        raise UserError(
-            "safetensors file cannot be read", where=str(path), observed=error, remedy=remedy
-        ) from error
+    size, length, raw = _raw_header(path, remedy)
     try:
         entries = json.loads(raw, object_pairs_hook=_no_duplicates)
         metadata = entries.pop("__metadata__", None) or {}
         tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        fault = f"no key {error}" if isinstance(error, KeyError) else error
         raise UserError(
             "safetensors header is damaged",
             where=str(path),
-            observed=error,
-            required="valid JSON",
+            observed=fault,
+            required="a JSON object with dtype, shape and data_offsets of every tensor",
             remedy=remedy,
         ) from error
     required = 8 + length
@@ -188,14 +171,41 @@ def read_header(path: Path, *, remedy: str = "download or copy this file again")
     return Header(tensors, metadata, 8 + length, required)
 
 
+def _raw_header(path: Path, remedy: str) -> tuple[int, int, bytes]:
+    """Bytes of the file, bytes of its header, and the header."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if 2 <= length <= min(_MAX_HEADER, size - 8):
+                return size, length, file.read(length)
+            content = content_of(prefix + file.read(56), size)
+    except OSError as error:
+        raise UserError(
+            "safetensors file cannot be read", where=str(path), observed=error, remedy=remedy
+        ) from error
+    plausible = len(prefix) == 8 and 2 <= length <= _MAX_HEADER
+    raise UserError(
+        "safetensors file is truncated or no safetensors file (its header is incomplete)",
+        where=str(path),
+        observed=f"{size} bytes" + (f", {content}" if content else ""),
+        required=f"{8 + length} bytes at least" if plausible else "a safetensors header",
+        remedy=remedy,
+    )
+
+
 def _entry(path: Path, name: str, entry: dict[str, Any], data_start: int) -> TensorInfo:
-    dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-    start, end = (int(n) for n in entry["data_offsets"])
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    start, end = entry["data_offsets"]
+    # (type, not isinstance: true and false are no sizes)
+    if not all(type(n) is int and n >= 0 for n in (*shape, start, end)) or end < start:
+        raise ValueError(f"tensor {name}: shape {list(shape)}, offsets [{start}, {end})")
     bits = BITS.get(dtype)
-    if bits is not None and (end - start) * 8 != math.prod(shape) * bits:
+    if bits is None:
+        raise ValueError(f"tensor {name}: unknown type {dtype!r}")
+    if (end - start) * 8 != math.prod(shape) * bits:
         raise ValueError(f"tensor {name}: {end - start} bytes for shape {list(shape)} of {dtype}")
-    if start < 0 or end < start:
-        raise ValueError(f"tensor {name}: offsets [{start}, {end})")
     return TensorInfo(name, path, dtype, shape, data_start + start, data_start + end)
 
 

@@ -29,6 +29,7 @@ class StageModel:
         causal: the ...ForCausalLM with foreign layers stubbed and routed experts without parameters.
         base: its inner language model.
         layers: own decoder layers by index.
+        root: module name of `base`; its layers are root + ".layers.3".
         names: Hugging Face name of each own layer.
         experts: context of each own MoE layer.
         formulas: what the experts of each MoE layer of the whole model compute.
@@ -44,6 +45,7 @@ class StageModel:
 
     causal: Any  # PreTrainedModel: torch's stubs type every attribute of a Module as Tensor | Module
     base: Any
+    root: str
     layers: dict[int, nn.Module]
     names: dict[int, str]
     experts: dict[int, hook.LayerContext]
@@ -120,7 +122,6 @@ def build_on_meta(spec: StageSpec) -> StageModel:
     Raises:
         UserError: a family that cannot be trained, by name and reason.
     """
-    hook.register()
     start, stop = spec.layers
     if not 0 <= start < stop <= spec.num_layers:
         raise ValueError(f"layers {spec.layers} are no part of {spec.num_layers}")
@@ -146,6 +147,7 @@ def build_on_meta(spec: StageSpec) -> StageModel:
     return StageModel(
         causal=causal,
         base=base,
+        root=root,
         layers=own,
         names={index: f"{prefix}.{index}" for index in own},
         experts={index: context for index, context in contexts.items() if index in own},

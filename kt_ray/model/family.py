@@ -78,6 +78,8 @@ def build_causal(
 ) -> tuple[Any, Any, str]:
     """The model under `device`, its experts dispatched to the hook.
 
+    A family without "sdpa" attention (gpt-oss, DeepSeek-V4) gets "eager" in its place.
+
     Returns:
         the ...ForCausalLM (or multimodal ...ForConditionalGeneration), its inner language model, and the
         inner model's module name ("model", "model.language_model").
@@ -87,6 +89,7 @@ def build_causal(
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    hook.register()
     candidates = [(AutoModelForCausalLM, family.config), (AutoModelForImageTextToText, family.config)]
     if family.whole is not None:
         candidates.append((AutoModelForImageTextToText, family.whole))
@@ -99,6 +102,8 @@ def build_causal(
             remedy="choose another model: a decoder-only language model, or a multimodal one around it",
         )
     auto, config = chosen
+    if attn_implementation == "sdpa" and not _class_of(auto, config)._supports_sdpa:
+        attn_implementation = "eager"  # placement/families.py counts its memory: WITHOUT_SDPA
     try:
         with torch.device(device):
             causal = auto.from_config(
@@ -107,7 +112,7 @@ def build_causal(
                 attn_implementation=attn_implementation,
                 experts_implementation=hook.NAME,
             )
-    except (ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, ImportError, KeyError, AttributeError, TypeError, RuntimeError) as error:
         raise UserError(
             f"transformers cannot build {family.label} for text generation",
             where="config.json",
@@ -161,7 +166,9 @@ def _config(raw: dict[str, Any], model_type: str, where: Path) -> Any:
     }
     values["model_type"] = name
     try:
-        return CONFIG_MAPPING[name].from_dict(values)
+        kind = CONFIG_MAPPING[name]
+        # save_pretrained writes an infinity as {"__float__": "Infinity"}
+        return kind.from_dict(kind._decode_special_floats(values))
     except Exception as error:  # whatever a configuration class raises about its values
         raise UserError(
             "transformers cannot read this model's configuration",
@@ -174,13 +181,17 @@ def _config(raw: dict[str, Any], model_type: str, where: Path) -> Any:
 def _generates(auto: Any, config: Any) -> bool:
     """Whether an auto class has a left-to-right language model of text for this very configuration."""
     try:
-        found = auto._model_mapping[type(config)]
+        name = _class_of(auto, config).__name__
     except KeyError:
         return False
-    classes = found if isinstance(found, tuple) else (found,)
-    name = classes[0].__name__
     text = config.get_text_config() is config
     return bool(name.endswith("ForCausalLM") if text else name.endswith("ForConditionalGeneration"))
+
+
+def _class_of(auto: Any, config: Any) -> Any:
+    """The class that an auto class makes of a configuration. Raises KeyError: it has none."""
+    found = auto._model_mapping[type(config)]
+    return found[0] if isinstance(found, tuple) else found
 
 
 def _decoder(causal: Any) -> str:
@@ -199,5 +210,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].endswith(":"):  # a heading: the reason follows
+        return " ".join(lines[:2])
+    return lines[0].split(". Please ")[0] if lines else type(error).__name__

@@ -13,11 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from kt_ray.checkpoint.quantized_linear import QuantizedLinear
 from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.model.dropout import CounterDropout, DropoutContext
 
 ADAPTER = "default"  # PEFT's name of the one adapter
+# Linear modules whose weight Mamba layers multiply with by themselves: an adapter would never be called.
+_BYPASSED = frozenset({"dt_proj"})
 _GATES = re.compile(r"(^|\.)(gate|router|[a-z0-9_]*_gate|router_[a-z0-9_]+)(\.|$)")
 
 
@@ -97,12 +100,18 @@ def _has_suffix(name: str, suffix: str) -> bool:
 
 
 def linear_names(layers: Mapping[str, nn.Module]) -> list[str]:
-    """Names of every nn.Linear inside these decoder layers (name of the layer -> layer)."""
+    """Names of every linear module inside these decoder layers (name of the layer -> layer).
+
+    Only modules that compute x Wᵀ + b: subclasses with a forward of their own (DeepSeek-V4's grouped
+    output) are none, nor modules whose forward is never called.
+    """
     return [
         f"{prefix}.{name}"
         for prefix, layer in layers.items()
         for name, module in layer.named_modules()
         if isinstance(module, nn.Linear)
+        and type(module).forward in (nn.Linear.forward, QuantizedLinear.forward)
+        and name.rpartition(".")[2] not in _BYPASSED
     ]
 
 

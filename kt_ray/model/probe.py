@@ -48,7 +48,7 @@ def probe_layer(
     def normal(scale: float) -> Tensor:
         return (torch.randn(shape, generator=generator, dtype=torch.float32) * scale).to(device)
 
-    call = RecordedCall(_float(call.args), _float(call.kwargs), call.keyword)
+    call = RecordedCall(_float(call.args), _float(call.kwargs), call.keyword, call.carried)
     if len(shape) > 3:  # y goes to several streams by gates computed from h
         try:
             with torch.no_grad():

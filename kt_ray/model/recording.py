@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,22 +26,29 @@ class RecordedCall:
         args: positional arguments after the hidden state.
         kwargs: keyword arguments without the hidden state.
         keyword: name the hidden state was passed under, or None when it came first by position.
+        carried: names under which the family hands a layer's second output to the next (see `check_carry`);
+            None where layers have no second output.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     keyword: str | None
+    carried: tuple[str, ...] | None = None
 
     def run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
         """Call the layer with these arguments. Returns its hidden state, of `hidden`'s shape."""
+        return self.outputs(layer, hidden)[0]
+
+    def outputs(self, layer: nn.Module, hidden: Tensor) -> tuple[Any, ...]:
+        """All outputs of the layer, the hidden state first."""
         if self.keyword is None:
             out = layer(hidden, *self.args, **self.kwargs)
         else:
             out = layer(*self.args, **{self.keyword: hidden}, **self.kwargs)
-        if isinstance(out, tuple):
-            if any(extra is not None for extra in out[1:]):
-                raise _refuse(type(layer).__name__, f"{len(out)} outputs of one layer", "any placement")
-            out = out[0]
+        if not isinstance(out, tuple):
+            return (out,)
+        if any(extra is not None for extra in out[1:]) and self.carried is None:
+            raise _refuse(type(layer).__name__, f"{len(out)} outputs of one layer", "any placement")
         return out
 
 
@@ -103,7 +110,9 @@ class Recorder:
         self.causal = causal
         self.base = base
         self.stubs = [LayerStub(layer) for layer in originals]
-        self.tuples = False  # whether this family's layers return tuples
+        self.outputs = 0  # of this family's layers: 0 = a tensor, else a tuple of that many
+        self.extra: Tensor | None = None  # what stubs return as their second output
+        self.carried: tuple[str, ...] | None = None  # arguments that take the layer before's second output
         self.output_shape: tuple[int, ...] = ()  # of the last recording
         # of the hidden state between layers, after [b, s]: (H,), or (streams, H) with hyper-connections
         self.state_shape: tuple[int, ...] = ()
@@ -120,9 +129,9 @@ class Recorder:
                     keyword = "hidden_states"
                     kwargs = dict(kwargs)
                     hidden, rest = kwargs.pop("hidden_states"), ()
-                calls[index] = RecordedCall(rest, dict(kwargs), keyword)
+                calls[index] = RecordedCall(rest, dict(kwargs), keyword, self.carried)
                 out = on_call(index, hidden)
-                return (out,) if self.tuples else out
+                return (out, self.extra)[: self.outputs] if self.outputs else out
 
             return call
 
@@ -182,7 +191,7 @@ def check_family(recorder: Recorder, first: bool, last: bool, hidden_size: int, 
         return hidden + torch.full_like(hidden, 1.0 + index)
 
     refusal: Exception | None = None
-    for recorder.tuples in (False, True):
+    for recorder.outputs in (0, 1, 2):
         shapes.clear()
         try:
             with_noise = recorder.record(inputs(0), None, noisy)
@@ -205,6 +214,18 @@ def check_family(recorder: Recorder, first: bool, last: bool, hidden_size: int, 
             f"layers whose input is not one hidden state ({_first_line(refusal) or sorted(shapes)})",
             "any placement",
         )
+    if recorder.outputs == 2:
+        recorder.extra = torch.zeros(1, device=device)
+        found = recorder.record(inputs(0), None)
+        recorder.carried = tuple(
+            sorted({k for call in found.values() for k, v in call.kwargs.items() if v is recorder.extra})
+        )
+        for index, call in found.items():
+            if any(value is recorder.extra for value in call.args):
+                raise _refuse(
+                    model_type, f"layer {index} receives what an earlier layer computed", "any placement"
+                )
+        recorder.extra = None
     plain_calls = recorder.record(inputs(0), None)
     for index, call in plain_calls.items():
         odd = _odd(call)
@@ -221,6 +242,40 @@ def check_family(recorder: Recorder, first: bool, last: bool, hidden_size: int, 
                 raise _refuse(
                     model_type, f"layer {index} receives a tensor made from the tokens", "more than one stage"
                 )
+
+
+def check_carry(
+    recorder: Recorder,
+    layers: Mapping[int, nn.Module],
+    calls: Mapping[int, RecordedCall],
+    hidden: list[Tensor],
+) -> None:
+    """Refuse a family whose layers use the second output of the layer before, found by trying.
+
+    GLM-5's layers hand their sparse attention's choice on, but each makes its own unless its
+    configuration says that it shares.
+
+    Args:
+        recorder: of the family. layers, calls: of this stage, experts answered by the caller.
+        hidden: two different hidden states of the calls' shape.
+    """
+    if not recorder.carried:
+        return
+    for index, layer in layers.items():
+        with torch.no_grad():
+            try:
+                alone = calls[index].run(layer, hidden[0])
+                other = calls[index].outputs(layer, hidden[1])[1]
+                given = replace(calls[index], kwargs={**calls[index].kwargs, recorder.carried[0]: other})
+                same = torch.equal(alone, given.run(layer, hidden[0]))
+            except (ValueError, TypeError, AttributeError, RuntimeError):
+                same = False
+        if not same:
+            raise _refuse(
+                recorder.causal.config.model_type,
+                f"layer {index} uses {recorder.carried[0]} of the layer before",
+                "any placement",
+            )
 
 
 def _refuse(model_type: str, observed: str, what: str) -> UserError:

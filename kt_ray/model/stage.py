@@ -25,7 +25,7 @@ from kt_ray.model.lora import inject_lora, resolve_targets
 from kt_ray.model.loss import Head
 from kt_ray.model.metrics import Clock, Histogram
 from kt_ray.model.probe import probe_layer
-from kt_ray.model.recording import check_family
+from kt_ray.model.recording import RecordedCall, check_carry, check_family
 from kt_ray.model.spec import StageSpec
 from kt_ray.model.state import GroupState, MicroState
 
@@ -112,6 +112,7 @@ class Stage:
         model = self.model
         b, s = 2, 4
         calls = model.recorder.record(self._inputs(torch.zeros(b, s, dtype=torch.int64)), None)
+        self._check_carry(calls, (b, s, *self.state_shape))
         numbers = tuple(
             float(v) for v in model.causal.config.to_dict().values() if isinstance(v, float) and abs(v) > 0
         )
@@ -126,6 +127,19 @@ class Stage:
             )
             for layer, context in sorted(model.experts.items())
         }
+
+    def _check_carry(self, calls: Mapping[int, RecordedCall], shape: tuple[int, ...]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        hidden = [torch.randn(shape, generator=generator, dtype=torch.float32) for _ in range(2)]
+        for context in self.model.experts.values():
+            context.handler = lambda x, ids, weights: torch.zeros_like(x)
+        try:
+            check_carry(
+                self.model.recorder, self.model.layers, calls, [h.to(self.device, self.dtype) for h in hidden]
+            )
+        finally:
+            for context in self.model.experts.values():
+                context.handler = None
 
     def probe(self) -> dict[int, float | None]:
         """MoE layer -> c of h_out = h_partial + c·y, or None where the layer is not affine in y."""

@@ -8,7 +8,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_non_experts
+from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_content, check_non_experts
+from kt_ray.checkpoint.index import some
 from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, eval_waves, load_data
 from kt_ray.demo import resolve_model_dir
@@ -35,6 +36,7 @@ class Prepared:
         plan: who does what. data: tokenised rows. schedule: the steps.
         module_names: the model's linear modules outside the routed experts.
         formulas: MoE layer -> what its experts compute.
+        notes: what was passed over in the checkpoint, one line each.
         gguf: the experts of model.experts_path, or None.
     """
 
@@ -46,6 +48,7 @@ class Prepared:
     schedule: Schedule
     module_names: tuple[str, ...]
     formulas: Mapping[int, ExpertFormula]
+    notes: tuple[str, ...] = ()
     gguf: GgufExperts | None = None
 
     @property
@@ -83,12 +86,14 @@ def prepare(config: Config) -> Prepared:
         plan = make_plan(stored, config, this_host())
     _check_fits(plan)
     whole = build_on_meta(_meta_spec(config, dims, model_dir))
-    check_non_experts(index, whole.causal, layout=layout)
+    report = check_non_experts(index, whole.causal, layout=layout)
+    check_content(index)
     resolve_targets(config.lora.target_modules, whole.lora_names)
     data = load_data(config, model_dir, config.seed)
     schedule = _schedule(config, plan, data)
+    notes = (*index.notes, *_ignored_note(report.ignored), *(() if gguf is None else gguf.notes))
     names = tuple(whole.lora_names)
-    return Prepared(config, model_dir, index, plan, data, schedule, names, whole.formulas, gguf)
+    return Prepared(config, model_dir, index, plan, data, schedule, names, whole.formulas, notes, gguf)
 
 
 def _as_stored(dims: ModelDims, layout: ExpertLayout) -> ModelDims:
@@ -107,6 +112,12 @@ def _as_stored(dims: ModelDims, layout: ExpertLayout) -> ModelDims:
         return replace(dims, expert_storage=storage, plain_expert_layers=(), notes=notes)
     size = layout.num_experts * sum(layout.expert_bytes.values())
     return replace(dims, experts_file_bytes=size, notes=notes)
+
+
+def _ignored_note(ignored: list[str]) -> list[str]:
+    if not ignored:
+        return []
+    return [f"checkpoint tensors that training ignores (as the family does): {some(ignored, 4)}"]
 
 
 def _check_isa(config: Config) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kt_ray.checkpoint.adapter import adapter_layout, create_adapter, finish_adapter
-from kt_ray.checkpoint.peft_config import AdapterInfo
+from kt_ray.checkpoint.peft_config import INTERLEAVED, AdapterInfo
 from kt_ray.checkpoint.training import (
     Manifest,
     begin_checkpoint,
@@ -21,6 +21,7 @@ from kt_ray.checkpoint.training import (
 )
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
+from kt_ray.model.family import read_family
 from kt_ray.modes.prepare import Prepared
 from kt_ray.rundir import RunDir, checkpoint_to_resume
 from kt_ray.train.cluster import Cluster
@@ -98,13 +99,15 @@ def write_adapter(prepared: Prepared, directory: Path, cluster: Cluster, notes: 
     layout = adapter_layout(cluster.parameter_shapes())
     create_adapter(directory, layout)
     cluster.write_adapter(str(directory), layout)
+    family = read_family(prepared.model_dir).text_type
     info = AdapterInfo(
         base_model=prepared.model_dir,
-        model_type=prepared.plan.dims.model_type,
+        model_type=family,
         rank=lora.rank,
         alpha=lora.alpha,
         rslora=lora.rslora,
         dropout=lora.dropout,
+        interleaved=family in INTERLEAVED,
         notes=notes,
     )
     return finish_adapter(directory, layout, info, modules=prepared.module_names)

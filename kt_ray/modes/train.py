@@ -112,7 +112,7 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
             f"expert actor {actor.rank}: {len(actor.experts)} of {plan.dims.num_experts} experts per layer, "
             f"socket {actor.node}, {actor.threads} threads"
         )
-    for line in (*plan.notes, *prepared.data.report.lines()):
+    for line in (*plan.notes, *prepared.notes, *prepared.data.report.lines()):
         _say(line)
         logger.info("%s", line)
     steps = prepared.schedule.total_steps

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.errors import UserError
+from kt_ray.filetypes import content_of_file
 from kt_ray.placement.families import (
     ACTIVATIONS,
     UNCOMPUTED,
@@ -71,7 +72,7 @@ def dims_from_dir(path: str | Path) -> ModelDims:
         raise UserError(
             "the model's config.json cannot be read",
             where=str(file),
-            observed=error,
+            observed=content_of_file(file) or error,
             required="a JSON object",
             remedy="download config.json again",
         ) from None

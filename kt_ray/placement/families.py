@@ -21,6 +21,9 @@ UNCOMPUTED = {
 # Families with experts that transformers 5 does not hand to its experts interface.
 UNDISPATCHED = frozenset(("dbrx", "doge", "jetmoe", "llama4", "llama4_text", "longcat_flash"))
 
+# Families that transformers has no "sdpa" attention for: they run "eager", which holds all scores.
+WITHOUT_SDPA = frozenset(("deepseek_ref", "deepseek_v4", "gpt_oss"))
+
 # Activations that the engine computes, by config.json's names; "swigluoai" is MiniMax-M3's clamped one.
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "swigluoai")
 UNGATED = ("nemotron_h",)  # experts without a gate: relu2 of up alone

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.placement.engine_memory import HUGE_PAGE, EngineShape, rounded
+from kt_ray.placement.families import WITHOUT_SDPA
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, MemoryLine, ModelDims, WorkerPlan
 
@@ -170,7 +171,7 @@ def layer_activation_bytes(dims: ModelDims, config: Config, layer: int, dtype: s
         lora = sum(4 * n_in + 8 * config.lora.rank for _, n_in, _ in modules)  # input and A x in float32
     norms = 2 * dims.hidden_streams * dims.hidden_size * (element + 4)
     scores = 0
-    if config.model.attn_implementation == "eager":
+    if config.model.attn_implementation == "eager" or dims.model_type in WITHOUT_SDPA:
         scores = dims.num_heads * config.data.max_length * (element + 4)
     return linear + lora + norms + element * dims.attention_width + scores
 

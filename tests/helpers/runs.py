@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from kt_ray.actors.attention_worker import AttentionWorker
 from kt_ray.actors.cluster import ActorCluster
-from kt_ray.actors.local_cluster import LocalCluster
+from kt_ray.actors.local_cluster import LocalCluster, LocalHandle
 from kt_ray.actors.specs import actor_specs
 from kt_ray.batch import MicroBatch, PassSpec
 from kt_ray.config.compose import compose
@@ -22,7 +24,7 @@ from kt_ray.placement.hardware import this_host
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.types import Plan
 from kt_ray.train.loop import Schedule, Trainer
-from tests.helpers.hf_reference import Row
+from tests.helpers.hf_reference import ExpertIds, Row, find_router, forced_routing
 
 COMMON = (
     "cluster=local",
@@ -118,3 +120,23 @@ def relative(observed: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
         error = float((observed[name].double() - value.double()).norm())
         errors[name] = error / norm if norm > 0 else (0.0 if error == 0 else float("inf"))
     return errors
+
+
+@contextlib.contextmanager
+def replayed(cluster: ActorCluster, rows: Sequence[Row], expert_ids: ExpertIds) -> Iterator[None]:
+    """The only worker's routers choose the reference's experts (one micro-batch of all rows)."""
+    (handle,) = cluster.workers
+    assert isinstance(handle, LocalHandle) and isinstance(handle.actor, AttentionWorker)
+    stage = handle.actor.stage
+    width = max(len(row.ids) for row in rows)
+    with contextlib.ExitStack() as stack:
+        for layer, by_sample in expert_ids.items():
+            padded = torch.arange(stage.top_k).repeat(len(rows), width, 1)
+            for i, row in enumerate(rows):
+                padded[i, : len(row.ids)] = by_sample[row.sample]
+            wanted = padded.view(-1, stage.top_k)
+            router = find_router(stage.model.layers[layer])
+            stack.enter_context(
+                forced_routing(router, stage.num_experts, stage.top_k, lambda ids=wanted: ids)
+            )
+        yield

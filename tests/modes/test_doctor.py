@@ -231,9 +231,9 @@ def test_model(tmp_path: Path) -> None:
     write(tmp_path, "config.json", json.dumps(SMALL["mixtral"]))
     config = make_config(model={"path": str(tmp_path)}).model
     verdict(software.model(config), FAIL)  # no shards
-    quantised = {**SMALL["mixtral"], "quantization_config": {"quant_method": "mxfp4"}}
+    quantised = {**SMALL["mixtral"], "quantization_config": {"quant_method": "awq"}}
     write(tmp_path, "config.json", json.dumps(quantised))
-    verdict(software.model(config), FAIL, "mxfp4")
+    verdict(software.model(config), FAIL, "awq")
 
 
 def test_model_complete(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_refused_models_are_planned_but_not_trained() -> None:
     assert make_plan(dims, make_config(mode="plan"), make_hardware()).budgets
     with pytest.raises(UserError, match="cannot be trained") as caught:
         make_plan(dims, make_config(mode="train"), make_hardware())
-    assert "fp8_block" in caught.value.line()
+    assert "gptq" in caught.value.line()
 
 
 def test_backend_without_amx_says_so() -> None:

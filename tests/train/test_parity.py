@@ -1,26 +1,15 @@
 """The whole system against Hugging Face with factored LoRA: logits, loss, every LoRA gradient."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from kt_ray.actors.attention_worker import AttentionWorker
-from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalHandle
 from kt_ray.config.schema import LoraConfig
-from tests.helpers.hf_reference import (
-    ExpertIds,
-    Reference,
-    Row,
-    build_checkpoint,
-    find_router,
-    forced_routing,
-    random_rows,
-)
-from tests.helpers.runs import by_row, config_for, local_cluster, one_pass, relative, waves_of
+from tests.helpers.hf_reference import Reference, build_checkpoint, random_rows
+from tests.helpers.runs import by_row, config_for, local_cluster, one_pass, relative, replayed, waves_of
 
 FAMILIES = ("deepseek_v3", "qwen3_moe", "mixtral")
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -50,26 +39,6 @@ def test_float32_experts(tmp_path: Path, family: str, rule: str) -> None:
     assert max(errors.values()) <= 1e-5, max(errors.items(), key=lambda item: item[1])
     kinds = {name.split(".")[-3] for name in errors}
     assert any("experts." in name for name in errors) and len(kinds) >= 4
-
-
-@contextlib.contextmanager
-def replayed(cluster: ActorCluster, rows: Sequence[Row], expert_ids: ExpertIds) -> Iterator[None]:
-    """The only worker's routers choose the reference's experts (one micro-batch of all rows)."""
-    (handle,) = cluster.workers
-    assert isinstance(handle, LocalHandle) and isinstance(handle.actor, AttentionWorker)
-    stage = handle.actor.stage
-    width = max(len(row.ids) for row in rows)
-    with contextlib.ExitStack() as stack:
-        for layer, by_sample in expert_ids.items():
-            padded = torch.arange(stage.top_k).repeat(len(rows), width, 1)
-            for i, row in enumerate(rows):
-                padded[i, : len(row.ids)] = by_sample[row.sample]
-            wanted = padded.view(-1, stage.top_k)
-            router = find_router(stage.model.layers[layer])
-            stack.enter_context(
-                forced_routing(router, stage.num_experts, stage.top_k, lambda ids=wanted: ids)
-            )
-        yield
 
 
 @pytest.mark.parametrize("family", FAMILIES)

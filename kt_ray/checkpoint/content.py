@@ -1,0 +1,196 @@
+"""A look into the shards before a run: what headers cannot show.
+
+An interrupted download often has its full size: programs reserve the space first, and what never arrived
+reads as zeros. Some places of every shard are read, a few kilobytes each, and the file system is asked
+for holes. 163 shards take about a second on a local disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from kt_ray.checkpoint.index import CheckpointIndex, some
+from kt_ray.checkpoint.safetensors_file import TORCH_DTYPES, TensorInfo, read_tensor
+from kt_ray.checkpoint.stored import StoredMatrix
+from kt_ray.errors import UserError
+
+_PIECE = 4096  # bytes read at one place
+_TENSORS = 6  # sampled in a shard, and as many of its scales
+_WHOLE = 64 << 20  # a tensor is zero if this much of it is
+_READERS = 16  # in flight: a network file system answers each in milliseconds
+_HOLE_SHARE = 100  # holes of less than a 100th of a file may be zeros that a file system did not store
+_AGAIN = "download this file again (an interrupted download leaves zeros), or copy it again"
+
+
+def check_content(index: CheckpointIndex) -> None:
+    """Sample every shard.
+
+    Args:
+        index: the checkpoint.
+
+    Raises:
+        UserError: holes or matrices of zeros (never written), weights or scales that are not finite,
+            scales that are all zero, a stated shape that packed weights do not have; names file and tensors.
+    """
+    scales = {matrix.scales.name: matrix for matrix in index.matrices.values()}
+    by_file: dict[Path, list[TensorInfo]] = defaultdict(list)
+    for info in index.tensors.values():
+        by_file[info.file].append(info)
+    with ThreadPoolExecutor(max_workers=_READERS) as pool:
+        jobs = [pool.submit(_check_file, index, file, by_file[file], scales) for file in sorted(by_file)]
+        try:
+            for job in jobs:
+                job.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _check_file(
+    index: CheckpointIndex, file: Path, infos: list[TensorInfo], scales: Mapping[str, StoredMatrix]
+) -> None:
+    try:
+        fd = os.open(file, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(
+            "safetensors file cannot be read", where=str(file), observed=error, remedy=_AGAIN
+        ) from error
+    try:
+        infos.sort(key=lambda info: info.start)
+        _check_holes(fd, file, infos)
+        values = [i for i in infos if i.name not in scales and len(i.shape) > 1 and "bias" not in i.name]
+        zero = [i.name for i in _spread(values) if _value_fault(fd, i)]
+        # One matrix of zeros may be meant so (an expert that was cut out); most of a sample is not.
+        if zero and 2 * len(zero) > min(len(values), _TENSORS):
+            raise UserError(
+                "shard holds zeros instead of weights",
+                where=str(file),
+                observed=f"zero throughout: {some(zero)}",
+                required="weights",
+                remedy=_AGAIN,
+            )
+        for info in _spread([i for i in infos if i.name in scales]):
+            matrix = scales[info.name]
+            _check_scales(fd, info, matrix)
+            for key in matrix.keys:
+                if key.endswith(".weight_shape"):
+                    _check_stated_shape(index.tensors[key], matrix)
+    except OSError as error:
+        raise UserError(
+            "safetensors file cannot be read", where=str(file), observed=error, remedy=_AGAIN
+        ) from error
+    finally:
+        os.close(fd)
+
+
+def _spread(infos: list[TensorInfo]) -> list[TensorInfo]:
+    """Some of a list, the first and the last among them."""
+    if len(infos) <= _TENSORS:
+        return infos
+    return [infos[n * (len(infos) - 1) // (_TENSORS - 1)] for n in range(_TENSORS)]
+
+
+def _check_holes(fd: int, file: Path, infos: list[TensorInfo]) -> None:
+    """Holes of the file, where its file system tells."""
+    size = os.fstat(fd).st_size
+    holes: list[tuple[int, int]] = []
+    at = 0
+    try:
+        while at < size:
+            start = os.lseek(fd, at, os.SEEK_HOLE)
+            if start >= size:
+                break
+            try:
+                at = os.lseek(fd, start, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno != errno.ENXIO:
+                    raise
+                at = size  # a hole up to the end
+            holes.append((start, at))
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # a file system that does not tell
+            return
+        raise
+    empty = sum(end - start for start, end in holes)
+    if empty * _HOLE_SHARE <= size:
+        return
+    hit = [i.name for i in infos if any(i.start < end and start < i.end for start, end in holes)]
+    raise UserError(
+        "shard was not written completely (its file has holes)",
+        where=str(file),
+        observed=f"{empty} of {size} bytes never written; in {some(hit)}",
+        required="no holes",
+        remedy=_AGAIN,
+    )
+
+
+def _value_fault(fd: int, info: TensorInfo) -> bool:
+    """Whether a matrix is zero throughout. Raises UserError for values that are not finite."""
+    middle = info.start + info.nbytes // 2
+    offset = max(info.start, middle - middle % 16 - _PIECE // 2)
+    offset -= (offset - info.start) % 8
+    piece = os.pread(fd, min(_PIECE, info.end - offset), offset)
+    if not _zero(piece):
+        _check_finite(info, piece)
+        return False
+    for at in range(info.start, min(info.end, info.start + _WHOLE), 1 << 20):
+        if not _zero(os.pread(fd, min(1 << 20, info.end - at), at)):
+            return False
+    return info.nbytes > 0
+
+
+def _zero(piece: bytes) -> bool:
+    return piece.count(0) == len(piece)
+
+
+def _check_finite(info: TensorInfo, piece: bytes) -> None:
+    dtype = TORCH_DTYPES.get(info.dtype)
+    if dtype is None or not dtype.is_floating_point:
+        return
+    whole = len(piece) - len(piece) % dtype.itemsize
+    values = torch.frombuffer(bytearray(piece[:whole]), dtype=dtype).float()
+    bad = int((~torch.isfinite(values)).sum())
+    if bad:
+        raise UserError(
+            "weights are not finite",
+            where=f"{info.file}, tensor {info.name}",
+            observed=f"{bad} of {values.numel()} sampled values are NaN or infinite",
+            required="finite values",
+            remedy=_AGAIN,
+        )
+
+
+def _check_scales(fd: int, info: TensorInfo, matrix: StoredMatrix) -> None:
+    piece = os.pread(fd, min(16 * _PIECE, info.nbytes), info.start)
+    if info.dtype in ("U8", "F8_E8M0"):  # 2^(n - 127); 255 is NaN
+        bad, zero, count = piece.count(255), _zero(piece), len(piece)
+    else:
+        values = torch.frombuffer(bytearray(piece), dtype=TORCH_DTYPES[info.dtype]).float()
+        bad, zero, count = int((~torch.isfinite(values)).sum()), not bool(values.any()), values.numel()
+    if count and (bad or zero):
+        raise UserError(
+            "scales of quantised weights are not finite" if bad else "scales of quantised weights are zero",
+            where=f"{info.file}, tensor {info.name}",
+            observed=f"{bad} of {count} are NaN or infinite" if bad else f"{count} zeros",
+            required=f"finite scales for {matrix.name} ({matrix.format})",
+            remedy=_AGAIN,
+        )
+
+
+def _check_stated_shape(info: TensorInfo, matrix: StoredMatrix) -> None:
+    """compressed-tensors stores the shape before packing beside the packed words."""
+    stated = tuple(read_tensor(info).flatten().tolist())
+    if stated != matrix.shape:
+        raise UserError(
+            "packed weights and the shape stated beside them disagree",
+            where=f"{info.file}, tensor {info.name}",
+            observed=list(stated),
+            required=f"{list(matrix.shape)} as {matrix.data.name} and its scales have",
+            remedy=_AGAIN,
+        )

@@ -1,0 +1,329 @@
+"""Write a checkpoint shard by shard, in bounded memory, so that a stopped job goes on where it was.
+
+Everything is laid out before a byte is computed: units (tensors that are produced together) with their
+keys, types and shapes are put into shards, each shard's header is known, and values are written into their
+places as they come, one expert at a time. A shard is written beside its name, flushed and renamed; a shard
+that is there with the right header and size is not made again.
+
+    OUT/.job/job.json                what is being made: the command's parameters and a digest of the layout
+    OUT/.job/model-00003-....json    sums that a finished shard reports (errors, counts)
+
+The directory .job goes when the checkpoint is complete.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from kt_ray.checkpoint.encode import Entry
+from kt_ray.checkpoint.safetensors_file import TensorInfo, build_header, read_into, tensor_bytes, write_from
+from kt_ray.checkpoint.training import write_text
+from kt_ray.errors import UserError
+
+SHARD_BYTES = 4 << 30
+_JOB = ".job"
+_CHUNK = 8 << 20
+_WEIGHTS = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".onnx",
+    ".h5",
+    ".msgpack",
+)
+
+
+class Piece(NamedTuple):
+    """Some of a tensor's values: `value` begins at index `start` of the first dimension."""
+
+    key: str
+    value: torch.Tensor
+    start: int = 0
+
+
+class Notes(dict[str, list[float]]):
+    """Sums by name that the units of a shard report."""
+
+    def add(self, name: str, *values: float) -> None:
+        held = self.get(name, [0.0] * len(values))
+        self[name] = [a + b for a, b in zip(held, values, strict=True)]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Tensors that are made together.
+
+    Attributes:
+        entries: what is written, in file order.
+        produce: yields all values of all entries, in any order; may add sums to the notes.
+    """
+
+    entries: tuple[Entry, ...]
+    produce: Callable[[Notes], Iterator[Piece]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+
+def copied(info: TensorInfo) -> Unit:
+    """A tensor taken over byte by byte."""
+    width = info.nbytes // info.shape[0] if info.shape and info.shape[0] else info.nbytes
+    rows = max(1, _CHUNK // max(1, width))
+
+    def produce(notes: Notes) -> Iterator[Piece]:
+        fd = os.open(info.file, os.O_RDONLY)
+        try:
+            for start in range(0, info.shape[0] if info.shape else 1, rows):
+                size = min(rows * width, info.nbytes - start * width)
+                chunk = torch.empty(size, dtype=torch.uint8)
+                read_into(fd, tensor_bytes(chunk), info.start + start * width, info.file)
+                yield Piece(info.name, chunk, start)
+        finally:
+            os.close(fd)
+
+    return Unit((Entry(info.name, info.dtype, info.shape),), produce)
+
+
+def write_shards(
+    out: Path,
+    units: Sequence[Unit],
+    job: Mapping[str, Any],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    threads: int = 1,
+    title: str = "writing",
+) -> Notes:
+    """Write all units, or those that an interrupted run of the same job left.
+
+    Args:
+        out: directory; new, empty, or begun by the same job.
+        units: in file order; no key twice.
+        job: what decides the result (paths, options, fingerprints), as JSON.
+        shard_bytes: largest shard, unless one unit alone is larger.
+        threads: units produced at the same time; memory grows with them, the result does not change.
+        title: of the progress bar.
+
+    Returns:
+        The sums of all shards. `finish` completes the directory.
+
+    Raises:
+        UserError: another job's directory, a directory with other files, too little disk space.
+        ValueError: a unit that does not produce what it announced.
+    """
+    shards = _split(units, shard_bytes)
+    layout = {
+        name: build_header((e.key, e.dtype, e.shape) for u in part for e in u.entries)
+        for name, part in shards.items()
+    }
+    digest = hashlib.sha256(b"".join(head for head, _, _ in layout.values())).hexdigest()
+    with _begin(out, {**job, "layout": digest}):
+        waiting = [name for name, (head, _, size) in layout.items() if not _is_done(out, name, head, size)]
+        _check_space(out, sum(layout[name][2] for name in waiting))
+        with _progress(title, sum(layout[name][2] for name in waiting)) as advance:
+            for name in waiting:
+                _write_shard(out, name, layout[name], shards[name], advance, threads)
+    total = Notes()
+    for name in shards:
+        for key, values in json.loads(_notes_file(out, name).read_text(encoding="utf-8")).items():
+            total.add(key, *values)
+    return total
+
+
+def finish(
+    out: Path, source: Path, config: Mapping[str, Any], units: Sequence[Unit], shard_bytes: int
+) -> None:
+    """Index, config.json and the small files of `source` (tokenizer, licence); then the job is over."""
+    shards = _split(units, shard_bytes)
+    for file in sorted(source.iterdir()):
+        made_here = file.name.endswith(_WEIGHTS) or file.name == "config.json"
+        if file.is_file() and not file.name.startswith(".") and not made_here:
+            shutil.copyfile(file, out / file.name)
+    if len(shards) > 1:
+        where = {e.key: name for name, part in shards.items() for u in part for e in u.entries}
+        size = sum(unit.nbytes for unit in units)
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+        write_text(out / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+    write_text(out / "config.json", json.dumps(config, indent=2) + "\n")
+    shutil.rmtree(out / _JOB)
+
+
+def _split(units: Sequence[Unit], shard_bytes: int) -> dict[str, list[Unit]]:
+    parts: list[list[Unit]] = [[]]
+    held = 0
+    for unit in units:
+        if parts[-1] and held + unit.nbytes > shard_bytes:
+            parts.append([])
+            held = 0
+        parts[-1].append(unit)
+        held += unit.nbytes
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
+
+
+def _notes_file(out: Path, name: str) -> Path:
+    return out / _JOB / f"{name}.json"
+
+
+@contextmanager
+def _begin(out: Path, job: dict[str, Any]) -> Iterator[None]:
+    """Claim the directory for this job; a second process of it is refused."""
+    record = out / _JOB / "job.json"
+    try:
+        present = sorted(p.name for p in out.iterdir()) if out.exists() else []
+    except NotADirectoryError as error:
+        raise UserError("output is a file", where=str(out), remedy="choose another directory") from error
+    if present and not record.is_file():
+        raise UserError(
+            "output directory is not empty",
+            where=str(out),
+            observed=", ".join(present[:5]),
+            required="a new directory, or one that a stopped run of the same command left",
+            remedy="choose another directory, or remove this one",
+        )
+    job = json.loads(json.dumps(job))
+    if present:
+        held = json.loads(record.read_text(encoding="utf-8"))
+        other = sorted(key for key in {*held, *job} if held.get(key) != job.get(key))
+        if other:
+            raise UserError(
+                "output directory belongs to another job",
+                where=str(record),
+                observed=", ".join(f"{key} {held.get(key)!r}" for key in other),
+                required=", ".join(f"{key} {job.get(key)!r}" for key in other),
+                remedy="repeat the command that began it, or choose another directory",
+            )
+    else:
+        try:
+            record.parent.mkdir(parents=True)
+            write_text(record, json.dumps(job, indent=2) + "\n")
+        except OSError as error:
+            raise UserError("output directory cannot be written", where=str(out), observed=error) from error
+    with record.open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(
+                "another process is writing this directory", where=str(out), remedy="wait for it to end"
+            ) from error
+        yield
+
+
+def _is_done(out: Path, name: str, head: bytes, size: int) -> bool:
+    file = out / name
+    if not file.is_file() or file.stat().st_size != size or not _notes_file(out, name).is_file():
+        return False
+    with file.open("rb") as opened:
+        return opened.read(len(head)) == head
+
+
+def _check_space(out: Path, needed: int) -> None:
+    stale = sum(p.stat().st_size for p in out.glob(".*.partial"))
+    free = shutil.disk_usage(out).free + stale
+    if needed > free:
+        raise UserError(
+            "too little disk space",
+            where=str(out),
+            observed=f"{free / 1e9:.1f} GB free",
+            required=f"{needed / 1e9:.1f} GB",
+            remedy="free space, or choose a directory on another disk",
+        )
+
+
+def _in_order(action: Callable[[Unit], Notes], units: Sequence[Unit], threads: int) -> Iterator[Notes]:
+    if threads <= 1:
+        yield from map(action, units)
+        return
+    pool = ThreadPoolExecutor(max_workers=threads)
+    try:
+        yield from pool.map(action, units)
+    finally:
+        pool.shutdown(cancel_futures=True)  # of a stopped or failed job; otherwise there are none
+
+
+def _write_unit(
+    fd: int, unit: Unit, ranges: Mapping[str, tuple[int, int]], advance: Callable[[int], None]
+) -> Notes:
+    notes = Notes()
+    left = {entry.key: entry.nbytes for entry in unit.entries}
+    wide = {e.key: e.nbytes // e.shape[0] if e.shape and e.shape[0] else 0 for e in unit.entries}
+    for key, value, start in unit.produce(notes):
+        held = value.contiguous()  # keeps the bytes of the view
+        view = tensor_bytes(held)
+        at = ranges[key][0] + start * wide[key]
+        if at + len(view) > ranges[key][1]:
+            raise ValueError(f"{key}: values beyond its end")
+        write_from(fd, view, at)
+        left[key] -= len(view)
+        advance(len(view))
+    wrong = sorted(key for key, count in left.items() if count)
+    if wrong:
+        raise ValueError(f"{wrong[0]}: {left[wrong[0]]} bytes were not produced")
+    return notes
+
+
+def _write_shard(
+    out: Path,
+    name: str,
+    layout: tuple[bytes, dict[str, tuple[int, int]], int],
+    units: Sequence[Unit],
+    advance: Callable[[int], None],
+    threads: int,
+) -> None:
+    head, ranges, size = layout
+    partial = out / f".{name}.partial"
+    notes = Notes()
+    fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        os.ftruncate(fd, size)
+        write_from(fd, memoryview(head), 0)
+        for own in _in_order(lambda unit: _write_unit(fd, unit, ranges, advance), units, threads):
+            for key, values in own.items():  # summed in the units' order: the same sums with any threads
+                notes.add(key, *values)
+        os.fsync(fd)
+    except OSError as error:
+        partial.unlink(missing_ok=True)  # a full disk gets its space back
+        raise UserError(
+            "shard cannot be written",
+            where=str(out / name),
+            observed=error,
+            remedy="free space and repeat the command: it goes on where it was",
+        ) from error
+    finally:
+        os.close(fd)
+    write_text(_notes_file(out, name), json.dumps(notes))
+    os.replace(partial, out / name)
+
+
+@contextmanager
+def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda count: bar.advance(task, count)

@@ -1,0 +1,343 @@
+"""`convert SRC OUT --to FORMAT`: requantise the routed experts of a checkpoint, or bring it back to BF16.
+
+What is written, by format (docs/tools.md says which server reads what):
+
+    int8   compressed-tensors int-quantized, per row or --group, dynamic INT8 activations declared
+    int4   compressed-tensors pack-quantized, groups of 32 or --group
+    mxfp4  compressed-tensors mxfp4-pack-quantized; gpt-oss as OpenAI released it (blocks and scales)
+    fp8    128x128 blocks, weight_scale_inv, as DeepSeek and Qwen release them
+    bf16   every quantised weight, also outside the experts
+
+Quantised experts are written one by one whatever the source: servers read those names, and the fused
+families (Qwen3.5, ...) are released that way when quantised. BF16 is fused where the family is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kt_ray.checkpoint.encode import Encoding, Entry
+from kt_ray.checkpoint.index import CheckpointIndex
+from kt_ray.checkpoint.peft_config import converts_keys
+from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Notes, Piece, Unit, copied, finish, write_shards
+from kt_ray.checkpoint.stored import StoredMatrix
+from kt_ray.checkpoint.training import write_text
+from kt_ray.errors import UserError
+from kt_ray.tools.experts import ExpertGroup, expert_groups, join_rows, split_rows
+from kt_ray.tools.names import FUSED, PROJECTIONS, TRANSPOSED, family, is_linear, part_of
+from kt_ray.tools.quantization import quantization_config
+from kt_ray.tools.units import (
+    add_error,
+    as_stored,
+    check_directories,
+    encoded,
+    position,
+    rewritten,
+    without_quantization,
+)
+
+FORMATS = ("int8", "int4", "fp8", "mxfp4", "bf16")
+REPORT = "convert_report.json"
+_Placed = list[tuple[tuple[str, int], Unit]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """--to, --group (None = the format's own), --all-linear."""
+
+    to: str
+    group: int | None = None
+    all_linear: bool = False
+
+    @property
+    def columns(self) -> int | None:
+        """Columns per scale of int8 (None = all) and int4."""
+        return 32 if self.group is None and self.to == "int4" else self.group
+
+
+def convert(
+    source: str | Path, out: str | Path, options: Options, *, shard_bytes: int = SHARD_BYTES, threads: int = 1
+) -> dict[str, Any]:
+    """Write the converted checkpoint; an interrupted conversion goes on.
+
+    Returns:
+        The report, also in OUT/convert_report.json: {"to", "group", "all_linear", "layers": [{"layer",
+        "gate", "up", "down"}], "others": {name: error}}; errors are relative Frobenius norms.
+
+    Raises:
+        UserError: an unreadable checkpoint, a shape that the format cannot hold, a directory of another job.
+    """
+    if options.group is not None and options.to not in ("int8", "int4"):
+        raise UserError(f"{options.to} has no choice of group", where="--group", remedy="leave --group away")
+    if options.all_linear and options.to == "bf16":
+        raise UserError("bf16 dequantises every weight anyway", where="--all-linear", remedy="leave it away")
+    index, target = CheckpointIndex.open(source), Path(out)
+    check_directories(index, target)
+    plan = _Plan(index, options)
+    units = plan.units()
+    job = {
+        "tool": "convert",
+        "source": index.fingerprint,
+        "to": options.to,
+        "group": options.group,
+        "all_linear": options.all_linear,
+    }
+    notes = write_shards(
+        target, units, job, shard_bytes=shard_bytes, threads=threads, title=f"convert to {options.to}"
+    )
+    report = _report(options, notes)
+    write_text(target / REPORT, json.dumps(report, indent=2) + "\n")
+    finish(target, index.path, plan.config(), units, shard_bytes)
+    return report
+
+
+class _Plan:
+    """Every tensor of the result."""
+
+    def __init__(self, index: CheckpointIndex, options: Options) -> None:
+        self.index, self.options = index, options
+        self.groups = expert_groups(index)
+        self.family = family(index.config)
+        self.quantised: set[str] = set()  # names of the result's quantised weights
+        self.plain: set[str] = set()
+
+    def units(self) -> list[Unit]:
+        """In the order of the source's bytes."""
+        placed: _Placed = []
+        taken: set[str] = set()
+        for group in self.groups.values():
+            taken |= {*group.names.values(), *group.biases.values()}
+            placed += self._fused(group) if self._is_fused(group) else self._one_by_one(group)
+        for name in sorted(self.index.names - taken):
+            placed += self._other(name)
+        return [unit for _, unit in sorted(placed, key=lambda item: item[0])]
+
+    def config(self) -> dict[str, Any]:
+        """config.json of the result; call after `units`."""
+        config = without_quantization(self.index.config)
+        if self.options.to == "bf16":
+            return config
+        for key in ("dtype", "torch_dtype"):
+            if key in self.index.config:
+                config[key] = self.index.config[key]
+        ignored = [
+            name.removesuffix(".weight")
+            for name in sorted(self.plain)
+            if name.endswith(".weight")
+            and len(self.index.shape(name)) == 2
+            and part_of(name, None) not in ("norms", "embedding")
+        ]
+        fused = self.options.to == "mxfp4" and self.family == "gpt_oss"
+        return config | {
+            "quantization_config": quantization_config(
+                "mxfp4-blocks" if fused else self.options.to, self.options.columns, ignored
+            )
+        }
+
+    def _is_fused(self, group: ExpertGroup) -> bool:
+        if self.options.to == "bf16":
+            return group.fused or (self.family in FUSED and not converts_keys(self.family))
+        return self.options.to == "mxfp4" and self.family == "gpt_oss"
+
+    def _encoding(self, convention: str, name: str, shape: tuple[int, ...]) -> Encoding:
+        self.quantised.add(name)
+        try:
+            return Encoding.new(convention, name, shape, group=self.options.columns)
+        except ValueError as error:
+            raise UserError(
+                f"a weight cannot be stored as {self.options.to}",
+                where=str(self.index.path),
+                observed=error,
+                remedy="choose another --group or --to"
+                + (", or leave --all-linear away" if self.options.all_linear else ""),
+            ) from error
+
+    # -- experts
+
+    def _one_by_one(self, group: ExpertGroup) -> _Placed:
+        placed: _Placed = []
+        for expert in range(group.count):
+            for projection in group.projections:
+                source = group.names.get((projection, expert)) or group.names[group.role(projection), None]
+                name = f"{group.prefix}.{expert}.{group.leaf(projection)}.weight"
+                placed.append((position(self.index, source), self._expert(group, expert, projection, name)))
+            if group.biases:
+                placed.append((position(self.index, source), self._expert_biases(group, expert)))
+        return placed
+
+    def _expert(self, group: ExpertGroup, expert: int, projection: str, name: str) -> Unit:
+        label = f"{group.prefix}/{projection}"
+        shape = group.shape(projection)
+        if self.options.to == "bf16":
+            # Read as the source is stored: gate and up of one expert.
+            def produce(notes: Notes) -> Iterator[Piece]:
+                before = group.read(expert, projection)
+                yield Piece(name, before.bfloat16())
+                add_error(notes, label, before, before.bfloat16().float())
+
+            return Unit((Entry(name, "BF16", shape),), produce)
+        return encoded(
+            self._encoding(self.options.to, name, shape),
+            lambda: group.read(expert, projection),
+            lambda notes, before, after: add_error(notes, label, before, after),
+        )
+
+    def _expert_biases(self, group: ExpertGroup, expert: int) -> Unit:
+        names = {p: f"{group.prefix}.{expert}.{group.leaf(p)}.bias" for p in group.projections}
+        dtype = self._bias_dtype(group)
+        entries = tuple(Entry(names[p], dtype, (group.shape(p)[0],)) for p in group.projections)
+
+        def produce(notes: Notes) -> Iterator[Piece]:
+            for projection, name in names.items():
+                yield Piece(name, group.bias(expert, projection))
+
+        return Unit(entries, produce)
+
+    def _bias_dtype(self, group: ExpertGroup) -> str:
+        return self.index.tensors[next(iter(group.biases.values()))].dtype
+
+    def _fused(self, group: ExpertGroup) -> _Placed:
+        placed: _Placed = []
+        for role in dict.fromkeys(group.role(p) for p in group.projections):
+            name = group.names.get((role, None), f"{group.prefix}.{role}_proj")
+            first = group.names.get((role, None)) or group.names["gate" if role == "gate_up" else role, 0]
+            placed.append((position(self.index, first), self._stack(group, role, name)))
+            if group.biases:
+                placed.append((position(self.index, first), self._stack_biases(group, role)))
+        return placed
+
+    def _stack(self, group: ExpertGroup, role: str, name: str) -> Unit:
+        rows, columns = group.shape("down" if role == "down" else "up")
+        shape = (group.count, 2 * rows if role == "gate_up" else rows, columns)
+        transposed = self.options.to == "bf16" and (
+            self.family in TRANSPOSED or (group.fused and group.transposed)
+        )
+        if self.options.to == "bf16":
+            encoding = None
+            end = (shape[0], shape[2], shape[1]) if transposed else shape
+            entries: tuple[Entry, ...] = (Entry(name, "BF16", end),)
+        else:
+            encoding = self._encoding("mxfp4-blocks", name, shape)
+            entries = encoding.entries
+
+        def produce(notes: Notes) -> Iterator[Piece]:
+            for expert in range(group.count):
+                before = _rows(group, role, expert)
+                if encoding is None:
+                    written = before.bfloat16()
+                    yield Piece(name, written.t() if transposed else written, expert)
+                    meant = written.float()
+                else:
+                    data, scales, meant = encoding.encode(before)
+                    yield Piece(encoding.data.key, data, expert)
+                    yield Piece(encoding.scales.key, scales, expert)
+                _note_roles(notes, group, role, before, meant)
+
+        return Unit(entries, produce)
+
+    def _stack_biases(self, group: ExpertGroup, role: str) -> Unit:
+        if (role, None) in group.biases:
+            return copied(self.index.tensors[group.biases[role, None]])
+        rows = group.shape("down" if role == "down" else "up")[0] * (2 if role == "gate_up" else 1)
+        name = f"{group.prefix}.{role}_proj_bias"
+
+        def produce(notes: Notes) -> Iterator[Piece]:
+            for expert in range(group.count):
+                if role != "gate_up":
+                    yield Piece(name, group.bias(expert, role), expert)
+                else:
+                    gate, up = group.bias(expert, "gate"), group.bias(expert, "up")
+                    yield Piece(name, join_rows(gate, up, group.interleaved), expert)
+
+        return Unit((Entry(name, self._bias_dtype(group), (group.count, rows)),), produce)
+
+    # -- everything else
+
+    def _other(self, name: str) -> _Placed:
+        index, to = self.index, self.options.to
+        matrix, at = index.matrices.get(name), position(index, name)
+        label = f"other/{name}"
+        if self.options.all_linear and is_linear(name, index.shape(name)):
+            unit = encoded(
+                self._encoding(to, name, index.shape(name)),
+                lambda: index.value(name, torch.float32),
+                lambda notes, before, after: add_error(notes, label, before, after),
+            )
+            return [(at, unit)]
+        if matrix is None:
+            self.plain.add(name)
+            return as_stored(index, [name])
+        if to == "fp8" and _is_block_fp8(matrix):
+            self.quantised.add(name)
+            return as_stored(index, [name])
+        self.plain.add(name)
+        return [(at, rewritten(index, name, bf16=True))]
+
+
+def _is_block_fp8(matrix: StoredMatrix) -> bool:
+    """As `--to fp8` writes it."""
+    blocks = tuple(-(-size // 128) for size in matrix.shape)
+    return matrix.scales.name.endswith(".weight_scale_inv") and matrix.scales.shape == blocks
+
+
+def _rows(group: ExpertGroup, role: str, expert: int) -> torch.Tensor:
+    """gate_up [2I, H] in the family's order, or down [H, I]."""
+    if group.fused:
+        return group.read_fused(expert, role)
+    if role != "gate_up":
+        return group.read(expert, role)
+    return join_rows(group.read(expert, "gate"), group.read(expert, "up"), group.interleaved)
+
+
+def _note_roles(
+    notes: Notes, group: ExpertGroup, role: str, before: torch.Tensor, after: torch.Tensor
+) -> None:
+    if role != "gate_up":
+        add_error(notes, f"{group.prefix}/{role}", before, after)
+        return
+    halves = (split_rows(t, group.interleaved) for t in (before, after))
+    for projection, old, new in zip(("gate", "up"), *halves, strict=True):
+        add_error(notes, f"{group.prefix}/{projection}", old, new)
+
+
+def _report(options: Options, notes: Notes) -> dict[str, Any]:
+    layers: dict[str, dict[str, Any]] = {}
+    others: dict[str, float] = {}
+    for key, (wrong, all_of_it) in notes.items():
+        error = (wrong / all_of_it) ** 0.5 if all_of_it else 0.0
+        first, _, last = key.rpartition("/")
+        if key.startswith("other/"):
+            others[key.removeprefix("other/")] = error
+        else:
+            layers.setdefault(first, {"layer": first})[last] = error
+    natural = sorted(layers, key=lambda p: [int(s) if s.isdigit() else -1 for s in p.split(".")])
+    return {
+        "to": options.to,
+        "group": options.columns,
+        "all_linear": options.all_linear,
+        "layers": [{k: layers[p][k] for k in ("layer", *PROJECTIONS) if k in layers[p]} for p in natural],
+        "others": others,
+    }
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """The report as a table."""
+    table = Table(title=f"relative error of {report['to']} against the source")
+    for column in ("experts", *PROJECTIONS):
+        table.add_column(column, justify="left" if column == "experts" else "right")
+    for row in report["layers"]:
+        table.add_row(row["layer"], *(f"{row[p]:.2e}" if p in row else "" for p in PROJECTIONS))
+    console.print(table)
+    if report["others"]:
+        worst = max(report["others"], key=report["others"].__getitem__)
+        console.print(
+            f"{len(report['others'])} other weights, largest error {report['others'][worst]:.2e} ({worst})"
+        )

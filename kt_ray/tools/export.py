@@ -1,0 +1,341 @@
+"""`export ADAPTER OUT --form FORM`: the same adapter in the form that another program reads.
+
+    peft-fused       experts as PEFT stores adapters of fused parameters; gate and up together at rank 2r
+    peft-per-expert  one pair per expert and projection, as kt_ray writes it where PEFT merges them
+    sglang-kt        OUT/sglang: everything but the routed experts, for SGLang's --lora-paths;
+                     OUT/kt: the routed experts, for KTransformers' CPU side. Keys without PEFT's
+                     "base_model.model.", as kvcache-ai/sglang's convert_lora.py writes them. Untested
+                     against the servers.
+
+Values are streamed: one layer's experts are held at a time.
+Legend: E experts, r rank, H hidden size, I intermediate size of one expert.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kt_ray.checkpoint.adapter import CONFIG, PREFIX, WEIGHTS
+from kt_ray.checkpoint.adapter_fused import fuse_down, fuse_gate_up
+from kt_ray.checkpoint.encode import Entry
+from kt_ray.checkpoint.index import CheckpointIndex, some
+from kt_ray.checkpoint.peft_config import AdapterInfo, adapter_config
+from kt_ray.checkpoint.safetensors_file import NAMES, build_header, tensor_bytes
+from kt_ray.checkpoint.training import write_text
+from kt_ray.errors import UserError
+from kt_ray.tools.lora import Lora, Pair
+from kt_ray.tools.names import INTERLEAVED, LEAVES, PROJECTIONS, expert_name, family, layer_of
+from kt_ray.tools.split import FusedLayer
+
+FORMS = ("peft-fused", "peft-per-expert", "sglang-kt")
+_Factors = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One pair of the result: module, rank, scale, shapes, and how it is made."""
+
+    module: str
+    rank: int
+    scale: float
+    a: tuple[int, int]
+    b: tuple[int, int]
+    make: Callable[[], _Factors]
+    pattern: str = ""  # what PEFT's patterns match, where that is not the module
+
+
+def export(
+    adapter: str | Path,
+    out: str | Path,
+    form: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    base: str | Path | None = None,
+) -> dict[str, int]:
+    """Write the adapter in another form.
+
+    Args:
+        adapter: its directory. out: a new directory.
+        form: one of `FORMS`.
+        dtype: float32 or bfloat16.
+        base: the base model's directory; None = the one that the adapter names.
+
+    Returns:
+        Number of pairs in each written directory.
+
+    Raises:
+        UserError: an unreadable adapter, experts that a form cannot hold, a base that cannot be found.
+    """
+    lora, target = Lora.open(adapter), Path(out)
+    if target.exists() and any(target.iterdir()):
+        raise UserError("output directory is not empty", where=str(out), remedy="choose another directory")
+    source = _base(lora, base)
+    linear = [
+        Item(p.module, p.rank, p.scale, _two(p.a.shape), _two(p.b.shape), p.factors)
+        for p in lora.linear.values()
+    ]
+    config = {} if source is None else source.config
+    if form == "peft-fused":
+        experts = _fused_items(lora, family(config))
+        _write(target, [*linear, *experts], dtype, PREFIX, _fused_config(lora, linear, experts))
+        return {str(target): len(linear) + len(experts)}
+    experts = _single_items(lora, source)
+    if form == "peft-per-expert":
+        items = [*linear, *experts]
+        _write(target, items, dtype, PREFIX, _single_config(lora, linear, experts, family(config)))
+        return {str(target): len(items)}
+    written = {}
+    for name, part in (("sglang", linear), ("kt", experts)):
+        if part:
+            _write(target / name, part, dtype, "", _server_config(lora, part))
+            written[str(target / name)] = len(part)
+    return written
+
+
+def _two(shape: Sequence[int]) -> tuple[int, int]:
+    rows, columns = shape
+    return rows, columns
+
+
+def _base(lora: Lora, base: str | Path | None) -> CheckpointIndex | None:
+    """The base model, which knows the order of gate and up rows and the experts' released names."""
+    if base is None and not (lora.experts or lora.fused):
+        return None
+    path = Path(base or lora.base)
+    if base is None and not (path / "config.json").is_file():
+        raise UserError(
+            "the adapter's base model is not here",
+            where=str(lora.path / CONFIG),
+            observed=f"base_model_name_or_path {lora.base!r}",
+            required="a directory with config.json",
+            remedy="name it: --base DIR",
+        )
+    return CheckpointIndex.open(path)
+
+
+# -- experts together
+
+
+def _fused_items(lora: Lora, model_type: str) -> list[Item]:
+    items: list[Item] = []
+    for (prefix, role), pair in lora.fused.items():
+        module = f"{prefix}.base_layer" if role == "gate_up" and (prefix, "down") in lora.fused else prefix
+        items.append(_whole(pair, module, f"{prefix}.{role}_proj"))
+    for prefix in dict.fromkeys(p for p, _, _ in lora.experts):
+        items += _fuse(lora, prefix, model_type in INTERLEAVED)
+    return items
+
+
+def _whole(pair: Pair, module: str, pattern: str) -> Item:
+    from kt_ray.checkpoint.safetensors_file import read_tensor
+
+    make: Callable[[], _Factors] = lambda: (read_tensor(pair.a), read_tensor(pair.b))  # noqa: E731
+    return Item(module, pair.rank, pair.scale, _two(pair.a.shape), _two(pair.b.shape), make, pattern)
+
+
+def _fuse(lora: Lora, prefix: str, interleaved: bool) -> list[Item]:
+    count = 1 + max(e for p, e, _ in lora.experts if p == prefix)
+    wanted = [(prefix, e, p) for e in range(count) for p in PROJECTIONS]
+    missing = [f"{prefix}.{e}.{LEAVES[p]}" for _, e, p in wanted if (prefix, e, p) not in lora.experts]
+    settings = {(lora.experts[k].rank, lora.experts[k].scale) for k in wanted if k in lora.experts}
+    if missing or len(settings) > 1:
+        raise UserError(
+            "adapter's experts cannot be fused",
+            where=f"{lora.path}, {prefix}",
+            observed=f"missing: {some(missing)}" if missing else f"ranks and scales {sorted(settings)}",
+            required="gate, up and down of every expert, of one rank and scale",
+            remedy="export it as peft-per-expert",
+        )
+    rank, scale = settings.pop()
+    (r, H), (I, _) = _two(lora.experts[prefix, 0, "gate"].a.shape), lora.experts[prefix, 0, "gate"].b.shape
+
+    def pairs(projection: str) -> list[_Factors]:
+        return [lora.experts[prefix, e, projection].factors() for e in range(count)]
+
+    gate_up = Item(
+        f"{prefix}.base_layer",
+        2 * rank,
+        scale,
+        (count * 2 * r, H),
+        (2 * I, 2 * r * count),
+        lambda: fuse_gate_up(pairs("gate"), pairs("up"), interleaved=interleaved),
+        f"{prefix}.gate_up_proj",
+    )
+    down = Item(
+        prefix,
+        rank,
+        scale,
+        (count * r, I),
+        (H, r * count),
+        lambda: fuse_down(pairs("down")),
+        f"{prefix}.down_proj",
+    )
+    return [gate_up, down]
+
+
+def _fused_config(lora: Lora, linear: list[Item], experts: list[Item]) -> dict[str, Any]:
+    default = _common(linear or [i for i in experts if i.pattern.endswith("down_proj")] or experts)
+    config = _plain_config(lora, linear, default)
+    if experts:
+        roles = {i.pattern.rpartition(".")[2] for i in experts}
+        config["target_parameters"] = [
+            *(config["target_parameters"] or []),
+            *sorted(f"experts.{r}" for r in roles),
+        ]
+        for role in sorted(roles):
+            own = [i for i in experts if i.pattern.endswith(f".{role}")]
+            usual = _common(own)
+            if usual != default:
+                _add_pattern(config, rf".*\.{role}", usual)
+        for item in experts:
+            usual = _common(
+                [i for i in experts if i.pattern.rpartition(".")[2] == item.pattern.rpartition(".")[2]]
+            )
+            if (item.rank, item.scale) != usual:  # before the general pattern: the first match counts
+                for key, value in (("rank_pattern", item.rank), ("alpha_pattern", item.scale * item.rank)):
+                    config[key] = {item.pattern: value, **config[key]}
+    return config
+
+
+# -- experts one by one
+
+
+def _single_items(lora: Lora, source: CheckpointIndex | None) -> list[Item]:
+    items = [
+        Item(p.module, p.rank, p.scale, _two(p.a.shape), _two(p.b.shape), p.factors)
+        for p in lora.experts.values()
+    ]
+    if not lora.fused:
+        return items
+    assert source is not None, "an adapter with experts has a base"
+    released = {
+        (layer_of(name), found.role): (found.prefix, found.leaf)
+        for name in source.names
+        if (found := expert_name(name)) is not None and found.expert is not None and not found.bias
+    }
+    interleaved = family(source.config) in INTERLEAVED
+    prefixes = list(dict.fromkeys(prefix for prefix, _ in lora.fused))
+    layers = [FusedLayer.of(lora, prefix, interleaved) for prefix in prefixes]
+    rank = max(layer.rank for layer in layers)
+    for layer in layers:
+        for expert in range(layer.experts):
+            for projection in layer.projections:
+                usual = (layer.prefix, LEAVES[projection])
+                prefix, leaf = released.get((layer_of(f"{layer.prefix}."), projection), usual)
+                rows, columns = layer.shape(projection)
+                items.append(
+                    Item(
+                        f"{prefix}.{expert}.{leaf}",
+                        rank,
+                        layer.scale,
+                        (rank, columns),
+                        (rows, rank),
+                        lambda layer=layer, e=expert, p=projection: layer.factors(e, p, rank),  # type: ignore[misc]
+                    )
+                )
+    return items
+
+
+def _single_config(lora: Lora, linear: list[Item], experts: list[Item], model_type: str) -> dict[str, Any]:
+    if not experts:
+        return _plain_config(lora, linear, _common(linear))
+    settings = {(i.rank, i.scale) for i in experts}
+    if len(settings) > 1:
+        raise UserError(
+            "adapter's experts have several ranks or scales",
+            where=str(lora.path),
+            observed=sorted(settings),
+            required="one, as PEFT merges per-expert keys",
+            remedy="train with one rank for all experts",
+        )
+    rank, scale = settings.pop()
+    info = AdapterInfo(lora.base, model_type, rank, rank * scale)
+    names = [f"{i.module}.lora_{half}.weight" for i in (*linear, *experts) for half in "AB"]
+    config = adapter_config(names, info)
+    for item in linear:
+        if (item.rank, item.scale) != (rank, scale):
+            _add_pattern(config, item.module, (item.rank, item.scale))
+    return config
+
+
+def _server_config(lora: Lora, items: list[Item]) -> dict[str, Any]:
+    settings = {(i.rank, i.scale) for i in items}
+    if len(settings) > 1:
+        raise UserError(
+            "adapter has several ranks or scales, which servers do not read",
+            where=str(lora.path),
+            observed=sorted(settings),
+            required="one rank and one alpha",
+            remedy="merge the adapter instead: python -m kt_ray.tools merge",
+        )
+    config = _plain_config(lora, [], settings.pop())
+    return config | {"target_modules": sorted({i.module.rpartition(".")[2] for i in items})}
+
+
+# -- configuration and file
+
+
+def _common(items: Iterable[Item]) -> tuple[int, float]:
+    """Rank and scale that most of them have."""
+    return Counter((i.rank, i.scale) for i in items).most_common(1)[0][0]
+
+
+def _number(value: float) -> int | float:
+    return int(value) if float(value).is_integer() else float(value)
+
+
+def _add_pattern(config: dict[str, Any], name: str, setting: tuple[int, float]) -> None:
+    config["rank_pattern"][name] = setting[0]
+    config["alpha_pattern"][name] = _number(setting[0] * setting[1])
+
+
+def _plain_config(lora: Lora, linear: list[Item], default: tuple[int, float]) -> dict[str, Any]:
+    rank, scale = default
+    names = [f"{i.module}.lora_{half}.weight" for i in linear for half in "AB"]
+    config = adapter_config(names, AdapterInfo(lora.base, "", rank, rank * scale))
+    for item in linear:
+        if (item.rank, item.scale) != default:
+            _add_pattern(config, item.module, (item.rank, item.scale))
+    return config
+
+
+def _write(target: Path, items: list[Item], dtype: torch.dtype, prefix: str, config: dict[str, Any]) -> None:
+    """One safetensors file, streamed, and its configuration."""
+    entries = [
+        Entry(f"{prefix}{i.module}.lora_{half}.weight", NAMES[dtype], shape)
+        for i in items
+        for half, shape in (("A", i.a), ("B", i.b))
+    ]
+    head, _, size = build_header((e.key, e.dtype, e.shape) for e in entries)
+    partial = target / f".{WEIGHTS}.partial"
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            file.write(head)
+            for entry, value in zip(entries, _values(items), strict=True):
+                assert tuple(value.shape) == entry.shape, entry.key
+                held = value.to(dtype).contiguous()
+                file.write(tensor_bytes(held))
+            file.flush()
+            os.fsync(file.fileno())
+        write_text(target / CONFIG, json.dumps(config, indent=2) + "\n")
+        os.replace(partial, target / WEIGHTS)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(
+            "adapter cannot be written", where=str(target), observed=error, required=f"{size} bytes"
+        ) from error
+
+
+def _values(items: list[Item]) -> Iterator[Tensor]:
+    for item in items:
+        yield from item.make()

@@ -1,0 +1,302 @@
+"""`merge BASE ADAPTER OUT`: W + scale * B A in place of W, in the base's own formats or in BF16.
+
+A quantised weight is dequantised, changed and quantised again as it was stored; weights that the adapter
+does not touch are copied byte by byte. One expert is held at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kt_ray.checkpoint.adapter import CONFIG, WEIGHTS
+from kt_ray.checkpoint.index import CheckpointIndex, some
+from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Notes, Unit, copied, finish, write_shards
+from kt_ray.errors import UserError
+from kt_ray.tools.experts import ExpertGroup, expert_groups, split_rows
+from kt_ray.tools.lora import Lora, Pair
+from kt_ray.tools.modules import module_names
+from kt_ray.tools.names import TRANSPOSED, expert_name, family, layer_of
+from kt_ray.tools.units import (
+    Change,
+    add_error,
+    check_directories,
+    position,
+    rewritten,
+    without_quantization,
+)
+
+_BELONG = "merge into the model that the adapter was trained on"
+
+
+def merge(
+    base: str | Path,
+    adapter: str | Path,
+    out: str | Path,
+    *,
+    bf16: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    threads: int = 1,
+) -> dict[str, Any]:
+    """Write the merged checkpoint; an interrupted merge goes on.
+
+    Args:
+        base: the checkpoint's directory. adapter: the adapter's. out: a new directory.
+        bf16: write quantised weights as BF16.
+        shard_bytes: largest shard.
+        threads: weights computed at the same time.
+
+    Returns:
+        {"touched": parameters changed, "experts": expert matrices changed, "linear": other matrices
+        changed, "requantised": relative Frobenius error of what was quantised again, or None}.
+
+    Raises:
+        UserError: an unreadable base or adapter, keys or shapes that fit no weight of the base, a directory
+            of another job.
+    """
+    index, lora, target = CheckpointIndex.open(base), Lora.open(adapter), Path(out)
+    check_directories(index, target)
+    plan = _Plan(index, lora)
+    units = plan.units(bf16)
+    job = {
+        "tool": "merge",
+        "base": index.fingerprint,
+        "adapter": adapter_fingerprint(lora.path),
+        "dtype": "bf16" if bf16 else "as the base",
+    }
+    notes = write_shards(target, units, job, shard_bytes=shard_bytes, threads=threads, title="merge")
+    config = without_quantization(index.config) if bf16 else index.config
+    finish(target, index.path, config, units, shard_bytes)
+    wrong, whole = notes.get("error", [0.0, 0.0])
+    return {
+        "touched": len(plan.touched),
+        "experts": len(plan.experts),
+        "linear": len(plan.linear),
+        "requantised": (wrong / whole) ** 0.5 if whole else None,
+    }
+
+
+def adapter_fingerprint(path: Path) -> str:
+    """Hash of an adapter's configuration and weights: what a merge depends on."""
+    digest = hashlib.sha256((path / CONFIG).read_bytes())
+    with (path / WEIGHTS).open("rb") as file:
+        while chunk := file.read(4 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+class _Plan:
+    """Which pair changes which parameter of the base.
+
+    Attributes:
+        linear: parameter -> pair, outside the routed experts.
+        experts: (prefix in the base, expert, "gate" | "up" | "down") -> (pair, expert within the pair,
+            rows of the pair's update).
+        touched: parameters that change.
+    """
+
+    def __init__(self, index: CheckpointIndex, lora: Lora) -> None:
+        self.index, self.lora = index, lora
+        self.linear: dict[str, Pair] = {}
+        self.experts: dict[tuple[str, int, str], list[Callable[[], Tensor]]] = {}
+        self.groups = expert_groups(index) if lora.experts or lora.fused else _groups_or_none(index)
+        self.by_layer = {group.layer: group for group in self.groups.values() if not group.mtp}
+        self.reason = ""
+        self.unknown: list[str] = []
+        self.misfits: list[str] = []
+        self._match_linear()
+        self._match_experts()
+        self._refuse()
+        self.touched = set(self.linear) | {self._parameter(*key) for key in self.experts}
+
+    def units(self, bf16: bool) -> list[Unit]:
+        """Every tensor of the result, in the order of the base's bytes."""
+        placed: list[tuple[tuple[str, int], Unit]] = []
+        swap = family(self.index.config) in TRANSPOSED
+        group_of = {name: g for g in self.groups.values() for name in g.names.values()}
+        rewritten_names = self.touched | (set(self.index.matrices) if bf16 else set())
+        for name in sorted(rewritten_names):
+            group = group_of.get(name)
+            stack = group is not None and group.fused
+            source = stack and group is not None and group.transposed
+            result = (swap or source) if bf16 else source
+            quantised = name in self.index.matrices and not bf16
+            unit = rewritten(
+                self.index,
+                name,
+                bf16=bf16 and name in self.index.matrices,
+                transposed=(bool(source), bool(result) if name in self.index.matrices else bool(source)),
+                change=self._change(name, group) if name in self.touched else None,
+                touched=self._is_touched(name, group),
+                note=_note if quantised else None,
+            )
+            placed.append((position(self.index, name), unit))
+        taken = {key for name in rewritten_names for key in _raw(self.index, name)}
+        if bf16:  # scales of activations belong to the quantised format
+            taken |= {key for key in self.index.tensors if self._is_auxiliary(key)}
+        rest = [key for key in sorted(self.index.tensors) if key not in taken]
+        placed += _raw_units(self.index, rest)
+        return [unit for _, unit in sorted(placed, key=lambda item: item[0])]
+
+    def _is_auxiliary(self, key: str) -> bool:
+        parts = {k for m in self.index.matrices.values() for k in m.keys}
+        return key not in self.index.names and key not in parts
+
+    def _parameter(self, prefix: str, expert: int, projection: str) -> str:
+        names = self.groups[prefix].names
+        own = names.get((projection, expert))
+        return own or names[self.groups[prefix].role(projection), None]
+
+    # -- matching
+
+    def _match_linear(self) -> None:
+        if not self.lora.linear:
+            return
+        names = module_names(self.index, self.groups)
+        self.reason = names.reason
+        for module, pair in self.lora.linear.items():
+            name = names.parameters.get(module)
+            if name is None:
+                joined = names.joined.get(module)
+                self.unknown.append(
+                    f"{module} (part of {joined}, which transformers splits or joins)" if joined else module
+                )
+                continue
+            self._fits(pair, self.index.shape(name))
+            self.linear[name] = pair
+
+    def _match_experts(self) -> None:
+        for (prefix, expert, projection), pair in self.lora.experts.items():
+            group = self.by_layer.get(_layer(prefix))
+            if group is None or expert >= group.count or projection not in group.projections:
+                self.unknown.append(pair.module)
+                continue
+            self._fits(pair, group.shape(projection))
+            self._add(group, expert, projection, pair.delta)
+        for (prefix, role), pair in self.lora.fused.items():
+            group = self.by_layer.get(_layer(prefix))
+            if group is None or (role == "gate_up" and not group.gated):
+                self.unknown.append(pair.module)
+                continue
+            rows, columns = group.shape("down" if role == "down" else "up")
+            self._fits(pair, (rows if role == "down" else 2 * rows, columns), group.count)
+            for expert in range(group.count):
+                if role == "down":
+                    self._add(group, expert, "down", partial(pair.delta, expert))
+                    continue
+                for half, projection in enumerate(("gate", "up")):
+                    self._add(group, expert, projection, _half(pair, expert, half, group.interleaved))
+
+    def _add(self, group: ExpertGroup, expert: int, projection: str, delta: Callable[[], Tensor]) -> None:
+        self.experts.setdefault((group.prefix, expert, projection), []).append(delta)
+
+    def _fits(self, pair: Pair, shape: Sequence[int], experts: int = 0) -> None:
+        observed = (pair.out_features, pair.in_features)
+        if tuple(shape) != observed or pair.experts != experts:
+            count = f" of {pair.experts} experts" if pair.experts != experts else ""
+            self.misfits.append(f"{pair.module} {list(observed)}{count} for {list(shape)}")
+
+    def _refuse(self) -> None:
+        if self.unknown:
+            raise UserError(
+                "adapter has keys that fit no weight of the base",
+                where=str(self.lora.path),
+                observed=some(sorted(self.unknown), 20),
+                required=f"modules of {self.index.path}"
+                + (f" (only its own names are known: {self.reason})" if self.reason else ""),
+                remedy=_BELONG,
+            )
+        if self.misfits:
+            raise UserError(
+                "adapter's shapes do not fit the base",
+                where=str(self.lora.path),
+                observed=some(sorted(self.misfits), 20),
+                required="B [out, r] and A [r, in] of the weight's [out, in]",
+                remedy=_BELONG,
+            )
+
+    # -- values
+
+    def _change(self, name: str, group: ExpertGroup | None) -> Change:
+        if group is None:
+            pair = self.linear[name]
+            plain = name not in self.index.matrices
+            return lambda value, first: _add_rows(value, pair, first if plain else 0)
+        found = expert_name(name)
+        assert found is not None
+        if found.expert is not None:
+            key = (group.prefix, found.expert, found.role)
+            # Plain experts may come in chunks of rows: `first` is the row the chunk begins with.
+            return lambda value, first: value + self._delta(key)[first : first + value.shape[0]]
+
+        def change(value: Tensor, expert: int) -> Tensor:
+            result = value.clone()
+            if found.role != "gate_up":
+                return result + self._delta((group.prefix, expert, found.role))
+            for part, projection in zip(split_rows(result, group.interleaved), ("gate", "up"), strict=True):
+                if (group.prefix, expert, projection) in self.experts:
+                    part += self._delta((group.prefix, expert, projection))
+            return result
+
+        return change
+
+    def _delta(self, key: tuple[str, int, str]) -> Tensor:
+        if key not in self.experts:
+            return torch.zeros(())
+        return torch.stack([delta() for delta in self.experts[key]]).sum(0)
+
+    def _is_touched(self, name: str, group: ExpertGroup | None) -> Callable[[int], bool]:
+        found = expert_name(name)
+        if group is None or found is None or found.expert is not None:
+            return lambda expert: True
+        roles = ("gate", "up") if found.role == "gate_up" else (found.role,)
+        return lambda expert: any((group.prefix, expert, role) in self.experts for role in roles)
+
+
+def _half(pair: Pair, expert: int, half: int, interleaved: bool) -> Callable[[], Tensor]:
+    return lambda: split_rows(pair.delta(expert), interleaved)[half]
+
+
+def _add_rows(value: Tensor, pair: Pair, first: int) -> Tensor:
+    a, b = pair.factors()
+    return value + pair.scale * (b[first : first + value.shape[0]] @ a)
+
+
+def _groups_or_none(index: CheckpointIndex) -> dict[str, ExpertGroup]:
+    """Without experts in the adapter the base may be any model."""
+    return expert_groups(index) if any(expert_name(n) for n in index.names) else {}
+
+
+def _layer(prefix: str) -> int:
+    layer = layer_of(f"{prefix}.")
+    return -1 if layer is None else layer
+
+
+def _raw(index: CheckpointIndex, name: str) -> Iterable[str]:
+    matrix = index.matrices.get(name)
+    return (name,) if matrix is None else matrix.keys
+
+
+def _raw_units(index: CheckpointIndex, keys: Iterable[str]) -> list[tuple[tuple[str, int], Unit]]:
+    infos = [index.tensors[key] for key in keys]
+    return [((str(info.file), info.start), copied(info)) for info in infos]
+
+
+def _note(notes: Notes, expert: int, before: Tensor, after: Tensor) -> None:
+    add_error(notes, "error", before, after)
+
+
+def summary(report: dict[str, Any]) -> str:
+    """The report in a line."""
+    error = report["requantised"]
+    return (
+        f"{report['touched']} parameters changed: {report['experts']} expert matrices, "
+        f"{report['linear']} others"
+        + ("" if error is None else f"; quantised again with relative error {error:.2e}")
+    )

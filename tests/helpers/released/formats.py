@@ -1,0 +1,134 @@
+"""Stored formats of released weights: a float32 matrix -> tensors as stored, and the values they stand for.
+
+Written from the formats' definitions with torch alone, so that tests compare two readings of them.
+A key names the parameter ("...q_proj.weight"); every encoder gives the tensors to store and the values.
+
+Legend: N rows, K columns, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+_E4M3_MAX = 448.0
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+class Encoded(NamedTuple):
+    """Tensors to store by key, and the float32 values [.., N, K] that they stand for."""
+
+    tensors: dict[str, Tensor]
+    value: Tensor
+
+
+Encode = Callable[[str, Tensor], Encoded]
+
+
+def plain(dtype: torch.dtype) -> Encode:
+    """The values themselves, rounded to `dtype`."""
+
+    def encode(key: str, value: Tensor) -> Encoded:
+        stored = value.to(dtype)
+        return Encoded({key: stored}, stored.float())
+
+    return encode
+
+
+def _spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+    """One scale per block -> one per element [N, K]."""
+    wide = scale.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+    return wide[..., : shape[-2], : shape[-1]]
+
+
+def _block_max(value: Tensor, block: tuple[int, int]) -> Tensor:
+    rows = [part.abs().amax(0) for part in value.split(block[0], 0)]
+    return torch.stack([torch.stack([p.amax() for p in row.split(block[1], 0)]) for row in rows])
+
+
+def fp8_block(suffix: str = "weight_scale_inv", *, powers: bool = False) -> Encode:
+    """E4M3 values and a scale per 128 x 128 block (the last ones smaller).
+
+    Args:
+        suffix: of the scales' key.
+        powers: scales are powers of two, stored as F8_E8M0 (DeepSeek-V4); else float32.
+    """
+
+    def encode(key: str, value: Tensor) -> Encoded:
+        scale = _block_max(value, (BLOCK, BLOCK)) / _E4M3_MAX
+        if powers:
+            scale = torch.exp2(torch.ceil(torch.log2(scale)))
+        wide = _spread(scale, (BLOCK, BLOCK), value.shape)
+        codes = (value / wide).to(torch.float8_e4m3fn)
+        stored = scale.to(torch.float8_e8m0fnu) if powers else scale
+        tensors = {key: codes, key.removesuffix("weight") + suffix: stored}
+        return Encoded(tensors, codes.float() * wide)
+
+    return encode
+
+
+def fp8_row(key: str, value: Tensor) -> Encoded:
+    """E4M3 values and a bfloat16 scale per row (compressed-tensors "float-quantized", channel)."""
+    scale = (value.abs().amax(1, keepdim=True) / _E4M3_MAX).bfloat16()
+    codes = (value / scale.float()).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
+    return Encoded({key: codes, f"{key}_scale": scale}, codes.float() * scale.float())
+
+
+def int8_row(key: str, value: Tensor) -> Encoded:
+    """int8 values and a bfloat16 scale per row (compressed-tensors "int-quantized", channel)."""
+    scale = (value.abs().amax(1, keepdim=True) / 127).bfloat16()
+    codes = (value / scale.float()).round().clamp(-128, 127)
+    return Encoded({key: codes.to(torch.int8), f"{key}_scale": scale}, codes * scale.float())
+
+
+def int4_packed(key: str, value: Tensor) -> Encoded:
+    """Eight values + 8 per int32, low bits first, a bfloat16 scale per 32 columns (pack-quantized)."""
+    rows, columns = value.shape
+    scale = (value.view(rows, -1, 32).abs().amax(2) / 7).bfloat16()
+    wide = _spread(scale.float(), (1, 32), value.shape)
+    codes = (value / wide).round().clamp(-8, 7)
+    nibbles = (codes + 8).to(torch.int64).view(rows, columns // 8, 8)
+    words = (nibbles << torch.arange(0, 32, 4)).sum(2)
+    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    tensors = {
+        f"{key}_packed": words,
+        f"{key}_scale": scale,
+        f"{key}_shape": torch.tensor([rows, columns], dtype=torch.int64),
+    }
+    return Encoded(tensors, codes * wide)
+
+
+def _fp4(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """OCP MXFP4 of [.., K]: (bytes [.., K/2], even columns in the low bits; exponents + 127; values)."""
+    groups = value.unflatten(-1, (-1, 32))
+    exponent = torch.floor(torch.log2(groups.abs().amax(-1))) - 2
+    scaled = groups / torch.exp2(exponent)[..., None]
+    codes = (scaled.abs()[..., None] - _FP4).abs().argmin(-1)
+    values = _FP4[codes] * scaled.sign() * torch.exp2(exponent)[..., None]
+    nibbles = (codes + 8 * (scaled < 0)).flatten(-2)
+    packed = nibbles[..., 0::2] + 16 * nibbles[..., 1::2]
+    return packed.to(torch.uint8), (exponent + 127).to(torch.uint8), values.flatten(-2)
+
+
+def mxfp4_packed(key: str, value: Tensor) -> Encoded:
+    """compressed-tensors "mxfp4-pack-quantized"."""
+    packed, exponents, values = _fp4(value)
+    return Encoded({f"{key}_packed": packed, f"{key}_scale": exponents}, values)
+
+
+def mxfp4_blocks(key: str, value: Tensor) -> Encoded:
+    """gpt-oss: a parameter [E, K, N] as blocks [E, N, K/32, 16] and scales [E, N, K/32]."""
+    packed, exponents, values = _fp4(value.transpose(1, 2).contiguous())
+    tensors = {f"{key}_blocks": packed.unflatten(-1, (-1, 16)).contiguous(), f"{key}_scales": exponents}
+    return Encoded(tensors, values.transpose(1, 2).contiguous())
+
+
+def fp4_scale(key: str, value: Tensor) -> Encoded:
+    """DeepSeek-V4: `weight` I8 [N, K/2] and `scale` F8_E8M0 [N, K/32]."""
+    packed, exponents, values = _fp4(value)
+    scale_key = key.removesuffix("weight") + "scale"
+    return Encoded({key: packed.view(torch.int8), scale_key: exponents.view(torch.float8_e8m0fnu)}, values)

@@ -1,0 +1,232 @@
+"""convert: what is written is read again, in every format and layout, and back to BF16."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
+from kt_ray.errors import UserError
+from kt_ray.native import ExpertFormula, ExpertMatrix
+from kt_ray.tools.__main__ import main
+from kt_ray.tools.convert import Options, convert
+from kt_ray.tools.experts import expert_groups
+from tests.helpers.tiny_families import tiny_family
+from tests.helpers.tiny_moe import E, encoded, fused, per_expert, save
+
+BOUNDS = {"fp8": 0.03, "int8": 0.01, "int4": 0.11, "mxfp4": 0.14}
+MIXTRAL: dict[str, Any] = {"moe": "block_sparse_moe", "leaves": ("w1", "w3", "w2")}
+SOURCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "per expert": (per_expert(), {}),
+    "mixtral": (per_expert(**MIXTRAL), {"model_type": "mixtral"}),
+    "fused": (fused(), {"model_type": "qwen3_5_moe_text"}),
+    "transposed": (fused(transposed=True), {"model_type": "qwen3_vl_moe_text"}),
+    "fp8": (encoded(per_expert(), "fp8"), {}),
+    "int4": (encoded(per_expert(), "int4", group=32), {}),
+}
+
+
+def experts(path: Path) -> dict[tuple[str, int, str], torch.Tensor]:
+    groups = expert_groups(CheckpointIndex.open(path))
+    return {
+        (prefix, e, p): group.read(e, p)
+        for prefix, group in groups.items()
+        for e in range(E)
+        for p in ("gate", "up", "down")
+    }
+
+
+def check(source: Path, out: Path, bound: float) -> None:
+    before, after = experts(source), experts(out)
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert float((after[key] - value).norm() / value.norm()) < bound, key
+
+
+@pytest.mark.parametrize("to", BOUNDS)
+@pytest.mark.parametrize("layout", SOURCES)
+def test_formats(tmp_path: Path, layout: str, to: str) -> None:
+    tensors, config = SOURCES[layout]
+    source = save(tmp_path / "source", tensors, config)
+    report = convert(source, tmp_path / "out", Options(to), shard_bytes=60_000)
+    out = CheckpointIndex.open(tmp_path / "out")
+    check(source, out.path, BOUNDS[to])
+    assert {m.format for n, m in out.matrices.items() if ".experts." in n} == {to}
+    assert all(f".experts.{e}." in " ".join(out.matrices) for e in range(E)) and len(out.files) > 1
+    assert json.loads((out.path / "convert_report.json").read_text()) == report
+    assert [row["layer"] for row in report["layers"]] == list(expert_groups(out))
+    for row in report["layers"]:
+        assert all(0 <= row[p] < BOUNDS[to] for p in ("gate", "up", "down"))
+    source_index = CheckpointIndex.open(source)
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"):
+        assert torch.equal(out.read(name), source_index.read(name))
+    quantization = out.config["quantization_config"]
+    ignored = quantization.get("ignore", quantization.get("modules_to_not_convert"))
+    assert "model.layers.1.self_attn.q_proj" in ignored and "model.embed_tokens" not in ignored
+    assert not any("experts" in name for name in ignored)
+
+    convert(out.path, tmp_path / "back", Options("bf16"))
+    back = CheckpointIndex.open(tmp_path / "back")
+    assert not back.matrices and "quantization_config" not in back.config
+    check(out.path, back.path, 0.004)
+
+
+@pytest.mark.parametrize("to", [*BOUNDS, "bf16"])
+@pytest.mark.parametrize("layout", [*SOURCES, "gpt_oss", "without gate", "fused without gate"])
+def test_training_reads_the_result(tmp_path: Path, layout: str, to: str) -> None:
+    """The loader of expert actors finds the same values in it."""
+    single = {k: v for k, v in per_expert().items() if "gate_proj" not in k}
+    prefix = "model.layers.{}.mlp.experts"
+    other = {
+        "gpt_oss": (
+            fused(transposed=True, interleaved=True, biases=True),
+            {"model_type": "gpt_oss"},
+        ),
+        "without gate": (single, {"model_type": "nemotron_h"}),
+        "fused without gate": (
+            {k: v for k, v in single.items() if ".experts." not in k}
+            | {
+                f"{prefix.format(layer)}.{leaf}": torch.stack(
+                    [single[f"{prefix.format(layer)}.{e}.{leaf}.weight"] for e in range(E)]
+                )
+                for layer in range(2)
+                for leaf in ("up_proj", "down_proj")
+            },
+            {"model_type": "nemotron_h"},
+        ),
+    }
+    tensors, config = {**SOURCES, **other}[layout]
+    convert(save(tmp_path / "source", tensors, config), tmp_path / "out", Options(to))
+    index = CheckpointIndex.open(tmp_path / "out")
+    layout_found = ExpertLayout.detect(index)
+    formula = None if layout_found.gated else ExpertFormula("relu2")
+    assert layout_found.distinct_formats == (to,) and layout_found.biased == (layout == "gpt_oss")
+    for group in expert_groups(index).values():
+        weights = load_experts(index, layout_found, group.layer, [2, 0], formula=formula)
+        for projection in group.projections:
+            loaded = getattr(weights, projection)
+            loaded = loaded.dequantize() if isinstance(loaded, ExpertMatrix) else loaded.float()
+            for place, expert in enumerate((2, 0)):
+                assert torch.equal(loaded[place], group.read(expert, projection)), projection
+
+
+def test_reported_error_is_the_error(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", per_expert())
+    report = convert(source, tmp_path / "out", Options("int4"))
+    before, after = experts(source), experts(tmp_path / "out")
+    keys = [k for k in before if k[0] == "model.layers.1.mlp.experts" and k[2] == "up"]
+    wrong = torch.stack([(after[k] - before[k]).square().sum() for k in keys]).sum()
+    expected = float((wrong / torch.stack([before[k].square().sum() for k in keys]).sum()).sqrt())
+    assert report["layers"][1]["up"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_gpt_oss_keeps_its_own_form(tmp_path: Path) -> None:
+    config = {"model_type": "gpt_oss"}
+    source = save(tmp_path / "source", fused(transposed=True, interleaved=True, biases=True), config)
+    convert(source, tmp_path / "out", Options("mxfp4"))
+    out = CheckpointIndex.open(tmp_path / "out")
+    key = "model.layers.0.mlp.experts.gate_up_proj"
+    assert {f"{key}_blocks", f"{key}_scales", f"{key}_bias"} <= set(out.tensors)
+    assert out.config["quantization_config"]["quant_method"] == "mxfp4"
+    check(source, out.path, BOUNDS["mxfp4"])
+    convert(out.path, tmp_path / "back", Options("bf16"))
+    back, first = CheckpointIndex.open(tmp_path / "back"), CheckpointIndex.open(source)
+    assert back.names == first.names
+    assert all(back.shape(name) == first.shape(name) for name in first.names)
+    check(out.path, back.path, 0.004)
+    # one by one with biases, and together again
+    convert(source, tmp_path / "int8", Options("int8"))
+    single = CheckpointIndex.open(tmp_path / "int8")
+    both = first.read(f"{key}_bias")
+    prefix = "model.layers.0.mlp.experts.1"
+    assert torch.equal(single.read(f"{prefix}.gate_proj.bias"), both[1, 0::2])
+    assert torch.equal(single.read(f"{prefix}.up_proj.bias"), both[1, 1::2])
+    convert(single.path, tmp_path / "again", Options("mxfp4"))
+    assert torch.equal(CheckpointIndex.open(tmp_path / "again").read(f"{key}_bias"), both)
+
+
+def test_all_linear_and_quantised_weights_outside_the_experts(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", per_expert())
+    name = "model.layers.0.self_attn.q_proj.weight"
+    report = convert(source, tmp_path / "fp8", Options("fp8", all_linear=True))
+    assert set(report["others"]) == {name, name.replace("0", "1")}
+    fp8 = CheckpointIndex.open(tmp_path / "fp8")
+    assert fp8.matrices[name].format == "fp8" and "model.layers.0.mlp.gate.weight" in fp8.tensors
+    # outside the experts: kept by fp8, dequantised by another format
+    convert(fp8.path, tmp_path / "same", Options("fp8"))
+    same = CheckpointIndex.open(tmp_path / "same")
+    for key in fp8.matrices[name].keys:
+        assert torch.equal(same.read(key).view(torch.uint8), fp8.read(key).view(torch.uint8))
+    convert(fp8.path, tmp_path / "int8", Options("int8"))
+    int8 = CheckpointIndex.open(tmp_path / "int8")
+    assert torch.equal(int8.read(name), fp8.value(name, torch.bfloat16))
+    assert "model.layers.0.self_attn.q_proj" in int8.config["quantization_config"]["ignore"]
+
+
+def test_multi_token_prediction_goes_along(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", per_expert(layers=3))  # config.json: two layers
+    report = convert(source, tmp_path / "out", Options("int8"))
+    assert [row["layer"].split(".")[2] for row in report["layers"]] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("to", ["int8", "mxfp4"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen3_5_moe_text", "gpt_oss", "deepseek_v4"])
+def test_transformers_reads_what_is_brought_back(tmp_path: Path, family: str, to: str) -> None:
+    """The model of the result has the source's values, every parameter in its own place."""
+    from transformers import AutoModelForCausalLM
+
+    source = tiny_family(tmp_path, family, expert_size=32, hidden_size=64)
+    convert(source, tmp_path / "small", Options(to))
+    convert(tmp_path / "small", tmp_path / "back", Options("bf16"))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+        for path in (source, tmp_path / "back")
+    )
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            assert float((after[name] - value).norm() / value.norm()) < BOUNDS[to] + 0.004, name
+        else:
+            assert torch.equal(after[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--to", "int4", "--group", "48"], "groups of 48"),
+        (["--to", "fp8", "--group", "64"], "no choice of group"),
+        (["--to", "bf16", "--all-linear"], "dequantises every weight"),
+    ],
+)
+def test_bad_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    source = save(tmp_path / "source", per_expert())
+    assert main(["convert", str(source), str(tmp_path / "out"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "To fix:" in error and not (tmp_path / "out").exists()
+
+
+def test_bad_checkpoints(tmp_path: Path) -> None:
+    tensors = per_expert()
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    source = save(tmp_path / "lacks", tensors)
+    with pytest.raises(UserError, match=r"missing: model.layers.1.mlp.experts.2.up_proj"):
+        convert(source, tmp_path / "out", Options("int8"))
+    dense = {k: v for k, v in tensors.items() if ".experts." not in k}
+    with pytest.raises(UserError, match="no routed experts"):
+        convert(save(tmp_path / "dense", dense), tmp_path / "out", Options("int8"))
+    with pytest.raises(UserError, match="the checkpoint itself"):
+        convert(source, source, Options("int8"))
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = save(tmp_path / "source", per_expert())
+    assert main(["convert", str(source), str(tmp_path / "out"), "--to", "int8", "--group", "32"]) == 0
+    assert "relative error of int8" in capsys.readouterr().out
+    assert main(["convert", str(source), str(tmp_path / "two"), "--to", "int8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["to"] == "int8"

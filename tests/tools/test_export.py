@@ -1,0 +1,150 @@
+"""export: the same update in every form, and what PEFT makes of it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kt_ray.checkpoint import AdapterInfo, CheckpointIndex, adapter_config
+from kt_ray.errors import UserError
+from kt_ray.tools.__main__ import main
+from kt_ray.tools.experts import expert_groups
+from kt_ray.tools.export import export
+from kt_ray.tools.merge import merge
+from tests.helpers.tiny_families import tiny_family
+from tests.helpers.tiny_moe import E, H, I, expert_modules, fused, lora, per_expert, save, save_adapter
+from tests.tools.test_merge import fused_adapter
+
+BASES = {
+    "per expert": (per_expert(torch.float32), {}),
+    "interleaved": (fused(torch.float32, transposed=True, interleaved=True), {"model_type": "gpt_oss"}),
+}
+
+
+def merged(base: Path, adapter: Path, out: Path) -> dict[str, torch.Tensor]:
+    merge(base, adapter, out)
+    index = CheckpointIndex.open(out)
+    result = {n: index.read(n) for n in index.names if ".experts." not in n}
+    for prefix, group in expert_groups(index).items():
+        result |= {f"{prefix}.{e}.{p}": group.read(e, p) for e in range(E) for p in ("gate", "up", "down")}
+    return result
+
+
+def check_same(base: Path, tmp_path: Path, one: Path, two: Path) -> None:
+    first, second = merged(base, one, tmp_path / "m1"), merged(base, two, tmp_path / "m2")
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("layout", BASES)
+def test_together_and_apart_again(tmp_path: Path, layout: str) -> None:
+    tensors, config = BASES[layout]
+    base = save(tmp_path / "base", tensors, config)
+    source = lora(expert_modules())
+    path = save_adapter(tmp_path / "adapter", source, base_model_name_or_path=str(base))
+    assert export(path, tmp_path / "fused", "peft-fused") == {str(tmp_path / "fused"): 2 + 2 * 2}
+    stored = load_file(tmp_path / "fused" / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.1.mlp.experts"
+    assert stored[f"{key}.base_layer.lora_A.weight"].shape == (E * 8, H)
+    assert stored[f"{key}.base_layer.lora_B.weight"].shape == (2 * I, 8 * E)
+    check_same(base, tmp_path, path, tmp_path / "fused")
+    export(tmp_path / "fused", tmp_path / "back", "peft-per-expert")
+    back = load_file(tmp_path / "back" / "adapter_model.safetensors")
+    assert back.keys() == {f"base_model.model.{name}" for name in source}
+    assert all(torch.equal(back[f"base_model.model.{name}"], value) for name, value in source.items())
+    config_back = json.loads((tmp_path / "back" / "adapter_config.json").read_text())
+    assert (config_back["r"], config_back["lora_alpha"]) == (4, 6)
+
+
+@pytest.mark.parametrize("layout", BASES)
+def test_an_adapter_that_peft_trained_apart(tmp_path: Path, layout: str) -> None:
+    """gate and up share A: each keeps the whole of it."""
+    tensors, config = BASES[layout]
+    base = save(tmp_path / "base", tensors, config)
+    source, _ = fused_adapter(layout == "interleaved")
+    path = save_adapter(tmp_path / "adapter", source, base_model_name_or_path=str(base))
+    export(path, tmp_path / "out", "peft-per-expert")
+    stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert len(stored) == 2 * E * 3 * 2
+    check_same(base, tmp_path, path, tmp_path / "out")
+
+
+def test_other_ranks_and_scales_outside_the_experts(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", per_expert(torch.float32))
+    q = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
+    source = lora(expert_modules()) | lora({q[0]: (H, H)}, rank=2)
+    options: dict[str, Any] = {"rank_pattern": {q[0]: 2}, "alpha_pattern": {q[0]: 5, q[1]: 3}}
+    path = save_adapter(tmp_path / "adapter", source, base_model_name_or_path=str(base), **options)
+    for form in ("peft-fused", "peft-per-expert"):
+        (tmp_path / form).mkdir()
+        export(path, tmp_path / form / "out", form)
+        check_same(base, tmp_path / form, path, tmp_path / form / "out")
+    with pytest.raises(UserError, match="several ranks or scales"):
+        export(path, tmp_path / "kt", "sglang-kt")
+
+
+def test_servers_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = save(tmp_path / "base", per_expert())
+    source = lora(expert_modules())
+    path = save_adapter(tmp_path / "adapter", source, base_model_name_or_path=str(base))
+    arguments = ["export", str(path), str(tmp_path / "out"), "--form", "sglang-kt", "--dtype", "bfloat16"]
+    assert main(arguments) == 0
+    attention = load_file(tmp_path / "out" / "sglang" / "adapter_model.safetensors")
+    experts = load_file(tmp_path / "out" / "kt" / "adapter_model.safetensors")
+    assert attention.keys() | experts.keys() == source.keys() and not attention.keys() & experts.keys()
+    assert all(".experts." in name for name in experts) and len(attention) == 4
+    assert all(torch.equal(v, source[n].bfloat16()) for n, v in (attention | experts).items())
+    config = json.loads((tmp_path / "out" / "kt" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["down_proj", "gate_proj", "up_proj"] and config["lora_alpha"] == 6
+    assert "4 pairs" not in capsys.readouterr().out
+
+
+def test_refusals(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", per_expert())
+    source = lora(expert_modules())
+    path = save_adapter(tmp_path / "adapter", source)
+    with pytest.raises(UserError, match="base model is not here"):
+        export(path, tmp_path / "out", "peft-fused")
+    export(path, tmp_path / "out", "peft-fused", base=base)
+    with pytest.raises(UserError, match="not empty"):
+        export(path, tmp_path / "out", "peft-fused", base=base)
+    fewer = {k: v for k, v in source.items() if "layers.1.mlp.experts.0.up_proj" not in k}
+    with pytest.raises(UserError, match=r"missing: model.layers.1.mlp.experts.0.up_proj"):
+        export(save_adapter(tmp_path / "fewer", fewer), tmp_path / "f", "peft-fused", base=base)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_peft_reads_every_form(tmp_path: Path, family: str) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = tiny_family(tmp_path, family)
+    shapes = {
+        name.removesuffix(".weight"): tuple(value.shape)
+        for name, value in load_file(base / "model.safetensors").items()
+        if name.endswith("_proj.weight")
+    }
+    source = lora(shapes)
+    info = AdapterInfo(str(base), family, 4, 6.0)
+    path = save_adapter(tmp_path / "adapter", source, **adapter_config(source, info))
+    export(path, tmp_path / "fused", "peft-fused")
+    export(tmp_path / "fused", tmp_path / "single", "peft-per-expert")
+    ids = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(3))
+    logits = []
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("ignore", message="The following .*_pattern keys did not match")
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
+        for adapter in (path, tmp_path / "fused", tmp_path / "single"):
+            model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+            before = model(ids).logits
+            logits.append(PeftModel.from_pretrained(model, str(adapter)).eval()(ids).logits)
+    assert float((logits[0] - before).abs().max()) > 0.05
+    for other in logits[1:]:
+        torch.testing.assert_close(other, logits[0], rtol=0, atol=1e-4)

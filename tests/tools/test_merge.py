@@ -1,0 +1,347 @@
+"""merge: the base plus the adapter, in every format and layout; equal to PEFT's own merge."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kt_ray.checkpoint import AdapterInfo, CheckpointIndex, adapter_config
+from kt_ray.errors import UserError
+from kt_ray.tools.__main__ import main
+from kt_ray.tools.experts import expert_groups
+from kt_ray.tools.merge import merge
+from tests.helpers.tiny_families import tiny_family
+from tests.helpers.tiny_moe import (
+    E,
+    H,
+    I,
+    encoded,
+    expert_modules,
+    fused,
+    lora,
+    per_expert,
+    save,
+    save_adapter,
+    values,
+)
+
+MIXTRAL: dict[str, Any] = {"moe": "block_sparse_moe", "leaves": ("w1", "w3", "w2")}
+SCALE = 6 / 4
+# Largest relative error of what was quantised again.
+BOUNDS = {"fp8": 0.03, "int8": 0.01, "int4": 0.11, "mxfp4": 0.14, "plain": 0.004}
+GPT_OSS = {"model_type": "gpt_oss"}
+BASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "bf16": ("plain", per_expert(), {}),
+    "float32": ("plain", per_expert(torch.float32), {}),
+    "mixtral": ("plain", per_expert(**MIXTRAL), {"model_type": "mixtral"}),
+    "fused": ("plain", fused(), {"model_type": "qwen3_5_moe_text"}),
+    "transposed": ("plain", fused(transposed=True), {"model_type": "qwen3_vl_moe_text"}),
+    "gpt_oss": ("mxfp4", encoded(fused(interleaved=True, biases=True), "mxfp4-blocks"), GPT_OSS),
+    "gpt_oss bf16": ("plain", fused(interleaved=True, biases=True, transposed=True), GPT_OSS),
+    "fp8": ("fp8", encoded(per_expert(), "fp8"), {}),
+    "fp8 rows": ("fp8", encoded(per_expert(), "fp8-row"), {}),
+    "fp8 fused": ("fp8", encoded(fused(), "fp8-fused"), {}),
+    "int8": ("int8", encoded(per_expert(), "int8"), {}),
+    "int4": ("int4", encoded(per_expert(), "int4", group=32), {}),
+    "mxfp4": ("mxfp4", encoded(per_expert(), "mxfp4"), {}),
+    "fp4": ("mxfp4", encoded(per_expert(), "fp4"), {}),
+}
+
+
+def matrices(path: Path) -> dict[tuple[int, int, str], torch.Tensor]:
+    """(layer, expert, projection) -> values."""
+    return {
+        (group.layer, e, p): group.read(e, p)
+        for group in expert_groups(CheckpointIndex.open(path)).values()
+        for e in range(E)
+        for p in ("gate", "up", "down")
+    }
+
+
+def deltas(
+    adapter: dict[str, torch.Tensor], moe: str, leaves: tuple[str, str, str]
+) -> dict[tuple[int, int, str], torch.Tensor]:
+    result = {}
+    for layer in range(2):
+        for e in range(E):
+            for p, leaf in zip(("gate", "up", "down"), leaves, strict=True):
+                module = f"model.layers.{layer}.{moe}.experts.{e}.{leaf}"
+                if f"{module}.lora_A.weight" in adapter:
+                    result[layer, e, p] = (
+                        SCALE * adapter[f"{module}.lora_B.weight"] @ adapter[f"{module}.lora_A.weight"]
+                    )
+    return result
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["same", "bf16"])
+@pytest.mark.parametrize("name", BASES)
+def test_base_plus_adapter(tmp_path: Path, name: str, bf16: bool) -> None:
+    kind, tensors, config = BASES[name]
+    names = MIXTRAL if name == "mixtral" else {"moe": "mlp", "leaves": ("gate_proj", "up_proj", "down_proj")}
+    adapter = lora(expert_modules(**names))
+    base = save(tmp_path / "base", tensors, config)
+    path = save_adapter(tmp_path / "adapter", adapter)
+    report = merge(base, path, tmp_path / "out", bf16=bf16, shard_bytes=50_000)
+    assert report["experts"] == 2 * E * 3 and report["linear"] == 2
+    before, after, change = matrices(base), matrices(tmp_path / "out"), deltas(adapter, **names)
+    bound = BOUNDS["plain" if bf16 else kind]
+    for key, value in before.items():
+        expected = value + change[key]
+        assert float((after[key] - expected).norm() / expected.norm()) < bound, key
+        assert float((after[key] - value).norm() / change[key].norm()) > 0.5
+    source, out = CheckpointIndex.open(base), CheckpointIndex.open(tmp_path / "out")
+    q = "model.layers.0.self_attn.q_proj.weight"
+    delta = (
+        SCALE * adapter[q.replace("weight", "lora_B.weight")] @ adapter[q.replace("weight", "lora_A.weight")]
+    )
+    expected, ulp = source.read(q).float() + delta, 2**-8 if source.read(q).dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(out.read(q).float(), expected, rtol=ulp, atol=1e-7)
+    if bf16:
+        assert not out.matrices and "quantization_config" not in out.config
+        return
+    assert out.tensors.keys() == source.tensors.keys() and out.config == source.config
+    for key, info in source.tensors.items():
+        assert (out.tensors[key].dtype, out.tensors[key].shape) == (info.dtype, info.shape)
+        if ".experts." not in key and "q_proj" not in key:
+            assert torch.equal(out.read(key), source.read(key)), key
+
+
+@pytest.mark.parametrize("name", ["bf16", "fused", "gpt_oss", "int4", "fp8 fused"])
+def test_untouched_experts_keep_their_bytes(tmp_path: Path, name: str) -> None:
+    _, tensors, config = BASES[name]
+    modules = {"model.layers.1.mlp.experts.2.up_proj": (I, H)}
+    base = save(tmp_path / "base", tensors, config)
+    report = merge(base, save_adapter(tmp_path / "adapter", lora(modules)), tmp_path / "out")
+    assert report["touched"] == 1
+    before, after = matrices(base), matrices(tmp_path / "out")
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    # fused: gate shares no rows with up, yet FP8 blocks of 128 rows span both
+    assert (1, 2, "up") in changed and changed <= {(1, 2, "up"), (1, 2, "gate")}
+    if name != "fp8 fused":
+        assert changed == {(1, 2, "up")}
+
+
+def fused_adapter(
+    interleaved: bool,
+) -> tuple[dict[str, torch.Tensor], dict[tuple[int, int, str], torch.Tensor]]:
+    """PEFT's form with a gate_up whose B is not block-diagonal, and what it adds."""
+    rank, tensors, change = 4, {}, {}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        a, b = values(E * rank, H, seed=layer), values(2 * I, rank * E, seed=layer + 5)
+        a2, b2 = values(E * rank, I, seed=layer + 9), values(H, rank * E, seed=layer + 13)
+        tensors |= {f"{prefix}.base_layer.lora_A.weight": a, f"{prefix}.base_layer.lora_B.weight": b}
+        tensors |= {f"{prefix}.lora_A.weight": a2, f"{prefix}.lora_B.weight": b2}
+        for e in range(E):
+            both = SCALE * b.view(2 * I, rank, E)[:, :, e] @ a.view(E, rank, H)[e]
+            gate, up = (both[0::2], both[1::2]) if interleaved else both.chunk(2)
+            change |= {(layer, e, "gate"): gate, (layer, e, "up"): up}
+            change[layer, e, "down"] = SCALE * b2.view(H, rank, E)[:, :, e] @ a2.view(E, rank, I)[e]
+    return tensors, change
+
+
+@pytest.mark.parametrize("name", ["bf16", "fused", "transposed", "gpt_oss", "gpt_oss bf16", "int8"])
+def test_fused_adapters(tmp_path: Path, name: str) -> None:
+    kind, tensors, config = BASES[name]
+    adapter, change = fused_adapter(name.startswith("gpt_oss"))
+    base = save(tmp_path / "base", tensors, config)
+    merge(base, save_adapter(tmp_path / "adapter", adapter), tmp_path / "out")
+    before, after = matrices(base), matrices(tmp_path / "out")
+    for key, value in before.items():
+        expected = value + change[key]
+        assert float((after[key] - expected).norm() / expected.norm()) < BOUNDS[kind], key
+
+
+def test_patterns_and_rslora(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", per_expert(torch.float32))
+    q = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
+    adapter = lora({q[0]: (H, H)}, rank=2) | lora({q[1]: (H, H)}, rank=4)
+    options = {"rank_pattern": {r"layers\.0.*q_proj": 2}, "alpha_pattern": {"q_proj": 5}, "use_rslora": True}
+    merge(base, save_adapter(tmp_path / "adapter", adapter, **options), tmp_path / "out")
+    source, out = CheckpointIndex.open(base), CheckpointIndex.open(tmp_path / "out")
+    for module, rank in zip(q, (2, 4), strict=True):
+        delta = 5 / rank**0.5 * adapter[f"{module}.lora_B.weight"] @ adapter[f"{module}.lora_A.weight"]
+        torch.testing.assert_close(out.read(f"{module}.weight"), source.read(f"{module}.weight") + delta)
+
+
+# -- PEFT's own merge --------------------------------------------------------------------------
+
+
+def peft_merged(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The following .*_pattern keys did not match")
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().state_dict()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe"])
+def test_peft_merges_the_same(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base = tiny_family(tmp_path, family)
+    shapes = {
+        name.removesuffix(".weight"): tuple(value.shape)
+        for name, value in load_file(base / "model.safetensors").items()
+        if name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight", "mqa.weight"))
+    }
+    adapter = lora(shapes)
+    info = AdapterInfo(str(base), family, 4, 6.0)
+    path = save_adapter(tmp_path / "adapter", adapter, **adapter_config(adapter, info))
+    report = merge(base, path, tmp_path / "out", shard_bytes=100_000)
+    assert report["experts"] + report["linear"] == len(shapes)
+    expected = peft_merged(base, path)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).state_dict()
+    assert merged.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-6, msg=name)
+    assert sum(not torch.equal(plain[n], v) for n, v in merged.items()) > len(plain) // 3
+
+
+@pytest.mark.parametrize("targets", [("gate_up", "down"), ("gate_up",), ("down",)], ids="+".join)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_that_peft_trained_on_fused_experts(
+    tmp_path: Path, family: str, targets: tuple[str, ...]
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = tiny_family(tmp_path, family)
+    config = LoraConfig(
+        r=4,
+        lora_alpha=6,
+        use_rslora=True,
+        target_modules=["q_proj"],
+        target_parameters=[f"experts.{t}_proj" for t in targets],
+        rank_pattern={"experts.gate_up_proj": 2},
+        init_lora_weights=False,
+    )
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of saving without the hub, and of patterns as elsewhere
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+        model.save_pretrained(tmp_path / "adapter")
+    expected = model.merge_and_unload().state_dict()
+    merge(base, tmp_path / "adapter", tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4", "qwen3_5_moe_text", "minimax_m2", "phimoe", "qwen3_next"])
+def test_every_linear_module_of_families_that_rename(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base = tiny_family(tmp_path, family)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    adapter = lora({n: (m.out_features, m.in_features) for n, m in linear.items()})
+    report = merge(base, save_adapter(tmp_path / "adapter", adapter), tmp_path / "out")
+    assert report["linear"] == len(linear)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    for name, value in model.state_dict().items():
+        module = name.removesuffix(".weight")
+        if module in linear:
+            value = value + SCALE * adapter[f"{module}.lora_B.weight"] @ adapter[f"{module}.lora_A.weight"]
+        torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-5, msg=name)
+
+
+def test_the_language_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
+    """Keys under "model.language_model.", an adapter that names the text model alone."""
+    from safetensors.torch import save_file
+
+    text = tiny_family(tmp_path, "qwen3_5_moe_text")
+    inner = json.loads((text / "config.json").read_text())
+    base = tmp_path / "base"
+    base.mkdir()
+    config = {"model_type": "qwen3_5_moe", "text_config": inner, "architectures": ["x"]}
+    (base / "config.json").write_text(json.dumps(config))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: value
+        for name, value in load_file(text / "model.safetensors").items()
+    }
+    tensors["model.visual.blocks.0.attn.proj.weight"] = torch.ones(3, 3)
+    save_file(tensors, base / "model.safetensors")
+    expert = "model.layers.1.mlp.experts.3.down_proj"
+    linear = ("model.layers.1.mlp.shared_expert.up_proj", "model.layers.0.linear_attn.out_proj", "lm_head")
+    shapes = {m: tuple(load_file(text / "model.safetensors")[f"{m}.weight"].shape) for m in linear}
+    adapter = save_adapter(tmp_path / "adapter", lora(shapes | {expert: (48, 24)}))
+    report = merge(base, adapter, tmp_path / "out")
+    assert (report["linear"], report["experts"]) == (3, 1)
+    merge(text, adapter, tmp_path / "text")
+    merged, alone = (load_file(tmp_path / n / "model.safetensors") for n in ("out", "text"))
+    for name, value in alone.items():
+        key = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+        assert torch.equal(merged[key], value), name
+
+
+# -- messages ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        (
+            lora({"model.layers.0.b_proj": (H, H), "model.layers.0.a_proj": (H, H)}),
+            {},
+            r"a_proj, model.layers.0.b_proj",
+        ),
+        (lora({"model.layers.7.mlp.experts.0.up_proj": (I, H)}), {}, "layers.7"),
+        (lora({"model.layers.0.mlp.experts.3.up_proj": (I, H)}), {}, "experts.3"),
+        (lora({"model.layers.0.self_attn.q_proj": (H, I)}), {}, "shapes do not fit"),
+        (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"r": 8}, "disagree about the rank"),
+        (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"use_dora": True}, "use_dora"),
+        (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"peft_type": "IA3"}, "IA3"),
+        (
+            lora({"model.layers.0.self_attn.q_proj": (H, H)}),
+            {"modules_to_save": ["lm_head"]},
+            "modules_to_save",
+        ),
+        ({"model.norm.weight": torch.ones(3)}, {}, "not LoRA matrices.*model.norm"),
+        ({"x.lora_A.weight": torch.ones(4, 3)}, {}, "one half of a pair"),
+        (
+            {
+                "model.layers.0.mlp.experts.lora_A.weight": torch.ones(12, 5),
+                "model.layers.0.mlp.experts.lora_B.weight": torch.ones(5, 12),
+            },
+            {},
+            "neither",
+        ),
+    ],
+)
+def test_adapters_that_do_not_fit(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    tensors: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    message: str,
+) -> None:
+    base = save(tmp_path / "base", per_expert())
+    path = save_adapter(tmp_path / "adapter", tensors, **config)
+    with pytest.raises(UserError, match=message) as caught:
+        merge(base, path, tmp_path / "out")
+    assert caught.value.remedy and not (tmp_path / "out").exists()
+    assert main(["merge", str(base), str(path), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_another_adapter_is_another_job(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", per_expert())
+    modules = {"model.layers.0.self_attn.q_proj": (H, H)}
+    first = save_adapter(tmp_path / "one", lora(modules))
+    second = save_adapter(tmp_path / "two", lora(modules), lora_alpha=7)
+    merge(base, first, tmp_path / "out")
+    with pytest.raises(UserError, match="not empty"):
+        merge(base, second, tmp_path / "out")
+    with pytest.raises(UserError, match=r"no adapter_config.json"):
+        merge(base, base, tmp_path / "other")
