@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import torch
@@ -17,11 +16,6 @@ def _corrupt_header(place: Place) -> None:
     content = bytearray(file.read_bytes())
     content[8:24] = b"not json at all!"
     file.write_bytes(bytes(content))
-
-
-def _multimodal(place: Place) -> None:
-    file = place.model / "config.json"
-    file.write_text(json.dumps({"model_type": "kimi_vl", "text_config": json.loads(file.read_text())}))
 
 
 def _same_shard_twice(place: Place) -> None:
@@ -93,12 +87,6 @@ MODEL: list[Case] = [
         TINY,
         ["'deepseek_v99'", "config.json", "a family that the installed transformers knows"],
         lambda p: p.config(model_type="deepseek_v99", architectures=["X"]),
-    ),
-    Case(
-        "multimodal, of a family that transformers does not know",
-        TINY,
-        ["transformers cannot read this model's configuration", "kimi_vl", "a family that the installed"],
-        _multimodal,
     ),
     Case(
         "experts with another activation",
