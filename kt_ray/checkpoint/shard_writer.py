@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,7 @@ def write_shards(
     job: Mapping[str, Any],
     *,
     shard_bytes: int = SHARD_BYTES,
+    threads: int = 1,
     title: str = "writing",
 ) -> Notes:
     """Write all units, or those that an interrupted run of the same job left.
@@ -123,6 +125,7 @@ def write_shards(
         units: in file order; no key twice.
         job: what decides the result (paths, options, fingerprints), as JSON.
         shard_bytes: largest shard, unless one unit alone is larger.
+        threads: units produced at the same time; memory grows with them, the result does not change.
         title: of the progress bar.
 
     Returns:
@@ -143,7 +146,7 @@ def write_shards(
         _check_space(out, sum(layout[name][2] for name in waiting))
         with _progress(title, sum(layout[name][2] for name in waiting)) as advance:
             for name in waiting:
-                _write_shard(out, name, layout[name], shards[name], advance)
+                _write_shard(out, name, layout[name], shards[name], advance, threads)
     total = Notes()
     for name in shards:
         for key, values in json.loads(_notes_file(out, name).read_text(encoding="utf-8")).items():
@@ -252,12 +255,45 @@ def _check_space(out: Path, needed: int) -> None:
         )
 
 
+def _in_order(action: Callable[[Unit], Notes], units: Sequence[Unit], threads: int) -> Iterator[Notes]:
+    if threads <= 1:
+        yield from map(action, units)
+        return
+    pool = ThreadPoolExecutor(max_workers=threads)
+    try:
+        yield from pool.map(action, units)
+    finally:
+        pool.shutdown(cancel_futures=True)  # of a stopped or failed job; otherwise there are none
+
+
+def _write_unit(
+    fd: int, unit: Unit, ranges: Mapping[str, tuple[int, int]], advance: Callable[[int], None]
+) -> Notes:
+    notes = Notes()
+    left = {entry.key: entry.nbytes for entry in unit.entries}
+    wide = {e.key: e.nbytes // e.shape[0] if e.shape and e.shape[0] else 0 for e in unit.entries}
+    for key, value, start in unit.produce(notes):
+        held = value.contiguous()  # keeps the bytes of the view
+        view = tensor_bytes(held)
+        at = ranges[key][0] + start * wide[key]
+        if at + len(view) > ranges[key][1]:
+            raise ValueError(f"{key}: values beyond its end")
+        write_from(fd, view, at)
+        left[key] -= len(view)
+        advance(len(view))
+    wrong = sorted(key for key, count in left.items() if count)
+    if wrong:
+        raise ValueError(f"{wrong[0]}: {left[wrong[0]]} bytes were not produced")
+    return notes
+
+
 def _write_shard(
     out: Path,
     name: str,
     layout: tuple[bytes, dict[str, tuple[int, int]], int],
     units: Sequence[Unit],
     advance: Callable[[int], None],
+    threads: int,
 ) -> None:
     head, ranges, size = layout
     partial = out / f".{name}.partial"
@@ -266,21 +302,9 @@ def _write_shard(
     try:
         os.ftruncate(fd, size)
         write_from(fd, memoryview(head), 0)
-        for unit in units:
-            left = {entry.key: entry.nbytes for entry in unit.entries}
-            wide = {e.key: e.nbytes // e.shape[0] if e.shape and e.shape[0] else 0 for e in unit.entries}
-            for key, value, start in unit.produce(notes):
-                held = value.contiguous()  # keeps the bytes of the view
-                view = tensor_bytes(held)
-                at = ranges[key][0] + start * wide[key]
-                if at + len(view) > ranges[key][1]:
-                    raise ValueError(f"{key}: values beyond its end")
-                write_from(fd, view, at)
-                left[key] -= len(view)
-                advance(len(view))
-            wrong = sorted(key for key, count in left.items() if count)
-            if wrong:
-                raise ValueError(f"{wrong[0]}: {left[wrong[0]]} bytes were not produced")
+        for own in _in_order(lambda unit: _write_unit(fd, unit, ranges, advance), units, threads):
+            for key, values in own.items():  # summed in the units' order: the same sums with any threads
+                notes.add(key, *values)
         os.fsync(fd)
     except OSError as error:
         partial.unlink(missing_ok=True)  # a full disk gets its space back

@@ -213,4 +213,4 @@ def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and lines[0].endswith(":"):  # a heading: the reason follows
         return " ".join(lines[:2])
-    return lines[0] if lines else type(error).__name__
+    return lines[0].split(". Please ")[0] if lines else type(error).__name__

@@ -26,13 +26,14 @@ class RecordedCall:
         args: positional arguments after the hidden state.
         kwargs: keyword arguments without the hidden state.
         keyword: name the hidden state was passed under, or None when it came first by position.
-        carried: names under which the family hands a layer's second output to the next (see `check_carry`).
+        carried: names under which the family hands a layer's second output to the next (see `check_carry`);
+            None where layers have no second output.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     keyword: str | None
-    carried: tuple[str, ...] = ()
+    carried: tuple[str, ...] | None = None
 
     def run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
         """Call the layer with these arguments. Returns its hidden state, of `hidden`'s shape."""
@@ -46,7 +47,7 @@ class RecordedCall:
             out = layer(*self.args, **{self.keyword: hidden}, **self.kwargs)
         if not isinstance(out, tuple):
             return (out,)
-        if any(extra is not None for extra in out[1:]) and not self.carried:
+        if any(extra is not None for extra in out[1:]) and self.carried is None:
             raise _refuse(type(layer).__name__, f"{len(out)} outputs of one layer", "any placement")
         return out
 
@@ -111,7 +112,7 @@ class Recorder:
         self.stubs = [LayerStub(layer) for layer in originals]
         self.outputs = 0  # of this family's layers: 0 = a tensor, else a tuple of that many
         self.extra: Tensor | None = None  # what stubs return as their second output
-        self.carried: tuple[str, ...] = ()  # arguments that take the layer before's second output
+        self.carried: tuple[str, ...] | None = None  # arguments that take the layer before's second output
         self.output_shape: tuple[int, ...] = ()  # of the last recording
         # of the hidden state between layers, after [b, s]: (H,), or (streams, H) with hyper-connections
         self.state_shape: tuple[int, ...] = ()
@@ -244,7 +245,10 @@ def check_family(recorder: Recorder, first: bool, last: bool, hidden_size: int, 
 
 
 def check_carry(
-    recorder: Recorder, layers: Mapping[int, nn.Module], calls: Mapping[int, RecordedCall], hidden: list[Tensor]
+    recorder: Recorder,
+    layers: Mapping[int, nn.Module],
+    calls: Mapping[int, RecordedCall],
+    hidden: list[Tensor],
 ) -> None:
     """Refuse a family whose layers use the second output of the layer before, found by trying.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # What expert actors read from checkpoints, and so train. "fp8_block" is the engine's fp8 with blocks.
@@ -48,6 +48,13 @@ class Storage:
         high, wide = self.block[0] or rows, self.block[1] or columns
         scales = -(-rows // high) * -(-columns // wide)
         return rows * columns * _BITS.get(self.format, 16) / 8 + scales * self.scale_bytes
+
+    def dividing(self, columns: int) -> Storage:
+        """With groups halved until they divide a row of `columns`, as weights are quantised while read."""
+        wide = self.block[1]
+        while wide and columns % wide:
+            wide //= 2
+        return replace(self, block=(self.block[0], wide))
 
 
 MXFP4 = Storage("mxfp4", (1, 32), 1)

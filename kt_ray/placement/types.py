@@ -80,14 +80,15 @@ class ModelDims:
         """
         width, inter = self.expert_width, self.expert_intermediate
 
-        def matrices(kind: Storage) -> float:
-            ups = (2 if self.gated else 1) * kind.matrix_bytes(inter, width)
-            return ups + kind.matrix_bytes(width, inter)
+        def matrices(kind: Storage, streamed: bool = False) -> float:
+            up, down = (kind.dividing(width), kind.dividing(inter)) if streamed else (kind, kind)
+            ups = (2 if self.gated else 1) * up.matrix_bytes(inter, width)
+            return ups + down.matrix_bytes(width, inter)
 
         layers, plain = len(self.moe_layers), len(self.plain_expert_layers)
         biases = 4 * self.expert_bias_params * layers
         if storage is not None:
-            return layers * matrices(storage) + biases
+            return layers * matrices(storage, streamed=True) + biases
         kept = plain * matrices(plain_storage(self.dtype)) if plain else 0
         return (layers - plain) * matrices(self.expert_storage) + kept + biases
 

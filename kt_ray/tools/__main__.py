@@ -61,6 +61,9 @@ def _positive(text: str) -> int:
 
 def _sizes(command: argparse.ArgumentParser) -> None:
     command.add_argument("--shard-gb", type=float, default=4.0, help="largest output file in GiB (default 4)")
+    command.add_argument(
+        "--threads", type=_positive, default=4, help="weights computed at the same time (default 4)"
+    )
     command.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
@@ -78,7 +81,9 @@ def _run(arguments: argparse.Namespace) -> int:
         from kt_ray.tools.convert import show as show_report
 
         options = Options(arguments.to, arguments.group, arguments.all_linear)
-        report = convert(arguments.source, arguments.out, options, shard_bytes=_bytes(arguments))
+        report = convert(
+            arguments.source, arguments.out, options, shard_bytes=_bytes(arguments), threads=arguments.threads
+        )
     elif command == "merge":
         from kt_ray.tools.merge import merge, summary
 
@@ -88,8 +93,9 @@ def _run(arguments: argparse.Namespace) -> int:
             arguments.out,
             bf16=arguments.dtype == "bf16",
             shard_bytes=_bytes(arguments),
+            threads=arguments.threads,
         )
-        show_report = lambda report, console: console.print(summary(report))  # noqa: E731
+        show_report = lambda report, console: console.print(summary(report), soft_wrap=True)  # noqa: E731
     elif command == "export":
         import torch
 
@@ -98,7 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
         dtype = torch.float32 if arguments.dtype == "float32" else torch.bfloat16
         written = export(arguments.adapter, arguments.out, arguments.form, dtype=dtype, base=arguments.base)
         for path, count in written.items():
-            console.print(f"{path}: {count} pairs of matrices")
+            console.print(f"{path}: {count} pairs of matrices", soft_wrap=True)
         return 0
     else:
         from kt_ray.tools.inspect import inspect

@@ -64,7 +64,7 @@ class Options:
 
 
 def convert(
-    source: str | Path, out: str | Path, options: Options, *, shard_bytes: int = SHARD_BYTES
+    source: str | Path, out: str | Path, options: Options, *, shard_bytes: int = SHARD_BYTES, threads: int = 1
 ) -> dict[str, Any]:
     """Write the converted checkpoint; an interrupted conversion goes on.
 
@@ -90,7 +90,9 @@ def convert(
         "group": options.group,
         "all_linear": options.all_linear,
     }
-    notes = write_shards(target, units, job, shard_bytes=shard_bytes, title=f"convert to {options.to}")
+    notes = write_shards(
+        target, units, job, shard_bytes=shard_bytes, threads=threads, title=f"convert to {options.to}"
+    )
     report = _report(options, notes)
     write_text(target / REPORT, json.dumps(report, indent=2) + "\n")
     finish(target, index.path, plan.config(), units, shard_bytes)

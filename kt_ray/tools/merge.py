@@ -42,6 +42,7 @@ def merge(
     *,
     bf16: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    threads: int = 1,
 ) -> dict[str, Any]:
     """Write the merged checkpoint; an interrupted merge goes on.
 
@@ -49,6 +50,7 @@ def merge(
         base: the checkpoint's directory. adapter: the adapter's. out: a new directory.
         bf16: write quantised weights as BF16.
         shard_bytes: largest shard.
+        threads: weights computed at the same time.
 
     Returns:
         {"touched": parameters changed, "experts": expert matrices changed, "linear": other matrices
@@ -68,7 +70,7 @@ def merge(
         "adapter": adapter_fingerprint(lora.path),
         "dtype": "bf16" if bf16 else "as the base",
     }
-    notes = write_shards(target, units, job, shard_bytes=shard_bytes, title="merge")
+    notes = write_shards(target, units, job, shard_bytes=shard_bytes, threads=threads, title="merge")
     config = without_quantization(index.config) if bf16 else index.config
     finish(target, index.path, config, units, shard_bytes)
     wrong, whole = notes.get("error", [0.0, 0.0])

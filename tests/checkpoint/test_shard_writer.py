@@ -55,6 +55,17 @@ def test_shards_hold_what_units_produce(tmp_path: Path) -> None:
     assert "tokenizer.json" in names and not any(n.startswith(".") for n in names)
 
 
+def test_threads_change_nothing(tmp_path: Path) -> None:
+    made: list[str] = []
+    notes = [write_shards(tmp_path / str(n), units(made), JOB, shard_bytes=150, threads=n) for n in (1, 4)]
+    assert notes[0] == notes[1] and len(made) == 10
+    files = sorted(p.name for p in (tmp_path / "1").glob("*.safetensors"))
+    assert len(files) == 2
+    assert all((tmp_path / "1" / f).read_bytes() == (tmp_path / "4" / f).read_bytes() for f in files)
+    with pytest.raises(KeyboardInterrupt):
+        write_shards(tmp_path / "x", units(made, fail="w1"), JOB, threads=2)
+
+
 def test_a_stopped_job_goes_on(tmp_path: Path) -> None:
     made: list[str] = []
     with pytest.raises(KeyboardInterrupt):

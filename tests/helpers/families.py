@@ -30,7 +30,9 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2
+    ),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "first_k_dense_replace"), 1),
     **dict.fromkeys(("intermediate_size", "dense_intermediate_size"), 40),
     **dict.fromkeys(("moe_intermediate_size", "shared_experts_intermediate_size"), 24),
@@ -54,7 +56,9 @@ _TOWER: dict[str, Any] = {
     **dict.fromkeys(("depth", "num_hidden_layers", "encoder_layers", "num_layers", "num_blocks"), 1),
     **dict.fromkeys(("hidden_size", "out_hidden_size", "d_model", "output_dim", "embed_dim"), 32),
     **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "mlp_dim", "n_window"), 32),
-    **dict.fromkeys(("num_heads", "num_attention_heads", "num_key_value_heads", "encoder_attention_heads"), 2),
+    **dict.fromkeys(
+        ("num_heads", "num_attention_heads", "num_key_value_heads", "encoder_attention_heads"), 2
+    ),
     "deepstack_visual_indexes": [0],
     "head_dim": 16,
     "image_size": 32,
@@ -97,7 +101,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "deepseek_ocr2_text": {"num_experts_per_tok": 2, "num_key_value_heads": 4, "mlp_layer_types": _FIRST_DENSE},
+    "deepseek_ocr2_text": {
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+        "mlp_layer_types": _FIRST_DENSE,
+    },
     "unlimited_ocr_text": {"num_key_value_heads": 4},
     "ernie4_5_vl_moe_text": {
         "moe_intermediate_size": [24, 16],
@@ -137,7 +145,9 @@ def tiny_config(model_type: str, **overrides: Any) -> dict[str, Any]:
     if "text_config" in parts:
         towers = {n: _tower(part) for n, part in parts.items() if n != "text_config" and _is_class(part)}
         text = tiny_config(parts["text_config"].model_type, **overrides)
-        if parts.get("vision_config") is not None and "vision_config" not in towers:
+        if model_type == "dots3_note":
+            towers = {n: {"adapter_out_dim": SIZES["hidden_size"]} for n in ("vision_config", "audio_config")}
+        elif parts.get("vision_config") is not None and "vision_config" not in towers:
             towers["vision_config"] = _tower(CONFIG_MAPPING["pixtral"])  # Mistral-Large-4's
         return {"model_type": model_type, "text_config": text} | towers
     if dataclasses.is_dataclass(kind):
@@ -156,8 +166,6 @@ def _tower(kind: Any) -> dict[str, Any]:
     """A small vision or audio configuration: its weights are never looked at."""
     known = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     values = {name: value for name, value in _TOWER.items() if name in known}
-    if "per_layer_config" in known:  # names its layers
-        values = {n: v for n, v in values.items() if n != "num_hidden_layers"}
     nested = {name: _tower(part) for name, part in kind.sub_configs.items() if _is_class(part)}
     return {"model_type": kind.model_type} | values | nested
 

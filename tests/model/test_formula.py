@@ -60,13 +60,15 @@ def test_families(family: str, name: str, formula: ExpertFormula) -> None:
     storages = {p.untyped_storage().data_ptr() for p in module.parameters()}
     for view in (weights.gate, weights.up, weights.down):
         assert view is None or view.untyped_storage().data_ptr() in storages, "not a copy"
-    if formula == ExpertFormula("silu"):
-        check_trainable(module, family)
-    else:
-        with pytest.raises(
-            UserError, match=f"experts of {family} cannot be trained yet.*{formula.activation}"
-        ):
-            check_trainable(module, family)
+    assert check_trainable(module, family) == formula
+    assert check_trainable(module, family, SIZES["hidden_size"]) == formula
+
+
+def test_projected_width_is_refused() -> None:
+    """Experts between projections of their own (Nemotron-H's latent experts)."""
+    module = module_of("nemotron_h", "NemotronHExperts")
+    with pytest.raises(UserError, match="experts of nemotron_h.*projected width.*found experts of width 6"):
+        check_trainable(module, "nemotron_h", 48)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,8 @@ def test_quantised_weights_may_stay_quantised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "each"), [("AMXINT8", 3 * 40 * 64 + 2 * 144), ("AMXINT4", 3 * 20 * 64 + 2 * 144)]
+    ("backend", "each"),
+    [("AMXINT8", 3 * 40 * 64 + 2 * 144), ("AMXINT4", 3 * 20 * 64 + 2 * (40 + 40 + 64 * 5))],
 )
 def test_backends_that_quantise(backend: str, each: int) -> None:
     plan = make_plan(small_dims(), make_config(rule={"experts": {"backend": backend}}), make_hardware())

@@ -298,6 +298,19 @@ def _deepseek_v4(s: Sizes) -> Config:
     }
 
 
+def _granitemoe(s: Sizes) -> Config:
+    return {
+        "intermediate_size": s.inner,
+        "num_key_value_heads": 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "residual_multiplier": 0.22,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 6.0,
+        "attention_multiplier": 0.2,
+    }
+
+
 # Name in tests -> (model_type of transformers, keys of its own).
 FAMILIES: dict[str, tuple[str, Callable[[Sizes], Config]]] = {
     "deepseek_v2": ("deepseek_v2", _deepseek_v2),
@@ -316,6 +329,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Sizes], Config]]] = {
     "gpt_oss": ("gpt_oss", _gpt_oss),
     "phimoe": ("phimoe", _phimoe),
     "deepseek_v4": ("deepseek_v4", _deepseek_v4),
+    "granitemoe": ("granitemoe", _granitemoe),
 }
 
 
