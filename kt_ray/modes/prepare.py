@@ -8,12 +8,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-<<<<<<< HEAD
-from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, check_content, check_non_experts
+from kt_ray.checkpoint import (
+    CheckpointIndex,
+    ExpertLayout,
+    GgufExperts,
+    check_content,
+    check_non_experts,
+)
 from kt_ray.checkpoint.index import some
-=======
-from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_non_experts
->>>>>>> h_gguf
 from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, eval_waves, load_data
 from kt_ray.demo import resolve_model_dir
@@ -40,11 +42,8 @@ class Prepared:
         plan: who does what. data: tokenised rows. schedule: the steps.
         module_names: the model's linear modules outside the routed experts.
         formulas: MoE layer -> what its experts compute.
-<<<<<<< HEAD
         notes: what was passed over in the checkpoint, one line each.
-=======
         gguf: the experts of model.experts_path, or None.
->>>>>>> h_gguf
     """
 
     config: Config
@@ -55,9 +54,7 @@ class Prepared:
     schedule: Schedule
     module_names: tuple[str, ...]
     formulas: Mapping[int, ExpertFormula]
-<<<<<<< HEAD
     notes: tuple[str, ...] = ()
-=======
     gguf: GgufExperts | None = None
 
     @property
@@ -66,7 +63,6 @@ class Prepared:
         if self.gguf is None:
             return self.index.fingerprint
         return hashlib.sha256(f"{self.index.fingerprint} {self.gguf.fingerprint}".encode()).hexdigest()
->>>>>>> h_gguf
 
 
 def prepare(config: Config) -> Prepared:
@@ -104,11 +100,7 @@ def prepare(config: Config) -> Prepared:
 <<<<<<< HEAD
     notes = (*index.notes, *_ignored_note(report.ignored))
     names = tuple(whole.lora_names)
-    return Prepared(config, model_dir, index, plan, data, schedule, names, whole.formulas, notes)
-=======
-    names = tuple(whole.lora_names)
-    return Prepared(config, model_dir, index, plan, data, schedule, names, whole.formulas, gguf)
->>>>>>> h_gguf
+    return Prepared(config, model_dir, index, plan, data, schedule, names, whole.formulas, notes, gguf)
 
 
 def _as_stored(dims: ModelDims, layout: ExpertLayout) -> ModelDims:
