@@ -22,6 +22,7 @@ import torch
 
 from kt_ray.checkpoint.experts import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex, some
+from kt_ray.checkpoint.key_map import layer_of, map_keys
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear, dequantized
 from kt_ray.errors import UserError
 
@@ -29,13 +30,8 @@ if TYPE_CHECKING:  # expert actors import this package and need no transformers
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter
 
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT_PARAMETER = re.compile(r"\bexperts\.(gate_up_proj|down_proj)(_bias)?$")
 _PLAIN = {"F32", "BF16", "F16", "F64", "I64", "I32", "I16", "I8", "U8", "BOOL"}
-_IGNORED = [
-    re.compile(p)
-    for p in (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"(^|\.)mtp\.", r"(^|\.)mtp_layers\.")
-]
 _AGAIN = "download the checkpoint again, or check that config.json belongs to it"
 
 
@@ -57,12 +53,6 @@ class LoadReport:
     unexpected: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-
-
-def layer_of(name: str) -> int | None:
-    """Index of the decoder layer that a module or tensor name belongs to."""
-    match = _LAYER.search(name)
-    return int(match.group(1)) if match else None
 
 
 def load_non_experts(
@@ -100,7 +90,7 @@ def load_non_experts(
     # A tied tensor is stored once, under its source's name.
     sources = set(wanted) | {tied[name] for name in wanted if name in tied}
     report = LoadReport()
-    mapping = _map_keys(index, module, layout, sources, layers, report)
+    mapping = map_keys(index, module, layout, sources, layers, report)
 
     placed: dict[str, torch.Tensor] = {}
     kept: dict[str, QuantizedLinear] = {}
@@ -162,7 +152,7 @@ def check_non_experts(
     sources = set(wanted) | {tied[name] for name in wanted if name in tied}
     found: set[str] = set()
     report = LoadReport()
-    mapping = _map_keys(index, module, layout, sources, everything, report)
+    mapping = map_keys(index, module, layout, sources, everything, report)
     for target, (converter, keys) in mapping.items():
         _check_formats(index, keys)
         found.add(target)
@@ -245,113 +235,6 @@ def _wanted(
 
 def _tied(module: PreTrainedModel) -> dict[str, str]:
     return dict(getattr(module, "all_tied_weights_keys", None) or {})
-
-
-_Mapped = dict[str, tuple["WeightConverter | None", list[tuple[str, str]]]]
-
-
-def _map_keys(
-    index: CheckpointIndex,
-    module: PreTrainedModel,
-    layout: ExpertLayout,
-    sources: set[str],
-    layers: tuple[int, int],
-    report: LoadReport,
-) -> _Mapped:
-    """Target name -> (converter or None, [(checkpoint key, pattern it matched)]), for `sources`."""
-    names = KeyNames(module, layout.prefixes.values())
-    count = index.text_config.get("num_hidden_layers")
-    ignore = [re.compile(p) for p in (module._keys_to_ignore_on_load_unexpected or ())]
-    ignore += _IGNORED
-    report.ignored.extend(layout.skipped)
-
-    mapping: _Mapped = {}
-    for key in sorted(index.names):
-        matrix = index.matrices.get(key)
-        raw = {key} if matrix is None else set(matrix.keys)
-        if raw <= layout.keys or raw & set(layout.skipped):
-            continue
-        renamed, converter, pattern = names.target(key)
-        layer = layer_of(key)
-        targets = names.targets(renamed, converter)
-        if targets & sources:
-            mapping.setdefault(renamed, (converter, []))[1].append((key, pattern or key))
-        elif renamed in names.state:
-            continue  # another stage's
-        elif (
-            (layer is not None and isinstance(count, int) and layer >= count)
-            or any(p.search(key) for p in ignore)
-            or names.other_tower(key)
-        ):
-            report.ignored.append(key)
-        elif layer is None or layers[0] <= layer < layers[1]:
-            report.unexpected.append(key)
-    return mapping
-
-
-class KeyNames:
-    """From a checkpoint's keys to a module's parameters.
-
-    Args:
-        module: the model.
-        prefixes: of the checkpoint's experts: they show where its language model lies.
-    """
-
-    def __init__(self, module: PreTrainedModel, prefixes: Iterable[str]) -> None:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-        transforms = get_model_conversion_mapping(module)
-        self.renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-        self.converters = [t for t in transforms if isinstance(t, WeightConverter)]
-        self.by_pattern = {pattern: c for c in self.converters for pattern in c.source_patterns}
-        self.state = module.state_dict()
-        self.prefix = module.base_model_prefix
-        # "model.language_model." of "model.language_model.layers.3.mlp.experts"; "" of "layers.3.ffn.experts"
-        self.root = next((p[: p.find("layers.")] for p in prefixes if "layers." in p), "")
-        self.outer = self.root.removesuffix("model.")
-
-    def target(self, key: str) -> tuple[str, WeightConverter | None, str | None]:
-        """Name of the module's tensor, and the converter (by which pattern) that makes it."""
-        first = self._renamed(key)
-        if self._known(first):
-            return first
-        for shorter in self._in_language_model(key):
-            found = self._renamed(shorter)
-            if self._known(found):
-                return found
-        return first
-
-    def targets(self, renamed: str, converter: WeightConverter | None) -> set[str]:
-        """Everything that a converter makes beside `renamed`."""
-        if converter is None:
-            return {renamed}
-        first = converter.target_patterns[0]
-        return {renamed.replace(first, pattern) for pattern in converter.target_patterns}
-
-    def other_tower(self, key: str) -> bool:
-        """Whether a key lies outside a multimodal checkpoint's language model."""
-        return self.root not in ("", f"{self.prefix}.") and not key.startswith(self.root)
-
-    def _in_language_model(self, key: str) -> list[str]:
-        """Names the key would have if the language model stood alone."""
-        if key.startswith(self.root):
-            rest = key[len(self.root) :]
-            return [f"{self.prefix}.{rest}", rest]
-        if self.outer and key.startswith(self.outer):
-            return [key[len(self.outer) :]]
-        return []
-
-    def _renamed(self, key: str) -> tuple[str, WeightConverter | None, str | None]:
-        from transformers.core_model_loading import rename_source_key
-
-        name, pattern = rename_source_key(key, self.renamings, self.converters, self.prefix, self.state)
-        if name not in self.state and key in self.state:
-            name, pattern = rename_source_key(key, [], [], self.prefix, self.state)
-        return name, (self.by_pattern[pattern] if pattern is not None else None), pattern
-
-    def _known(self, found: tuple[str, WeightConverter | None, str | None]) -> bool:
-        return bool(self.targets(found[0], found[1]) & self.state.keys())
 
 
 def _realise(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kt_ray.checkpoint.index import CheckpointIndex
-from kt_ray.checkpoint.non_experts import KeyNames
+from kt_ray.checkpoint.key_map import KeyNames
 from kt_ray.errors import UserError
 from kt_ray.model import hook
 from kt_ray.model.family import build_causal, read_family

@@ -74,6 +74,11 @@ _TOWER: dict[str, Any] = {
 _FIRST_DENSE = ["dense", "sparse", "sparse", "sparse"]
 _HYBRID = ["mamba", "attention", "mamba", "attention"]
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_DOTS3_LAYER = {
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "head_dim"), 16),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"mlp_layer_types": _FIRST_DENSE},
     "deepseek_v4": {
@@ -115,6 +120,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
     "granitemoehybrid": {"layer_types": _HYBRID},
     "nemotron_h": {"layers_block_type": ["moe", "attention", "moe", "attention"], "num_hidden_layers": None},
+    "dots3_note_text": {"per_layer_config": {"2": _DOTS3_LAYER, "3": _DOTS3_LAYER}},
     "zaya": {"num_experts_per_tok": 1},
 }
 

@@ -33,7 +33,7 @@ forward and backward through the layer loop, and compared with transformers' own
 of every LoRA matrix outside the experts). Refused families are named before any weight is read.
 
 "y kept" marks families whose layers are not affine in the experts' output: it is kept for the recomputation.
-A multimodal name trains its text part. Written by `python -m tests.model.test_families`, checked by that test.
+A multimodal name trains its text part. Written by `python -m tests.model.test_families`, and checked.
 
 | model_type | | |
 |---|---|---|

@@ -67,7 +67,7 @@ def test_families(family: str, name: str, formula: ExpertFormula) -> None:
 def test_projected_width_is_refused() -> None:
     """Experts between projections of their own (Nemotron-H's latent experts)."""
     module = module_of("nemotron_h", "NemotronHExperts")
-    with pytest.raises(UserError, match="experts of nemotron_h.*projected width.*found experts of width 6"):
+    with pytest.raises(UserError, match=r"experts of nemotron_h.*projected width.*found experts of width 6"):
         check_trainable(module, "nemotron_h", 48)
 
 

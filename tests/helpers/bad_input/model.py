@@ -18,11 +18,6 @@ def _corrupt_header(place: Place) -> None:
     file.write_bytes(bytes(content))
 
 
-def _multimodal(place: Place) -> None:
-    file = place.model / "config.json"
-    file.write_text(json.dumps({"model_type": "kimi_vl", "text_config": json.loads(file.read_text())}))
-
-
 def _same_shard_twice(place: Place) -> None:
     first, second = place.shards()
     shutil.copy(first, second)
