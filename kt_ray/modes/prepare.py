@@ -97,7 +97,6 @@ def prepare(config: Config) -> Prepared:
     resolve_targets(config.lora.target_modules, whole.lora_names)
     data = load_data(config, model_dir, config.seed)
     schedule = _schedule(config, plan, data)
-<<<<<<< HEAD
     notes = (*index.notes, *_ignored_note(report.ignored))
     names = tuple(whole.lora_names)
     return Prepared(config, model_dir, index, plan, data, schedule, names, whole.formulas, notes, gguf)
