@@ -8,7 +8,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_content, check_non_experts
+from kt_ray.checkpoint import (
+    CheckpointIndex,
+    ExpertLayout,
+    GgufExperts,
+    check_content,
+    check_non_experts,
+)
 from kt_ray.checkpoint.index import some
 from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, eval_waves, load_data
