@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import torch
@@ -16,11 +17,6 @@ def _corrupt_header(place: Place) -> None:
     content = bytearray(file.read_bytes())
     content[8:24] = b"not json at all!"
     file.write_bytes(bytes(content))
-
-
-def _multimodal(place: Place) -> None:
-    file = place.model / "config.json"
-    file.write_text(json.dumps({"model_type": "kimi_vl", "text_config": json.loads(file.read_text())}))
 
 
 def _same_shard_twice(place: Place) -> None:
