@@ -72,6 +72,7 @@ def actor_specs(
             activations=actor.activations,
             backend=actor.backend,
             formulas=formulas,
+            experts_path=config.model.experts_path,
         )
         for actor in plan.experts
     )

@@ -139,7 +139,8 @@ class Manifest:
                 where=where,
                 observed=f"fingerprint {model[:12]} of the model of this run",
                 required=f"fingerprint {self.model[:12]}",
-                remedy="set model.path to the model this run began with, or start without trainer.resume",
+                remedy="set model.path (and model.experts_path) as this run began, or start without "
+                "trainer.resume",
             )
         now = json.loads(json.dumps(dict(fields)))  # tuples become lists, as in the file
         changed = sorted(k for k in self.fields.keys() | now.keys() if self.fields.get(k) != now.get(k))

@@ -27,7 +27,6 @@ from kt_ray.optim import LoraOptimizer, squared_norm
 Progress = Callable[[int, int, int], None]  # (layer, bytes done, bytes in total)
 # What a backend of the rule quantises experts to while they are read; the others take them as stored.
 _TARGETS: dict[str, Target] = {"AMXINT8": "int8", "AMXINT4": "int4"}
-_READERS = 4  # more in flight gain nothing from a page cache or one disk
 
 
 @dataclass(frozen=True)
@@ -128,6 +127,8 @@ class ExpertHost:
         total = held * sum(layout.expert_bytes.values())
         # Where file and experts do not fit in memory together, the file's pages must not push others out.
         drop_cache = total + file_bytes > available_memory()
+        # Two keep a disk busy while one waits for pages; beyond the cores they hold each other up.
+        readers = min(8, max(2, spec.threads))
         done = 0
         with PreferNode(spec.node):
             for layer in layout.moe_layers:
@@ -135,7 +136,7 @@ class ExpertHost:
                     layer,
                     spec.experts,
                     formula=spec.formulas.get(layer),
-                    threads=_READERS,
+                    threads=readers,
                     drop_cache=drop_cache,
                 )
                 self.names[layer] = [layout.names(layer, e) for e in spec.experts]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, check_content, check_non_experts
+from kt_ray.checkpoint import (
+    CheckpointIndex,
+    ExpertLayout,
+    GgufExperts,
+    check_content,
+    check_non_experts,
+)
 from kt_ray.checkpoint.index import some
 from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, eval_waves, load_data
@@ -31,11 +38,12 @@ class Prepared:
 
     Attributes:
         model_dir: resolved Hugging Face directory.
-        index: its validated tensors. fingerprint: recognises this checkpoint on resume.
+        index: its validated tensors.
         plan: who does what. data: tokenised rows. schedule: the steps.
         module_names: the model's linear modules outside the routed experts.
         formulas: MoE layer -> what its experts compute.
         notes: what was passed over in the checkpoint, one line each.
+        gguf: the experts of model.experts_path, or None.
     """
 
     config: Config
@@ -47,6 +55,14 @@ class Prepared:
     module_names: tuple[str, ...]
     formulas: Mapping[int, ExpertFormula]
     notes: tuple[str, ...] = ()
+    gguf: GgufExperts | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Recognises the weights on resume."""
+        if self.gguf is None:
+            return self.index.fingerprint
+        return hashlib.sha256(f"{self.index.fingerprint} {self.gguf.fingerprint}".encode()).hexdigest()
 
 
 def prepare(config: Config) -> Prepared:
@@ -68,7 +84,10 @@ def prepare(config: Config) -> Prepared:
         hidden=dims.hidden_size,
         intermediate=dims.expert_intermediate,
     )
-    stored = _as_stored(dims, layout)
+    gguf = None
+    if config.model.experts_path is not None:
+        gguf = GgufExperts.open(config.model.experts_path, index, layout)
+    stored = _as_stored(dims, layout if gguf is None else gguf.layout)
     if stored != dims:
         plan = make_plan(stored, config, this_host())
     _check_fits(plan)
@@ -80,7 +99,7 @@ def prepare(config: Config) -> Prepared:
     schedule = _schedule(config, plan, data)
     notes = (*index.notes, *_ignored_note(report.ignored))
     names = tuple(whole.lora_names)
-    return Prepared(config, model_dir, index, plan, data, schedule, names, whole.formulas, notes)
+    return Prepared(config, model_dir, index, plan, data, schedule, names, whole.formulas, notes, gguf)
 
 
 def _as_stored(dims: ModelDims, layout: ExpertLayout) -> ModelDims:

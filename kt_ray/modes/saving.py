@@ -48,7 +48,7 @@ def resume_point(prepared: Prepared) -> ResumePoint | None:
     if checkpoint is None:
         return None
     manifest = Manifest.load(checkpoint)
-    manifest.require(model=prepared.index.fingerprint, fields=_fields(prepared), where=str(checkpoint))
+    manifest.require(model=prepared.fingerprint, fields=_fields(prepared), where=str(checkpoint))
     if manifest.step > prepared.schedule.total_steps:
         raise UserError(
             "the checkpoint lies beyond the last step of this run",
@@ -73,7 +73,7 @@ def save_checkpoint(prepared: Prepared, rundir: RunDir, cluster: Cluster, taken:
             "epoch": taken // steps_per_epoch,
             "step_in_epoch": taken % steps_per_epoch,
         },
-        model=prepared.index.fingerprint,
+        model=prepared.fingerprint,
         fields=_fields(prepared),
         shards=tuple(shards),
         state={"total_steps": prepared.schedule.total_steps},

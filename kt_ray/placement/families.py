@@ -22,7 +22,12 @@ UNCOMPUTED = {
 UNDISPATCHED = frozenset(("dbrx", "doge", "jetmoe", "llama4", "llama4_text", "longcat_flash"))
 
 # Families that transformers has no "sdpa" attention for: they run "eager", which holds all scores.
-WITHOUT_SDPA = frozenset(("deepseek_ref", "deepseek_v4", "gpt_oss"))
+WITHOUT_SDPA = frozenset(
+    (
+        *("deepseek_ref", "deepseek_v4", "flint", "gpt_oss", "granitemoe_swa", "hy_v4", "inkling2_text"),
+        "mimo_v2_flash",
+    )
+)
 
 # Activations that the engine computes, by config.json's names; "swigluoai" is MiniMax-M3's clamped one.
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "swigluoai")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from kt_ray.checkpoint import (
@@ -337,3 +338,12 @@ def test_target_names() -> None:
     assert config["rank_pattern"] == {r".*\.gate_up_proj": 8} and config["alpha_pattern"] == {
         r".*\.gate_up_proj": 16
     }
+
+
+def test_interleaved_families() -> None:
+    """As transformers' experts modules state it."""
+    from kt_ray.checkpoint.peft_config import INTERLEAVED
+
+    models = Path(transformers.__file__).parent / "models"
+    sources = {path.parent.name: path.read_text() for path in models.glob("*/modeling_*.py")}
+    assert {name for name, text in sources.items() if "is_concatenated=False" in text} == INTERLEAVED

@@ -83,18 +83,18 @@ def test_every_truncation_is_named(tmp_path: Path) -> None:
 
 
 def test_nonsense_bytes_give_one_error(tmp_path: Path) -> None:
-    """Any byte of the header turned round: read, or refused as the user's error, and quickly."""
+    """Bytes of the header turned round: read, or refused as the user's error, and quickly."""
     raw = write_gguf(tmp_path / "m.gguf", "qwen3moe", some_tensors()).read_bytes()
     start = min(t.start for t in open_gguf(tmp_path / "m.gguf").tensors.values())
     path = tmp_path / "bad.gguf"
     refused = 0
-    for at in range(start):
+    for at in range(0, start, 5):
         path.write_bytes(raw[:at] + bytes([raw[at] ^ 0xFF]) + raw[at + 1 :])
         try:
             read_gguf_header(path)
         except UserError:
             refused += 1
-    assert refused > start // 4
+    assert refused > start // 20
 
 
 TENSOR = entry("t", (32, 2), 0, 0)

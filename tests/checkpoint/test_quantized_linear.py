@@ -77,7 +77,7 @@ def gradients(stage: Stage, experts: dict[int, Any]) -> tuple[float, dict[str, t
 def test_kept_and_dequantised_are_one_model(
     tmp_path: Path, plain: Callable[[Path], Path], kind: str, dtype: str
 ) -> None:
-    """Loss and every LoRA gradient bit for bit, as from a plain checkpoint of the dequantised weights."""
+    """Loss and every LoRA gradient bit for bit, as with a plain checkpoint of the dequantised weights."""
     path = plain(tmp_path / "stored")
     names = quantised_names(path)
     assert "lm_head.weight" in names and any("shared_experts" in n for n in names)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kt_ray.actors.local_cluster import LocalCluster
-from kt_ray.actors.specs import actor_specs
+from kt_ray import cli
+from kt_ray.demo.recipes import persona_path
+from kt_ray.demo.tokenizer import train_tokenizer
 from tests.helpers.gguf_files import stack, values, write_gguf
 from tests.helpers.hf_reference import Row, build_checkpoint, random_rows
-from tests.helpers.runs import config_for, one_pass, plan_for, relative, waves_of
+from tests.helpers.runs import config_for, local_cluster, one_pass, relative, waves_of
 
 KINDS = {"gate": "Q4_K", "up": "Q8_0", "down": "Q6_K"}  # blocks of 256 and of 32, mixed
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 3}
@@ -42,23 +44,16 @@ def gguf_of(path: Path, target: Path) -> Path:
 def gradients(
     path: Path, rows: list[Row], rule: str, parameters: dict[str, Tensor], experts_path: Path | None
 ) -> tuple[float, dict[str, Tensor]]:
-    config = config_for(path, f"rule={rule}", "trainer.micro_batch_size=2")
-    plan = plan_for(path, config)
-    specs = actor_specs(plan, config, str(path))
-    file = None if experts_path is None else str(experts_path)
-    hosts = tuple(dataclasses.replace(host, experts_path=file) for host in specs.experts)
-    cluster = LocalCluster(plan, dataclasses.replace(specs, experts=hosts))
-    try:
-        cluster.start()
+    file = [] if experts_path is None else [f"model.experts_path={experts_path}"]
+    config = config_for(path, f"rule={rule}", "trainer.micro_batch_size=2", *file)
+    with local_cluster(path, config) as cluster:
         if not parameters:  # B starts at zero, and then A has no gradient
             generator = torch.Generator().manual_seed(1)
             for name, shape in cluster.parameter_shapes().items():
                 parameters[name] = 0.05 * torch.randn(tuple(shape), generator=generator)
         cluster.set_parameters(parameters)
-        result = cluster.run_pass(one_pass(cluster, waves_of(rows, config, plan)))
+        result = cluster.run_pass(one_pass(cluster, waves_of(rows, config, cluster.plan)))
         return result.loss, cluster.gradients()
-    finally:
-        cluster.shutdown()
 
 
 def test_gradients_are_those_of_the_decoded_values(tmp_path: Path) -> None:
@@ -78,3 +73,32 @@ def test_gradients_are_those_of_the_decoded_values(tmp_path: Path) -> None:
         assert any(".experts." in name and name.endswith("lora_A.weight") for name in errors)
     unquantised_loss, _ = gradients(original, rows, rule, parameters, None)
     assert abs(unquantised_loss - loss) > 1e-4 * abs(loss)
+
+
+def test_a_run_by_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checked before an actor starts, planned at the file's size, and recognised on resume."""
+    monkeypatch.chdir(tmp_path)
+    path = build_checkpoint(tmp_path, "qwen3_moe", vocab_size=320, **SIZES)
+    train_tokenizer(persona_path(), 320).save_pretrained(path)
+    file = gguf_of(path, tmp_path / "m.gguf")
+    common = ["cluster=local", "data=demo", "data.limit=20", "trainer.batch_size=4", "trainer.eval_every=0"]
+    common += [f"model.path={path}", "model.dtype=float32", "rule=cpu_1worker_1socket", "run.name=one"]
+    gguf = f"model.experts_path={file}"
+    assert cli.main([*common, gguf, "rule.experts.backend=llamafile", "trainer.max_steps=2"]) == 0
+    plan = json.loads(Path("runs/one/plan.json").read_text())
+    assert any("q4_k and q6_k and q8_0" in note for note in plan["notes"])
+    resumed = [*common, "rule.experts.backend=llamafile", "trainer.max_steps=3", "trainer.resume=latest"]
+    assert cli.main([*resumed, gguf]) == 0
+
+    other = tmp_path / "other"
+    other.mkdir()
+    again = build_checkpoint(other, "qwen3_moe", vocab_size=320, seed=1, **SIZES)
+    capsys.readouterr()
+    assert cli.main([*resumed, f"model.experts_path={gguf_of(again, other / 'm.gguf')}"]) != 0
+    assert "another model" in "".join(capsys.readouterr())
+    cut = Path(file)
+    cut.write_bytes(cut.read_bytes()[:-5000])
+    assert cli.main([*common, gguf, "run.name=two"]) != 0
+    assert "GGUF file is truncated" in "".join(capsys.readouterr())

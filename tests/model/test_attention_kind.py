@@ -1,0 +1,33 @@
+"""Families without "sdpa" attention run "eager" by themselves, and the plan counts that memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+from kt_ray.model.family import build_causal, read_family
+from kt_ray.placement.families import WITHOUT_SDPA
+from tests.helpers.families import dispatched
+from tests.helpers.hf_reference import SMALL
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "used"),
+    [
+        ("gpt_oss", "sdpa", "eager"),
+        ("gpt_oss", "eager", "eager"),
+        ("qwen3_moe", "sdpa", "sdpa"),
+        ("qwen3_moe", "eager", "eager"),
+    ],
+)
+def test_kind(tmp_path: Path, family: str, asked: str, used: str) -> None:
+    AutoConfig.for_model(family, **{**SMALL, "num_hidden_layers": 1}).save_pretrained(tmp_path)
+    causal, _, _ = build_causal(read_family(tmp_path), torch.float32, asked)
+    assert causal.config._attn_implementation == used
+
+
+def test_the_plan_knows_them() -> None:
+    known = {c.model_type: model for c, model in MODEL_FOR_CAUSAL_LM_MAPPING.items()}
+    without = {name for name in dispatched() if name in known and not known[name]._supports_sdpa}
+    assert without == WITHOUT_SDPA - {"deepseek_ref"}
