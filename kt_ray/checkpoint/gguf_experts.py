@@ -127,6 +127,18 @@ class GgufExperts:
         return len(experts) * self.layout.expert_bytes[layer]
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What is passed over or rounded, one line each."""
+        found = []
+        if self.skipped:
+            beyond = some([*self.skipped], 3)
+            found.append(f"experts in the GGUF file beyond the model's layers, not read: {beyond}")
+        rounded = [t.name for part, t in self._tensors() if t.type == "F16" and not part.endswith("_bias")]
+        if rounded:
+            found.append(f"float16 experts of the GGUF file are held as bfloat16: {some(rounded, 3)}")
+        return tuple(found)
+
+    @property
     def fingerprint(self) -> str:
         """Names, types, shapes and sampled bytes of the experts, hashed: the same whatever the splitting."""
         digest = hashlib.sha256()

@@ -8,13 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kt_ray.checkpoint import (
-    CheckpointIndex,
-    ExpertLayout,
-    GgufExperts,
-    check_content,
-    check_non_experts,
-)
+from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_content, check_non_experts
 from kt_ray.checkpoint.index import some
 from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, eval_waves, load_data
@@ -97,7 +91,7 @@ def prepare(config: Config) -> Prepared:
     resolve_targets(config.lora.target_modules, whole.lora_names)
     data = load_data(config, model_dir, config.seed)
     schedule = _schedule(config, plan, data)
-    notes = (*index.notes, *_ignored_note(report.ignored))
+    notes = (*index.notes, *_ignored_note(report.ignored), *(() if gguf is None else gguf.notes))
     names = tuple(whole.lora_names)
     return Prepared(config, model_dir, index, plan, data, schedule, names, whole.formulas, notes, gguf)
 

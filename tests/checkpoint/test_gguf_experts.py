@@ -83,6 +83,7 @@ def test_types(tmp_path: Path, kind: str) -> None:
     loaded = experts.load(2, chosen, formula=formula, threads=3, progress=seen.append, drop_cache=True)
     expected = {"F32": "f32", "F16": "bf16", "BF16": "bf16"}.get(kind, kind.lower())
     assert loaded.formats == (expected,) * 3 and experts.formats == (expected,)
+    assert len(experts.notes) == (kind == "F16")
     assert sum(seen) == loaded.bytes == experts.nbytes(2, chosen)
     assert (loaded.layer, loaded.expert_ids, loaded.limit) == (2, (2, 3, 4, 0), 7.0)
     for part in ("gate", "up", "down"):
@@ -147,6 +148,7 @@ def test_layers_beyond_the_model_are_skipped(tmp_path: Path) -> None:
     experts = opened(tmp_path, stacks(layers=(1, 2, 3)))
     assert experts.layout.moe_layers == (1, 2) and set(experts.stacks) == {1, 2}
     assert experts.skipped == tuple(f"blk.3.ffn_{part}_exps.weight" for part in ("down", "gate", "up"))
+    assert [note.count("blk.3.") for note in experts.notes] == [3]
 
 
 def test_fingerprint_follows_the_values(tmp_path: Path) -> None:
