@@ -139,7 +139,7 @@ class Manifest:
                 where=where,
                 observed=f"fingerprint {model[:12]} of the model of this run",
                 required=f"fingerprint {self.model[:12]}",
-                remedy="set model.path (and model.experts_path) as this run began, or start without "
+                remedy="set model.path and model.experts_path as this run began, or start without "
                 "trainer.resume",
             )
         now = json.loads(json.dumps(dict(fields)))  # tuples become lists, as in the file
