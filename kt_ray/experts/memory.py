@@ -67,7 +67,7 @@ def available_memory() -> int:
 
 
 def give_back_freed_memory() -> bool:
-    """Have the C library return freed tensors of 4 MiB and more to the system at once.
+    """Have the C library return freed tensors of 1 MiB and more to the system at once.
 
     By itself glibc keeps freed blocks of up to 32 MiB for later: 0.7 GB in an attention worker of a 16 B
     model. Each block then has to be zeroed by the kernel again, which costs such a worker 5 to 10 %
@@ -77,6 +77,6 @@ def give_back_freed_memory() -> bool:
         Whether the C library takes the setting.
     """
     try:
-        return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 4 << 20))
+        return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20))
     except AttributeError:  # not glibc
         return False

@@ -70,6 +70,9 @@ def make_plan(dims: ModelDims, config: Config, hardware: Hardware) -> Plan:
     )
 
 
+ROOM = 0.9  # of a socket's memory that a plan may fill by choice: the system and the page cache need some
+
+
 def choose_activations(retained: Sequence[Budget]) -> tuple[str, str]:
     """What rule.experts.activations=auto comes to, and why.
 
@@ -77,13 +80,15 @@ def choose_activations(retained: Sequence[Budget]) -> tuple[str, str]:
         retained: budgets of the plan with "retain".
 
     Returns:
-        "retain" where every socket then has room, else "recompute"; and a sentence for the plan's notes.
-        What a GPU lacks changes nothing: experts keep nothing there.
+        "retain" where every socket then has room to spare, else "recompute"; and a sentence for the plan's
+        notes. What a GPU lacks changes nothing: experts keep nothing there.
     """
-    over = [b for b in retained if b.device.startswith("socket") and not b.fits]
+    over = [
+        b for b in retained if b.device.startswith("socket") and b.capacity and b.total > ROOM * b.capacity
+    ]
     if not over:
         return "retain", "rule.experts.activations=auto: retain, which fits"
-    worst = max(over, key=lambda b: b.total - b.capacity)
+    worst = max(over, key=lambda b: b.total / b.capacity)
     return "recompute", (
         f"rule.experts.activations=auto: recompute; retain would need {gib(worst.total)} of the "
         f"{gib(worst.capacity)} of {worst.device}"
