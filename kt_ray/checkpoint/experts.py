@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 PROJECTIONS = ("gate", "up", "down")
 _AGAIN = "download the checkpoint again, or check that config.json belongs to it"
-# Before the layers: of multimodal checkpoints, or nothing (DeepSeek-V4, whose keys begin with "layers.").
-_TEXT_PART = re.compile(r"^(model\.)?language_model\.(model\.)?|^(?=layers\.)")
+# Before the layers: of multimodal checkpoints, Nemotron-H's "backbone.", or nothing (DeepSeek-V4, whose keys
+# begin with "layers.").
+_TEXT_PART = re.compile(r"^(model\.)?language_model\.(model\.)?|^backbone\.|^(?=layers\.)")
 
 
 @dataclass(frozen=True)

@@ -227,6 +227,8 @@ def _layout(
     for layer in sources:
         shapes = _shapes(hidden, intermediate, swapped, None if not fused else count)
         formats[layer] = {p: _check_part(index, names, shapes[p]) for p, names in sources[layer].items()}
+        if fused:
+            _check_fused(index, sources[layer], intermediate, swapped)
         for part, names in biases[layer].items():
             rows = {"down": hidden, "gate_up": 2 * intermediate}.get(part, intermediate)
             _check_bias(index, names, (count, rows) if fused else (rows,))
@@ -392,23 +394,32 @@ def _fused_sizes(
         )
     if transposed is None or not (plain and swapped):
         transposed = not plain
-    if transposed and index.matrices.get(parts["down"][0]) is not None:
-        raise _fault(
-            index,
-            "fused quantised experts are stored transposed",
-            f"{parts[first][0]} {list(up)}",
-            "[E, 2I, H] with [E, H, I]",
-        )
     hidden, intermediate = (down[2], down[1]) if transposed else (down[1], down[2])
-    matrix = index.matrices.get(parts[first][0])
-    if matrix is not None and first == "gate_up" and intermediate % matrix.block[0]:
-        raise _fault(
-            index,
-            "a scale of the fused experts covers rows of gate and of up",
-            f"{parts[first][0]}: {intermediate} rows each, blocks of {matrix.block[0]} rows",
-            "an intermediate size that is a multiple of the block",
-        )
     return hidden, intermediate, transposed
+
+
+def _check_fused(
+    index: CheckpointIndex, parts: dict[str, tuple[str, ...]], intermediate: int, transposed: bool
+) -> None:
+    """Quantised stacks of a layer lie row by row, and no scale belongs to gate and to up."""
+    for part, (name,) in parts.items():
+        matrix = index.matrices.get(name)
+        if matrix is None:
+            continue
+        if transposed:
+            raise _fault(
+                index,
+                "fused quantised experts are stored transposed",
+                f"{name} {list(matrix.shape)}",
+                "[E, 2I, H] with [E, H, I]",
+            )
+        if part == "gate_up" and intermediate % matrix.block[0]:
+            raise _fault(
+                index,
+                "a scale of the fused experts covers rows of gate and of up",
+                f"{name}: {intermediate} rows each, blocks of {matrix.block[0]} rows",
+                "an intermediate size that is a multiple of the block",
+            )
 
 
 def _check_hidden(index: CheckpointIndex, hidden: int) -> None:

@@ -53,13 +53,14 @@ def map_keys(
     count = index.text_config.get("num_hidden_layers")
     ignore = [re.compile(p) for p in (module._keys_to_ignore_on_load_unexpected or ())]
     ignore += _IGNORED
+    skipped = frozenset(layout.skipped)
     report.ignored.extend(layout.skipped)
 
     mapping: Mapped = {}
     for key in sorted(index.names):
         matrix = index.matrices.get(key)
         raw = {key} if matrix is None else set(matrix.keys)
-        if raw <= layout.keys or raw & set(layout.skipped):
+        if raw <= layout.keys or raw & skipped:
             continue
         renamed, converter, pattern = names.target(key)
         layer = layer_of(key)

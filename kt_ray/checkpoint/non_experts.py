@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # expert actors import this package and need no transformers
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter
 
-_EXPERT_PARAMETER = re.compile(r"\bexperts\.(gate_up_proj|down_proj)(_bias)?$")
+_EXPERT_PARAMETER = re.compile(r"\bexperts\.(gate_up_proj|up_proj|down_proj)(_bias)?$")
 _PLAIN = {"F32", "BF16", "F16", "F64", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 _AGAIN = "download the checkpoint again, or check that config.json belongs to it"
 
@@ -143,9 +143,10 @@ def check_non_experts(
 
     Raises:
         UserError: missing keys, keys that the model has no place for, wrong shapes (of tensors that are
-            loaded as they are).
+            loaded as they are); biases of the experts in the checkpoint alone, or in the model alone.
     """
     layout = layout or ExpertLayout.detect(index)
+    _check_biases(index, module, layout)
     everything = (0, sys.maxsize)
     wanted = _wanted(module, everything, True, True)
     tied = _tied(module)
@@ -175,6 +176,28 @@ def check_non_experts(
             remedy=_AGAIN,
         )
     return report
+
+
+def _check_biases(index: CheckpointIndex, module: PreTrainedModel, layout: ExpertLayout) -> None:
+    """Experts have biases in model and checkpoint, or in neither: an absent set would just not be added."""
+    parameters = [name for name in module.state_dict() if _EXPERT_PARAMETER.search(name)]
+    biases = [name for name in parameters if name.endswith("_bias")]
+    if parameters and bool(biases) != layout.biased:
+        raise UserError(
+            "checkpoint lacks the biases of the experts"
+            if biases
+            else "checkpoint holds biases of the experts that the model has no place for",
+            where=str(index.path),
+            observed=f"{type(module).__name__} has {some(biases, 2)}"
+            if biases
+            else some(_first_biases(layout)),
+            required="biases in both or in neither",
+            remedy=_AGAIN,
+        )
+
+
+def _first_biases(layout: ExpertLayout) -> list[str]:
+    return [names[0] for parts in layout.biases.values() for names in parts.values()]
 
 
 def _check_complete(index: CheckpointIndex, wanted: Collection[str], found: Collection[str]) -> None:

@@ -30,7 +30,7 @@ _SUFFIX = re.compile(r"\.lora_[AB]\.weight$")
 _AMBIGUOUS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate"})
 # Families of transformers whose fused parameter alternates rows of gate and up.
 INTERLEAVED = frozenset({"gpt_oss"})
-_GATE_UP, _DOWN = "experts.gate_up_proj", "experts.down_proj"
+_GATE_UP, _UP, _DOWN = "experts.gate_up_proj", "experts.up_proj", "experts.down_proj"
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,8 @@ def adapter_config(
     }
     if form == "modules":
         targets += sorted({m.rpartition(".")[2] for m in experts})
+    elif form == "fused" and not any(m.endswith((".gate_proj", ".w1")) for m in experts):
+        parameters += [_UP, _DOWN]
     elif form in ("parameters", "fused"):
         parameters += [_GATE_UP, _DOWN]
         config["rank_pattern"] = {r".*\.gate_up_proj": 2 * info.rank}

@@ -5,7 +5,7 @@ own. They are found by names, types and shapes, and named after what they stand 
 ("...mlp.gate_proj.weight", "...experts.gate_up_proj"):
 
     fp8    X.weight F8_E4M3 with X.weight_scale_inv or X.scale [N/128, K/128]: DeepSeek, Qwen, MiniMax
-           X.weight F8_E4M3 with X.weight_scale [N, 1], [N], [1] or blocks: compressed-tensors, fbgemm
+           X.weight F8_E4M3 with X.weight_scale [N, 1], [N], [1], [] or blocks: compressed-tensors, fbgemm
            experts.gate_up_proj F8_E4M3 with experts.gate_up_proj_scale_inv: transformers' fused experts
     int8   X.weight I8 with X.weight_scale [N, 1] or [N, K/group]: compressed-tensors int-quantized
     int4   X.weight_packed I32 [N, K/8] with X.weight_scale: compressed-tensors pack-quantized
@@ -256,9 +256,7 @@ def _block(
         if lead and len(own) == 2 and own[0] == rows and own[1] > 0 and columns % own[1] == 0:
             return 1, columns // own[1]
         return None
-    if not lead and held in ((), (1,)) and not stack:
-        return rows, columns
-    if own in ((), (1,), (1, 1)) and (lead and (stack or held)):
+    if lead and own in ((), (1,), (1, 1)):
         return rows, columns
     if own == (rows,) or own == (rows, 1):
         return 1, columns

@@ -87,11 +87,12 @@ def prepare(config: Config) -> Prepared:
     gguf = None
     if config.model.experts_path is not None:
         gguf = GgufExperts.open(config.model.experts_path, index, layout)
-    stored = _as_stored(dims, layout if gguf is None else gguf.layout)
+    stored = _as_stored(dims, layout) if gguf is None else _as_stored(dims, gguf.layout, own_file=True)
     if stored != dims:
         plan = make_plan(stored, config, this_host())
     _check_fits(plan)
     whole = build_on_meta(_meta_spec(config, dims, model_dir))
+    _check_formulas(layout, whole.formulas)
     report = check_non_experts(index, whole.causal, layout=layout)
     check_content(index)
     resolve_targets(config.lora.target_modules, whole.lora_names)
@@ -102,12 +103,18 @@ def prepare(config: Config) -> Prepared:
     return Prepared(config, model_dir, index, plan, data, schedule, names, whole.formulas, notes, gguf)
 
 
-def _as_stored(dims: ModelDims, layout: ExpertLayout) -> ModelDims:
-    """Dimensions with the experts' format as the files have it, where config.json says another."""
+def _as_stored(dims: ModelDims, layout: ExpertLayout, *, own_file: bool = False) -> ModelDims:
+    """Dimensions with the experts' format as the files have it, where config.json says another.
+
+    Experts with a file of their own (GGUF) count by its bytes: the plan knows no others for llamafile.
+    """
     promised = {dims.expert_format.removesuffix("_block")}
     if dims.plain_expert_layers:
         promised.add(plain_storage(dims.dtype).format)
     found = set(layout.distinct_formats)
+    size = layout.num_experts * sum(layout.expert_bytes.values())
+    if own_file and found != {"f32"}:
+        dims = replace(dims, experts_file_bytes=size)
     if found == promised:
         return dims
     note = f"routed experts are stored as {' and '.join(sorted(found))}, not {' and '.join(sorted(promised))}"
@@ -116,8 +123,21 @@ def _as_stored(dims: ModelDims, layout: ExpertLayout) -> ModelDims:
     if len(found) == 1 and found <= set(plain):
         storage = plain_storage(plain[found.pop()])
         return replace(dims, expert_storage=storage, plain_expert_layers=(), notes=notes)
-    size = layout.num_experts * sum(layout.expert_bytes.values())
     return replace(dims, experts_file_bytes=size, notes=notes)
+
+
+def _check_formulas(layout: ExpertLayout, formulas: Mapping[int, ExpertFormula]) -> None:
+    """The experts of the files are those of transformers' model: the same layers, with a gate or without."""
+    layout.check(moe_layers=formulas, where="transformers' model of config.json")
+    for layer, formula in formulas.items():
+        if layout.gated == (formula.activation == "relu2"):
+            raise UserError(
+                "checkpoint and model disagree about the experts' gate",
+                where=layout.prefixes[layer],
+                observed=f"{', '.join(layout.leaves.values())} in the weights",
+                required=f"{'a gate' if not layout.gated else 'no gate'} for {formula}",
+                remedy="download the checkpoint again, or check that config.json belongs to it",
+            )
 
 
 def _ignored_note(ignored: list[str]) -> list[str]:

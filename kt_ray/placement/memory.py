@@ -237,7 +237,8 @@ def _expert_actor(
 ) -> dict[str, float]:
     width, layers = dims.expert_width, len(dims.moe_layers)
     held = len(actor.experts) * layers
-    if actor.backend == "llamafile" or dims.experts_file_bytes:
+    file = dims.experts_file_bytes and actor.backend not in BACKEND_STORAGE  # those quantise what they read
+    if actor.backend == "llamafile" or file:
         whole = dims.experts_file_bytes or expert_file_estimate(dims)
         weights = whole * len(actor.experts) / dims.num_experts
     else:

@@ -177,6 +177,21 @@ def test_fused_form(
     assert not any(re.search(r"experts\.\d", name) for name in stored)
 
 
+def test_fused_form_without_a_gate(tmp_path: Path) -> None:
+    lora = {name: tensor for name, tensor in some_lora().items() if "gate_proj" not in name}
+    path = write(tmp_path / "a", lora, AdapterInfo("base", "nemotron_h", RANK, ALPHA))
+    tensors, config = read_adapter(path)
+    assert config["target_parameters"] == ["experts.up_proj", "experts.down_proj"]
+    assert config["rank_pattern"] == {}
+    prefix = "model.layers.10.mlp.experts"
+    for key, leaf, out, width in (("base_layer.", "up_proj", 6, 8), ("", "down_proj", 8, 6)):
+        a = tensors[f"{prefix}.{key}lora_A.weight"].view(3, RANK, width)
+        b = tensors[f"{prefix}.{key}lora_B.weight"].view(out, RANK, 3)
+        for e in range(3):
+            assert torch.equal(a[e], lora[f"{prefix}.{e}.{leaf}.lora_A.weight"])
+            assert torch.equal(b[:, :, e], lora[f"{prefix}.{e}.{leaf}.lora_B.weight"])
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_fused_matrices(interleaved: bool) -> None:
     """Column j*E + e of B and row e*r + j of A belong to expert e; gate and up are block-diagonal."""

@@ -22,6 +22,7 @@ from kt_ray.checkpoint import (
     materialize_buffers,
 )
 from kt_ray.errors import UserError
+from tests.helpers.families import write_config
 
 Make = Callable[..., Any]
 FAMILIES = ["deepseek_v3", "deepseek_v2", "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe"]
@@ -199,6 +200,34 @@ def test_refused_with_a_remedy(tmp_path: Path, make_model: Make, case: str) -> N
         load_non_experts(index, model, layers=(0, 3), dtype=torch.float32, device="cpu")
     assert message in str(caught.value) and caught.value.remedy
     assert str(early.value) == str(caught.value)
+
+
+@pytest.mark.parametrize("in_checkpoint", [False, True])
+def test_biases_of_experts_in_one_place_only(
+    tmp_path: Path, write: Make, make_experts: Make, in_checkpoint: bool
+) -> None:
+    tensors = make_experts()
+    if in_checkpoint:
+        tensors |= {n.replace("weight", "bias"): torch.zeros(t.shape[0]) for n, t in tensors.items()}
+    model: Any = torch.nn.Module()
+    model.experts = torch.nn.Module()
+    leaf = "down_proj" if in_checkpoint else "down_proj_bias"
+    model.experts.register_parameter(leaf, torch.nn.Parameter(torch.zeros(4, 8)))
+    with pytest.raises(UserError, match="no place for" if in_checkpoint else "lacks the biases"):
+        check_non_experts(CheckpointIndex.open(write(tmp_path / "m", tensors)), model)
+
+
+def test_experts_without_a_gate(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(write_config(tmp_path / "config", "nemotron_h"))
+    index = CheckpointIndex.open(saved(tmp_path, AutoModelForCausalLM.from_config(config)))
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    layout = ExpertLayout.detect(index)
+    assert check_non_experts(index, whole, layout=layout).unexpected == []
+    assert layout.names(0, 3) == {
+        "up": "model.layers.0.mixer.experts.3.up_proj",
+        "down": "model.layers.0.mixer.experts.3.down_proj",
+    }
 
 
 def test_scaled_rotary_table(tmp_path: Path, make_model: Make) -> None:

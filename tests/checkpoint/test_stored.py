@@ -26,6 +26,12 @@ def _fp8(m: ExpertMatrix, e: int, name: str, suffix: str) -> Tensors:
     return {f"{name}.weight": m.data[e], f"{name}.{suffix}": m.scales[e]}
 
 
+def _one_scale(m: ExpertMatrix, e: int, name: str) -> Tensors:
+    """A scale without dimensions, as older per-tensor FP8 releases have it."""
+    assert m.scales is not None
+    return {f"{name}.weight": m.data[e], f"{name}.weight_scale": m.scales[e].reshape(())}
+
+
 def _int4(m: ExpertMatrix, e: int, name: str) -> Tensors:
     assert m.scales is not None
     return {
@@ -58,6 +64,7 @@ CONVENTIONS: dict[str, tuple[str, dict[str, Any], Write]] = {
         {"block": PER_TENSOR},
         lambda m, e, n: _fp8(m, e, n, "weight_scale") | {f"{n}.input_scale": torch.ones(1)},
     ),
+    "fp8 per tensor, scalar": ("fp8", {"block": PER_TENSOR}, _one_scale),
     "int8 rows": ("int8", {"scale_type": "bfloat16"}, lambda m, e, n: _fp8(m, e, n, "weight_scale")),
     "int8 groups": ("int8", {"group": 32}, lambda m, e, n: _fp8(m, e, n, "weight_scale")),
     "int4": ("int4", {"group": 32, "scale_type": "bfloat16"}, _int4),
@@ -152,6 +159,22 @@ def test_fused_fp8(tmp_path: Path) -> None:
     assert isinstance(loaded.up, ExpertMatrix) and isinstance(loaded.down, ExpertMatrix)
     assert torch.equal(loaded.up.dequantize(), both.dequantize()[2:, wide:])
     assert torch.equal(loaded.down.dequantize(), down.dequantize()[2:])
+
+
+def test_fused_fp8_in_a_later_layer_alone(tmp_path: Path) -> None:
+    """What the first layer's plain experts do not show is found in the headers, not when layer 1 is read."""
+    both, down = quantize("fp8", torch.randn(E, 2 * I, H)), torch.zeros(E, H, I).bfloat16()
+    assert both.scales is not None
+    tensors = {
+        f"{PREFIX}.gate_up_proj": both.data,
+        f"{PREFIX}.gate_up_proj_scale_inv": both.scales,
+        f"{PREFIX}.down_proj": down,
+        f"{PREFIX.replace('1', '0')}.gate_up_proj": torch.zeros(E, 2 * I, H).bfloat16(),
+        f"{PREFIX.replace('1', '0')}.down_proj": down.clone(),
+    }
+    index = CheckpointIndex.open(write_checkpoint(tmp_path, tensors, config=_config()))
+    with pytest.raises(UserError, match=rf"rows of gate and of up.*{PREFIX}.gate_up_proj: {I} rows"):
+        ExpertLayout.detect(index)
 
 
 @pytest.mark.parametrize("target", ["int8", "int4"])

@@ -131,6 +131,10 @@ def test_backends_that_quantise(backend: str, each: int) -> None:
     plan = make_plan(small_dims(), make_config(rule={"experts": {"backend": backend}}), make_hardware())
     assert items(plan, "socket 0")["experts"] == 3 * 8 * each
     assert any(backend in note and "while they stream in" in note for note in plan.notes)
+    # Also where the files hold another format than config.json says.
+    other = dataclasses.replace(small_dims(), experts_file_bytes=1000)
+    requantised = make_plan(other, make_config(rule={"experts": {"backend": backend}}), make_hardware())
+    assert items(requantised, "socket 0")["experts"] == 3 * 8 * each
     # Float32 experts then compute as quantised ones do: 2 bytes are kept of an element.
     single = make_plan(
         small_dims(torch_dtype="float32"),
