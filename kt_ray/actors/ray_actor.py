@@ -13,6 +13,7 @@ from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.mailbox import Address
 from kt_ray.actors.ray_port import Packed, Peer, RayPort, unpack
 from kt_ray.experts import bind_to_cpus
+from kt_ray.experts.memory import give_back_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ class RayActor:
         # Before torch allocates or starts threads: memory is then first touched on the right node.
         if cpus:
             bind_to_cpus(cpus)
+        if kind == "worker" and args[0].is_tight:
+            give_back_freed_memory()
         self._name = f"{kind}-{rank}"
         self._reader = ArenaReader()
         self.actor: AttentionWorker | ExpertActor

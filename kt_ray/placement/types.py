@@ -201,6 +201,9 @@ class Budget:
         return self.capacity == 0 or self.total <= self.capacity
 
 
+TIGHT = 0.85  # share of a socket's memory above which a plan is short of it
+
+
 @dataclass(frozen=True)
 class Plan:
     """Who holds and does what. The same plan drives Ray and the in-process cluster."""
@@ -221,6 +224,12 @@ class Plan:
     @property
     def fits(self) -> bool:
         return all(b.fits for b in self.budgets)
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether a socket's memory is nearly used up, so that giving freed memory back is worth time."""
+        hosts = [b for b in self.budgets if b.device.startswith("socket") and b.capacity]
+        return any(b.total > TIGHT * b.capacity for b in hosts)
 
     def worker(self, replica: int, stage: int) -> WorkerPlan:
         return self.workers[replica * self.stages + stage]
