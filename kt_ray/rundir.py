@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import logging
 import os
-import platform
 import shutil
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -125,7 +120,7 @@ class RunDir:
         write_atomic(self.path / "plan.json", json.dumps(plain(plan), indent=1) + "\n")
 
     def write_env(self, environment: Mapping[str, Any]) -> None:
-        """env.json: see `environment`, and what the cluster adds to it."""
+        """env.json: see `kt_ray.environment`, and what the cluster adds to it."""
         write_atomic(self.path / "env.json", json.dumps(plain(environment), indent=2) + "\n")
 
     def write_wandb_id(self, run_id: str) -> None:
@@ -315,63 +310,6 @@ def _model_name(config_file: Path) -> str | None:
         return str(loaded["model"]["name"])
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
         return None  # not a configuration of ours; some other tool's file
-
-
-_PACKAGES = ("torch", "transformers", "peft", "ray", "hydra-core", "numpy", "safetensors", "wandb", "kt_ray")
-
-
-def environment() -> dict[str, Any]:
-    """Where this process runs: host, CPU, memory in bytes, versions, commit, command line."""
-    versions: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "hostname": socket.gethostname(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "cores_allowed": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "packages": versions,
-        "git_commit": _git_commit(),
-        "argv": list(sys.argv),
-        "pid": os.getpid(),
-    }
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model")))
-    return next(named, "") or platform.processor() or platform.machine()
-
-
-def _git_commit() -> str | None:
-    """The checkout's commit, "+" behind it when tracked files are changed; None outside a checkout."""
-    top = Path(__file__).resolve().parent.parent
-    if not (top / ".git").exists():
-        # An installed package may lie inside some other project's checkout.
-        return None
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(top), *arguments], capture_output=True, text=True, timeout=10, check=True
-        )
-        return done.stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + (
-            "+" if git("status", "--porcelain", "--untracked-files=no") else ""
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def setup_logging(run: RunDir) -> Callable[[], None]:

@@ -6,6 +6,18 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
+from kt_ray.checkpoint.check_experts import (
+    check_bias,
+    check_formats,
+    check_fused,
+    check_hidden,
+    check_part,
+    expert_bytes_of,
+    fault,
+    fused_sizes,
+    part_shapes,
+    two_dimensions,
+)
 from kt_ray.checkpoint.experts import PROJECTIONS, ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.errors import UserError
@@ -32,9 +44,6 @@ _FUSED_LEAVES = (("gate_up_proj", "down_proj"), ("fc1", "fc2"), ("input_linear",
 _UNKNOWN = re.compile(r"\blayers\.(?P<layer>\d+)\.(?P<moe>.*?\bexperts)\.(\d+\.)?(?P<rest>[\w.]+)$")
 _MTP = re.compile(r"(^|\.)mtp\b")
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-_PLAIN = {"BF16": "bf16", "F32": "f32"}
-_AGAIN = "download the checkpoint again, or check that config.json belongs to it"
-_CONVERT = "python -m kt_ray.tools convert {path} <new directory> --to bf16"
 
 
 @dataclass(frozen=True)
@@ -51,9 +60,7 @@ def find_experts(index: CheckpointIndex, interleaved: bool | None, transposed: b
     found = _collect(index)
     fused = {expert is None for held in found.by_layer.values() for _, expert, _ in held}
     if len(fused) > 1:
-        raise _fault(
-            index, "checkpoint mixes fused and per-expert weights", _one_of_each(found), "one layout"
-        )
+        raise fault(index, "checkpoint mixes fused and per-expert weights", _one_of_each(found), "one layout")
     names = {leaf for held in found.by_layer.values() for leaf, _, _ in held}
     if fused == {True}:
         both = next((pair for pair in _FUSED_LEAVES if names & set(pair)), _FUSED_LEAVES[0])
@@ -64,7 +71,7 @@ def find_experts(index: CheckpointIndex, interleaved: bool | None, transposed: b
     else:
         known = next((ls for ls in _LEAVES if names <= set(ls.values())), None)
         if known is None:
-            raise _fault(
+            raise fault(
                 index,
                 "experts have mixed names",
                 ", ".join(sorted(names)),
@@ -110,7 +117,7 @@ def _collect(index: CheckpointIndex) -> _Found:
         moe = match["moe"] if match["moe"].endswith("experts") else match["moe"] + ".experts"
         prefixes[layer].add(f"{match['root']}layers.{layer}.{moe}")
     if unknown:
-        raise _fault(
+        raise fault(
             index,
             "routed experts hold tensors of an unknown layout or format",
             some(sorted(unknown)),
@@ -136,10 +143,6 @@ def _collect(index: CheckpointIndex) -> _Found:
             )
     ordered = {layer: by_layer[layer] for layer in sorted(by_layer)}
     return _Found(ordered, {layer: next(iter(prefixes[layer])) for layer in ordered}, tuple(sorted(skipped)))
-
-
-def _fault(index: CheckpointIndex, message: str, observed: object, required: object) -> UserError:
-    return UserError(message, where=str(index.path), observed=observed, required=required, remedy=_AGAIN)
 
 
 def _one_of_each(found: _Found) -> str:
@@ -185,17 +188,12 @@ def _check_complete(
             missing.append(f"{prefix}.{middle}{leaf}{end}")
         extra += [held[key] for key in set(held) - wanted]
     if missing or extra:
-        raise _fault(
+        raise fault(
             index,
             "checkpoint lacks experts" if missing else "checkpoint has more experts than its configuration",
             f"{'missing' if missing else 'unexpected'}: {some(sorted(missing or extra))}",
             f"{count} experts with {', '.join(parts.values())} in each of {len(found.by_layer)} layers",
         )
-
-
-def _format(index: CheckpointIndex, name: str) -> str:
-    matrix = index.matrices.get(name)
-    return matrix.format if matrix is not None else _PLAIN.get(index.tensors[name].dtype, "")
 
 
 def _layout(
@@ -220,21 +218,23 @@ def _layout(
     }
     first = next(iter(sources.values()))
     if fused:
-        hidden, intermediate, swapped = _fused_sizes(index, first, transposed)
+        hidden, intermediate, swapped = fused_sizes(index, first, transposed)
     else:
-        intermediate, hidden, swapped = *_two(index, first["up"][0]), False
+        intermediate, hidden, swapped = *two_dimensions(index, first["up"][0]), False
     formats, expert_bytes = {}, {}
     for layer in sources:
-        shapes = _shapes(hidden, intermediate, swapped, None if not fused else count)
-        formats[layer] = {p: _check_part(index, names, shapes[p]) for p, names in sources[layer].items()}
+        shapes = part_shapes(hidden, intermediate, swapped, None if not fused else count)
+        formats[layer] = {p: check_part(index, names, shapes[p]) for p, names in sources[layer].items()}
         if fused:
-            _check_fused(index, sources[layer], intermediate, swapped)
+            check_fused(index, sources[layer], intermediate, swapped)
         for part, names in biases[layer].items():
             rows = {"down": hidden, "gate_up": 2 * intermediate}.get(part, intermediate)
-            _check_bias(index, names, (count, rows) if fused else (rows,))
-        expert_bytes[layer] = _bytes(index, (*sources[layer].values(), *biases[layer].values()), count)
-    _check_formats(index, sources, formats)
-    _check_hidden(index, hidden)
+            check_bias(index, names, (count, rows) if fused else (rows,))
+        expert_bytes[layer] = expert_bytes_of(
+            index, (*sources[layer].values(), *biases[layer].values()), count
+        )
+    check_formats(index, sources, formats)
+    check_hidden(index, hidden)
     every = [n for layer in (*sources.values(), *biases.values()) for names in layer.values() for n in names]
     skipped = set(found.skipped)
     keys = set(every)
@@ -260,177 +260,6 @@ def _layout(
         keys=frozenset(keys),
         skipped=tuple(sorted(skipped)),
     )
-
-
-def _two(index: CheckpointIndex, name: str) -> tuple[int, int]:
-    shape = index.shape(name)
-    if len(shape) != 2:
-        raise _mixed_shapes(index, name, "[I, H]")
-    return shape[0], shape[1]
-
-
-def _shapes(
-    hidden: int, intermediate: int, transposed: bool, count: int | None
-) -> dict[str, tuple[int, ...]]:
-    """Shape of every part; with `count` of all experts."""
-    shapes = {
-        "gate": (intermediate, hidden),
-        "up": (intermediate, hidden),
-        "gate_up": (2 * intermediate, hidden),
-        "down": (hidden, intermediate),
-    }
-    if transposed:
-        shapes = {p: (b, a) for p, (a, b) in shapes.items()}
-    return {p: shape if count is None else (count, *shape) for p, shape in shapes.items()}
-
-
-def _check_part(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int, ...]) -> str:
-    """One shape, one format and one kind of scales for all experts of a layer. Returns the format."""
-    kinds: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    for name in names:
-        if index.shape(name) != shape:
-            raise _mixed_shapes(index, name, f"{list(shape)} as in the first expert of {index.path.name}")
-        matrix = index.matrices.get(name)
-        kinds[
-            (index.tensors[name].dtype,)
-            if matrix is None
-            else (matrix.data.dtype, matrix.scales.dtype, matrix.block)
-        ].append(name)
-    if len(kinds) > 1:
-        few = min(kinds.values(), key=len)
-        counts = {" ".join(map(str, kind)): len(held) for kind, held in kinds.items()}
-        raise UserError(
-            "experts of one layer have mixed types",
-            where=f"{index.path}, {some(few, 2)}",
-            observed=", ".join(f"{count} of {kind}" for kind, count in sorted(counts.items())),
-            required="one type for all experts of a layer",
-            remedy=_CONVERT.format(path=index.path),
-        )
-    return _format(index, names[0])
-
-
-def _check_bias(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int, ...]) -> None:
-    for name in names:
-        info = index.tensors[name]
-        if info.shape != shape:
-            raise _mixed_shapes(index, name, list(shape))
-        if info.dtype not in ("F32", "BF16", "F16"):
-            raise UserError(
-                "a bias of the experts is in a format that is not read",
-                where=f"{info.file}, tensor {name}",
-                observed=info.dtype,
-                required="BF16, F16 or F32",
-                remedy=_AGAIN,
-            )
-
-
-def _bytes(index: CheckpointIndex, groups: tuple[tuple[str, ...], ...], count: int) -> int:
-    """Bytes that one expert takes in the file; checked to be the same for all of a layer."""
-    total = 0
-    for names in groups:
-        matrix = index.matrices.get(names[0])
-        infos = [index.tensors[names[0]]] if matrix is None else [matrix.data, matrix.scales]
-        total += sum(info.nbytes for info in infos) // (count if len(names) == 1 and count > 1 else 1)
-    return total
-
-
-def _check_formats(
-    index: CheckpointIndex, sources: dict[int, dict[str, tuple[str, ...]]], formats: dict[int, dict[str, str]]
-) -> None:
-    """Formats that are read, and float32 for all experts or for none."""
-    where: dict[str, str] = {}
-    for layer, parts in formats.items():
-        for part, name in parts.items():
-            where.setdefault(name, sources[layer][part][0])
-    if "" in where:
-        key = where[""]
-        raise UserError(
-            "experts are in a format that is not read from checkpoints",
-            where=f"{index.tensors[key].file}, tensor {key}",
-            observed=index.tensors[key].dtype,
-            required="BF16, F32, FP8, MXFP4, INT8 or INT4",
-            remedy=_CONVERT.format(path=index.path),
-        )
-    if "f32" in where and len(where) > 1:
-        raise UserError(
-            "experts have mixed types",
-            where=str(index.path),
-            observed=", ".join(f"{fmt} ({name})" for fmt, name in sorted(where.items())),
-            required="float32 for all experts, or for none",
-            remedy=_CONVERT.format(path=index.path),
-        )
-
-
-def _mixed_shapes(index: CheckpointIndex, name: str, required: object) -> UserError:
-    matrix = index.matrices.get(name)
-    info = index.tensors[name] if matrix is None else matrix.data
-    return UserError(
-        "experts have mixed shapes",
-        where=f"{info.file}, tensor {name}",
-        observed=list(index.shape(name)),
-        required=required,
-        remedy=_AGAIN,
-    )
-
-
-def _fused_sizes(
-    index: CheckpointIndex, parts: dict[str, tuple[str, ...]], transposed: bool | None
-) -> tuple[int, int, bool]:
-    """(H, I, transposed) from the shapes: [E,2I,H] with [E,H,I], or [E,H,2I] with [E,I,H]."""
-    first = "gate_up" if "gate_up" in parts else "up"
-    width = 2 if first == "gate_up" else 1
-    up, down = index.shape(parts[first][0]), index.shape(parts["down"][0])
-    for part, shape in ((first, up), ("down", down)):
-        if len(shape) != 3:
-            raise _mixed_shapes(index, parts[part][0], "three dimensions, experts first")
-    plain = up[1] == width * down[2] and up[2] == down[1]
-    swapped = up[2] == width * down[1] and up[1] == down[2]
-    if not plain and not swapped:  # (both cannot hold when gate and up lie together: it would take H = 2H)
-        raise _fault(
-            index,
-            "fused expert weights have shapes that do not fit together",
-            f"{parts[first][0]} {list(up)}, {parts['down'][0]} {list(down)}",
-            "[E, 2I, H] with [E, H, I], or [E, H, 2I] with [E, I, H]",
-        )
-    if transposed is None or not (plain and swapped):
-        transposed = not plain
-    hidden, intermediate = (down[2], down[1]) if transposed else (down[1], down[2])
-    return hidden, intermediate, transposed
-
-
-def _check_fused(
-    index: CheckpointIndex, parts: dict[str, tuple[str, ...]], intermediate: int, transposed: bool
-) -> None:
-    """Quantised stacks of a layer lie row by row, and no scale belongs to gate and to up."""
-    for part, (name,) in parts.items():
-        matrix = index.matrices.get(name)
-        if matrix is None:
-            continue
-        if transposed:
-            raise _fault(
-                index,
-                "fused quantised experts are stored transposed",
-                f"{name} {list(matrix.shape)}",
-                "[E, 2I, H] with [E, H, I]",
-            )
-        if part == "gate_up" and intermediate % matrix.block[0]:
-            raise _fault(
-                index,
-                "a scale of the fused experts covers rows of gate and of up",
-                f"{name}: {intermediate} rows each, blocks of {matrix.block[0]} rows",
-                "an intermediate size that is a multiple of the block",
-            )
-
-
-def _check_hidden(index: CheckpointIndex, hidden: int) -> None:
-    required = index.text_config.get("hidden_size")
-    if isinstance(required, int) and required != hidden:
-        raise _fault(
-            index,
-            "checkpoint and configuration disagree about the hidden size of the experts",
-            f"{hidden} in the weights",
-            required,
-        )
 
 
 assert set(_LEAVES[0]) == set(PROJECTIONS)

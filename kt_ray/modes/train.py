@@ -11,10 +11,11 @@ from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.actors.specs import actor_specs
 from kt_ray.config.schema import Config
+from kt_ray.environment import environment
 from kt_ray.modes.prepare import Prepared, prepare
 from kt_ray.modes.saving import go_on_from, resume_point, save_checkpoint, write_adapter
 from kt_ray.placement.plan import plan_to_dict
-from kt_ray.rundir import RunDir, environment, plain, setup_logging
+from kt_ray.rundir import RunDir, plain, setup_logging
 from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
 from kt_ray.tracking.console import console
 from kt_ray.tracking.progress import LoadProgress, Summary, TrainProgress, show_summary

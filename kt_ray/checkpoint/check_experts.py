@@ -1,0 +1,199 @@
+"""Checks of a checkpoint's routed experts: shapes, types, formats, and what fused tensors say about sizes.
+
+Legend: see experts.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from kt_ray.checkpoint.index import CheckpointIndex, some
+from kt_ray.errors import UserError
+
+_PLAIN = {"BF16": "bf16", "F32": "f32"}
+_AGAIN = "download the checkpoint again, or check that config.json belongs to it"
+_CONVERT = "python -m kt_ray.tools convert {path} <new directory> --to bf16"
+
+
+def fault(index: CheckpointIndex, message: str, observed: object, required: object) -> UserError:
+    """A directory that is damaged, or does not go with its config.json."""
+    return UserError(message, where=str(index.path), observed=observed, required=required, remedy=_AGAIN)
+
+
+def _format(index: CheckpointIndex, name: str) -> str:
+    matrix = index.matrices.get(name)
+    return matrix.format if matrix is not None else _PLAIN.get(index.tensors[name].dtype, "")
+
+
+def two_dimensions(index: CheckpointIndex, name: str) -> tuple[int, int]:
+    """(rows, columns) of one expert's matrix."""
+    shape = index.shape(name)
+    if len(shape) != 2:
+        raise _mixed_shapes(index, name, "[I, H]")
+    return shape[0], shape[1]
+
+
+def part_shapes(
+    hidden: int, intermediate: int, transposed: bool, count: int | None
+) -> dict[str, tuple[int, ...]]:
+    """Shape of every part; with `count` of all experts."""
+    shapes = {
+        "gate": (intermediate, hidden),
+        "up": (intermediate, hidden),
+        "gate_up": (2 * intermediate, hidden),
+        "down": (hidden, intermediate),
+    }
+    if transposed:
+        shapes = {p: (b, a) for p, (a, b) in shapes.items()}
+    return {p: shape if count is None else (count, *shape) for p, shape in shapes.items()}
+
+
+def check_part(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int, ...]) -> str:
+    """One shape, one format and one kind of scales for all experts of a layer. Returns the format."""
+    kinds: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for name in names:
+        if index.shape(name) != shape:
+            raise _mixed_shapes(index, name, f"{list(shape)} as in the first expert of {index.path.name}")
+        matrix = index.matrices.get(name)
+        kinds[
+            (index.tensors[name].dtype,)
+            if matrix is None
+            else (matrix.data.dtype, matrix.scales.dtype, matrix.block)
+        ].append(name)
+    if len(kinds) > 1:
+        few = min(kinds.values(), key=len)
+        counts = {" ".join(map(str, kind)): len(held) for kind, held in kinds.items()}
+        raise UserError(
+            "experts of one layer have mixed types",
+            where=f"{index.path}, {some(few, 2)}",
+            observed=", ".join(f"{count} of {kind}" for kind, count in sorted(counts.items())),
+            required="one type for all experts of a layer",
+            remedy=_CONVERT.format(path=index.path),
+        )
+    return _format(index, names[0])
+
+
+def check_bias(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    """Shape and type of biases."""
+    for name in names:
+        info = index.tensors[name]
+        if info.shape != shape:
+            raise _mixed_shapes(index, name, list(shape))
+        if info.dtype not in ("F32", "BF16", "F16"):
+            raise UserError(
+                "a bias of the experts is in a format that is not read",
+                where=f"{info.file}, tensor {name}",
+                observed=info.dtype,
+                required="BF16, F16 or F32",
+                remedy=_AGAIN,
+            )
+
+
+def expert_bytes_of(index: CheckpointIndex, groups: tuple[tuple[str, ...], ...], count: int) -> int:
+    """Bytes that one expert takes in the file; checked to be the same for all of a layer."""
+    total = 0
+    for names in groups:
+        matrix = index.matrices.get(names[0])
+        infos = [index.tensors[names[0]]] if matrix is None else [matrix.data, matrix.scales]
+        total += sum(info.nbytes for info in infos) // (count if len(names) == 1 and count > 1 else 1)
+    return total
+
+
+def check_formats(
+    index: CheckpointIndex, sources: dict[int, dict[str, tuple[str, ...]]], formats: dict[int, dict[str, str]]
+) -> None:
+    """Formats that are read, and float32 for all experts or for none."""
+    where: dict[str, str] = {}
+    for layer, parts in formats.items():
+        for part, name in parts.items():
+            where.setdefault(name, sources[layer][part][0])
+    if "" in where:
+        key = where[""]
+        raise UserError(
+            "experts are in a format that is not read from checkpoints",
+            where=f"{index.tensors[key].file}, tensor {key}",
+            observed=index.tensors[key].dtype,
+            required="BF16, F32, FP8, MXFP4, INT8 or INT4",
+            remedy=_CONVERT.format(path=index.path),
+        )
+    if "f32" in where and len(where) > 1:
+        raise UserError(
+            "experts have mixed types",
+            where=str(index.path),
+            observed=", ".join(f"{fmt} ({name})" for fmt, name in sorted(where.items())),
+            required="float32 for all experts, or for none",
+            remedy=_CONVERT.format(path=index.path),
+        )
+
+
+def _mixed_shapes(index: CheckpointIndex, name: str, required: object) -> UserError:
+    matrix = index.matrices.get(name)
+    info = index.tensors[name] if matrix is None else matrix.data
+    return UserError(
+        "experts have mixed shapes",
+        where=f"{info.file}, tensor {name}",
+        observed=list(index.shape(name)),
+        required=required,
+        remedy=_AGAIN,
+    )
+
+
+def fused_sizes(
+    index: CheckpointIndex, parts: dict[str, tuple[str, ...]], transposed: bool | None
+) -> tuple[int, int, bool]:
+    """(H, I, transposed) from the shapes: [E,2I,H] with [E,H,I], or [E,H,2I] with [E,I,H]."""
+    first = "gate_up" if "gate_up" in parts else "up"
+    width = 2 if first == "gate_up" else 1
+    up, down = index.shape(parts[first][0]), index.shape(parts["down"][0])
+    for part, shape in ((first, up), ("down", down)):
+        if len(shape) != 3:
+            raise _mixed_shapes(index, parts[part][0], "three dimensions, experts first")
+    plain = up[1] == width * down[2] and up[2] == down[1]
+    swapped = up[2] == width * down[1] and up[1] == down[2]
+    if not plain and not swapped:  # (both cannot hold when gate and up lie together: it would take H = 2H)
+        raise fault(
+            index,
+            "fused expert weights have shapes that do not fit together",
+            f"{parts[first][0]} {list(up)}, {parts['down'][0]} {list(down)}",
+            "[E, 2I, H] with [E, H, I], or [E, H, 2I] with [E, I, H]",
+        )
+    if transposed is None or not (plain and swapped):
+        transposed = not plain
+    hidden, intermediate = (down[2], down[1]) if transposed else (down[1], down[2])
+    return hidden, intermediate, transposed
+
+
+def check_fused(
+    index: CheckpointIndex, parts: dict[str, tuple[str, ...]], intermediate: int, transposed: bool
+) -> None:
+    """Quantised stacks of a layer lie row by row, and no scale belongs to gate and to up."""
+    for part, (name,) in parts.items():
+        matrix = index.matrices.get(name)
+        if matrix is None:
+            continue
+        if transposed:
+            raise fault(
+                index,
+                "fused quantised experts are stored transposed",
+                f"{name} {list(matrix.shape)}",
+                "[E, 2I, H] with [E, H, I]",
+            )
+        if part == "gate_up" and intermediate % matrix.block[0]:
+            raise fault(
+                index,
+                "a scale of the fused experts covers rows of gate and of up",
+                f"{name}: {intermediate} rows each, blocks of {matrix.block[0]} rows",
+                "an intermediate size that is a multiple of the block",
+            )
+
+
+def check_hidden(index: CheckpointIndex, hidden: int) -> None:
+    """The experts' H is that of the configuration."""
+    required = index.text_config.get("hidden_size")
+    if isinstance(required, int) and required != hidden:
+        raise fault(
+            index,
+            "checkpoint and configuration disagree about the hidden size of the experts",
+            f"{hidden} in the weights",
+            required,
+        )
