@@ -2,8 +2,9 @@
 
 PEFT adapts a fused parameter W [E, out, in] by A [E*r, in] (row e*r + j) and B [out, r*E]
 (column j*E + e). gate and up share one parameter, so their adapters become one of rank 2r: A is gate's
-rows over up's, B is block-diagonal. B's columns of different experts lie next to each other, so actors
-cannot write them by byte range; the fused file is made from the per-expert one, layer by layer.
+rows over up's, B is block-diagonal. Experts without a gate keep up at rank r. B's columns of different
+experts lie next to each other, so actors cannot write them by byte range; the fused file is made from the
+per-expert one, layer by layer.
 
 Legend: E experts, r rank, I intermediate size, H hidden size.
 """
@@ -61,14 +62,13 @@ def write_fused(source: Mapping[str, TensorInfo], target: Path, prefix: str, *, 
     for name in rest:
         entries.append((prefix + name, source[name].dtype, source[name].shape))
     for path, experts in groups.items():
-        (gate_a, gate_b), (_, _), (down_a, down_b) = (
-            [source[n] for n in experts[0][p]] for p in ("gate", "up", "down")
-        )
-        E, r = len(experts), gate_a.shape[0]
-        H, I, dtype = gate_a.shape[1], gate_b.shape[0], gate_a.dtype
+        (up_a, up_b), (down_a, down_b) = ([source[n] for n in experts[0][p]] for p in ("up", "down"))
+        E, r = len(experts), up_a.shape[0]
+        H, I, dtype = up_a.shape[1], up_b.shape[0], up_a.dtype
+        wide = 2 if "gate" in experts[0] else 1
         assert (down_a.shape, down_b.shape) == ((r, I), (H, r)), f"{path}: shapes do not fit together"
-        entries.append((f"{prefix}{path}.base_layer.lora_A.weight", dtype, (E * 2 * r, H)))
-        entries.append((f"{prefix}{path}.base_layer.lora_B.weight", dtype, (2 * I, 2 * r * E)))
+        entries.append((f"{prefix}{path}.base_layer.lora_A.weight", dtype, (E * wide * r, H)))
+        entries.append((f"{prefix}{path}.base_layer.lora_B.weight", dtype, (wide * I, wide * r * E)))
         entries.append((f"{prefix}{path}.lora_A.weight", dtype, (E * r, I)))
         entries.append((f"{prefix}{path}.lora_B.weight", dtype, (H, r * E)))
     head, _, _ = build_header(entries)
@@ -111,7 +111,10 @@ def _values(
     for experts in groups.values():
         pairs: dict[str, list[Pair]] = {
             p: [(read_tensor(source[e[p][0]]), read_tensor(source[e[p][1]])) for e in experts]
-            for p in ("gate", "up", "down")
+            for p in experts[0]
         }
-        yield from fuse_gate_up(pairs["gate"], pairs["up"], interleaved=interleaved)
+        if "gate" in pairs:
+            yield from fuse_gate_up(pairs["gate"], pairs["up"], interleaved=interleaved)
+        else:
+            yield from fuse_down(pairs["up"])
         yield from fuse_down(pairs["down"])

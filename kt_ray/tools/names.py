@@ -33,6 +33,9 @@ _OTHER_MODALITY = re.compile(r"(^|\.)(visual|vision_\w+|audio_\w+|mm_projector|m
 # Released with the last two axes of the fused parameters swapped, and with gate and up rows alternating.
 TRANSPOSED = frozenset({"gpt_oss", "qwen3_vl_moe", "qwen3_vl_moe_text", "llama4", "llama4_text"})
 INTERLEAVED = frozenset({"gpt_oss"})
+# Projections that DeepSeek's quantised releases keep plain, and servers read as such: of the sparse
+# attention's indexer, and the entry of a multi-token prediction layer.
+_KEPT_PLAIN = frozenset({"weights_proj", "eh_proj"})
 # Released with fused experts when not quantised.
 FUSED = TRANSPOSED | {"qwen3_5_moe", "qwen3_5_moe_text"}
 
@@ -81,13 +84,14 @@ def is_mtp(name: str, layers: int | None) -> bool:
 
 def is_linear(name: str, shape: tuple[int, ...]) -> bool:
     """Weights that servers quantise with `--all-linear`: projections, not routers, embeddings or heads."""
+    leaf = name.removesuffix(".weight").rpartition(".")[2]
     if (
         len(shape) != 2
         or not name.endswith(".weight")
+        or leaf in _KEPT_PLAIN
         or part_of(name, None) in ("router", "other modalities")
     ):
         return False
-    leaf = name.removesuffix(".weight").rpartition(".")[2]
     return leaf.endswith(("_proj", "_proj_with_mqa", "_proj_qkvz")) or leaf in (
         "w1",
         "w2",
