@@ -48,7 +48,7 @@ class ExpertLayout:
         interleaved: fused only: rows of gate and up alternate instead of following each other.
         transposed: fused only: [E, H, 2I] and [E, I, H].
         keys: every parameter and every tensor that belongs to a routed expert.
-        skipped: those outside the model's layers (multi-token prediction), never loaded.
+        skipped: those outside the model's layers (multi-token prediction, a speech model), never loaded.
     """
 
     kind: str

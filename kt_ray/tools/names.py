@@ -28,8 +28,10 @@ _EXPERT = re.compile(
     r"(?P<end>|\.weight|\.bias|_bias)$"
 )
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-_MTP = re.compile(r"(^|\.)(mtp|nextn|eh_proj)\b")
-_OTHER_MODALITY = re.compile(r"(^|\.)(visual|vision_\w+|audio_\w+|mm_projector|multi_modal_projector)\.")
+_MTP = re.compile(r"(^|\.)(mtp|nextn|eh_proj)\b|^talker\.")  # talker: Qwen3-Omni's speech model
+_OTHER_MODALITY = re.compile(
+    r"(^|\.)(visual|vision_\w+|audio_\w+|mm_projector|multi_modal_projector|talker|code2wav)\."
+)
 # Released with the last two axes of the fused parameters swapped, and with gate and up rows alternating.
 TRANSPOSED = frozenset({"gpt_oss", "qwen3_vl_moe", "qwen3_vl_moe_text", "llama4", "llama4_text"})
 INTERLEAVED = frozenset({"gpt_oss"})
@@ -77,7 +79,7 @@ def layer_of(name: str) -> int | None:
 
 
 def is_mtp(name: str, layers: int | None) -> bool:
-    """Whether a parameter serves multi-token prediction: "mtp.", or a layer beyond the last."""
+    """Whether a parameter serves multi-token prediction ("mtp.", or a layer beyond the last) or speech."""
     layer = layer_of(name)
     return _MTP.search(name) is not None or (layer is not None and layers is not None and layer >= layers)
 

@@ -132,10 +132,11 @@ def test_multi_token_prediction_layers_are_passed_over(
         for name, v in tensors.items()
         if "layers.2." in name
     }
-    index = CheckpointIndex.open(write(tmp_path / "m", tensors | beyond | mtp))
+    talker = {f"talker.{name}": v for name, v in tensors.items() if "experts" in name}  # Qwen3-Omni's
+    index = CheckpointIndex.open(write(tmp_path / "m", tensors | beyond | mtp | talker))
     layout = ExpertLayout.detect(index)
-    assert layout.moe_layers == (1, 2)
-    assert set(layout.skipped) == set(beyond) | set(mtp)
+    assert layout.moe_layers == (1, 2) and layout.prefixes[1].startswith("model.layers.")
+    assert set(layout.skipped) == set(beyond) | set(mtp) | set(talker)
 
 
 def test_shared_experts_and_nested_prefix(
