@@ -28,14 +28,20 @@ class ActorSpecs:
 
 
 def actor_specs(
-    plan: Plan, config: Config, model_dir: str, formulas: Mapping[int, ExpertFormula] | None = None
+    plan: Plan,
+    config: Config,
+    model_dir: str,
+    formulas: Mapping[int, ExpertFormula] | None = None,
+    root: str = "model",
 ) -> ActorSpecs:
     """Specs for every actor of `plan`.
 
     Args:
         plan, config: who does what, and how.
         model_dir: the resolved Hugging Face directory.
-        formulas: MoE layer -> what its experts compute; None = found out by building the model on meta.
+        formulas: MoE layer -> what its experts compute; None = found out, and `root`, by building the model
+            on meta.
+        root: module name of the language model (`StageModel.root`).
     """
     dtype = config.model.dtype if config.model.dtype != "auto" else plan.dims.dtype
     stages = tuple(
@@ -55,7 +61,8 @@ def actor_specs(
     )
     if formulas is None:
         whole = replace(stages[0], layers=(0, plan.dims.num_layers))
-        formulas = build_on_meta(whole).formulas
+        built = build_on_meta(whole)
+        formulas, root = built.formulas, built.root
     nodes = len({socket.node for socket in plan.hardware.sockets})
     experts = tuple(
         ExpertHostSpec(
@@ -73,6 +80,7 @@ def actor_specs(
             backend=actor.backend,
             formulas=formulas,
             experts_path=config.model.experts_path,
+            root=root,
         )
         for actor in plan.experts
     )

@@ -2,7 +2,7 @@
 
 PEFT adapts a fused parameter W [E, out, in] by A [E*r, in] (row e*r + j) and B [out, r*E]
 (column j*E + e). gate and up share one parameter, so their adapters become one of rank 2r: A is gate's
-rows over up's, B is block-diagonal. Where experts have no gate, up stands alone. B's columns of different
+rows over up's, B is block-diagonal. Experts without a gate keep up at rank r. B's columns of different
 experts lie next to each other, so actors cannot write them by byte range; the fused file is made from the
 per-expert one, layer by layer.
 
@@ -63,12 +63,12 @@ def write_fused(source: Mapping[str, TensorInfo], target: Path, prefix: str, *, 
         entries.append((prefix + name, source[name].dtype, source[name].shape))
     for path, experts in groups.items():
         (up_a, up_b), (down_a, down_b) = ([source[n] for n in experts[0][p]] for p in ("up", "down"))
-        both = 2 if "gate" in experts[0] else 1
         E, r = len(experts), up_a.shape[0]
         H, I, dtype = up_a.shape[1], up_b.shape[0], up_a.dtype
+        wide = 2 if "gate" in experts[0] else 1
         assert (down_a.shape, down_b.shape) == ((r, I), (H, r)), f"{path}: shapes do not fit together"
-        entries.append((f"{prefix}{path}.base_layer.lora_A.weight", dtype, (E * both * r, H)))
-        entries.append((f"{prefix}{path}.base_layer.lora_B.weight", dtype, (both * I, both * r * E)))
+        entries.append((f"{prefix}{path}.base_layer.lora_A.weight", dtype, (E * wide * r, H)))
+        entries.append((f"{prefix}{path}.base_layer.lora_B.weight", dtype, (wide * I, wide * r * E)))
         entries.append((f"{prefix}{path}.lora_A.weight", dtype, (E * r, I)))
         entries.append((f"{prefix}{path}.lora_B.weight", dtype, (H, r * E)))
     head, _, _ = build_header(entries)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 PROJECTIONS = ("gate", "up", "down")
 _AGAIN = "download the checkpoint again, or check that config.json belongs to it"
-# Before the layers: of multimodal checkpoints, Nemotron-H's "backbone.", or nothing (DeepSeek-V4, whose keys
-# begin with "layers.").
-_TEXT_PART = re.compile(r"^(model\.)?language_model\.(model\.)?|^backbone\.|^(?=layers\.)")
+# What stands before the layers: "model.", the name of a multimodal checkpoint's language model, or nothing
+# (DeepSeek-V4, whose keys begin with "layers.").
+_ROOT = re.compile(r"^.*?\b(?=layers\.\d+\.)")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ExpertLayout:
         interleaved: fused only: rows of gate and up alternate instead of following each other.
         transposed: fused only: [E, H, 2I] and [E, I, H].
         keys: every parameter and every tensor that belongs to a routed expert.
-        skipped: those outside the model's layers (multi-token prediction), never loaded.
+        skipped: those outside the model's layers (multi-token prediction, a speech model), never loaded.
     """
 
     kind: str
@@ -100,12 +100,15 @@ class ExpertLayout:
         """Formats that occur, sorted."""
         return tuple(sorted({f for parts in self.formats.values() for f in parts.values()}))
 
-    def names(self, layer: int, expert: int) -> dict[str, str]:
+    def names(self, layer: int, expert: int, root: str = "model") -> dict[str, str]:
         """Module names of one expert's projections, as released: {"gate": "...experts.5.gate_proj", ...}.
 
-        They begin with "model." as every module of a text model does: PEFT leaves out what does not.
+        Args:
+            layer, expert: which.
+            root: module name of the language model where it is trained, in place of the checkpoint's own:
+                "model", or "model.language_model" inside a multimodal model. PEFT leaves out other names.
         """
-        prefix = _TEXT_PART.sub("model.", self.prefixes[layer])
+        prefix = _ROOT.sub(f"{root}.", self.prefixes[layer])
         return {p: f"{prefix}.{expert}.{leaf}" for p, leaf in self.leaves.items()}
 
     def check(

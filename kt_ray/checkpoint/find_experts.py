@@ -42,7 +42,8 @@ _GRANITE = re.compile(
 _FUSED_LEAVES = (("gate_up_proj", "down_proj"), ("fc1", "fc2"), ("input_linear", "output_linear"))
 # Anything else below "experts." belongs to a layout or a format that is not known.
 _UNKNOWN = re.compile(r"\blayers\.(?P<layer>\d+)\.(?P<moe>.*?\bexperts)\.(\d+\.)?(?P<rest>[\w.]+)$")
-_MTP = re.compile(r"(^|\.)mtp\b")
+# Multi-token prediction, and the speech model of Qwen3-Omni.
+_BESIDE = re.compile(r"(^|\.)mtp\b|^talker\.")
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
@@ -102,12 +103,12 @@ def _collect(index: CheckpointIndex) -> _Found:
                 continue  # the router's, which Laguna keeps here
             if match is not None and "shared" not in match["moe"]:
                 outside = isinstance(layers, int) and int(match["layer"]) >= layers
-                (skipped if outside or _MTP.search(name) else unknown).append(name)
+                (skipped if outside or _BESIDE.search(name) else unknown).append(name)
             continue
         if "shared" in match["moe"]:
             continue
         layer = int(match["layer"])
-        if (isinstance(layers, int) and layer >= layers) or _MTP.search(match["root"]):
+        if (isinstance(layers, int) and layer >= layers) or _BESIDE.search(match["root"]):
             skipped.append(name)
             continue
         groups = match.groupdict()

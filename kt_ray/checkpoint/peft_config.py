@@ -142,9 +142,11 @@ def adapter_config(
     elif form == "fused" and not any(m.endswith((".gate_proj", ".w1")) for m in experts):
         parameters += [_UP, _DOWN]
     elif form in ("parameters", "fused"):
-        parameters += [_GATE_UP, _DOWN]
-        config["rank_pattern"] = {r".*\.gate_up_proj": 2 * info.rank}
-        config["alpha_pattern"] = {r".*\.gate_up_proj": 2 * info.plain_alpha}
+        gated = any(m.endswith((".gate_proj", ".w1")) for m in experts)
+        parameters += [_GATE_UP if gated else _UP, _DOWN]
+        if gated:
+            config["rank_pattern"] = {r".*\.gate_up_proj": 2 * info.rank}
+            config["alpha_pattern"] = {r".*\.gate_up_proj": 2 * info.plain_alpha}
     return config | {"target_modules": targets, "target_parameters": parameters or None}
 
 
@@ -177,6 +179,8 @@ def adapter_readme(names: Iterable[str], info: AdapterInfo) -> str:
     form = adapter_form(names, info.model_type)
     scale = "alpha / sqrt(r), folded into lora_alpha" if info.rslora else "alpha / r"
     leaves = sorted({module_of(name).rpartition(".")[2] for name in names})
+    whole = any("language_model." in name for name in names)  # trained inside the multimodal model
+    auto = "AutoModelForImageTextToText" if whole else "AutoModelForCausalLM"
     notes = "".join(f"- {line}\n" for line in info.notes)
     return f"""---
 base_model: {info.base_model}
@@ -195,9 +199,9 @@ tags: [lora, mixture-of-experts]
 ## PEFT (tested)
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import {auto}
 
-model = AutoModelForCausalLM.from_pretrained("{info.base_model}")
+model = {auto}.from_pretrained("{info.base_model}")
 model = PeftModel.from_pretrained(model, "<this directory>")
 ```
 Needs transformers v5; tested with PEFT 0.21. Its warning that `rank_pattern` or `alpha_pattern` keys

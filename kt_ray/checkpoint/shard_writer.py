@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -155,21 +155,49 @@ def write_shards(
 
 
 def finish(
-    out: Path, source: Path, config: Mapping[str, Any], units: Sequence[Unit], shard_bytes: int
+    out: Path,
+    source: Path,
+    config: Mapping[str, Any],
+    units: Sequence[Unit],
+    shard_bytes: int,
+    *,
+    made: Collection[str] = (),
 ) -> None:
-    """Index, config.json and the small files of `source` (tokenizer, licence); then the job is over."""
+    """Index, config.json and the small files of `source` (tokenizer, licence); then the job is over.
+
+    Args:
+        out, units, shard_bytes: as given to `write_shards`.
+        source: the checkpoint's directory.
+        config: config.json of the result.
+        made: files that the command writes itself: not taken over from `source`.
+
+    Raises:
+        UserError: the disk is full; the command may be repeated.
+    """
     shards = _split(units, shard_bytes)
-    for file in sorted(source.iterdir()):
-        made_here = file.name.endswith(_WEIGHTS) or file.name == "config.json"
-        if file.is_file() and not file.name.startswith(".") and not made_here:
-            shutil.copyfile(file, out / file.name)
-    if len(shards) > 1:
-        where = {e.key: name for name, part in shards.items() for u in part for e in u.entries}
-        size = sum(unit.nbytes for unit in units)
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
-        write_text(out / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
-    write_text(out / "config.json", json.dumps(config, indent=2) + "\n")
+    try:
+        for file in sorted(source.iterdir()):
+            made_here = file.name.endswith(_WEIGHTS) or file.name in ("config.json", *made)
+            if file.is_file() and not file.name.startswith(".") and not made_here:
+                shutil.copyfile(file, out / file.name)
+        if len(shards) > 1:
+            where = {e.key: name for name, part in shards.items() for u in part for e in u.entries}
+            size = sum(unit.nbytes for unit in units)
+            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+            write_text(out / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+        write_text(out / "config.json", json.dumps(config, indent=2) + "\n")
+    except OSError as error:
+        raise _unwritable(out, error) from error
     shutil.rmtree(out / _JOB)
+
+
+def _unwritable(where: Path, error: OSError) -> UserError:
+    return UserError(
+        "output cannot be written",
+        where=str(where),
+        observed=error,
+        remedy="free space and repeat the command: it goes on where it was",
+    )
 
 
 def _split(units: Sequence[Unit], shard_bytes: int) -> dict[str, list[Unit]]:
@@ -306,18 +334,13 @@ def _write_shard(
             for key, values in own.items():  # summed in the units' order: the same sums with any threads
                 notes.add(key, *values)
         os.fsync(fd)
+        write_text(_notes_file(out, name), json.dumps(notes))
+        os.replace(partial, out / name)
     except OSError as error:
         partial.unlink(missing_ok=True)  # a full disk gets its space back
-        raise UserError(
-            "shard cannot be written",
-            where=str(out / name),
-            observed=error,
-            remedy="free space and repeat the command: it goes on where it was",
-        ) from error
+        raise _unwritable(out / name, error) from error
     finally:
         os.close(fd)
-    write_text(_notes_file(out, name), json.dumps(notes))
-    os.replace(partial, out / name)
 
 
 @contextmanager

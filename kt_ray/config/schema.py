@@ -158,8 +158,9 @@ class LoraConfig:
         alpha: scale numerator; the update is B A x * alpha / r (alpha / sqrt(r) with rslora).
         rslora: rank-stabilised scale (Kalajdzievski 2023).
         dropout: dropout on the adapter's input, as PEFT defines it; 0 <= p < 1.
-        target_modules: "auto" (attention projections, shared experts, dense MLPs), "none", a list of
-            module name suffixes, or a regex (full match) over module names of the non-expert part.
+        target_modules: "auto" (attention projections, shared experts, dense MLPs; not routers, gates and
+            indexers), "none", a list of module name suffixes, or a regex (full match) over module names of
+            the non-expert part.
         experts: train LoRA on gate, up and down of every routed expert.
     """
 

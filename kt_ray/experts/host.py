@@ -48,6 +48,7 @@ class ExpertHostSpec:
         formulas: MoE layer -> what its experts compute; layers that are not named are plain SwiGLU.
         experts_path: GGUF file that the experts are read from instead of `model_dir`, in its types whatever
             the backend; None = `model_dir`.
+        root: module name of the language model, with which the parameters' names begin.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class ExpertHostSpec:
     backend: str = "auto"
     formulas: Mapping[int, ExpertFormula] = field(default_factory=dict)
     experts_path: str | None = None
+    root: str = "model"
 
 
 @dataclass
@@ -139,7 +141,7 @@ class ExpertHost:
                     threads=readers,
                     drop_cache=drop_cache,
                 )
-                self.names[layer] = [layout.names(layer, e) for e in spec.experts]
+                self.names[layer] = [layout.names(layer, e, spec.root) for e in spec.experts]
                 done += held * layout.expert_bytes[layer]
                 if progress is not None:
                     progress(layer, done, total)

@@ -21,7 +21,8 @@ from kt_ray.model.dropout import CounterDropout, DropoutContext
 ADAPTER = "default"  # PEFT's name of the one adapter
 # Linear modules whose weight Mamba layers multiply with by themselves: an adapter would never be called.
 _BYPASSED = frozenset({"dt_proj"})
-_GATES = re.compile(r"(^|\.)(gate|router|[a-z0-9_]*_gate|router_[a-z0-9_]+)(\.|$)")
+# Sparse attention's indexer only chooses positions: no gradient passes through a choice.
+_GATES = re.compile(r"(^|\.)(gate|router|indexer|[a-z0-9_]*_gate|router_[a-z0-9_]+)(\.|$)")
 
 
 def init_lora_a(seed: int, name: str, shape: Sequence[int]) -> Tensor:
@@ -44,7 +45,7 @@ def init_lora_a(seed: int, name: str, shape: Sequence[int]) -> Tensor:
 
 
 def is_gate(name: str) -> bool:
-    """Whether a module name is (part of) a router or gate: never a LoRA target of "auto"."""
+    """Whether a module name is (part of) a router, gate or indexer: never a LoRA target of "auto"."""
     return _GATES.search(name) is not None
 
 

@@ -44,6 +44,7 @@ class Prepared:
         formulas: MoE layer -> what its experts compute.
         notes: what was passed over in the checkpoint, one line each.
         gguf: the experts of model.experts_path, or None.
+        root: module name of the language model.
     """
 
     config: Config
@@ -56,6 +57,7 @@ class Prepared:
     formulas: Mapping[int, ExpertFormula]
     notes: tuple[str, ...] = ()
     gguf: GgufExperts | None = None
+    root: str = "model"
 
     @property
     def fingerprint(self) -> str:
@@ -100,7 +102,9 @@ def prepare(config: Config) -> Prepared:
     schedule = _schedule(config, plan, data)
     notes = (*index.notes, *_ignored_note(report.ignored), *(() if gguf is None else gguf.notes))
     names = tuple(whole.lora_names)
-    return Prepared(config, model_dir, index, plan, data, schedule, names, whole.formulas, notes, gguf)
+    return Prepared(
+        config, model_dir, index, plan, data, schedule, names, whole.formulas, notes, gguf, whole.root
+    )
 
 
 def _as_stored(dims: ModelDims, layout: ExpertLayout, *, own_file: bool = False) -> ModelDims:

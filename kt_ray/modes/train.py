@@ -84,7 +84,7 @@ def run(config: Config) -> int:
 def make_cluster(prepared: Prepared, run_name: str, progress: LoadProgress | None = None) -> ActorCluster:
     """The cluster that the configuration names, not started."""
     config, plan = prepared.config, prepared.plan
-    specs = actor_specs(plan, config, prepared.model_dir, prepared.formulas)
+    specs = actor_specs(plan, config, prepared.model_dir, prepared.formulas, prepared.root)
 
     def note(actor: str, layer: int, done: int, total: int) -> None:
         if progress is not None:

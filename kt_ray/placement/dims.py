@@ -151,7 +151,8 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         moe_layers=moe,
         attention_params=tuple(p.attention for p in parts),
         dense_params=tuple(p.dense for p in parts),
-        lora_in_out=tuple(tuple(p.modules) for p in parts),
+        # not of indexers: model/lora.py says why
+        lora_in_out=tuple(tuple(m for m in p.modules if ".indexer." not in m[0]) for p in parts),
         tie_embeddings=bool(tie),
         dtype=dtype,
         expert_storage=storage,

@@ -83,7 +83,7 @@ class Keys:
 
 @dataclass
 class LayerParts:
-    """Counts of one decoder layer; `modules` are what LoRA's "auto" targets: (name, in, out)."""
+    """Counts of one decoder layer; `modules` are the linear ones without routers: (name, in, out)."""
 
     attention: int = 0
     dense: int = 0
@@ -91,6 +91,6 @@ class LayerParts:
     width: int = 0  # elements per token of expanded queries, keys and values
 
     def project(self, name: str, n_in: int, n_out: int, bias: bool = False) -> None:
-        """An attention projection that LoRA targets."""
+        """An attention projection."""
         self.attention += n_in * n_out + (n_out if bias else 0)
         self.modules.append((name, n_in, n_out))

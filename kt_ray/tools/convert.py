@@ -95,7 +95,7 @@ def convert(
     )
     report = _report(options, notes)
     write_text(target / REPORT, json.dumps(report, indent=2) + "\n")
-    finish(target, index.path, plan.config(), units, shard_bytes)
+    finish(target, index.path, plan.config(), units, shard_bytes, made=(REPORT,))
     return report
 
 
@@ -122,12 +122,9 @@ class _Plan:
 
     def config(self) -> dict[str, Any]:
         """config.json of the result; call after `units`."""
-        config = without_quantization(self.index.config)
+        config = without_quantization(self.index.config, bf16=self.options.to == "bf16")
         if self.options.to == "bf16":
             return config
-        for key in ("dtype", "torch_dtype"):
-            if key in self.index.config:
-                config[key] = self.index.config[key]
         ignored = [
             name.removesuffix(".weight")
             for name in sorted(self.plain)

@@ -32,8 +32,9 @@ from kt_ray.checkpoint.peft_config import AdapterInfo, adapter_config
 from kt_ray.checkpoint.safetensors_file import NAMES, build_header, tensor_bytes
 from kt_ray.checkpoint.training import write_text
 from kt_ray.errors import UserError
+from kt_ray.tools.experts import layer_count
 from kt_ray.tools.lora import Lora, Pair
-from kt_ray.tools.names import INTERLEAVED, LEAVES, PROJECTIONS, expert_name, family, layer_of
+from kt_ray.tools.names import INTERLEAVED, LEAVES, PROJECTIONS, expert_name, family, is_mtp, layer_of
 from kt_ray.tools.split import FusedLayer
 
 FORMS = ("peft-fused", "peft-per-expert", "sglang-kt")
@@ -217,10 +218,14 @@ def _single_items(lora: Lora, source: CheckpointIndex | None) -> list[Item]:
     if not lora.fused:
         return items
     assert source is not None, "an adapter with experts has a base"
+    layers_held = layer_count(source)
     released = {
         (layer_of(name), found.role): (found.prefix, found.leaf)
         for name in source.names
-        if (found := expert_name(name)) is not None and found.expert is not None and not found.bias
+        if (found := expert_name(name)) is not None
+        and found.expert is not None
+        and not found.bias
+        and not is_mtp(name, layers_held)
     }
     interleaved = family(source.config) in INTERLEAVED
     prefixes = list(dict.fromkeys(prefix for prefix, _ in lora.fused))
@@ -231,6 +236,7 @@ def _single_items(lora: Lora, source: CheckpointIndex | None) -> list[Item]:
             for projection in layer.projections:
                 usual = (layer.prefix, LEAVES[projection])
                 prefix, leaf = released.get((layer_of(f"{layer.prefix}."), projection), usual)
+                prefix = _below(layer.prefix, prefix)
                 rows, columns = layer.shape(projection)
                 items.append(
                     Item(
@@ -243,6 +249,11 @@ def _single_items(lora: Lora, source: CheckpointIndex | None) -> list[Item]:
                     )
                 )
     return items
+
+
+def _below(own: str, released: str) -> str:
+    """Released names under the adapter's own root: "layers.3.ffn.experts" -> "model.layers.3.ffn.experts"."""
+    return own[: own.index("layers.")] + released[released.index("layers.") :]
 
 
 def _single_config(lora: Lora, linear: list[Item], experts: list[Item], model_type: str) -> dict[str, Any]:
@@ -294,6 +305,8 @@ def _number(value: float) -> int | float:
 
 
 def _add_pattern(config: dict[str, Any], name: str, setting: tuple[int, float]) -> None:
+    if f"{name}.weight" in (config["target_parameters"] or ()):
+        name += ".weight"  # PEFT compares patterns with the parameter there
     config["rank_pattern"][name] = setting[0]
     config["alpha_pattern"][name] = _number(setting[0] * setting[1])
 

@@ -31,6 +31,10 @@ from kt_ray.tools.names import expert_name
 
 _KEY = re.compile(r"^(?P<module>.+)\.lora_(?P<half>[AB])(\.default)?\.weight$")
 _FUSED = re.compile(r"^(?P<prefix>.*\bexperts)(?P<inner>(\.base_layer)*)$")
+# Initialisations of PEFT after which the base stays as it is; the others (PiSSA, OLoRA, LoftQ, CorDA,
+# LoRA-GA) take scale * B A off the base first, so that adding to the released weights gives another model.
+_KEEPS_BASE = ("gaussian", "eva", "orthogonal", "mica")
+_VARIANTS = ("use_bdlora", "kasa_config", "monteclora_config", "velora_config", "arrow_config")
 _REMEDY = "choose a LoRA adapter that PEFT or kt_ray wrote"
 
 
@@ -73,7 +77,7 @@ class Pair:
         return self.scale * (b @ a)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)  # gate_up and down of the layers that several threads are at
 def _whole(info: TensorInfo) -> Tensor:
     return read_tensor(info)
 
@@ -120,10 +124,10 @@ class Lora:
             if match is not None:
                 wrapped.setdefault(match["prefix"], {})[module] = (a, b)
             elif expert is not None and expert.expert is not None and expert.role != "gate_up":
-                pair = lora._pair(module, a, b, module)
+                pair = lora._pair(module, a, b, lora._named(module))
                 lora.experts[expert.prefix, expert.expert, expert.role] = pair
             else:
-                lora.linear[module] = lora._pair(module, a, b, module)
+                lora.linear[module] = lora._pair(module, a, b, lora._named(module))
         for prefix, held in wrapped.items():
             lora._add_fused(prefix, held)
         return lora
@@ -136,6 +140,11 @@ class Lora:
     def pairs(self) -> list[Pair]:
         """All pairs, linear modules first."""
         return [*self.linear.values(), *self.experts.values(), *self.fused.values()]
+
+    def _named(self, module: str) -> str:
+        """What PEFT's patterns are compared with: the parameter, where target_parameters names it."""
+        weight, targets = f"{module}.weight", self.config.get("target_parameters") or []
+        return weight if any(weight == t or weight.endswith(f".{t}") for t in targets) else module
 
     def _setting(self, module: str) -> tuple[int, float]:
         """Rank and alpha of a module, as PEFT's patterns give them."""
@@ -201,7 +210,17 @@ def _check_config(path: Path, config: Mapping[str, Any]) -> None:
         (bool(config.get("modules_to_save")), f"modules_to_save {config.get('modules_to_save')!r}"),
         (bool(config.get("layer_replication")), "layer_replication"),
         (bool(config.get("trainable_token_indices")), "trainable_token_indices"),
+        (bool(config.get("use_qalora")), "use_qalora"),
+        (config.get("alora_invocation_tokens") is not None, "alora_invocation_tokens"),
+        *((bool(config.get(name)), name) for name in _VARIANTS),
     ]
+    init = config.get("init_lora_weights")
+    wrong.append(
+        (
+            isinstance(init, str) and init.lower() not in _KEEPS_BASE,
+            f"init_lora_weights {init!r} (a changed base)",
+        )
+    )
     found = [text for is_wrong, text in wrong if is_wrong]
     if found:
         raise UserError(

@@ -28,11 +28,16 @@ _EXPERT = re.compile(
     r"(?P<end>|\.weight|\.bias|_bias)$"
 )
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-_MTP = re.compile(r"(^|\.)(mtp|nextn|eh_proj)\b")
-_OTHER_MODALITY = re.compile(r"(^|\.)(visual|vision_\w+|audio_\w+|mm_projector|multi_modal_projector)\.")
+_MTP = re.compile(r"(^|\.)(mtp|nextn|eh_proj)\b|^talker\.")  # talker: Qwen3-Omni's speech model
+_OTHER_MODALITY = re.compile(
+    r"(^|\.)(visual|vision_\w+|audio_\w+|mm_projector|multi_modal_projector|talker|code2wav)\."
+)
 # Released with the last two axes of the fused parameters swapped, and with gate and up rows alternating.
 TRANSPOSED = frozenset({"gpt_oss", "qwen3_vl_moe", "qwen3_vl_moe_text", "llama4", "llama4_text"})
 INTERLEAVED = frozenset({"gpt_oss"})
+# Projections that DeepSeek's quantised releases keep plain, and servers read as such: of the sparse
+# attention's indexer, and the entry of a multi-token prediction layer.
+_KEPT_PLAIN = frozenset({"weights_proj", "eh_proj"})
 # Released with fused experts when not quantised.
 FUSED = TRANSPOSED | {"qwen3_5_moe", "qwen3_5_moe_text"}
 
@@ -74,20 +79,21 @@ def layer_of(name: str) -> int | None:
 
 
 def is_mtp(name: str, layers: int | None) -> bool:
-    """Whether a parameter serves multi-token prediction: "mtp.", or a layer beyond the last."""
+    """Whether a parameter serves multi-token prediction ("mtp.", or a layer beyond the last) or speech."""
     layer = layer_of(name)
     return _MTP.search(name) is not None or (layer is not None and layers is not None and layer >= layers)
 
 
 def is_linear(name: str, shape: tuple[int, ...]) -> bool:
     """Weights that servers quantise with `--all-linear`: projections, not routers, embeddings or heads."""
+    leaf = name.removesuffix(".weight").rpartition(".")[2]
     if (
         len(shape) != 2
         or not name.endswith(".weight")
+        or leaf in _KEPT_PLAIN
         or part_of(name, None) in ("router", "other modalities")
     ):
         return False
-    leaf = name.removesuffix(".weight").rpartition(".")[2]
     return leaf.endswith(("_proj", "_proj_with_mqa", "_proj_qkvz")) or leaf in (
         "w1",
         "w2",

@@ -162,13 +162,13 @@ def add_error(notes: Notes, name: str, before: Tensor, after: Tensor) -> None:
     notes.add(name, float((after - before).double().square().sum()), float(before.double().square().sum()))
 
 
-def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of the same model in BF16."""
+def without_quantization(config: dict[str, Any], *, bf16: bool = True) -> dict[str, Any]:
+    """config.json of the same model without quantised weights; in BF16, or in the types it states."""
     result = {key: value for key, value in config.items() if key != "quantization_config"}
     for key in ("text_config", "language_config"):
         if isinstance(result.get(key), dict):
-            result[key] = without_quantization(result[key])
-    for key in ("dtype", "torch_dtype"):
+            result[key] = without_quantization(result[key], bf16=bf16)
+    for key in ("dtype", "torch_dtype") if bf16 else ():
         if key in result:
             result[key] = "bfloat16"
     return result

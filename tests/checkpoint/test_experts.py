@@ -60,6 +60,8 @@ def test_per_expert(
     assert (layout.hidden, layout.intermediate) == (8, 6)
     assert layout.distinct_formats == (("bf16",) if dtype == torch.bfloat16 else ("f32",))
     assert layout.names(2, 3)["down"] == "model.layers.2.mlp.experts.3.down_proj"
+    inside = layout.names(2, 3, "model.language_model")["up"]
+    assert inside == "model.language_model.layers.2.mlp.experts.3.up_proj"
     read: list[int] = []
     wanted = [3, 0]
     loaded = load_experts(
@@ -105,6 +107,17 @@ def test_mixtral_names(tmp_path: Path, write: Make, make_experts: Make) -> None:
         assert torch.equal(value[0], tensors[f"{prefix}.{leaf}.weight"])
 
 
+@pytest.mark.parametrize("before", ["model.language_model.", "language_model.model.", "backbone.", ""])
+def test_names_begin_as_the_trained_model_does(
+    tmp_path: Path, write: Make, make_experts: Make, before: str
+) -> None:
+    tensors = {before + k.removeprefix("model."): v for k, v in make_experts().items()}
+    layout = ExpertLayout.detect(CheckpointIndex.open(write(tmp_path / "m", tensors)))
+    assert layout.prefixes[1] == f"{before}layers.1.mlp.experts"
+    for root in ("model", "model.language_model"):
+        assert layout.names(1, 2, root)["gate"] == f"{root}.layers.1.mlp.experts.2.gate_proj"
+
+
 def test_multi_token_prediction_layers_are_passed_over(
     tmp_path: Path, write: Make, make_experts: Make
 ) -> None:
@@ -119,10 +132,11 @@ def test_multi_token_prediction_layers_are_passed_over(
         for name, v in tensors.items()
         if "layers.2." in name
     }
-    index = CheckpointIndex.open(write(tmp_path / "m", tensors | beyond | mtp))
+    talker = {f"talker.{name}": v for name, v in tensors.items() if "experts" in name}  # Qwen3-Omni's
+    index = CheckpointIndex.open(write(tmp_path / "m", tensors | beyond | mtp | talker))
     layout = ExpertLayout.detect(index)
-    assert layout.moe_layers == (1, 2)
-    assert set(layout.skipped) == set(beyond) | set(mtp)
+    assert layout.moe_layers == (1, 2) and layout.prefixes[1].startswith("model.layers.")
+    assert set(layout.skipped) == set(beyond) | set(mtp) | set(talker)
 
 
 def test_shared_experts_and_nested_prefix(

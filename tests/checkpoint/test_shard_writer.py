@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -112,6 +113,31 @@ def test_too_little_space_is_seen_first(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match="too little disk space"):
         write_shards(tmp_path / "out", units(made), JOB)
     assert made == []
+
+
+@pytest.mark.parametrize("file", ["note", "config.json"])
+def test_a_disk_that_fills_up_is_said_and_the_job_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """Also while the small files are written."""
+    real = sw.write_text
+
+    def full(path: Path, text: str) -> None:
+        if path.name == file or (file == "note" and path.name.startswith("model")):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, text)
+
+    source = save(tmp_path / "source", per_expert())
+    monkeypatch.setattr(sw, "write_text", full)
+    made = units([])
+    with pytest.raises(UserError, match=r"cannot be written.*No space left"):
+        write_shards(tmp_path / "out", made, JOB)
+        finish(tmp_path / "out", source, {}, made, sw.SHARD_BYTES)
+    assert not list((tmp_path / "out").glob(".model*.partial"))
+    monkeypatch.setattr(sw, "write_text", real)
+    write_shards(tmp_path / "out", made, JOB)
+    finish(tmp_path / "out", source, {}, made, sw.SHARD_BYTES)
+    assert (tmp_path / "out" / "config.json").is_file() and not (tmp_path / "out" / ".job").exists()
 
 
 def test_units_must_produce_what_they_announce(tmp_path: Path) -> None:

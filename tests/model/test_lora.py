@@ -31,7 +31,16 @@ def test_auto_takes_all_but_gates() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp.gate", "mlp.router", "mlp.shared_expert_gate", "mlp.router.proj", "router_a"]
+    "name",
+    [
+        "mlp.gate",
+        "mlp.router",
+        "mlp.shared_expert_gate",
+        "mlp.router.proj",
+        "router_a",
+        "self_attn.indexer.wq_b",
+        "self_attn.compressor.indexer.scorer.weights_proj",
+    ],
 )
 def test_gates(name: str) -> None:
     assert is_gate(name)

@@ -75,6 +75,15 @@ def report_of(path: Path) -> tuple[list[str], list[str]]:
     return report.ignored, report.unexpected
 
 
+def check_expert_names(path: Path, stage: Stage) -> None:
+    """Experts are named after the module that holds them, as attention is."""
+    layout = ExpertLayout.detect(CheckpointIndex.open(path))
+    modules = {name for name, _ in stage.model.causal.named_modules()}
+    for layer in layout.moe_layers:
+        for name in layout.names(layer, 3, stage.model.root).values():
+            assert re.sub(r"\.3\.\w+$", "", name) in modules, name
+
+
 def test_with_a_text_class(tmp_path: Path) -> None:
     """Qwen3.5-MoE: the ForConditionalGeneration's files, vision and prediction layers included."""
     path = write_config(tmp_path, "qwen3_5_moe")
@@ -85,6 +94,7 @@ def test_with_a_text_class(tmp_path: Path) -> None:
     stage = assert_trains(path, path)
     assert type(stage.model.causal).__name__ == "Qwen3_5MoeForCausalLM" and stage.model.text_part
     assert all(name.startswith("model.layers.") for name in stage.parameters)
+    check_expert_names(path, stage)
     ignored, unexpected = report_of(path)
     assert unexpected == []
     assert set(ignored) == {k for k in keys if k.startswith(("model.visual.", "mtp."))}
@@ -97,6 +107,8 @@ def test_without_a_text_class(tmp_path: Path, model_type: str) -> None:
     save(AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(path)), path)
     stage = assert_trains(path, path)
     assert stage.model.root == "model.language_model"
+    assert all(name.startswith("model.language_model.layers.") for name in stage.parameters)
+    check_expert_names(path, stage)
     held = [*stage.model.causal.parameters(), *stage.model.causal.buffers()]
     assert not any(t.is_meta for t in held)
     ignored, unexpected = report_of(path)

@@ -124,6 +124,17 @@ def test_reported_error_is_the_error(tmp_path: Path) -> None:
     assert report["layers"][1]["up"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_report_is_of_this_conversion(tmp_path: Path) -> None:
+    """A source that was itself converted holds a report, which is not taken over."""
+    source = save(tmp_path / "source", per_expert(), {"text_config": {"dtype": "float32"}})
+    convert(source, tmp_path / "int8", Options("int8"))
+    report = convert(tmp_path / "int8", tmp_path / "int4", Options("int4"))
+    held = json.loads((tmp_path / "int4" / "convert_report.json").read_text())
+    assert held == report and held["to"] == "int4"
+    # what is not quantised keeps its type, and config.json says so
+    assert json.loads((tmp_path / "int4" / "config.json").read_text())["text_config"]["dtype"] == "float32"
+
+
 def test_gpt_oss_keeps_its_own_form(tmp_path: Path) -> None:
     config = {"model_type": "gpt_oss"}
     source = save(tmp_path / "source", fused(transposed=True, interleaved=True, biases=True), config)

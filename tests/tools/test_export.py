@@ -76,6 +76,24 @@ def test_an_adapter_that_peft_trained_apart(tmp_path: Path, layout: str) -> None
     check_same(base, tmp_path, path, tmp_path / "out")
 
 
+def test_released_names_under_the_adapters_root(tmp_path: Path) -> None:
+    """DeepSeek-V4's keys begin with "layers."; those of multi-token prediction name no trained layer."""
+    tensors = {k.removeprefix("model."): v for k, v in per_expert(torch.float32, moe="ffn").items()}
+    for e in range(E):
+        for leaf in ("gate_proj", "up_proj", "down_proj"):
+            name = f"experts.{e}.{leaf}.weight"
+            tensors[f"mtp.layers.0.mlp.{name}"] = tensors[f"layers.0.ffn.{name}"].clone()
+    base = save(tmp_path / "base", tensors)
+    source, _ = fused_adapter(False)
+    path = save_adapter(tmp_path / "adapter", source, base_model_name_or_path=str(base))
+    export(path, tmp_path / "out", "peft-per-expert")
+    stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    layers = {i: f"base_model.model.model.layers.{i}.ffn.experts." for i in range(2)}
+    experts = [name for name in stored if ".experts." in name]
+    assert len(experts) == 2 * E * 3 * 2
+    assert all(any(name.startswith(prefix) for prefix in layers.values()) for name in experts)
+
+
 def test_other_ranks_and_scales_outside_the_experts(tmp_path: Path) -> None:
     base = save(tmp_path / "base", per_expert(torch.float32))
     q = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]

@@ -170,6 +170,19 @@ def test_patterns_and_rslora(tmp_path: Path) -> None:
         torch.testing.assert_close(out.read(f"{module}.weight"), source.read(f"{module}.weight") + delta)
 
 
+def test_patterns_of_named_parameters(tmp_path: Path) -> None:
+    """PEFT compares patterns with "...weight" where target_parameters names a linear module's weight."""
+    base = save(tmp_path / "base", per_expert(torch.float32))
+    q = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
+    adapter = lora(dict.fromkeys(q, (H, H)))
+    options = {"target_parameters": [f"{q[0]}.weight"], "alpha_pattern": {r"q_proj\.weight": 5, "q_proj": 7}}
+    merge(base, save_adapter(tmp_path / "adapter", adapter, **options), tmp_path / "out")
+    source, out = CheckpointIndex.open(base), CheckpointIndex.open(tmp_path / "out")
+    for module, alpha in zip(q, (5, 7), strict=True):
+        delta = alpha / 4 * adapter[f"{module}.lora_B.weight"] @ adapter[f"{module}.lora_A.weight"]
+        torch.testing.assert_close(out.read(f"{module}.weight"), source.read(f"{module}.weight") + delta)
+
+
 # -- PEFT's own merge --------------------------------------------------------------------------
 
 
@@ -302,6 +315,16 @@ def test_the_language_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
         (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"r": 8}, "disagree about the rank"),
         (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"use_dora": True}, "use_dora"),
         (lora({"model.layers.0.self_attn.q_proj": (H, H)}), {"peft_type": "IA3"}, "IA3"),
+        (
+            lora({"model.layers.0.self_attn.q_proj": (H, H)}),
+            {"init_lora_weights": "pissa_niter_4"},
+            "pissa_niter_4",
+        ),
+        (
+            lora({"model.layers.0.self_attn.q_proj": (H, H)}),
+            {"alora_invocation_tokens": [1, 2]},
+            "alora_invocation_tokens",
+        ),
         (
             lora({"model.layers.0.self_attn.q_proj": (H, H)}),
             {"modules_to_save": ["lm_head"]},

@@ -58,7 +58,10 @@ def test_not_routed_experts(name: str) -> None:
         ("lm_head.weight", "head", False),
         ("model.visual.blocks.0.attn.qkv_proj.weight", "other modalities", False),
         ("mtp.layers.0.self_attn.q_proj.weight", "multi-token prediction", True),
-        ("model.layers.61.eh_proj.weight", "multi-token prediction", True),
+        # plain in DeepSeek's own quantised releases
+        ("model.layers.61.eh_proj.weight", "multi-token prediction", False),
+        (f"{LAYER}.self_attn.indexer.weights_proj.weight", "attention", False),
+        (f"{LAYER}.self_attn.indexer.wq_b.weight", "attention", True),
     ],
 )
 def test_parts(name: str, part: str, linear: bool) -> None:
