@@ -93,7 +93,7 @@ def load_experts(
     parts: dict[str, Callable[[], Tensor | ExpertMatrix]] = {}
     for part, names in layout.sources[layer].items():
         stored = layout.formats[layer][part]
-        if target is not None and stored != target:
+        if target is not None and not _is_stored_so(index, names[0], stored, target):
             parts[part] = _requantised(index, layout, names, experts, target, jobs)
         else:
             parts[part] = _as_stored(index, layout, names, experts, jobs)
@@ -116,6 +116,14 @@ def load_experts(
         layer=layer,
         expert_ids=tuple(experts),
     )
+
+
+def _is_stored_so(index: CheckpointIndex, name: str, stored: str, target: Target) -> bool:
+    """Whether experts need no quantising: products in int8 take one scale per row, not groups."""
+    if stored != target or name not in index.matrices:
+        return False
+    matrix = index.matrices[name]
+    return target != "int8" or matrix.block[1] >= matrix.shape[-1]
 
 
 # -- reading ---------------------------------------------------------------------------------

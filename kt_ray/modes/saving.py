@@ -23,6 +23,7 @@ from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.model.family import read_family
 from kt_ray.modes.prepare import Prepared
+from kt_ray.placement.formats import BACKEND_STORAGE
 from kt_ray.rundir import RunDir, checkpoint_to_resume
 from kt_ray.train.cluster import Cluster
 
@@ -117,8 +118,11 @@ def _fields(prepared: Prepared) -> dict[str, Any]:
     """Settings without which the same step number would mean another step. Placement is not among them."""
     config: Config = prepared.config
     lora = config.lora
+    quantised = config.rule.experts.backend
     return {
         "seed": config.seed,
+        # The frozen weights are others then. The other backends compute the checkpoint's own.
+        "rule.experts.backend": quantised if quantised in BACKEND_STORAGE else "auto",
         "lora.rank": lora.rank,
         "lora.alpha": lora.alpha,
         "lora.rslora": lora.rslora,

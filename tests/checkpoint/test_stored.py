@@ -178,7 +178,7 @@ def test_fused_fp8_in_a_later_layer_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["int8", "int4"])
-@pytest.mark.parametrize("stored", ["bf16", "fp8", "fused", "int8"])
+@pytest.mark.parametrize("stored", ["bf16", "fp8", "fused", "int8", "int8 groups"])
 def test_quantised_while_reading(tmp_path: Path, target: Any, stored: str) -> None:
     """The same as quantising the stored values; experts that are stored so already stay as they are."""
     generator = torch.Generator().manual_seed(3)
@@ -196,7 +196,7 @@ def test_quantised_while_reading(tmp_path: Path, target: Any, stored: str) -> No
                 values[key] = values[key].bfloat16().float()
                 tensors |= {f"{PREFIX}.{e}.{leaf}.weight": values[key][e].bfloat16() for e in range(E)}
                 continue
-            matrix = quantize(stored, values[key])
+            matrix = quantize(stored.split()[0], values[key], group=32 if "groups" in stored else None)
             values[key] = matrix.dequantize()
             suffix = "weight_scale_inv" if stored == "fp8" else "weight_scale"
             for e in range(E):
