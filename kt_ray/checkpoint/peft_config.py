@@ -139,8 +139,6 @@ def adapter_config(
     }
     if form == "modules":
         targets += sorted({m.rpartition(".")[2] for m in experts})
-    elif form == "fused" and not any(m.endswith((".gate_proj", ".w1")) for m in experts):
-        parameters += [_UP, _DOWN]
     elif form in ("parameters", "fused"):
         gated = any(m.endswith((".gate_proj", ".w1")) for m in experts)
         parameters += [_GATE_UP if gated else _UP, _DOWN]
