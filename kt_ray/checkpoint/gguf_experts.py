@@ -28,7 +28,7 @@ from kt_ray.checkpoint.experts import ExpertLayout
 from kt_ray.checkpoint.gguf_file import open_gguf
 from kt_ray.checkpoint.gguf_header import GgufHeader, GgufTensor
 from kt_ray.checkpoint.index import CheckpointIndex, some
-from kt_ray.checkpoint.load_experts import BytesRead, ReadJob, run_jobs
+from kt_ray.checkpoint.load_experts import BytesRead, ReadJob, as_weights, run_jobs
 from kt_ray.errors import UserError
 from kt_ray.native import ExpertFormula, ExpertMatrix, ExpertWeights, allocate
 from kt_ray.native.matrix import GGUF_BLOCKS
@@ -197,19 +197,8 @@ class GgufExperts:
         if "gate_up_bias" in bias:
             first, second = bias["gate_up_bias"].chunk(2, 1)
             bias |= {"gate_bias": first.contiguous(), "up_bias": second.contiguous()}
-        return ExpertWeights(
-            parts.get("gate"),
-            parts["up"],
-            parts["down"],
-            gate_bias=bias.get("gate_bias"),
-            up_bias=bias.get("up_bias"),
-            down_bias=bias.get("down_bias"),
-            activation=formula.activation,
-            alpha=formula.alpha,
-            limit=formula.limit,
-            layer=layer,
-            expert_ids=tuple(experts),
-        )
+        named = {part.removesuffix("_bias"): value for part, value in bias.items()}
+        return as_weights(parts, named, formula, layer, experts)
 
 
 # -- checks ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -103,13 +103,24 @@ def load_experts(
     run_jobs(sorted(jobs, key=lambda job: (job.file, job.offset)), threads, progress, drop_cache)
     weights = _split({part: make() for part, make in parts.items()}, layout)
     bias = _split_bias({part: value.float() for part, value in biases.items()}, layout)
+    return as_weights(weights, bias, formula, layer, experts)
+
+
+def as_weights(
+    parts: Mapping[str, Tensor | ExpertMatrix],
+    biases: Mapping[str, Tensor],
+    formula: ExpertFormula,
+    layer: int,
+    experts: Sequence[int],
+) -> ExpertWeights:
+    """Projections and float32 biases by "gate", "up" and "down", as the engine takes them."""
     return ExpertWeights(
-        weights.get("gate"),
-        weights["up"],
-        weights["down"],
-        gate_bias=bias.get("gate"),
-        up_bias=bias.get("up"),
-        down_bias=bias.get("down"),
+        parts.get("gate"),
+        parts["up"],
+        parts["down"],
+        gate_bias=biases.get("gate"),
+        up_bias=biases.get("up"),
+        down_bias=biases.get("down"),
         activation=formula.activation,
         alpha=formula.alpha,
         limit=formula.limit,
