@@ -70,8 +70,8 @@ def give_back_freed_memory() -> bool:
     """Have the C library return freed tensors of 1 MiB and more to the system at once.
 
     By itself glibc keeps freed blocks of up to 32 MiB for later: 0.7 GB in an attention worker of a 16 B
-    model. Each block then has to be zeroed by the kernel again, which costs such a worker 5 to 10 %
-    (docs/performance.md), so only plans that are short of memory ask for it.
+    model. Each block then has to be zeroed by the kernel again, which costs time (docs/performance.md has how
+    much), so only plans that are short of memory ask for it.
 
     Returns:
         Whether the C library takes the setting.
