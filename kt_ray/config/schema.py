@@ -63,6 +63,16 @@ class ExpertsRule:
         threads: engine threads per expert actor; "auto" = the socket's physical cores.
         activations: "retain" keeps x, gate and up for backward; "recompute" keeps x only; "auto" =
             retain where it fits, else recompute.
+        placement: which experts a socket holds: "contiguous" (runs of expert ids), "balanced" (by observed
+            load, per layer) or "auto" (balanced where a load is known, else contiguous).
+        load: checkpoint directory whose histogram of tokens per expert tells the load; None = that of the
+            checkpoint resumed from, if any.
+        gpu_resident: experts of each MoE layer, the most used ones, that stay in GPU memory and are computed
+            and trained there; 0 = none.
+        stream: "off"; "auto" = where the plan says that it pays, part of each layer's experts is carried
+            to the GPU for each large call and computed there; or that part as a share of the experts.
+        lane_device: where resident and streamed experts are computed: "auto" (the first GPU), "cuda:i", or
+            "cpu" (a stand-in with the same numerics).
     """
 
     sockets: int | str = "auto"
@@ -70,6 +80,11 @@ class ExpertsRule:
     isa: str = "auto"
     threads: int | str = "auto"
     activations: str = "auto"
+    placement: str = "auto"
+    load: str | None = None
+    gpu_resident: int = 0
+    stream: float | str = "off"
+    lane_device: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -102,6 +117,14 @@ class RuleConfig:
             optimize rules have them.
         worker_threads: torch threads per attention worker; "auto".
         groups: micro-batch groups in flight (ping-pong); "auto".
+        wave: micro-batches of a replica that pass the layers together, so that each pass over an expert's
+            weights serves all their tokens; a step is as many waves as it takes; "auto" = as many as memory
+            allows, up to the whole step.
+        overlap: attention and experts work at the same time; false = each waits for the other (to measure
+            what it brings).
+        transport: how tensors travel between actors: "auto" (shared memory within a node, the faster of the
+            others between nodes), "arena" (shared memory; one node only), "ray" or "gloo".
+        nodes: hosts whose sockets hold experts, all like this one; attention stays on the driver's.
         experts: see ExpertsRule.
         ray: see RayRule.
     """
@@ -113,6 +136,10 @@ class RuleConfig:
     layers: list[Any] | None = None
     worker_threads: int | str = "auto"
     groups: int | str = "auto"
+    wave: int | str = "auto"
+    overlap: bool = True
+    transport: str = "auto"
+    nodes: int = 1
     experts: ExpertsRule = field(default_factory=ExpertsRule)
     ray: RayRule = field(default_factory=RayRule)
 
@@ -223,6 +250,10 @@ class TrainerConfig:
             dominate, 0 = never.
         step_timeout: seconds without progress after which a step is given up with a report.
         log_every: steps between log lines on a terminal without a progress bar.
+        recoveries: how often a run starts lost actors again and repeats from its last committed state; 0 =
+            a death ends the run.
+        timeline_every: steps between timelines (Chrome trace of all actors, under timelines/ of the run
+            directory); 0 = never.
     """
 
     epochs: float = 1.0
@@ -237,6 +268,8 @@ class TrainerConfig:
     loss_chunk: int | str = "auto"
     step_timeout: float = 1800.0
     log_every: int = 1
+    recoveries: int = 3
+    timeline_every: int = 0
 
 
 @dataclass(frozen=True)
@@ -298,9 +331,14 @@ class PlanConfig:
         hardware: YAML file describing other hardware to plan for, or the name of one in
             conf/hardware; None = the rule's nominal hardware if it names GPUs or an ISA that this
             host lacks, else this host.
+        rates: JSON file with measured rates (mode=doctor writes it); "auto" = what mode=doctor stored for
+            this host, else nominal ones.
+        reference: show the same terms under the reference system's schedule as well.
     """
 
     hardware: str | None = None
+    rates: str = "auto"
+    reference: bool = False
 
 
 @dataclass(frozen=True)
