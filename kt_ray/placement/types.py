@@ -215,6 +215,8 @@ class Plan:
     stages: int
     replicas: int
     groups: int
+    wave: int = 1  # micro-batches of a replica that pass the layers together
+    overlap: bool = True  # False = attention and experts wait for each other
     budgets: tuple[Budget, ...] = ()
     notes: tuple[str, ...] = field(default=())
     rule: str = ""

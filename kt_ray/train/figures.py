@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from kt_ray.batch import PassSpec
 from kt_ray.config.schema import Config
 from kt_ray.placement.types import Plan
 from kt_ray.tracking.metrics import (
@@ -21,9 +20,10 @@ from kt_ray.train.reports import PassReport, resident_bytes
 def step_metrics(
     plan: Plan,
     config: Config,
-    spec: PassSpec,
     report: PassReport,
     *,
+    tokens: int,
+    loss_tokens: int,
     step: int,
     epoch: float,
     grad_norm: float,
@@ -31,7 +31,7 @@ def step_metrics(
     seconds: float,
     optimizer_seconds: float,
 ) -> StepMetrics:
-    """One step's figures; `step` counts from 1, `seconds` is the step's wall time."""
+    """One step's figures; `report` covers all its waves, `step` counts from 1, `seconds` is its wall time."""
     dims = plan.dims
     sizes = (dims.hidden_size, dims.expert_intermediate)
     rank = config.lora.rank if config.lora.experts else 0
@@ -57,9 +57,9 @@ def step_metrics(
         loss=report.loss,
         grad_norm=grad_norm,
         lr=lr,
-        tokens=spec.tokens,
-        loss_tokens=spec.loss_tokens,
-        tokens_per_s=spec.tokens / seconds,
+        tokens=tokens,
+        loss_tokens=loss_tokens,
+        tokens_per_s=tokens / seconds,
         seconds=seconds,
         seconds_attention=max(w.terms["attention"] + w.terms["head"] for w in report.workers),
         seconds_experts=busiest,
