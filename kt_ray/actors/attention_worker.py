@@ -27,6 +27,7 @@ from kt_ray.model.stage import Stage
 from kt_ray.optim import squared_norm, use_torch_threads
 from kt_ray.placement.order import Op, worker_program
 from kt_ray.placement.types import Plan
+from kt_ray.timeline import Recorder, name_thread
 from kt_ray.train.reports import WorkerPassReport, resident_bytes
 
 ROOT: Address = ("worker", 0)
@@ -54,6 +55,7 @@ class AttentionWorker(PlainActor):
         self._stage: Stage | None = None
         self._committed = -1
         self._masters: Masters | None = None
+        self._recorder = Recorder()
         use_torch_threads(self.here.threads)
 
     def _claim_thread(self) -> None:
@@ -76,6 +78,7 @@ class AttentionWorker(PlainActor):
 
     def load(self) -> dict[str, Any]:
         """Build the stage, probe its MoE layers. Returns facts about this worker for env.json."""
+        name_thread(f"kt-worker-{self.rank}")
         self._claim_thread()
         self.doing = "loading"
         start = time.monotonic()
@@ -114,6 +117,7 @@ class AttentionWorker(PlainActor):
         self._claim_thread()
         self.port.release_all()
         start = time.monotonic()
+        self._recorder = recorder = Recorder(full=spec.timeline)
         exchange = MessageExchange(
             self.mailbox,
             self.port,
@@ -121,14 +125,17 @@ class AttentionWorker(PlainActor):
             experts=len(self.plan.experts),
             number=spec.number,
             timeout=self.timeout,
+            recorder=recorder,
         )
         stage = self.stage
-        stage.begin(spec, self.here.replica, exchange)
+        with recorder.span("begin", "compute"):
+            stage.begin(spec, self.here.replica, exchange)
         loss_sum = waiting_for_stages = 0.0
         for op in worker_program(self.plan, self.here.replica, self.here.stage, spec.kind):
             self.doing = f"pass {spec.number}, {op.kind}, layer {op.layer}, group {op.group}"
             began = time.monotonic()
-            loss_sum += self._run(op, spec)
+            with recorder.span(op.kind, "compute", op.layer, op.group):
+                loss_sum += self._run(op, spec)
             if op.kind.startswith(("recv", "send")):
                 waiting_for_stages += time.monotonic() - began
         self.doing = "idle"
@@ -151,6 +158,7 @@ class AttentionWorker(PlainActor):
             host_rss_bytes=resident_bytes(),
             gpu_bytes=torch.cuda.max_memory_allocated(self.spec.device) if on_gpu else 0,
             pid=os.getpid(),
+            activity=recorder.activity(f"worker-{self.rank}", self.host_name, self.here.threads),
             logits=logits,
         )
 
@@ -184,10 +192,12 @@ class AttentionWorker(PlainActor):
         assert self.port is not None
         named = {str(i): t.detach().to("cpu") for i, t in enumerate(tensors)}
         # Freed at the next pass: stages exchange one wave's hidden states at the most.
-        self.port.send([("worker", self.rank + to)], Message((what, number, group), named))
+        with self._recorder.span(f"send {what}", "transfer", group=group):
+            self.port.send([("worker", self.rank + to)], Message((what, number, group), named))
 
     def _receive(self, what: str, number: int, group: int) -> list[torch.Tensor]:
-        message = self.mailbox.take((what, number, group), self.timeout)
+        with self._recorder.span(f"stage {what}", "wait", group=group):
+            message = self.mailbox.take((what, number, group), self.timeout)
         return [message.tensors[str(i)].clone() for i in range(len(message.tensors))]
 
     # -- a step's end ------------------------------------------------------------------------

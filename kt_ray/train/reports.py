@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from kt_ray.experts import HostCounters
+from kt_ray.timeline import Activity
 
 
 def resident_bytes() -> int:
@@ -18,7 +19,7 @@ def resident_bytes() -> int:
 
 @dataclass(frozen=True)
 class ExpertPassReport:
-    """One expert actor's pass: wall seconds, seconds waiting for messages, and its counters."""
+    """One expert actor's pass: wall seconds, seconds waiting for messages, its counters, what it did when."""
 
     rank: int
     seconds: float
@@ -27,6 +28,7 @@ class ExpertPassReport:
     host_rss_bytes: int
     pid: int
     kernel_calls: int
+    activity: Activity
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class WorkerPassReport:
 
     loss_sum: float64 sum of token losses (last stage only, else 0). seconds: by term
     ("attention", "experts" = waiting for expert actors, "stages" = waiting for other stages,
-    "head"). logits: per group, per micro-batch, when asked for.
+    "head"). activity: what it did when. logits: per group, per micro-batch, when asked for.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class WorkerPassReport:
     host_rss_bytes: int
     gpu_bytes: int
     pid: int
+    activity: Activity
     logits: list[list[torch.Tensor]] = field(default_factory=list)
 
 
