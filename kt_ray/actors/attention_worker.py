@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket as sockets
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,14 +43,24 @@ class AttentionWorker(PlainActor):
         spec: what to build; its device is the one this process sees (cuda:0 inside a Ray actor).
         optim: AdamW settings (worker 0).
         timeout: seconds to wait for a message before giving the pass up.
+        build_stage: what makes the stage of its spec.
     """
 
-    def __init__(self, plan: Plan, rank: int, spec: StageSpec, optim: OptimConfig, timeout: float) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        spec: StageSpec,
+        optim: OptimConfig,
+        timeout: float,
+        build_stage: Callable[[StageSpec], Any] = Stage,
+    ) -> None:
         self.plan = plan
         self.rank = rank
         self.here = plan.workers[rank]
         self.spec = spec
         self.optim = optim
+        self._build_stage = build_stage
         super().__init__(f"attention worker {rank}", timeout)
         self.load_seconds = 0.0
         self._stage: Stage | None = None
@@ -82,7 +93,7 @@ class AttentionWorker(PlainActor):
         self._claim_thread()
         self.doing = "loading"
         start = time.monotonic()
-        self._stage = Stage(self.spec)
+        self._stage = self._build_stage(self.spec)
         probe = self._stage.probe()
         self.load_seconds = time.monotonic() - start
         self.doing = "idle"
