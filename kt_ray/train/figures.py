@@ -77,7 +77,24 @@ def step_metrics(
         host_rss_bytes=rss,
         gpu_memory_bytes={plan.workers[w.rank].device: w.gpu_bytes for w in report.workers if w.gpu_bytes},
         expert_load_imbalance=expert_load_imbalance(tokens_per_expert(plan, report).values()),
+        busy=busy_fractions(plan, report, seconds),
+        queue_depth={e.activity.actor: e.activity.queue_mean for e in report.experts},
     )
+
+
+def busy_fractions(plan: Plan, report: PassReport, seconds: float) -> dict[str, float]:
+    """By actor: see `StepMetrics.busy`. `seconds` is the wall time that it is a share of."""
+    busy = {}
+    for worker in report.workers:
+        own = worker.activity
+        if plan.workers[worker.rank].device.startswith("cuda"):
+            busy[own.actor] = (worker.terms["attention"] + worker.terms["head"]) / seconds
+        else:
+            busy[own.actor] = own.cpu_seconds / (seconds * own.threads)
+    for expert in report.experts:
+        own = expert.activity
+        busy[own.actor] = own.kernel_seconds / (seconds * own.threads)
+    return busy
 
 
 def tokens_per_expert(plan: Plan, report: PassReport) -> dict[int, list[int]]:
