@@ -243,14 +243,15 @@ def _expert_actor(
     dims: ModelDims, config: Config, load: Load, groups: int, actor: ExpertActorPlan, isa: str
 ) -> dict[str, float]:
     width, layers = dims.expert_width, len(dims.moe_layers)
-    held = len(actor.experts) * layers
+    held = sum(actor.counts(dims.moe_layers))
+    per_layer = held / layers
     file = dims.experts_file_bytes and actor.backend not in BACKEND_STORAGE  # those quantise what they read
     if actor.backend == "llamafile" or file:
         whole = dims.experts_file_bytes or expert_file_estimate(dims)
-        weights = whole * len(actor.experts) / dims.num_experts
+        weights = whole * per_layer / dims.num_experts
     else:
-        weights = len(actor.experts) * dims.expert_bytes(BACKEND_STORAGE.get(actor.backend))
-    slots_per_token = dims.experts_per_token * len(actor.experts) / dims.num_experts
+        weights = per_layer * dims.expert_bytes(BACKEND_STORAGE.get(actor.backend))
+    slots_per_token = dims.experts_per_token * per_layer / dims.num_experts
     recompute = actor.activations == "recompute"
     shape = engine_shape(dims, config.lora, isa, actor.backend)
     kept = shape.saved(load.total, load.total * slots_per_token, recompute=recompute)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 
 from kt_ray.config.schema import Config
 from kt_ray.placement.types import Plan
@@ -77,17 +76,16 @@ def step_metrics(
         ),
         host_rss_bytes=rss,
         gpu_memory_bytes={plan.workers[w.rank].device: w.gpu_bytes for w in report.workers if w.gpu_bytes},
-        expert_load_imbalance=expert_load_imbalance(_histogram(plan, report)),
+        expert_load_imbalance=expert_load_imbalance(tokens_per_expert(plan, report).values()),
     )
 
 
-def _histogram(plan: Plan, report: PassReport) -> Iterable[list[int]]:
-    """Per MoE layer, tokens of every expert, put together from all expert actors."""
+def tokens_per_expert(plan: Plan, report: PassReport) -> dict[int, list[int]]:
+    """MoE layer -> tokens of every expert in this pass, put together from all expert actors."""
     layers: dict[int, list[int]] = {}
     for actor in report.experts:
-        held = plan.experts[actor.rank].experts
         for layer, counts in actor.counters.tokens_per_expert.items():
             whole = layers.setdefault(layer, [0] * plan.dims.num_experts)
-            for expert, count in zip(held, counts, strict=True):
+            for expert, count in zip(plan.held(layer, actor.rank), counts, strict=True):
                 whole[expert] += count
-    return layers.values()
+    return layers
