@@ -44,14 +44,13 @@ class LayerCosts:
 class LayerSizes:
     """Bytes on a stage's device: `held` of all its layers add up, of `peak` the largest counts.
 
-    first, last, every: what the first, the last and every stage holds besides.
+    first, last: what the first and the last stage hold besides.
     """
 
     held: tuple[int, ...]
     peak: tuple[int, ...]
     first: int = 0
     last: int = 0
-    every: int = 0
 
 
 def layer_costs(dims: ModelDims, config: Config) -> LayerCosts:
@@ -155,7 +154,7 @@ def _size_of(sizes: LayerSizes | None, n: int, n_stages: int) -> Callable[[int, 
 
     def size(stage: int, start: int, stop: int) -> int:
         ends = (sizes.first if stage == 0 else 0) + (sizes.last if stage == n_stages - 1 else 0)
-        return sums[stop] - sums[start] + peaks[start][stop - start - 1] + ends + sizes.every
+        return sums[stop] - sums[start] + peaks[start][stop - start - 1] + ends
 
     return size
 
