@@ -51,6 +51,9 @@ class ModelDims:
     outside_params: int = 0  # final norm and whatever else sits outside layers, embedding and head
     num_heads: int = 0  # query heads
     attention_width: int = 0  # elements per token of expanded queries, keys and values of one layer
+    pair_widths: tuple[
+        tuple[int, int], ...
+    ] = ()  # per layer: elements that a query multiplies per key, window
     hidden_streams: int = 1  # residual streams between layers (hyper-connections), each hidden_size wide
     gated: bool = True  # whether the routed experts have a gate projection
     plain_expert_layers: tuple[int, ...] = ()  # MoE layers whose experts are stored in `dtype`
