@@ -162,11 +162,16 @@ def _train(
         shown.line(f"step {taken}/{prepared.schedule.total_steps}  held-out loss {loss:.4f}")
 
     def save(taken: int) -> None:
-        save_checkpoint(prepared, rundir, cluster, taken)
+        save_checkpoint(prepared, rundir, cluster, taken, trainer.load)
 
     with shown:
         trainer = Trainer(
-            config, cluster, prepared.schedule, Events(on_step, on_eval, save), first_step=first_step
+            config,
+            cluster,
+            prepared.schedule,
+            Events(on_step, on_eval, save),
+            first_step=first_step,
+            load=prepared.load,
         )
         done = trainer.run()
     evaluated = sorted(done.eval_losses.items())

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.errors import UserError
+from kt_ray.placement.balance import place_experts
+from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.formats import BACKEND_STORAGE
 from kt_ray.placement.hardware import stages_named
 from kt_ray.placement.memory import budgets
@@ -20,12 +22,16 @@ __all__ = ["choose_activations", "make_plan", "plan_to_dict", "resolve_device"]
 GPU_WORKER_THREADS = 4  # a GPU's worker only copies and launches on the host
 
 
-def make_plan(dims: ModelDims, config: Config, hardware: Hardware) -> Plan:
+def make_plan(dims: ModelDims, config: Config, hardware: Hardware, load: ExpertLoad | None = None) -> Plan:
     """Who holds and does what for this model, configuration and host.
+
+    Args:
+        load: tokens per expert of this model, by which experts may be placed; None = unknown.
 
     Raises:
         UserError: the model cannot be trained (mode=train), or the rule asks for more stages than
-            layers, more GPUs than there are, more replicas than rows, an instruction set the host lacks.
+            layers, more GPUs than there are, more replicas than rows, an instruction set the host lacks, or
+            experts placed by a load that is not known.
     """
     rule = config.rule
     if config.mode == "train" and dims.refusal:
@@ -46,6 +52,8 @@ def make_plan(dims: ModelDims, config: Config, hardware: Hardware) -> Plan:
         notes.append(f"planned for described hardware, not for this host: {hardware.source}")
     workers = _workers(rule, hardware, split, devices, device)
     experts, expert_notes = _experts(dims, rule, hardware)
+    experts, expected, placed = place_experts(experts, dims, config, load)
+    expert_notes += placed
     groups, group_notes = _groups(config)
     memory = budgets(dims, config, hardware, workers, experts, groups, dtype)
     if rule.experts.activations == "auto":
@@ -67,6 +75,7 @@ def make_plan(dims: ModelDims, config: Config, hardware: Hardware) -> Plan:
         rule=rule.name,
         dtype=dtype,
         tokens_per_step=config.trainer.batch_size * config.data.max_length,
+        expected_load=expected,
     )
 
 
