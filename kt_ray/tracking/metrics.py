@@ -53,6 +53,8 @@ class StepMetrics:
             its processes; shared memory counts in each process that maps it.
         gpu_memory_bytes: peak allocated bytes of the step by device ("cuda:0").
         expert_load_imbalance: see `expert_load_imbalance`.
+        actor_load_imbalance: tokens per thread of the fullest expert actor over the mean, averaged over
+            layers; 1 = all actors end together.
         eval_loss: held-out loss after this step, where one was measured.
     """
 
@@ -76,6 +78,7 @@ class StepMetrics:
     host_rss_bytes: Mapping[str, int] = field(default_factory=dict)
     gpu_memory_bytes: Mapping[str, int] = field(default_factory=dict)
     expert_load_imbalance: float | None = None
+    actor_load_imbalance: float | None = None
     eval_loss: float | None = None
 
     def to_dict(self) -> dict[str, Value]:
@@ -182,6 +185,13 @@ METRICS: tuple[MetricSpec, ...] = (
         "1",
         "Tokens of the fullest expert over the mean, averaged over layers.",
         {"expert_load_imbalance": ""},
+    ),
+    MetricSpec(
+        "kt_ray_actor_load_imbalance",
+        "gauge",
+        "1",
+        "Tokens per thread of the fullest expert actor over the mean, averaged over layers.",
+        {"actor_load_imbalance": ""},
     ),
 )
 """Every exported metric."""

@@ -43,6 +43,7 @@ FULL = StepMetrics(
     host_rss_bytes={"driver": 1, "worker": 2, "expert": 3},
     gpu_memory_bytes={"cuda:0": 4},
     expert_load_imbalance=1.5,
+    actor_load_imbalance=1.25,
     eval_loss=2.25,
 )
 
