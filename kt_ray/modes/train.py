@@ -164,14 +164,16 @@ def _train(
         shown.line(f"step {taken}/{prepared.schedule.total_steps}  held-out loss {loss:.4f}")
 
     def save(taken: int) -> None:
-        save_checkpoint(prepared, rundir, cluster, taken)
+        save_checkpoint(prepared, rundir, cluster, taken, trainer.load)
 
     def timeline(taken: int, activities: Sequence[Activity]) -> None:
         write_timeline(rundir.timelines, taken, activities, {"run": rundir.name, "step": taken})
 
     with shown:
         events = Events(on_step, on_eval, save, timeline)
-        trainer = Trainer(config, cluster, prepared.schedule, events, first_step=first_step)
+        trainer = Trainer(
+            config, cluster, prepared.schedule, events, first_step=first_step, load=prepared.load
+        )
         done = trainer.run()
     evaluated = sorted(done.eval_losses.items())
     return Summary(

@@ -58,6 +58,8 @@ class StepMetrics:
             and torch's / (seconds * threads), on a GPU device time / seconds.
         queue_depth: requests that lay ready when an engine call was taken up, mean, by expert actor; 0 means
             that it waited for attention every time.
+        actor_load_imbalance: tokens per thread of the fullest expert actor over the mean, averaged over
+            layers; 1 = all actors end together.
         eval_loss: held-out loss after this step, where one was measured.
     """
 
@@ -83,6 +85,7 @@ class StepMetrics:
     expert_load_imbalance: float | None = None
     busy: Mapping[str, float] = field(default_factory=dict)
     queue_depth: Mapping[str, float] = field(default_factory=dict)
+    actor_load_imbalance: float | None = None
     eval_loss: float | None = None
 
     def to_dict(self) -> dict[str, Value]:
@@ -205,6 +208,13 @@ METRICS: tuple[MetricSpec, ...] = (
         "Requests that lay ready when an expert actor took one up, mean of the step.",
         {"queue_depth_*": ""},
         "actor",
+    ),
+    MetricSpec(
+        "kt_ray_actor_load_imbalance",
+        "gauge",
+        "1",
+        "Tokens per thread of the fullest expert actor over the mean, averaged over layers.",
+        {"actor_load_imbalance": ""},
     ),
 )
 """Every exported metric."""

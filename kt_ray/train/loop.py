@@ -20,9 +20,10 @@ from kt_ray.batch import MicroBatch, PassSpec
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.optim import learning_rate
+from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.timeline import Activity, Recorder
 from kt_ray.train.cluster import Cluster
-from kt_ray.train.figures import step_metrics
+from kt_ray.train.figures import step_metrics, tokens_per_expert
 from kt_ray.train.reports import PassReport, merged
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class Trainer:
         schedule: batches and their number.
         events: where figures and checkpoints go.
         first_step: number of steps already taken (resume).
+        load: tokens per expert in those; `self.load` goes on from it, with every step that was applied.
     """
 
     def __init__(
@@ -91,12 +93,14 @@ class Trainer:
         events: Events | None = None,
         *,
         first_step: int = 0,
+        load: ExpertLoad | None = None,
     ) -> None:
         self.config = config
         self.cluster = cluster
         self.schedule = schedule
         self.events = events or Events()
         self.first_step = first_step
+        self.load = load or ExpertLoad()
         self.summary = Summary()
         self._passes = 0
 
@@ -168,6 +172,7 @@ class Trainer:
         with recorder.span("commit", "wait"):
             self.cluster.commit(step, lr, clip)
         now = time.monotonic()
+        self.load = self.load.plus(tokens_per_expert(self.cluster.plan, report))
         self.summary.steps += 1
         self.summary.tokens += tokens
         self.summary.losses.append(report.loss)

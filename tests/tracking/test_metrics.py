@@ -45,6 +45,7 @@ FULL = StepMetrics(
     expert_load_imbalance=1.5,
     busy={"worker-0": 0.5, "experts-0": 0.75},
     queue_depth={"experts-0": 1.5},
+    actor_load_imbalance=1.25,
     eval_loss=2.25,
 )
 
