@@ -14,6 +14,7 @@ from kt_ray.config.schema import Config
 from kt_ray.environment import environment
 from kt_ray.modes.prepare import Prepared, prepare
 from kt_ray.modes.saving import go_on_from, resume_point, save_checkpoint, write_adapter
+from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.plan import plan_to_dict
 from kt_ray.placement.render import held_per_layer
 from kt_ray.rundir import RunDir, plain, setup_logging
@@ -110,9 +111,10 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
             f"{worker.threads} threads"
         )
     for actor in plan.experts:
+        home = socket_name(plan.hardware, actor.host, actor.node)
         _say(
             f"expert actor {actor.rank}: {held_per_layer(plan, actor)} of {plan.dims.num_experts} "
-            f"experts per layer, socket {actor.node}, {actor.threads} threads"
+            f"experts per layer, {home}, {actor.threads} threads"
         )
     for line in (*plan.notes, *prepared.notes, *prepared.data.report.lines()):
         _say(line)
