@@ -119,6 +119,19 @@ def _rule(config: Config) -> None:
             "auto or llamafile with a GGUF file",
             "set rule.experts.backend=llamafile, or model.experts_path=null",
         )
+    placed = rule.experts
+    if placed.load == "":
+        raise fault(
+            "rule.experts.load", "''", "is empty", "a checkpoint directory", "set rule.experts.load=null"
+        )
+    if placed.placement == "balanced" and placed.load is None and config.trainer.resume is None:
+        raise fault(
+            "rule.experts.placement",
+            placed.placement,
+            "needs a load, but rule.experts.load=null and nothing is resumed",
+            "a checkpoint of an earlier run, which holds a histogram",
+            "set rule.experts.load=<checkpoint directory>, or rule.experts.placement=auto",
+        )
     if rule.replicas > config.trainer.batch_size:
         raise fault(
             "rule.replicas",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kt_ray.actors.cluster import ActorCluster
@@ -18,7 +18,9 @@ from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.plan import plan_to_dict
 from kt_ray.placement.render import held_per_layer
 from kt_ray.rundir import RunDir, plain, setup_logging
+from kt_ray.timeline import Activity
 from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
+from kt_ray.tracking.chrome_trace import write_timeline
 from kt_ray.tracking.console import console
 from kt_ray.tracking.progress import LoadProgress, Summary, TrainProgress, show_summary
 from kt_ray.train.loop import Events, Trainer
@@ -36,7 +38,7 @@ def run(config: Config) -> int:
     rundir.write_plan(plan_to_dict(prepared.plan))
     rundir.write_env(environment())
     progress = LoadProgress(live=config.tracking.progress)
-    cluster = make_cluster(prepared, rundir.name, progress)
+    cluster = make_cluster(prepared, rundir.name, progress, str(rundir.path))
     status = "failed"
     tracker: MultiTracker | None = None
     try:
@@ -83,7 +85,9 @@ def run(config: Config) -> int:
             cluster.shutdown()
 
 
-def make_cluster(prepared: Prepared, run_name: str, progress: LoadProgress | None = None) -> ActorCluster:
+def make_cluster(
+    prepared: Prepared, run_name: str, progress: LoadProgress | None = None, run_dir: str | None = None
+) -> ActorCluster:
     """The cluster that the configuration names, not started."""
     config, plan = prepared.config, prepared.plan
     specs = actor_specs(plan, config, prepared.model_dir, prepared.formulas, prepared.root)
@@ -96,7 +100,7 @@ def make_cluster(prepared: Prepared, run_name: str, progress: LoadProgress | Non
         return LocalCluster(plan, specs, note)
     from kt_ray.actors.ray_cluster import RayCluster
 
-    return RayCluster(plan, specs, config.cluster, config.rule.ray, run_name, note)
+    return RayCluster(plan, specs, config.cluster, config.rule.ray, run_name, note, run_dir)
 
 
 def _announce(prepared: Prepared, rundir: RunDir) -> None:
@@ -164,11 +168,15 @@ def _train(
         shown.line(f"step {taken}/{prepared.schedule.total_steps}  held-out loss {loss:.4f}")
 
     def save(taken: int) -> None:
-        save_checkpoint(prepared, rundir, cluster, taken)
+        save_checkpoint(prepared, rundir, cluster, taken, trainer.load)
+
+    def timeline(taken: int, activities: Sequence[Activity]) -> None:
+        write_timeline(rundir.timelines, taken, activities, {"run": rundir.name, "step": taken})
 
     with shown:
+        events = Events(on_step, on_eval, save, timeline)
         trainer = Trainer(
-            config, cluster, prepared.schedule, Events(on_step, on_eval, save), first_step=first_step
+            config, cluster, prepared.schedule, events, first_step=first_step, load=prepared.load
         )
         done = trainer.run()
     evaluated = sorted(done.eval_losses.items())

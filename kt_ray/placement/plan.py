@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.errors import UserError
+from kt_ray.placement.balance import place_experts
 from kt_ray.placement.devices import count_stages, resolve_device, shared_devices, stage_devices
+from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.formats import BACKEND_STORAGE
 from kt_ray.placement.hosts import with_hosts
 from kt_ray.placement.layer_cost import Ranges
@@ -23,12 +25,16 @@ __all__ = ["make_plan", "plan_to_dict", "resolve_device"]
 GPU_WORKER_THREADS = 4  # a GPU's worker only copies and launches on the host
 
 
-def make_plan(dims: ModelDims, config: Config, hardware: Hardware) -> Plan:
+def make_plan(dims: ModelDims, config: Config, hardware: Hardware, load: ExpertLoad | None = None) -> Plan:
     """Who holds and does what for this model, configuration and host.
+
+    Args:
+        load: tokens per expert of this model, by which experts may be placed; None = unknown.
 
     Raises:
         UserError: the model cannot be trained (mode=train), or the rule asks for more stages than
-            layers, more GPUs than there are, more replicas than rows, an instruction set the host lacks.
+            layers, more GPUs than there are, more replicas than rows, an instruction set the host lacks, or
+            experts placed by a load that is not known.
     """
     rule = config.rule
     if config.mode == "train" and dims.refusal:
@@ -60,6 +66,8 @@ def make_plan(dims: ModelDims, config: Config, hardware: Hardware) -> Plan:
         for name, count in shared_devices(workers).items()
     ]
     experts, expert_notes = _experts(dims, rule, hardware, rule.nodes if local else 1)
+    experts, expected, placed = place_experts(experts, dims, config, load)
+    expert_notes += placed
 
     def keeping(activations: str) -> tuple[ExpertActorPlan, ...]:
         return tuple(replace(actor, activations=activations) for actor in experts)
@@ -86,6 +94,7 @@ def make_plan(dims: ModelDims, config: Config, hardware: Hardware) -> Plan:
         rule=rule.name,
         dtype=dtype,
         tokens_per_step=config.trainer.batch_size * config.data.max_length,
+        expected_load=expected,
     )
 
 

@@ -249,6 +249,22 @@ class Budget:
         return int(self.device.split()[1]) if self.device.startswith("host") else 0
 
 
+@dataclass(frozen=True)
+class ExpectedLoad:
+    """How even the expert actors' work is, by a histogram of tokens per expert.
+
+    source: where it was read. steps: training steps that it counts. placement: "contiguous", "balanced", or
+    "kept" as the resumed checkpoint was written under. contiguous, chosen: tokens per thread of the fullest
+    actor over the mean, averaged over layers, of contiguous runs and of this plan.
+    """
+
+    source: str
+    steps: int
+    placement: str
+    contiguous: float
+    chosen: float
+
+
 TIGHT = 0.85  # share of a socket's memory above which a plan is short of it
 
 
@@ -270,6 +286,7 @@ class Plan:
     rule: str = ""
     dtype: str = ""  # compute type of attention, norms, routers and shared experts
     tokens_per_step: int = 0  # worst case: rows x longest row, all replicas
+    expected_load: ExpectedLoad | None = None  # of the expert actors, where a histogram is known
 
     @property
     def fits(self) -> bool:
