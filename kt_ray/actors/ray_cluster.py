@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import ray
@@ -21,10 +23,12 @@ from kt_ray.actors.mailbox import Address
 from kt_ray.actors.ray_actor import RemoteActor
 from kt_ray.actors.ray_address import Running, free_port, running_cluster
 from kt_ray.actors.ray_port import Peer
+from kt_ray.actors.ray_recovery import Wanted, let_go, not_started, when_free
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.errors import UserError
 from kt_ray.placement.types import Plan
+from kt_ray.train.cluster import ActorLost
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +74,8 @@ class RayCluster(ActorCluster):
         self.dashboard_url: str | None = None
         self.connected = False  # to Ray, by this object: it then disconnects, too
         self._group: Any = None
+        self._wanted: dict[Address, tuple[int, Wanted]] = {}  # with the number of its bundle
+        self._epoch = 0  # how often the actors were introduced to each other
 
     # -- start --------------------------------------------------------------------------------
 
@@ -142,71 +148,96 @@ class RayCluster(ActorCluster):
     def _spawn(self) -> None:
         if not ray.is_initialized():
             self.connect()
-        # (address, CPUs it may use, arguments, CPUs it reserves, GPUs it reserves)
-        wanted: list[tuple[Address, tuple[int, ...], tuple[Any, ...], float, float]] = []
+        wanted: list[Wanted] = []
         worker_cpus, expert_cpus = self._reservations()
         gpu_share = _gpu_share(self.plan)
         for rank, stage in enumerate(self.specs.stages):
             worker = self.plan.workers[rank]
-            args = (self.plan, rank, _own_device(stage), self.specs.optim, self.specs.timeout)
-            wanted.append(
-                (("worker", rank), worker.cpus, args, worker_cpus, gpu_share.get(worker.device, 0.0))
-            )
+            device_spec, optim, timeout = _own_device(stage), self.specs.optim, self.specs.timeout
+            args: tuple[Any, ...] = (self.plan, rank, device_spec, optim, timeout)
+            gpus = gpu_share.get(worker.device, 0.0)
+            wanted.append(Wanted(("worker", rank), worker.cpus, args, worker_cpus, gpus))
         for host in self.specs.experts:
-            wanted.append(
-                (("experts", host.rank), host.cpus, (self.plan, host, self.specs.timeout), expert_cpus, 0.0)
-            )
-        bundles = [{"CPU": cpus, **({"GPU": gpus} if gpus else {})} for _, _, _, cpus, gpus in wanted]
+            args = (self.plan, host, self.specs.timeout)
+            wanted.append(Wanted(("experts", host.rank), host.cpus, args, expert_cpus, 0.0))
+        bundles = [one.bundle for one in wanted]
         self._group = placement_group(bundles, strategy=self.rule.strategy)
         self._await_group(bundles)
-        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        runtime_env = {"runtime_env": {"env_vars": environment}} if environment else {}
-        for bundle, (address, cpu_ids, args, cpus, gpus) in enumerate(wanted):
-            factory = RemoteActor.options(
-                name=f"{address[0]}-{address[1]}",
-                namespace=self.namespace,
-                num_cpus=cpus,
-                num_gpus=gpus,
-                max_restarts=0,
-                max_task_retries=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._group, placement_group_bundle_index=bundle
-                ),
-                **runtime_env,
-            )
+        self._wanted = {one.address: (number, one) for number, one in enumerate(wanted)}
+        for one in wanted:
             try:
-                actor = factory.remote(address[0], address[1], cpu_ids, *args)
+                handle = self._create(one.address)
             except ValueError as error:
                 raise UserError(
-                    f"an actor {address[0]}-{address[1]} runs already",
+                    f"an actor {one.name} runs already",
                     where=f"Ray namespace {self.namespace}",
                     observed=error,
                     remedy="wait until the other run has ended, or set another run.name or cluster.namespace",
                 ) from error
-            (self.workers if address[0] == "worker" else self.experts).append(RayHandle(address, actor))
+            (self.workers if one.address[0] == "worker" else self.experts).append(handle)
+        self._introduce()
+
+    def _create(self, address: Address) -> RayHandle:
+        """An actor in its bundle of the placement group. Raises ValueError when its name is taken."""
+        bundle, one = self._wanted[address]
+        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        runtime_env = {"runtime_env": {"env_vars": environment}} if environment else {}
+        factory = RemoteActor.options(
+            name=one.name,
+            namespace=self.namespace,
+            num_cpus=one.cpus,
+            num_gpus=one.gpus,
+            max_restarts=0,  # we put a new one in its place: decisions/008
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=bundle
+            ),
+            **runtime_env,
+        )
+        return RayHandle(address, factory.remote(address[0], address[1], one.cpu_ids, *one.arguments))
+
+    def _respawn(self, lost: AbstractSet[Address]) -> None:
+        """Into the bundles of those lost. Ray moves the bundles of a dead node to one that has room."""
+        for old in self._ray_handles():
+            if old.address in lost:
+                let_go(old.actor)
+        for address in sorted(lost):
+            handles = self.workers if address[0] == "worker" else self.experts
+            make = functools.partial(self._create, address)
+            handles[address[1]] = when_free(make, self.config.start_timeout)
+        self._introduce()
+
+    def _introduce(self) -> None:
+        """Tell every actor its peers; again when some of them were replaced (between passes)."""
+        self._epoch += 1
+        timeout = self.config.start_timeout
         nodes = [handle.actor.node.remote() for handle in self._ray_handles()]
         peers: dict[Address, Peer] = {}
         for handle, future in zip(self._ray_handles(), nodes, strict=True):
             try:
-                peers[handle.address] = Peer(handle.actor, ray.get(future, timeout=self.config.start_timeout))
+                peers[handle.address] = Peer(handle.actor, ray.get(future, timeout=timeout))
             except GetTimeoutError as error:
-                raise UserError(
-                    f"{handle.name} did not start within {self.config.start_timeout:.0f} s",
-                    remedy="raise cluster.start_timeout, or look into /tmp/ray/session_latest/logs",
-                ) from error
+                bundle = self._wanted[handle.address][1].bundle
+                raise not_started(handle.name, self._group, bundle, timeout) from error
             except RayTaskError as error:
                 raise _cause(error) from error
             except RayActorError as error:
-                raise UserError(f"{handle.name} did not start", observed=str(error)) from error
-        introduced = [handle.actor.connect.remote(peers) for handle in self._ray_handles()]
-        try:
-            ray.get(introduced, timeout=self.config.start_timeout)
-        except GetTimeoutError as error:
-            raise UserError(
-                f"the actors could not be introduced to each other within {self.config.start_timeout:.0f} s",
-                observed=" | ".join(self._states()),
-                remedy="raise cluster.start_timeout",
-            ) from error
+                self._lost.add(handle.address)
+                raise ActorLost(f"{handle.name} did not start", observed=str(error)) from error
+        introduced = [handle.actor.connect.remote(peers, self._epoch) for handle in self._ray_handles()]
+        for handle, future in zip(self._ray_handles(), introduced, strict=True):
+            try:
+                ray.get(future, timeout=timeout)
+            except GetTimeoutError as error:
+                raise UserError(
+                    f"the actors could not be introduced to each other within {timeout:.0f} s",
+                    observed=" | ".join(self._states()),
+                    remedy="raise cluster.start_timeout",
+                ) from error
+            except RayTaskError as error:
+                raise _cause(error) from error
+            except RayError as error:
+                raise self._death(handle, ActorDied(" ".join(str(error).split()))) from error
 
     def _reservations(self) -> tuple[float, float]:
         """CPUs per attention worker and per expert actor.

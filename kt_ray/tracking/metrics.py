@@ -54,6 +54,9 @@ class StepMetrics:
         gpu_memory_bytes: peak allocated bytes of the step by device ("cuda:0").
         expert_load_imbalance: see `expert_load_imbalance`.
         eval_loss: held-out loss after this step, where one was measured.
+        recoveries: lost actors brought back in this process so far; absent before the first.
+        seconds_lost: wall time that they cost so far: from the last progress before a death to the moment
+            when as much was done again.
     """
 
     step: int
@@ -77,6 +80,8 @@ class StepMetrics:
     gpu_memory_bytes: Mapping[str, int] = field(default_factory=dict)
     expert_load_imbalance: float | None = None
     eval_loss: float | None = None
+    recoveries: int | None = None
+    seconds_lost: float | None = None
 
     def to_dict(self) -> dict[str, Value]:
         """The flat record: what was not measured is absent; mappings become one key per entry.
@@ -183,6 +188,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "Tokens of the fullest expert over the mean, averaged over layers.",
         {"expert_load_imbalance": ""},
     ),
+    MetricSpec("kt_ray_recoveries", "gauge", "1", "Recoveries from lost actors.", {"recoveries": ""}),
+    MetricSpec("kt_ray_seconds_lost", "gauge", "s", "Wall time lost to them.", {"seconds_lost": ""}),
 )
 """Every exported metric."""
 
