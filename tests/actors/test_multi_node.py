@@ -1,4 +1,4 @@
-"""rule.nodes=2 on two Ray nodes: experts on both, attention on the driver's, the same bits as in one process."""
+"""rule.nodes=2 on two Ray nodes: experts on both, attention on the driver's; the bits of one process."""
 
 from __future__ import annotations
 
