@@ -84,6 +84,23 @@ class HostCounters:
     kept_bytes_peak: int = 0
     tokens_per_expert: dict[int, list[int]] = field(default_factory=dict)  # layer -> per local expert
 
+    def plus(self, other: HostCounters) -> HostCounters:
+        """Both together; of peaks the larger."""
+        tokens = {layer: list(counts) for layer, counts in self.tokens_per_expert.items()}
+        for layer, counts in other.tokens_per_expert.items():
+            before = tokens.setdefault(layer, [0] * len(counts))
+            tokens[layer] = [a + b for a, b in zip(before, counts, strict=True)]
+        return HostCounters(
+            self.forward_seconds + other.forward_seconds,
+            self.backward_seconds + other.backward_seconds,
+            self.optimizer_seconds + other.optimizer_seconds,
+            self.forward_slots + other.forward_slots,
+            self.backward_slots + other.backward_slots,
+            self.recomputed_slots + other.recomputed_slots,
+            max(self.kept_bytes_peak, other.kept_bytes_peak),
+            tokens,
+        )
+
 
 class ExpertHost:
     """Load, forward, backward, LoRA and optimizer step of one socket's experts."""

@@ -36,6 +36,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "stages": plan.stages,
         "replicas": plan.replicas,
         "groups": plan.groups,
+        "wave": plan.wave,
+        "overlap": plan.overlap,
         "tokens_per_step": plan.tokens_per_step,
         "workers": [_lists(dataclasses.asdict(worker)) for worker in plan.workers],
         "experts": [_actor(actor) for actor in plan.experts],

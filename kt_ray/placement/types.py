@@ -51,6 +51,9 @@ class ModelDims:
     outside_params: int = 0  # final norm and whatever else sits outside layers, embedding and head
     num_heads: int = 0  # query heads
     attention_width: int = 0  # elements per token of expanded queries, keys and values of one layer
+    pair_widths: tuple[
+        tuple[int, int], ...
+    ] = ()  # per layer: elements that a query multiplies per key, window
     hidden_streams: int = 1  # residual streams between layers (hyper-connections), each hidden_size wide
     gated: bool = True  # whether the routed experts have a gate projection
     plain_expert_layers: tuple[int, ...] = ()  # MoE layers whose experts are stored in `dtype`
@@ -252,6 +255,8 @@ class Plan:
     stages: int
     replicas: int
     groups: int
+    wave: int = 1  # micro-batches of a replica that pass the layers together
+    overlap: bool = True  # False = attention and experts wait for each other
     budgets: tuple[Budget, ...] = ()
     notes: tuple[str, ...] = field(default=())
     rule: str = ""

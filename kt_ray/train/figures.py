@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from kt_ray.batch import PassSpec
 from kt_ray.config.schema import Config
 from kt_ray.placement.balance import mean_imbalance
 from kt_ray.placement.types import Plan
@@ -22,9 +21,10 @@ from kt_ray.train.reports import PassReport, resident_bytes
 def step_metrics(
     plan: Plan,
     config: Config,
-    spec: PassSpec,
     report: PassReport,
     *,
+    tokens: int,
+    loss_tokens: int,
     step: int,
     epoch: float,
     grad_norm: float,
@@ -32,7 +32,7 @@ def step_metrics(
     seconds: float,
     optimizer_seconds: float,
 ) -> StepMetrics:
-    """One step's figures; `step` counts from 1, `seconds` is the step's wall time."""
+    """One step's figures; `report` covers all its waves, `step` counts from 1, `seconds` is its wall time."""
     dims = plan.dims
     sizes = (dims.hidden_size, dims.expert_intermediate)
     rank = config.lora.rank if config.lora.experts else 0
@@ -59,9 +59,9 @@ def step_metrics(
         loss=report.loss,
         grad_norm=grad_norm,
         lr=lr,
-        tokens=spec.tokens,
-        loss_tokens=spec.loss_tokens,
-        tokens_per_s=spec.tokens / seconds,
+        tokens=tokens,
+        loss_tokens=loss_tokens,
+        tokens_per_s=tokens / seconds,
         seconds=seconds,
         seconds_attention=max(w.terms["attention"] + w.terms["head"] for w in report.workers),
         seconds_experts=busiest,
@@ -81,6 +81,8 @@ def step_metrics(
         gpu_memory_bytes={plan.workers[w.rank].device: w.gpu_bytes for w in report.workers if w.gpu_bytes},
         expert_load_imbalance=expert_load_imbalance(counts.values()),
         actor_load_imbalance=_actor_imbalance(plan, counts),
+        busy=busy_fractions(plan, report, seconds),
+        queue_depth={e.activity.actor: e.activity.queue_mean for e in report.experts},
     )
 
 
@@ -88,6 +90,21 @@ def _actor_imbalance(plan: Plan, counts: Mapping[int, Sequence[int]]) -> float |
     busy = [layer for layer, of_layer in counts.items() if any(of_layer)]
     shares = {layer: tuple(plan.held(layer, actor.rank) for actor in plan.experts) for layer in busy}
     return mean_imbalance(counts, shares, [actor.threads for actor in plan.experts]) if busy else None
+
+
+def busy_fractions(plan: Plan, report: PassReport, seconds: float) -> dict[str, float]:
+    """By actor: see `StepMetrics.busy`. `seconds` is the wall time that it is a share of."""
+    busy = {}
+    for worker in report.workers:
+        own = worker.activity
+        if plan.workers[worker.rank].device.startswith("cuda"):
+            busy[own.actor] = (worker.terms["attention"] + worker.terms["head"]) / seconds
+        else:
+            busy[own.actor] = own.cpu_seconds / (seconds * own.threads)
+    for expert in report.experts:
+        own = expert.activity
+        busy[own.actor] = own.kernel_seconds / (seconds * own.threads)
+    return busy
 
 
 def tokens_per_expert(plan: Plan, report: PassReport) -> dict[int, list[int]]:
