@@ -105,8 +105,9 @@ class ExpertActor(PlainActor):
                     for replica in range(self.plan.replicas)
                 ]
             with recorder.span("gather", "transfer", layer, group):
-                # cat copies, so nothing below keeps pointing into a sender's memory.
-                joined = {name: torch.cat([p.tensors[name] for p in parts]) for name in parts[0].tensors}
+                # A single part is read where it lies: the engine keeps copies of its own, and the sender
+                # leaves the memory alone until it has the answer.
+                joined = {name: _joined([p.tensors[name] for p in parts]) for name in parts[0].tensors}
             with recorder.span(direction, "compute", layer, group):
                 if direction == "forward":
                     ids = self.host.local_ids(layer, joined["ids"], self.plan.dims.num_experts)
@@ -214,3 +215,7 @@ class ExpertActor(PlainActor):
         tensors = dict(self.host.named("param"))
         write_tensors(directory, layout, tensors)
         return len(tensors)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -14,6 +14,7 @@ from kt_ray.config.schema import Config
 from kt_ray.environment import environment
 from kt_ray.modes.prepare import Prepared, prepare
 from kt_ray.modes.saving import go_on_from, resume_point, save_checkpoint, write_adapter
+from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.plan import plan_to_dict
 from kt_ray.placement.render import held_per_layer
 from kt_ray.rundir import RunDir, plain, setup_logging
@@ -37,7 +38,7 @@ def run(config: Config) -> int:
     rundir.write_plan(plan_to_dict(prepared.plan))
     rundir.write_env(environment())
     progress = LoadProgress(live=config.tracking.progress)
-    cluster = make_cluster(prepared, rundir.name, progress)
+    cluster = make_cluster(prepared, rundir.name, progress, str(rundir.path))
     status = "failed"
     tracker: MultiTracker | None = None
     try:
@@ -84,7 +85,9 @@ def run(config: Config) -> int:
             cluster.shutdown()
 
 
-def make_cluster(prepared: Prepared, run_name: str, progress: LoadProgress | None = None) -> ActorCluster:
+def make_cluster(
+    prepared: Prepared, run_name: str, progress: LoadProgress | None = None, run_dir: str | None = None
+) -> ActorCluster:
     """The cluster that the configuration names, not started."""
     config, plan = prepared.config, prepared.plan
     specs = actor_specs(plan, config, prepared.model_dir, prepared.formulas, prepared.root)
@@ -97,7 +100,7 @@ def make_cluster(prepared: Prepared, run_name: str, progress: LoadProgress | Non
         return LocalCluster(plan, specs, note)
     from kt_ray.actors.ray_cluster import RayCluster
 
-    return RayCluster(plan, specs, config.cluster, config.rule.ray, run_name, note)
+    return RayCluster(plan, specs, config.cluster, config.rule.ray, run_name, note, run_dir)
 
 
 def _announce(prepared: Prepared, rundir: RunDir) -> None:
@@ -112,9 +115,10 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
             f"{worker.threads} threads"
         )
     for actor in plan.experts:
+        home = socket_name(plan.hardware, actor.host, actor.node)
         _say(
             f"expert actor {actor.rank}: {held_per_layer(plan, actor)} of {plan.dims.num_experts} "
-            f"experts per layer, socket {actor.node}, {actor.threads} threads"
+            f"experts per layer, {home}, {actor.threads} threads"
         )
     for line in (*plan.notes, *prepared.notes, *prepared.data.report.lines()):
         _say(line)
