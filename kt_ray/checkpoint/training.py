@@ -1,12 +1,13 @@
 """Training checkpoints: one shard per actor, keyed by parameter name, so another rule can resume them.
 
-    checkpoints/step_000300/  worker-0.safetensors  experts-0.safetensors ...  manifest.json
+    checkpoints/step_000300/  worker-0.safetensors  experts-0.safetensors ...  expert_load.json  manifest.json
     checkpoints/latest -> step_000300
 
 Every actor writes its shard into a hidden directory; the driver writes the manifest last and renames
 the directory. A directory without manifest.json is therefore never a checkpoint. Shard keys are
 "param/<name>", "exp_avg/<name>" and "exp_avg_sq/<name>", all float32; which shard holds a name is
-read from the shards' own headers, so no second index can disagree with them.
+read from the shards' own headers, so no second index can disagree with them. expert_load.json: see
+kt_ray/placement/expert_load.py.
 """
 
 from __future__ import annotations
