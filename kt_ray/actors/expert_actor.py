@@ -42,7 +42,6 @@ class ExpertActor(PlainActor):
         self.plan = plan
         self.rank = spec.rank
         super().__init__(f"expert actor {spec.rank}", timeout)
-        self._committed = -1
         use_torch_threads(spec.threads)
         self.host = ExpertHost(spec)
 
@@ -152,8 +151,9 @@ class ExpertActor(PlainActor):
 
     # -- a step's end ------------------------------------------------------------------------
 
-    def prepare(self, step: int) -> float:
+    def prepare(self, step: int, token: int) -> float:
         """Phase one: the squared norm of this actor's gradients (float64)."""
+        del token  # nothing travels here
         use_torch_threads(self.host.spec.threads)
         return self.host.gradient_norm_squared()
 
@@ -172,6 +172,13 @@ class ExpertActor(PlainActor):
         """Forget gradients and messages of a step that was given up."""
         self.mailbox.clear()
         self.host.discard_gradients()
+
+    def restart(self) -> None:
+        """Back to before the first step: initial LoRA, no moments."""
+        self.host.restart_lora()
+        self.discard()
+        self._committed = -1
+        self.reborn = False
 
     # -- by name -----------------------------------------------------------------------------
 
