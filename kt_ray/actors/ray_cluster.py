@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import ray
@@ -33,10 +35,12 @@ from kt_ray.actors.ray_placement import (
     threads_of,
 )
 from kt_ray.actors.ray_port import Peer
+from kt_ray.actors.ray_recovery import Wanted, let_go, not_started, when_free
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.errors import UserError
 from kt_ray.placement.types import Plan
+from kt_ray.train.cluster import ActorLost
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +90,8 @@ class RayCluster(ActorCluster):
         self.dashboard_url: str | None = None
         self.connected = False  # to Ray, by this object: it then disconnects, too
         self._group: Any = None
+        self._wanted: dict[Address, tuple[int, Wanted]] = {}  # with the number of its bundle
+        self._epoch = 0  # how often the actors were introduced to each other
 
     # -- start --------------------------------------------------------------------------------
 
@@ -184,14 +190,13 @@ class RayCluster(ActorCluster):
     def _spawn(self) -> None:
         if not ray.is_initialized() or (self.plan.hardware.hosts > 1 and self.hosts is None):
             self.connect()
-        # (address, CPUs it may use, arguments, CPUs it reserves, GPUs it reserves)
-        wanted: list[tuple[Address, tuple[int, ...], tuple[Any, ...], float, float]] = []
+        wanted: list[Wanted] = []
         have = [node.cpus for node in self.hosts.nodes] if self.hosts else [_cluster_cpus()]
         reserved = reservations(self.plan, self.rule, have)
         share = gpu_share(self.plan)
         for rank, stage in enumerate(self.specs.stages):
-            worker = self.plan.workers[rank]
-            args = (
+            worker, address = self.plan.workers[rank], ("worker", rank)
+            args: tuple[Any, ...] = (
                 self.plan,
                 rank,
                 _own_device(stage),
@@ -199,74 +204,88 @@ class RayCluster(ActorCluster):
                 self.specs.timeout,
                 self.specs.build_stage,
             )
-            wanted.append(
-                (
-                    ("worker", rank),
-                    worker.cpus,
-                    args,
-                    reserved["worker", rank],
-                    share.get(worker.device, 0.0),
-                )
-            )
+            gpus = share.get(worker.device, 0.0)
+            wanted.append(Wanted(address, worker.cpus, args, reserved[address], gpus))
         for host in self.specs.experts:
-            wanted.append(
-                (
-                    ("experts", host.rank),
-                    host.cpus,
-                    (self.plan, host, self.specs.timeout),
-                    reserved["experts", host.rank],
-                    0.0,
-                )
-            )
+            address = ("experts", host.rank)
+            args = (self.plan, host, self.specs.timeout)
+            wanted.append(Wanted(address, host.cpus, args, reserved[address], 0.0))
         chosen = self._reserve(reserved)
-        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        runtime_env = {"runtime_env": {"env_vars": environment}} if environment else {}
-        for address, cpu_ids, args, cpus, gpus in wanted:
-            factory = RemoteActor.options(
-                name=f"{address[0]}-{address[1]}",
-                namespace=self.namespace,
-                num_cpus=cpus,
-                num_gpus=gpus,
-                max_restarts=0,
-                max_task_retries=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._group, placement_group_bundle_index=chosen.of[address]
-                ),
-                **runtime_env,
-            )
+        self._wanted = {one.address: (chosen.of[one.address], one) for one in wanted}
+        for one in wanted:
             try:
-                actor = factory.remote(address[0], address[1], cpu_ids, *args)
+                handle = self._create(one.address)
             except ValueError as error:
                 raise UserError(
-                    f"an actor {address[0]}-{address[1]} runs already",
+                    f"an actor {one.name} runs already",
                     where=f"Ray namespace {self.namespace}",
                     observed=error,
                     remedy="wait until the other run has ended, or set another run.name or cluster.namespace",
                 ) from error
-            (self.workers if address[0] == "worker" else self.experts).append(RayHandle(address, actor))
+            (self.workers if one.address[0] == "worker" else self.experts).append(handle)
+        self._introduce()
+
+    def _create(self, address: Address) -> RayHandle:
+        """An actor in its bundle of the placement group. Raises ValueError when its name is taken."""
+        bundle, one = self._wanted[address]
+        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        runtime_env = {"runtime_env": {"env_vars": environment}} if environment else {}
+        factory = RemoteActor.options(
+            name=one.name,
+            namespace=self.namespace,
+            num_cpus=one.cpus,
+            num_gpus=one.gpus,
+            max_restarts=0,  # we put a new one in its place: decisions/008
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=bundle
+            ),
+            **runtime_env,
+        )
+        return RayHandle(address, factory.remote(address[0], address[1], one.cpu_ids, *one.arguments))
+
+    def _respawn(self, lost: AbstractSet[Address]) -> None:
+        """Into the bundles of those lost. Ray moves the bundles of a dead node to one that has room."""
+        for old in self._ray_handles():
+            if old.address in lost:
+                let_go(old.actor)
+        for address in sorted(lost):
+            handles = self.workers if address[0] == "worker" else self.experts
+            make = functools.partial(self._create, address)
+            handles[address[1]] = when_free(make, self.config.start_timeout)
+        self._introduce()
+
+    def _introduce(self) -> None:
+        """Tell every actor its peers; again when some of them were replaced (between passes)."""
+        self._epoch += 1
+        timeout = self.config.start_timeout
         nodes = [handle.actor.node.remote() for handle in self._ray_handles()]
         peers: dict[Address, Peer] = {}
         for handle, future in zip(self._ray_handles(), nodes, strict=True):
             try:
-                peers[handle.address] = Peer(handle.actor, ray.get(future, timeout=self.config.start_timeout))
+                peers[handle.address] = Peer(handle.actor, ray.get(future, timeout=timeout))
             except GetTimeoutError as error:
-                raise UserError(
-                    f"{handle.name} did not start within {self.config.start_timeout:.0f} s",
-                    remedy="raise cluster.start_timeout, or look into /tmp/ray/session_latest/logs",
-                ) from error
+                bundle = self._wanted[handle.address][1].bundle
+                raise not_started(handle.name, self._group, bundle, timeout) from error
             except RayTaskError as error:
                 raise _cause(error) from error
             except RayActorError as error:
-                raise UserError(f"{handle.name} did not start", observed=str(error)) from error
-        introduced = [handle.actor.connect.remote(peers) for handle in self._ray_handles()]
-        try:
-            ray.get(introduced, timeout=self.config.start_timeout)
-        except GetTimeoutError as error:
-            raise UserError(
-                f"the actors could not be introduced to each other within {self.config.start_timeout:.0f} s",
-                observed=" | ".join(self._states()),
-                remedy="raise cluster.start_timeout",
-            ) from error
+                self._lost.add(handle.address)
+                raise ActorLost(f"{handle.name} did not start", observed=str(error)) from error
+        introduced = [handle.actor.connect.remote(peers, self._epoch) for handle in self._ray_handles()]
+        for handle, future in zip(self._ray_handles(), introduced, strict=True):
+            try:
+                ray.get(future, timeout=timeout)
+            except GetTimeoutError as error:
+                raise UserError(
+                    f"the actors could not be introduced to each other within {timeout:.0f} s",
+                    observed=" | ".join(self._states()),
+                    remedy="raise cluster.start_timeout",
+                ) from error
+            except RayTaskError as error:
+                raise _cause(error) from error
+            except RayError as error:
+                raise self._death(handle, ActorDied(" ".join(str(error).split()))) from error
 
     def _reserve(self, reserved: dict[Address, float]) -> Seats:
         """The placement group, and the bundle of every actor in it."""
