@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kt_ray.placement.formats import Storage, plain_storage
+from kt_ray.placement.rates import Figure
 
 
 class Quantised(NamedTuple):
@@ -142,7 +143,8 @@ class Hardware:
 
     source says where the figures come from ("this host", "rule amx_4gpu (nominal)", a file).
 
-    isas is ordered best last. present is False for hardware that is only described, not there.
+    isas is ordered best last. present is False for hardware that is only described, not there. rates
+    are the figures of a hardware file (nominal.py), by name.
     """
 
     source: str
@@ -150,6 +152,7 @@ class Hardware:
     gpus: tuple[Gpu, ...]
     isas: tuple[str, ...]
     present: bool = True
+    rates: tuple[tuple[str, Figure], ...] = ()
 
     @property
     def hosts(self) -> int:
