@@ -121,6 +121,7 @@ class AttentionWorker(PlainActor):
             experts=len(self.plan.experts),
             number=spec.number,
             timeout=self.timeout,
+            overlap=self.plan.overlap,
         )
         stage = self.stage
         stage.begin(spec, self.here.replica, exchange)

@@ -9,6 +9,8 @@ import torch
 from kt_ray.actors.mailbox import Address, Mailbox, Message
 from kt_ray.actors.port import Lease, Port
 
+ANSWERS = {"forward": ("y",), "backward": ("dx", "dw")}  # tensors of a reply, by direction
+
 
 class MessageExchange:
     """Sends tokens to every expert actor and adds their answers in float32, in rank order.
@@ -19,10 +21,19 @@ class MessageExchange:
         experts: number of expert actors.
         number: of the pass; part of every tag.
         timeout: seconds to wait for an answer.
+        overlap: False = `submit_*` waits for the answer, so that neither side works beside the other.
     """
 
     def __init__(
-        self, mailbox: Mailbox, port: Port, *, replica: int, experts: int, number: int, timeout: float
+        self,
+        mailbox: Mailbox,
+        port: Port,
+        *,
+        replica: int,
+        experts: int,
+        number: int,
+        timeout: float,
+        overlap: bool = True,
     ) -> None:
         self.seconds_waiting = 0.0
         self._mailbox = mailbox
@@ -31,7 +42,9 @@ class MessageExchange:
         self._experts: list[Address] = [("experts", rank) for rank in range(experts)]
         self._number = number
         self._timeout = timeout
+        self._overlap = overlap
         self._leases: dict[tuple[str, int, int], Lease] = {}
+        self._answers: dict[tuple[str, int, int], list[torch.Tensor]] = {}  # without overlap
 
     def submit_forward(
         self,
@@ -49,7 +62,7 @@ class MessageExchange:
 
     def join_forward(self, layer: int, group: int) -> torch.Tensor:
         """y [T, H] float32, summed over expert actors."""
-        (y,) = self._join("forward", layer, group, ("y",))
+        (y,) = self._join("forward", layer, group)
         return y
 
     def submit_backward(self, layer: int, group: int, dy: torch.Tensor) -> None:
@@ -58,14 +71,22 @@ class MessageExchange:
 
     def join_backward(self, layer: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(dx [T, H], d(router weights) [T, K]) float32, summed over expert actors."""
-        dx, dw = self._join("backward", layer, group, ("dx", "dw"))
+        dx, dw = self._join("backward", layer, group)
         return dx, dw
 
     def _submit(self, direction: str, layer: int, group: int, tensors: dict[str, torch.Tensor]) -> None:
         tag = (direction, self._number, layer, group, self._replica)
         self._leases[direction, layer, group] = self._port.send(self._experts, Message(tag, tensors))
+        if not self._overlap:
+            self._answers[direction, layer, group] = self._receive(direction, layer, group)
 
-    def _join(self, direction: str, layer: int, group: int, names: tuple[str, ...]) -> list[torch.Tensor]:
+    def _join(self, direction: str, layer: int, group: int) -> list[torch.Tensor]:
+        if not self._overlap:
+            return self._answers.pop((direction, layer, group))
+        return self._receive(direction, layer, group)
+
+    def _receive(self, direction: str, layer: int, group: int) -> list[torch.Tensor]:
+        names = ANSWERS[direction]
         start = time.monotonic()
         sums: list[torch.Tensor] = []
         for _, rank in self._experts:

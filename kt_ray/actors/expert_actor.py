@@ -69,7 +69,7 @@ class ExpertActor(PlainActor):
             "isa_reason": host.engine.isa_reason,
             "threads": host.engine.threads,
             "cpus": sorted(os.sched_getaffinity(0)),
-            "experts": len(host.spec.experts),
+            "experts": max(host.spec.counts(self.plan.dims.moe_layers)),
             "weight_bytes": host.weight_bytes,
             "load_seconds": host.load_seconds,
             "kernel_calls": host.engine.calls,
@@ -101,7 +101,7 @@ class ExpertActor(PlainActor):
             # cat copies, so nothing below keeps pointing into a sender's memory.
             joined = {name: torch.cat([p.tensors[name] for p in parts]) for name in parts[0].tensors}
             if direction == "forward":
-                ids = self.host.local_ids(joined["ids"], self.plan.dims.num_experts)
+                ids = self.host.local_ids(layer, joined["ids"], self.plan.dims.num_experts)
                 results = {
                     "y": self.host.forward(
                         layer, group, joined["x"], ids, joined["weights"], joined["keys"], keep=train

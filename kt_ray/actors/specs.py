@@ -81,6 +81,7 @@ def actor_specs(
             formulas=formulas,
             experts_path=config.model.experts_path,
             root=root,
+            by_layer=actor.by_layer,
         )
         for actor in plan.experts
     )

@@ -210,12 +210,19 @@ def _schedule(config: Config, plan: Plan, data: DataBundle) -> Schedule:
         shuffle=config.data.shuffle,
         seed=config.seed,
         pad_id=data.pad_id,
+        largest_wave=plan.wave,
     )
     total = trainer.max_steps
     if total is None:
         total = max(1, math.ceil(trainer.epochs * batches.steps_per_epoch))
     held_out = eval_waves(
-        data.eval, trainer.batch_size, trainer.micro_batch_size, plan.replicas, plan.groups, data.pad_id
+        data.eval,
+        trainer.batch_size,
+        trainer.micro_batch_size,
+        plan.replicas,
+        plan.groups,
+        data.pad_id,
+        largest=plan.wave,
     )
     return Schedule(
         total_steps=total,

@@ -15,6 +15,7 @@ from kt_ray.environment import environment
 from kt_ray.modes.prepare import Prepared, prepare
 from kt_ray.modes.saving import go_on_from, resume_point, save_checkpoint, write_adapter
 from kt_ray.placement.plan import plan_to_dict
+from kt_ray.placement.render import held_per_layer
 from kt_ray.rundir import RunDir, plain, setup_logging
 from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
 from kt_ray.tracking.console import console
@@ -110,8 +111,8 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
         )
     for actor in plan.experts:
         _say(
-            f"expert actor {actor.rank}: {len(actor.experts)} of {plan.dims.num_experts} experts per layer, "
-            f"socket {actor.node}, {actor.threads} threads"
+            f"expert actor {actor.rank}: {held_per_layer(plan, actor)} of {plan.dims.num_experts} "
+            f"experts per layer, socket {actor.node}, {actor.threads} threads"
         )
     for line in (*plan.notes, *prepared.notes, *prepared.data.report.lines()):
         _say(line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from kt_ray.config.schema import Config, RuleConfig
@@ -11,11 +11,12 @@ from kt_ray.errors import UserError
 from kt_ray.placement.formats import BACKEND_STORAGE
 from kt_ray.placement.hardware import stages_named
 from kt_ray.placement.memory import budgets
-from kt_ray.placement.render import counted, gib, plan_to_dict
+from kt_ray.placement.render import counted, plan_to_dict
 from kt_ray.placement.split import LayerSplit, split_experts, split_layers
 from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, ModelDims, Plan, Socket, WorkerPlan
+from kt_ray.placement.wave import choose_groups, fit
 
-__all__ = ["choose_activations", "make_plan", "plan_to_dict", "resolve_device"]
+__all__ = ["make_plan", "plan_to_dict", "resolve_device"]
 
 GPU_WORKER_THREADS = 4  # a GPU's worker only copies and launches on the host
 
@@ -46,52 +47,32 @@ def make_plan(dims: ModelDims, config: Config, hardware: Hardware) -> Plan:
         notes.append(f"planned for described hardware, not for this host: {hardware.source}")
     workers = _workers(rule, hardware, split, devices, device)
     experts, expert_notes = _experts(dims, rule, hardware)
-    groups, group_notes = _groups(config)
-    memory = budgets(dims, config, hardware, workers, experts, groups, dtype)
-    if rule.experts.activations == "auto":
-        chosen, why = choose_activations(memory)
-        experts = tuple(replace(actor, activations=chosen) for actor in experts)
-        memory = budgets(dims, config, hardware, workers, experts, groups, dtype)
-        expert_notes.append(why)
-    notes += expert_notes + group_notes + _backend_notes(rule, hardware)
+
+    def keeping(activations: str) -> tuple[ExpertActorPlan, ...]:
+        return tuple(replace(actor, activations=activations) for actor in experts)
+
+    def budget_of(wave: int, activations: str) -> tuple[Budget, ...]:
+        groups, _ = choose_groups(config, wave)
+        return budgets(dims, config, hardware, workers, keeping(activations), wave, groups, dtype)
+
+    chosen = fit(dims, config, budget_of)
+    groups, group_notes = choose_groups(config, chosen.wave)
+    notes += [*expert_notes, *chosen.notes, *group_notes, *_backend_notes(rule, hardware)]
     return Plan(
         dims=dims,
         hardware=hardware,
         workers=workers,
-        experts=experts,
+        experts=keeping(chosen.activations),
         stages=stages,
         replicas=rule.replicas,
         groups=groups,
-        budgets=memory,
+        wave=chosen.wave,
+        overlap=rule.overlap,
+        budgets=chosen.memory,
         notes=tuple(notes),
         rule=rule.name,
         dtype=dtype,
         tokens_per_step=config.trainer.batch_size * config.data.max_length,
-    )
-
-
-ROOM = 0.9  # of a socket's memory that a plan may fill by choice: the system and the page cache need some
-
-
-def choose_activations(retained: Sequence[Budget]) -> tuple[str, str]:
-    """What rule.experts.activations=auto comes to, and why.
-
-    Args:
-        retained: budgets of the plan with "retain".
-
-    Returns:
-        "retain" where every socket then has room to spare, else "recompute"; and a sentence for the plan's
-        notes. What a GPU lacks changes nothing: experts keep nothing there.
-    """
-    over = [
-        b for b in retained if b.device.startswith("socket") and b.capacity and b.total > ROOM * b.capacity
-    ]
-    if not over:
-        return "retain", "rule.experts.activations=auto: retain, which fits"
-    worst = max(over, key=lambda b: b.total / b.capacity)
-    return "recompute", (
-        f"rule.experts.activations=auto: recompute; retain would need {gib(worst.total)} of the "
-        f"{gib(worst.capacity)} of {worst.device}"
     )
 
 
@@ -263,20 +244,6 @@ def divide_cpus(socket: Socket, parts: int, part: int) -> tuple[tuple[int, ...],
     own = piece(first) if first else ()
     cores = len(own) if first else socket.cores // parts
     return own + piece(siblings), max(1, cores)
-
-
-def _groups(config: Config) -> tuple[int, list[str]]:
-    """Groups in flight: one where a replica has one micro-batch, else two, never more than micro-batches."""
-    rows = math.ceil(config.trainer.batch_size / config.rule.replicas)
-    micro_batches = math.ceil(rows / config.trainer.micro_batch_size)
-    asked = config.rule.groups
-    if not isinstance(asked, int):
-        return min(2, micro_batches), []
-    if asked > micro_batches:
-        return micro_batches, [
-            f"rule.groups={asked} lowered to {micro_batches}, the micro-batches of a replica"
-        ]
-    return asked, []
 
 
 def _weights_notes(dims: ModelDims, config: Config, dtype: str) -> list[str]:

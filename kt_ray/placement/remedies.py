@@ -88,6 +88,12 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
             Remedy("rule.experts.activations=recompute", "same results, slower expert backward"),
             replace(config, rule=replace(rule, experts=replace(rule.experts, activations="recompute"))),
         )
+    if isinstance(rule.wave, int):
+        yield (
+            "wave",
+            Remedy("rule.wave=auto", "same results, each pass over the experts' weights serves fewer tokens"),
+            replace(config, rule=replace(rule, wave="auto")),
+        )
     for name, other in rules.items():
         if name != rule.name:
             yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -161,9 +162,28 @@ class WorkerPlan:
     cpus: tuple[int, ...] = ()
 
 
+class HoldsExperts:
+    """Which experts one expert actor holds: of a plan's actor, and of what the actor is built from.
+
+    experts: global ids held in every MoE layer that `by_layer` does not name. by_layer: (layer, ids) where
+    they differ from layer to layer. Ids ascend.
+    """
+
+    experts: tuple[int, ...]
+    by_layer: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def experts_of(self, layer: int) -> tuple[int, ...]:
+        """Global ids of the experts of one MoE layer held here; position i is local id i."""
+        return next((ids for named, ids in self.by_layer if named == layer), self.experts)
+
+    def counts(self, layers: Iterable[int]) -> tuple[int, ...]:
+        """Number of experts held in each of these MoE layers."""
+        return tuple(len(self.experts_of(layer)) for layer in layers)
+
+
 @dataclass(frozen=True)
-class ExpertActorPlan:
-    """One expert actor. experts: global ids of the experts it holds, the same in every MoE layer."""
+class ExpertActorPlan(HoldsExperts):
+    """One expert actor. experts and by_layer: see HoldsExperts."""
 
     rank: int
     node: int
@@ -173,6 +193,7 @@ class ExpertActorPlan:
     backend: str
     isa: str
     activations: str
+    by_layer: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -215,6 +236,8 @@ class Plan:
     stages: int
     replicas: int
     groups: int
+    wave: int = 1  # micro-batches of a replica that pass the layers together
+    overlap: bool = True  # False = attention and experts wait for each other
     budgets: tuple[Budget, ...] = ()
     notes: tuple[str, ...] = field(default=())
     rule: str = ""
@@ -233,3 +256,10 @@ class Plan:
 
     def worker(self, replica: int, stage: int) -> WorkerPlan:
         return self.workers[replica * self.stages + stage]
+
+    def held(self, layer: int, rank: int) -> tuple[int, ...]:
+        """Global ids of the experts of MoE layer `layer` that expert actor `rank` holds, ascending.
+
+        The actor's loader and whoever sends it tokens ask the same function.
+        """
+        return self.experts[rank].experts_of(layer)

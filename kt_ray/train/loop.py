@@ -1,8 +1,9 @@
 """The training loop: token ids in, scalars out.
 
-One optimizer step = one training pass of all micro-batches, then two phases: `prepare` (gradients
-reduced, squared norms), a look at loss and norm, `commit` (clip, AdamW, weights back). Nothing is
-random but by counters, so a step is a pure function of (configuration, step number, parameters).
+One optimizer step = one training pass per wave of micro-batches, over which gradients add up, then two
+phases: `prepare` (gradients reduced, squared norms), a look at loss and norm, `commit` (clip, AdamW,
+weights back). Nothing is random but by counters, so a step is a pure function of (configuration, step
+number, parameters).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kt_ray.errors import UserError
 from kt_ray.optim import learning_rate
 from kt_ray.train.cluster import Cluster
 from kt_ray.train.figures import step_metrics
-from kt_ray.train.reports import PassReport
+from kt_ray.train.reports import PassReport, merged
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +35,13 @@ class Schedule:
     Attributes:
         total_steps: optimizer steps of the whole run.
         steps_per_epoch: for the epoch figure.
-        train: step (0-based) -> the step's micro-batches, per replica and group.
+        train: step (0-based) -> the step's waves, each the micro-batches per replica and group.
         evaluate: the held-out passes, each as waves; empty = no evaluation.
     """
 
     total_steps: int
     steps_per_epoch: int
-    train: Callable[[int], Waves]
+    train: Callable[[int], Sequence[Waves]]
     evaluate: Sequence[Waves] = ()
 
 
@@ -116,9 +117,8 @@ class Trainer:
     def _evaluates(self) -> bool:
         return bool(self.config.trainer.eval_every) and bool(self.schedule.evaluate)
 
-    def _pass(self, step: int, kind: str, waves: Waves) -> tuple[PassSpec, PassReport]:
+    def _pass(self, step: int, kind: str, waves: Waves, loss_tokens: int) -> tuple[PassSpec, PassReport]:
         self._passes += 1
-        loss_tokens = sum(mb.loss_tokens for wave in waves for group in wave for mb in group)
         spec = PassSpec(
             number=self._passes,
             step=step,
@@ -133,7 +133,11 @@ class Trainer:
         """Optimizer step `step` (0-based): pass, prepare, commit."""
         optim = self.config.optim
         start = time.monotonic()
-        spec, report = self._pass(step, "train", self.schedule.train(step))
+        waves = self.schedule.train(step)
+        loss_tokens = sum(map(trained_tokens, waves))
+        passes = [self._pass(step, "train", wave, loss_tokens) for wave in waves]
+        report = merged([report for _, report in passes])
+        tokens = sum(spec.tokens for spec, _ in passes)
         if not math.isfinite(report.loss):
             self.cluster.discard()
             raise _not_finite("loss", report.loss, step)
@@ -149,13 +153,14 @@ class Trainer:
         self.cluster.commit(step, lr, clip)
         now = time.monotonic()
         self.summary.steps += 1
-        self.summary.tokens += spec.tokens
+        self.summary.tokens += tokens
         self.summary.losses.append(report.loss)
         metrics = step_metrics(
             self.cluster.plan,
             self.config,
-            spec,
             report,
+            tokens=tokens,
+            loss_tokens=loss_tokens,
             step=step + 1,
             epoch=(step + 1) / self.schedule.steps_per_epoch,
             grad_norm=norm,
@@ -169,13 +174,18 @@ class Trainer:
     def _evaluate(self, taken: int) -> None:
         total, tokens = 0.0, 0
         for waves in self.schedule.evaluate:
-            spec, report = self._pass(taken, "eval", waves)
+            spec, report = self._pass(taken, "eval", waves, trained_tokens(waves))
             total += report.loss * spec.loss_tokens
             tokens += spec.loss_tokens
         loss = total / max(1, tokens)
         self.summary.eval_losses[taken] = loss
         logger.info("after step %d: held-out loss %.6f over %d tokens", taken, loss, tokens)
         self.events.on_eval(taken, loss)
+
+
+def trained_tokens(waves: Waves) -> int:
+    """Tokens of a pass that contribute to the loss."""
+    return sum(mb.loss_tokens for wave in waves for group in wave for mb in group)
 
 
 def _not_finite(what: str, value: float, step: int) -> UserError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -56,3 +57,40 @@ class PassReport:
     seconds: float
     workers: tuple[WorkerPassReport, ...]
     experts: tuple[ExpertPassReport, ...]
+
+
+def merged(passes: Sequence[PassReport]) -> PassReport:
+    """One report of the passes of a step: seconds and counts add up, memory is the largest.
+
+    Losses add up as well: each is a share of the step's token mean.
+    """
+    if len(passes) == 1:
+        return passes[0]
+    workers = tuple(_add_workers(parts) for parts in zip(*(p.workers for p in passes), strict=True))
+    experts = tuple(_add_experts(parts) for parts in zip(*(p.experts for p in passes), strict=True))
+    return PassReport(sum(p.loss for p in passes), sum(p.seconds for p in passes), workers, experts)
+
+
+def _add_workers(parts: Sequence[WorkerPassReport]) -> WorkerPassReport:
+    return replace(
+        parts[-1],
+        seconds=sum(p.seconds for p in parts),
+        loss_sum=sum(p.loss_sum for p in parts),
+        terms={term: sum(p.terms[term] for p in parts) for term in parts[0].terms},
+        host_rss_bytes=max(p.host_rss_bytes for p in parts),
+        gpu_bytes=max(p.gpu_bytes for p in parts),
+        logits=[group for p in parts for group in p.logits],
+    )
+
+
+def _add_experts(parts: Sequence[ExpertPassReport]) -> ExpertPassReport:
+    counters = parts[0].counters
+    for part in parts[1:]:
+        counters = counters.plus(part.counters)
+    return replace(
+        parts[-1],  # kernel_calls count since the start
+        seconds=sum(p.seconds for p in parts),
+        seconds_waiting=sum(p.seconds_waiting for p in parts),
+        counters=counters,
+        host_rss_bytes=max(p.host_rss_bytes for p in parts),
+    )

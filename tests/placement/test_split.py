@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import pytest
 from kt_ray.config.schema import RuleConfig
 from kt_ray.errors import UserError
 from kt_ray.placement.dims import dims_from_config
+from kt_ray.placement.plan import make_plan, plan_to_dict
+from kt_ray.placement.render import expert_row
 from kt_ray.placement.split import balanced, layer_weights, split_experts, split_layers
-from tests.placement.configs import DEEPSEEK_V3, small_dims
+from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
 
 V3 = dims_from_config(DEEPSEEK_V3)
 
@@ -125,3 +128,22 @@ def test_default_split_counts_embedding_and_head() -> None:
     assert (
         ranges[0][1] - ranges[0][0] < ranges[1][1] - ranges[1][0]
     )  # embedding and dense layers weigh on stage 0
+
+
+def test_experts_of_a_layer_by_actor() -> None:
+    """One function for loader and dispatcher: `experts` where a layer is not named, else its own ids."""
+    plan = make_plan(small_dims(), make_config(rule={"experts": {"sockets": 2}}), make_hardware())
+    layers = plan.dims.moe_layers
+    assert [plan.held(layer, 1) for layer in layers] == [(4, 5, 6, 7)] * len(layers)
+    own = ((layers[0], (0, 3, 5)), (layers[1], (1, 2, 6, 7)))
+    actor = replace(plan.experts[0], by_layer=own)
+    changed = replace(plan, experts=(actor, plan.experts[1]))
+    assert changed.held(layers[0], 0) == (0, 3, 5) and changed.held(layers[1], 0) == (1, 2, 6, 7)
+    assert changed.held(layers[-1], 0) == (0, 1, 2, 3) and hash(actor)
+    assert actor.counts(layers) == (3, 4, 4)[: len(layers)]
+    assert (
+        expert_row(changed, actor)[2] == "by load (3-4)" and expert_row(plan, plan.experts[0])[2] == "0-3 (4)"
+    )
+    first, second = plan_to_dict(changed)["experts"]
+    assert first["by_layer"] == {str(layers[0]): "0,3,5", str(layers[1]): "1-2,6-7"}
+    assert "by_layer" not in second and second["experts"] == [4, 5, 6, 7]
