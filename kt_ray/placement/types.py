@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kt_ray.placement.formats import Storage, plain_storage
+from kt_ray.placement.rates import Figure
 
 
 class Quantised(NamedTuple):
@@ -135,7 +136,8 @@ class Gpu:
 class Hardware:
     """A host. `source` says where the figures come from ("this host", "rule amx_4gpu (nominal)", a file).
 
-    isas is ordered best last. present is False for hardware that is only described, not there.
+    isas is ordered best last. present is False for hardware that is only described, not there. rates
+    are the figures of a hardware file (nominal.py), by name.
     """
 
     source: str
@@ -143,6 +145,7 @@ class Hardware:
     gpus: tuple[Gpu, ...]
     isas: tuple[str, ...]
     present: bool = True
+    rates: tuple[tuple[str, Figure], ...] = ()
 
 
 @dataclass(frozen=True)
