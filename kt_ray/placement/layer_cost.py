@@ -17,8 +17,7 @@ Legend: M = b * s positions, e bytes of an element, r LoRA rank, H hidden size.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -70,7 +69,6 @@ class LayerWork:
     lora: LoraConfig
     dtype: str
     attention: str = "sdpa"
-    _cache: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def moe(self) -> bool:
@@ -81,7 +79,7 @@ class LayerWork:
         """(name, in, out, whether it has LoRA, whether it is of attention)."""
         found = []
         for name, n_in, n_out in self.dims.lora_in_out[self.layer]:
-            of_attention = "attn" in name or name.startswith("mixer.") and name[6:7] in "qkvo"
+            of_attention = "attn" in name or (name.startswith("mixer.") and name[6:7] in "qkvo")
             found.append((name, n_in, n_out, self._adapted(name), of_attention))
         return tuple(found)
 
@@ -222,8 +220,3 @@ def head_seconds(dims: ModelDims, rate: DeviceRate, dtype: str, trained: int, ch
     device += trained * (vocab * 2 * (e + 4) + hidden * sum(NORM_BYTES)) / rate.memory.value
     dispatch = -(-trained // chunk) * 120 * rate.operation.value
     return max(device, dispatch) if rate.threads == 0 else device + dispatch
-
-
-def mean_group(rows: Sequence[int]) -> float:
-    """Mean of a sequence; 0 of none."""
-    return sum(rows) / len(rows) if rows else 0.0

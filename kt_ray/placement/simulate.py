@@ -26,11 +26,13 @@ from kt_ray.placement.types import Plan
 
 
 class Micro(NamedTuple):
-    """A micro-batch: rows x width positions are computed, `tokens` of them are no padding."""
+    """A micro-batch: rows x width positions are computed, `tokens` of them are no padding, `trained` have
+    a loss."""
 
     rows: int
     width: int
     tokens: int
+    trained: int
 
 
 Group = tuple[Micro, ...]  # the micro-batches of one group of one replica
@@ -401,6 +403,9 @@ class _Step:
                 for c in self.machine.experts:
                     carriage = durations.request(rank, c, direction, tokens[g])
                     self._send((direction, layer, g, c.actors[0], replica), carriage)
+                if not plan.overlap:
+                    for c in self.machine.experts:
+                        yield _Wait(("reply", direction, layer, g, c.actors[0], replica), "experts")
             elif kind.startswith("send"):
                 to = stage + (1 if kind == "send_hidden" else -1)
                 self._send((kind[5:], replica, to, g), durations.stage(rank, rank + to - stage, tokens[g]))
