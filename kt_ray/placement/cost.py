@@ -21,20 +21,27 @@ from functools import cached_property, lru_cache
 
 from kt_ray.config.schema import Config
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
-from kt_ray.placement.layer_cost import LayerWork, Work, head_seconds, seconds
+from kt_ray.placement.layer_cost import (
+    NORM_PASSES,
+    LayerWork,
+    Work,
+    dispatch_seconds,
+    head_seconds,
+    seconds,
+)
 from kt_ray.placement.memory import expert_lora_params, logit_rows, lora_params
 from kt_ray.placement.rates import DeviceRate, ExpertRate, Rates
 from kt_ray.placement.simulate import Carriage, ExpertClass, Group, Leg, Machine, Micro, Phase, Seat, Wave
 from kt_ray.placement.types import Plan
 
 # Operations of dispatch (rates: `operation`) beside the layers themselves.
-BEGIN_OPS = 330.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
-JOIN_OPS = 12.0  # adding an answer to a micro-batch's hidden state
-CALL_OPS = 60.0  # an expert actor's own Python and torch around one engine call
-SUBMIT_OPS = 30.0  # what a worker does to hand a group's tokens over
-PARAMETER_OPS = 4.0  # of the step's end, per LoRA matrix
-PASS_OPS = 800.0  # the driver's calls and reports around a pass or a phase
-SUM_BYTES = 36  # read and written per gradient for its squared norm in float64
+BEGIN_OPS = 70.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
+JOIN_OPS = 4.0  # adding an answer to a micro-batch's hidden state
+CALL_OPS = 30.0  # an expert actor's own Python and torch around one engine call
+SUBMIT_OPS = 10.0  # what a worker does to hand a group's tokens over
+PARAMETER_OPS = 2.0  # of the step's end, per LoRA matrix
+PASS_OPS = 300.0  # the driver's calls and reports around a pass or a phase
+SUM_BYTES = 36  # read and written per gradient for its squared norm in float64; a copied byte is two
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,24 +92,26 @@ class PlanDurations:
         plan, device, dtype = self.plan, self.device, self.plan.dtype
         work, moe = self.layers[layer], layer in plan.dims.moe_layers
         tokens = sum(m.tokens for m in group)
+        unequal = work.unequal
         before = after = 0.0
         for m in group:
             positions = m.rows * m.width
             if kind == "begin":
-                before += device.operation.value * BEGIN_OPS
+                before += dispatch_seconds(BEGIN_OPS, device, self.host)
             elif kind in ("forward", "recompute"):
                 first, rest = work.forward(m.rows, m.width)
                 grad = kind == "recompute"
-                one = seconds(first, device, dtype, positions, grad=grad)
-                two = seconds(rest, device, dtype, positions, grad=grad)
+                one = seconds(first, device, self.host, dtype, positions, unequal=unequal, grad=grad)
+                two = seconds(rest, device, self.host, dtype, positions, grad=grad)
                 before, after = (before, after + one + two) if grad else (before + one, after + two)
             elif kind == "backward":
-                after += seconds(work.backward(m.rows, m.width), device, dtype, positions)
+                through = work.backward(m.rows, m.width)
+                after += seconds(through, device, self.host, dtype, positions, back=True, unequal=unequal)
             elif kind == "join":
-                after += seconds(self._joined(positions), device, dtype, positions)
+                after += seconds(self._joined(positions), device, self.host, dtype, positions)
             elif kind == "loss":
                 chunk = logit_rows(self.config.trainer.loss_chunk, max(1, m.trained), plan.dims.vocab_size)
-                after += head_seconds(plan.dims, device, dtype, m.trained, chunk)
+                after += head_seconds(plan.dims, device, self.host, dtype, m.trained, chunk)
         if moe and kind in ("forward", "recompute"):
             handed = self._submit(kind, tokens, len(group))
             # Experts get the whole group at its last micro-batch: shared experts of the others ran before.
@@ -115,26 +124,30 @@ class PlanDurations:
         return (before, after) if moe or kind == "begin" else (before + after, 0.0)
 
     def _joined(self, positions: int) -> Work:
-        hidden, e = self.plan.dims.hidden_size, ELEMENT_BYTES[self.plan.dtype]
-        return Work(moved=positions * hidden * ((e + 4) + 12 + (4 + e)), operations=JOIN_OPS)
+        return Work(passes=5.0 * positions * self.plan.dims.hidden_size, operations=JOIN_OPS)
 
     def _submit(self, kind: str, tokens: int, micro_batches: int) -> float:
         """Host seconds to gather a group's tokens (or their gradients) and write them where experts read."""
-        hidden, e = self.plan.dims.expert_width, ELEMENT_BYTES[self.plan.dtype]
-        size = tokens * hidden * (e if kind == "forward" else 4)
-        gathered = 2 * size * (micro_batches > 1)
-        if kind == "recompute":
-            gathered += tokens * hidden * (e + 4)
-        moved = 0.0 if self.on_gpu else gathered / self.host.memory.value
-        written = size / self.rates.transport.arena_bytes.value if self._shares_memory else 0.0
-        return moved + written + SUBMIT_OPS * self.host.operation.value
+        elements = tokens * self.plan.dims.expert_width
+        passes = elements * ((micro_batches > 1) + (kind == "recompute"))
+        size = elements * (ELEMENT_BYTES[self.plan.dtype] if kind == "forward" else 4)
+        gathered = 0.0 if self.on_gpu else passes / self._passes_per_second
+        return gathered + self._written(size) + dispatch_seconds(SUBMIT_OPS, self.host, self.host)
 
     def _answers(self, kind: str, tokens: int) -> float:
         """Host seconds to add the actors' answers: the first is copied, the others are added."""
-        actors = len(self.plan.experts)
         dims = self.plan.dims
         width = dims.expert_width + (dims.experts_per_token if kind == "backward" else 0)
-        return tokens * width * (8 + 12 * (actors - 1)) / self.host.memory.value
+        return tokens * width * (1 + 1.5 * (len(self.plan.experts) - 1)) / self._passes_per_second
+
+    @property
+    def _passes_per_second(self) -> float:
+        """Elements/s of a pass on the worker's host threads."""
+        return NORM_PASSES * self.host.block.norm.value
+
+    def _written(self, size: float) -> float:
+        """Seconds to copy a message's tensors into shared memory; in one process they are handed over."""
+        return size / self.rates.transport.arena_bytes.value if self._shares_memory else 0.0
 
     @property
     def _shares_memory(self) -> bool:
@@ -150,7 +163,7 @@ class PlanDurations:
         rate = self.expert_rate
         slots = tokens * dims.experts_per_token * held / dims.num_experts
         if slots == 0:
-            return CALL_OPS * self.rates.cpu_one.operation.value
+            return dispatch_seconds(CALL_OPS, self.host, self.host)
         rows = max(1.0, slots / held)
         busy = min(held, slots)
         threads, rank = here.threads, self.config.lora.rank if self.config.lora.experts else 0
@@ -181,12 +194,9 @@ class PlanDurations:
 
     def _around(self, tokens: int, direction: str, threads: int) -> float:
         """What the actor does beside the engine: joining messages, writing the answer out."""
-        dims, e = self.plan.dims, ELEMENT_BYTES[self.plan.dtype]
-        width = dims.expert_width
-        read = tokens * width * 2 * (e if direction == "forward" else 4)
-        moved = read / self.rates.cpu_rate(threads).memory.value
-        written = tokens * width * 4 / self.rates.transport.arena_bytes.value if self._shares_memory else 0.0
-        return moved + written + CALL_OPS * self.rates.cpu_one.operation.value
+        elements, rate = tokens * self.plan.dims.expert_width, self.rates.cpu_rate(threads)
+        joined = elements / (NORM_PASSES * rate.block.norm.value)
+        return joined + self._written(4 * elements) + dispatch_seconds(CALL_OPS, rate, rate)
 
     @cached_property
     def expert_rate(self) -> ExpertRate:
@@ -268,42 +278,39 @@ class PlanDurations:
     @cached_property
     def _driver_seconds(self) -> float:
         call = self.rates.transport.call if self._shares_memory else self.rates.transport.local
-        return 2 * call.value + PASS_OPS * self.rates.cpu_one.operation.value
+        one = self.rates.cpu_one
+        return 2 * call.value + dispatch_seconds(PASS_OPS, one, one)
 
     def phases(self) -> tuple[Phase, ...]:
         """prepare: gradients and their norms. commit: AdamW, adapters back."""
-        plan, dims, lora = self.plan, self.plan.dims, self.config.lora
-        memory, optimizer = self.host.memory.value, self.rates.optimizer.value
-        small = self.rates.cpu_one.operation.value
+        plan, dims, lora, rates = self.plan, self.plan.dims, self.config.lora, self.rates
+        copied, optimizer = rates.memory.copy_one.value, rates.optimizer.value
+        small = dispatch_seconds(PARAMETER_OPS, rates.cpu_one, rates.cpu_one)
         adapters = [lora_params(dims, lora, layer) for layer in range(dims.num_layers)]
         total = sum(adapters)
         matrices = [2 * len(work.modules) for work in self.layers]
-        prepare, commit = [], []
+        norms, steps = [], []
         for worker in plan.workers:
             own = sum(adapters[slice(*worker.layers)])
             count = sum(matrices[slice(*worker.layers)])
-            root = worker.rank == 0
-            moved = own * 16 + (total * (SUM_BYTES + 8) if root else 0)
-            prepare.append(moved / memory + count * PARAMETER_OPS * small)
-            moved = own * 16 + (total * 8 if root else 0)
-            steps = total / optimizer if root else 0.0
-            commit.append(moved / memory + steps + 2 * count * PARAMETER_OPS * small)
-        norms, steps_taken = [], []
+            root = worker.rank == 0  # holds the masters of all stages
+            norms.append((own * 8 + (total * (SUM_BYTES / 2 + 4) if root else 0)) / copied + count * small)
+            applied = total * 4 / copied + total / optimizer if root else 0.0
+            steps.append(own * 8 / copied + applied + 2 * count * small)
+        expert_norms, expert_steps = [], []
         per_expert = expert_lora_params(dims, lora)
         for c in self.machine.experts:
             actor = plan.experts[c.actors[0]]
             held = per_expert * sum(actor.counts(dims.moe_layers))
-            rate = self.rates.cpu_rate(actor.threads).memory.value
+            share = min(1.0, actor.threads / max(1, rates.cpu_all.threads))
+            copying = max(copied, rates.memory.copy_all.value * share)
             count = 6 * len(dims.moe_layers) if held else 0
-            norms.append(held * SUM_BYTES / rate + count * 2 * PARAMETER_OPS * small)
-            share = min(1.0, actor.threads / max(1, self.rates.cpu_all.threads))
-            steps_taken.append(
-                held / (optimizer * share) + held * 8 / rate + 2 * count * PARAMETER_OPS * small
-            )
+            expert_norms.append(held * SUM_BYTES / 2 / copying + 2 * count * small)
+            expert_steps.append(held / (optimizer * share) + held * 2 / copying + 2 * count * small)
         end = self._driver_seconds
         return (
-            Phase("norms", tuple(prepare), tuple(norms), end),
-            Phase("optimizer", tuple(commit), tuple(steps_taken), end),
+            Phase("norms", tuple(norms), tuple(expert_norms), end),
+            Phase("optimizer", tuple(steps), tuple(expert_steps), end),
         )
 
 

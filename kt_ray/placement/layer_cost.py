@@ -1,17 +1,16 @@
 """What the attention side of one decoder layer costs, counted from its dimensions and divided by rates.
 
 A micro-batch of b rows x s positions passes attention, norms, router and shared expert (or the dense MLP),
-all torch operations. Each is counted in five kinds of work: products of matrices (FLOP), products of LoRA
-and routers in float32, attention over pairs of positions, bytes that elementwise operations read and
-write, and operations, which cost their dispatch however small they are. On a CPU the kinds add up; on a GPU
-dispatch runs beside the device's work, so the larger counts.
+all torch operations. Each is counted in kinds of work (`Work`) that have measured rates: products of
+matrices, attention over pairs of positions, elements through LoRA, norms and other elementwise passes, and
+kernels, which cost their dispatch however small they are. On a CPU the kinds add up; on a GPU dispatch runs
+beside the device's work, so the larger counts.
 
-Sources of the counts: transformers 5's decoder layers and PEFT's LoRA layer as they are (inputs of LoRA
-are widened to float32, its output is added in float32 and rounded back). Operations were counted with
-torch.profiler on layers of the demo (docs/prediction.md). Backward is what autograd does for trained LoRA
-and frozen weights: one product for the input's gradient, none for the weight's.
+Sources of the counts: transformers 5's decoder layers and PEFT's LoRA layer as they are; kernels were
+counted with torch.profiler on layers of the demo (docs/prediction.md). Backward is what autograd does for
+trained LoRA and frozen weights: one product for the input's gradient, none for the weight's.
 
-Legend: M = b * s positions, e bytes of an element, r LoRA rank, H hidden size.
+Legend: M = b * s positions, H hidden size.
 """
 
 from __future__ import annotations
@@ -23,30 +22,40 @@ from typing import NamedTuple
 
 from kt_ray.config.schema import LoraConfig
 from kt_ray.placement.families import WITHOUT_SDPA
-from kt_ray.placement.formats import ELEMENT_BYTES
 from kt_ray.placement.rates import DeviceRate
 from kt_ray.placement.types import ModelDims
 
-# Operations with what Python adds around them, in units of one small torch operation (rates: `operation`).
-LINEAR_OPS = (25.0, 30.0)  # a linear layer with LoRA: forward, backward
-BARE_LINEAR_OPS = (4.0, 5.0)  # a linear layer alone
-LAYER_OPS = (480.0, 420.0)  # norms, rotary embedding, masks, residuals, the layer's own Python
-ROUTER_OPS = (180.0, 100.0)
-GRAD_OPS = 1.2  # forward under grad over forward without
+# Kernels that are dispatched, forward and backward, views not counted (torch.profiler).
+LINEAR_OPS = (7.0, 11.0)  # a linear layer with LoRA
+BARE_LINEAR_OPS = (1.0, 1.0)  # a linear layer alone
+LAYER_OPS = (120.0, 127.0)  # norms, rotary embedding, masks, residuals, attention itself
+ROUTER_OPS = (39.0, 52.0)
+AROUND_OP = 3.9  # small operations' time that views and Python take per kernel
+GRAD_OPS = 1.15  # forward under grad over forward without
 
-NORM_BYTES = (38, 60)  # per element: widened, squared, averaged, scaled, rounded
-ROTARY_BYTES = (12, 20)  # per element of queries, keys and values: slices, rotation, concatenation
-SCORE_BYTES = (24, 24)  # per pair and head where scores are materialised, at 2 bytes per element
+HEAD_OPS = 75.0  # norm, logits, loss and gradient of a chunk
+
+NORM_PASSES = 6.0  # passes over its elements that a norm takes, the unit of elementwise work here
+HIDDEN_PASSES = (4.0, 4.0)  # per element of the hidden state: residuals
+WIDTH_PASSES = (6.0, 8.0)  # per element of queries, keys and values: slices, rotation, joining them
+GATED_PASSES = (6.0, 13.0)  # per element of an MLP's inner width
+SCORE_PASSES = (40.0, 40.0)  # per token and expert in a router: scores, choice, counts
 
 
 class Work(NamedTuple):
-    """Amounts per micro-batch. products: FLOP in the layer's type; thin: FLOP in float32; pairs: FLOP of
-    attention over pairs; moved: bytes of elementwise operations; operations: small operations."""
+    """Amounts per micro-batch.
+
+    products: FLOP in the layer's type. thin: FLOP in float32 (router). pairs: FLOP of attention forward.
+    adapted: elements through LoRA. normed: elements through norms. passes: elements times passes over them.
+    operations: kernels.
+    """
 
     products: float = 0.0
     thin: float = 0.0
     pairs: float = 0.0
-    moved: float = 0.0
+    adapted: float = 0.0
+    normed: float = 0.0
+    passes: float = 0.0
     operations: float = 0.0
 
     def plus(self, other: Work) -> Work:
@@ -99,9 +108,9 @@ class LayerWork:
         return (self.dims.attention_width - value) / 2, value
 
     @property
-    def materialised(self) -> bool:
-        """Whether torch computes attention through a matrix of scores: eager, or sdpa where the widths of
-        keys and values differ (its fused kernel on the CPU wants one width)."""
+    def unequal(self) -> bool:
+        """Whether torch materialises attention's scores: eager, or sdpa where keys and values differ in
+        width (its fused kernels want one width)."""
         query, value = self.heads
         return (
             self.attention == "eager"
@@ -114,12 +123,12 @@ class LayerWork:
         m = rows * width
         first, rest = Work(), Work()
         for name, n_in, n_out, adapted, of_attention in self.modules:
-            work = self._linear(n_in, n_out, adapted, m)
+            work = self._linear(n_in, n_out, adapted, m, 0)
             if of_attention or not self.moe or "latent" in name:
                 first = first.plus(work)
             else:
                 rest = rest.plus(work)
-        first = first.plus(self._between(m, 0)).plus(self._pairs(rows, width, 0))
+        first = first.plus(self._between(m, 0)).plus(self._pairs(rows, width))
         if self.moe:
             first = first.plus(self._router(m, 0))
             rest = rest.plus(self._activation(m, 0))
@@ -130,81 +139,93 @@ class LayerWork:
     def backward(self, rows: int, width: int) -> Work:
         """Work of autograd through the layer, after it was run under grad."""
         m = rows * width
-        total = self._between(m, 1).plus(self._pairs(rows, width, 1)).plus(self._activation(m, 1))
+        total = self._between(m, 1).plus(self._pairs(rows, width)).plus(self._activation(m, 1))
         for _, n_in, n_out, adapted, _ in self.modules:
-            total = total.plus(self._linear_back(n_in, n_out, adapted, m))
+            total = total.plus(self._linear(n_in, n_out, adapted, m, 1))
         return total.plus(self._router(m, 1)) if self.moe else total
 
     # -- parts -------------------------------------------------------------------------------
 
-    @property
-    def _element(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
-
-    def _linear(self, n_in: int, n_out: int, adapted: bool, m: int) -> Work:
-        e, r = self._element, self.lora.rank
+    def _linear(self, n_in: int, n_out: int, adapted: bool, m: int, back: int) -> Work:
         product = 2.0 * m * n_in * n_out
         if not adapted:
-            return Work(products=product, operations=BARE_LINEAR_OPS[0])
-        widened = 0 if e == 4 else e + 4
-        rounded = 0 if e == 4 else 4 + e
-        moved = m * n_in * (widened + 4) + m * n_out * (4 + 8 + (e + 8) + rounded)
-        return Work(product, 2.0 * m * r * (n_in + n_out), 0.0, moved, LINEAR_OPS[0])
-
-    def _linear_back(self, n_in: int, n_out: int, adapted: bool, m: int) -> Work:
-        e, r = self._element, self.lora.rank
-        product = 2.0 * m * n_in * n_out
-        if not adapted:
-            return Work(products=product, operations=BARE_LINEAR_OPS[1])
-        widened = 0 if e == 4 else e + 4
-        rounded = 0 if e == 4 else 4 + e
-        moved = m * n_out * (widened + 8 + 8) + m * n_in * (4 + 4 + rounded + 3 * e)
-        return Work(product, 4.0 * m * r * (n_in + n_out), 0.0, moved, LINEAR_OPS[1])
+            return Work(products=product, operations=BARE_LINEAR_OPS[back])
+        elements = m * (n_in + n_out) * max(1.0, self.lora.rank / 8)
+        return Work(products=product, adapted=elements, operations=LINEAR_OPS[back])
 
     def _between(self, m: int, back: int) -> Work:
         """Norms, residuals, rotary embedding."""
-        dims, e = self.dims, self._element
+        dims = self.dims
         hidden = dims.hidden_size * dims.hidden_streams
-        moved = hidden * (2 * NORM_BYTES[back] + 6 * e) + dims.attention_width * ROTARY_BYTES[back] * e / 2
-        return Work(moved=m * moved, operations=LAYER_OPS[back])
+        compressed = sum(n_out for name, _, n_out, _, _ in self.modules if "_a_proj" in name)
+        passes = hidden * HIDDEN_PASSES[back] + dims.attention_width * WIDTH_PASSES[back]
+        return Work(normed=m * (2.0 * hidden + compressed), passes=m * passes, operations=LAYER_OPS[back])
 
-    def _pairs(self, rows: int, width: int, back: int) -> Work:
+    def _pairs(self, rows: int, width: int) -> Work:
         query, value = self.heads
-        pairs = rows * float(width) ** 2
-        flop = 2 * pairs * (query + value)
-        if not self.materialised:
-            return Work(pairs=flop * (2.5 if back else 1.0))  # the fused kernel computes scores again
-        moved = pairs * self.dims.num_heads * SCORE_BYTES[back] * self._element / 2
-        return Work(pairs=flop * (2.0 if back else 1.0), moved=moved)
+        return Work(pairs=2.0 * rows * float(width) ** 2 * (query + value))
 
     def _activation(self, m: int, back: int) -> Work:
-        inner = sum(n_out for name, _, n_out, _, of in self.modules if not of and "down" not in name)
-        return Work(moved=m * inner * self._element * (5 if back else 2.5))
+        inner = sum(n_in for name, n_in, _, _, of in self.modules if not of and "down" in name)
+        return Work(passes=m * inner * GATED_PASSES[back])
 
     def _router(self, m: int, back: int) -> Work:
         """In float32, as most families have it; its weights are widened in every call."""
-        dims, e = self.dims, self._element
+        dims = self.dims
         matrix = dims.hidden_size * dims.num_experts
-        widened = 0 if e == 4 else (e + 4) * (matrix + m * dims.hidden_size)
-        scores = m * dims.num_experts * (40 if back else 60)
-        return Work(thin=2.0 * m * matrix, moved=widened + scores, operations=ROUTER_OPS[back])
+        passes = 2.0 * (matrix + m * dims.hidden_size) + m * dims.num_experts * SCORE_PASSES[back]
+        return Work(thin=2.0 * m * matrix, passes=passes, operations=ROUTER_OPS[back])
 
 
-def seconds(work: Work, rate: DeviceRate, dtype: str, m: int, *, grad: bool = False) -> float:
-    """Seconds of `work` for a micro-batch of `m` positions on a device."""
+def seconds(
+    work: Work,
+    rate: DeviceRate,
+    host: DeviceRate,
+    dtype: str,
+    m: int,
+    *,
+    back: bool = False,
+    unequal: bool = False,
+    grad: bool = False,
+) -> float:
+    """Seconds of `work` for a micro-batch of `m` positions.
+
+    Args:
+        rate: of the device. host: of the CPU that dispatches to it (the same, without a GPU).
+        back: autograd's work. unequal: keys and values differ in width. grad: forward under grad.
+    """
+    block = rate.block
+    if unequal:
+        attention = block.unequal_backward if back else block.unequal
+    else:
+        attention = block.sdpa_backward if back else rate.sdpa
+    adapter = block.adapter_backward if back else block.adapter
+    norm = block.norm_backward if back else block.norm
     products = rate.gemm.get(dtype) or rate.gemm["bfloat16" if dtype == "float16" else "float32"]
-    thin = rate.gemm.get("float32", products)
     device = (
         work.products / products(m)
-        + work.thin / thin(m)
-        + work.pairs / rate.sdpa.value
-        + work.moved / rate.memory.value
+        + work.thin / rate.gemm.get("float32", products)(m)
+        + work.pairs / attention.value
+        + work.adapted / adapter.value
+        + work.normed / norm.value
+        + work.passes / (NORM_PASSES * block.norm.value)
     )
-    dispatch = work.operations * rate.operation.value * (GRAD_OPS if grad else 1.0)
+    return _with_dispatch(device, work.operations * (GRAD_OPS if grad else 1.0), rate, host)
+
+
+def dispatch_seconds(operations: float, rate: DeviceRate, host: DeviceRate) -> float:
+    """Seconds that `operations` kernels cost however small they are."""
+    return operations * (rate.operation.value + AROUND_OP * host.operation.value)
+
+
+def _with_dispatch(device: float, operations: float, rate: DeviceRate, host: DeviceRate) -> float:
+    dispatch = dispatch_seconds(operations, rate, host)
     return max(device, dispatch) if rate.threads == 0 else device + dispatch
 
 
-def head_seconds(dims: ModelDims, rate: DeviceRate, dtype: str, trained: int, chunk: int) -> float:
+def head_seconds(
+    dims: ModelDims, rate: DeviceRate, host: DeviceRate, dtype: str, trained: int, chunk: int
+) -> float:
     """Final norm, logits, loss and the gradient at the last layer's output, for `trained` positions.
 
     Args:
@@ -214,9 +235,7 @@ def head_seconds(dims: ModelDims, rate: DeviceRate, dtype: str, trained: int, ch
         return 0.0
     hidden, vocab = dims.hidden_size, dims.vocab_size
     products = rate.gemm.get(dtype) or rate.gemm["bfloat16" if dtype == "float16" else "float32"]
-    e = ELEMENT_BYTES[dtype]
     device = 4.0 * trained * hidden * vocab / products(min(trained, chunk))
     device += trained * vocab / rate.softmax.value
-    device += trained * (vocab * 2 * (e + 4) + hidden * sum(NORM_BYTES)) / rate.memory.value
-    dispatch = -(-trained // chunk) * 120 * rate.operation.value
-    return max(device, dispatch) if rate.threads == 0 else device + dispatch
+    device += trained * hidden * (1 / rate.block.norm.value + 1 / rate.block.norm_backward.value)
+    return _with_dispatch(device, HEAD_OPS * -(-trained // chunk), rate, host)

@@ -111,7 +111,7 @@ def defaults(hardware: Hardware) -> dict[str, Figure]:
         "copy_one": Figure(0.4 * one, "assumed: 0.4 of reading"),
         "fresh": Figure(2e9, "assumed"),
         "torch": Figure(0.6, "assumed: part of the vector or tile peak that torch's matrix products reach"),
-        "torch_operation": Figure(8e-6, "assumed: seconds of a small torch operation on a CPU"),
+        "torch_operation": Figure(1.5e-6, "assumed: seconds of a small torch operation on a CPU"),
         "call": Figure(0.7e-3, "assumed: seconds of a small Ray message"),
         "arena": Figure(0.7e-3, "assumed: the Ray message that announces it"),
         "ray_bytes": Figure(1e9, "assumed"),

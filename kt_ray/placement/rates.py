@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 ROWS = (1, 4, 16, 64, 256)  # rows per expert at which experts are measured
 
@@ -140,6 +140,45 @@ class ExpertRate:
 
 
 @dataclass(frozen=True)
+class BlockRate:
+    """Speed of what a decoder layer has beside matrix products, everything in it included.
+
+    Attributes:
+        adapter, adapter_backward: elements/s of a LoRA layer's own path (rank 8, float32), forward and
+            backward; its elements are the inputs and outputs of its linear layer.
+        norm, norm_backward: elements/s of an RMS norm as transformers computes it (six passes forward).
+        sdpa_backward: FLOP/s of attention's backward, the forward's FLOP counted.
+        unequal, unequal_backward: likewise where keys and values differ in width (multi-head latent
+            attention), for which torch materialises the scores.
+    """
+
+    adapter: Figure
+    adapter_backward: Figure
+    norm: Figure
+    norm_backward: Figure
+    sdpa_backward: Figure
+    unequal: Figure
+    unequal_backward: Figure
+
+
+def blocks_of(memory: Figure, sdpa: Figure) -> BlockRate:
+    """Blocks that nobody measured: bytes that each reads and writes over `memory`, FLOP over `sdpa`."""
+
+    def moving(size: float) -> Figure:
+        return memory.scaled(1 / size, f"{size:g} bytes per element")
+
+    return BlockRate(
+        adapter=moving(20),
+        adapter_backward=moving(40),
+        norm=moving(38),
+        norm_backward=moving(90),
+        sdpa_backward=sdpa.scaled(1 / 2.5, "five products instead of two"),
+        unequal=sdpa.scaled(0.5, "assumed: scores are materialised"),
+        unequal_backward=sdpa.scaled(0.4, "assumed: scores are materialised"),
+    )
+
+
+@dataclass(frozen=True)
 class DeviceRate:
     """Speed of the attention side: torch on one thread, on all of a socket's, or on a GPU.
 
@@ -152,6 +191,7 @@ class DeviceRate:
             of them for a causal mask).
         softmax: logits per second: float32 log-softmax over a vocabulary, forward and backward together.
         operation: seconds that an operation costs however small it is (dispatch, or a kernel launch).
+        blocks: what a layer has beside products; None = from memory and sdpa, see `blocks_of`.
     """
 
     name: str
@@ -161,6 +201,12 @@ class DeviceRate:
     sdpa: Figure
     softmax: Figure
     operation: Figure
+    blocks: BlockRate | None = None
+
+    @property
+    def block(self) -> BlockRate:
+        """`blocks`, or what memory and sdpa say."""
+        return self.blocks or blocks_of(self.memory, self.sdpa)
 
 
 @dataclass(frozen=True)
@@ -311,6 +357,12 @@ class Rates:
             sdpa=between(one.sdpa, every.sdpa),
             softmax=between(one.softmax, every.softmax),
             operation=between(one.operation, every.operation),
+            blocks=BlockRate(
+                **{
+                    f.name: between(getattr(one.block, f.name), getattr(every.block, f.name))
+                    for f in fields(BlockRate)
+                }
+            ),
         )
 
 
