@@ -2,7 +2,7 @@
 
 Who does what in seconds, an actor alone on its cores:
 
-    attention   layer_cost.py; with what it copies for the experts and what it adds up of their answers
+    attention   layer_work.py; with what it copies for the experts and what it adds up of their answers
     experts     products of gate, up and down over the measured rate at the rows an expert gets, LoRA and
                 elementwise work included in the rate and scaled to this shape; never less than the weights
                 as stored over the socket's memory; activations=recompute adds gate and up again
@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 
 from kt_ray.config.schema import Config
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
-from kt_ray.placement.layer_cost import (
+from kt_ray.placement.layer_work import (
     NORM_PASSES,
     LayerWork,
     Work,
