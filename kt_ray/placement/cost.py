@@ -32,7 +32,7 @@ from kt_ray.placement.layer_work import (
 from kt_ray.placement.memory import expert_lora_params, logit_rows, lora_params
 from kt_ray.placement.rates import DeviceRate, ExpertRate, Rates
 from kt_ray.placement.simulate import Carriage, ExpertClass, Group, Leg, Machine, Micro, Phase, Seat, Wave
-from kt_ray.placement.types import Plan
+from kt_ray.placement.types import ExpertActorPlan, Plan, Socket
 
 # Operations of dispatch (rates: `operation`) beside the layers themselves.
 BEGIN_OPS = 70.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
@@ -319,40 +319,47 @@ def _attention(durations: PlanDurations, kind: str, layer: int, group: Group) ->
     return durations.attention_seconds(kind, layer, group)
 
 
-def machine_of(plan: Plan, *, nodes: int = 1) -> Machine:
+def machine_of(plan: Plan) -> Machine:
     """Seats of a plan's actors, those that share cores on the same resource.
 
-    Args:
-        nodes: hosts; the plan's sockets are divided evenly among them, and expert actors on all but the
-            first, where attention is, are far.
+    Attention is on host 0; expert actors of other hosts are far, and those that hold as much are one class.
     """
     sockets = plan.hardware.sockets
-    near = {s.node for s in sockets[: max(1, len(sockets) // nodes)]}
-    capacity = {f"socket {s.node}": float(s.cores) for s in sockets}
+    capacity = {_socket(s): float(s.cores) for s in sockets}
+    here = [s for s in sockets if _host(s) == 0]
     workers = []
     for worker in plan.workers:
         if worker.device != "cpu":
             workers.append(Seat(worker.device))
             continue
-        home = next((s.node for s in sockets if worker.cpus and set(worker.cpus) <= set(s.cpus)), None)
-        node = home if home is not None else sockets[worker.rank % len(sockets)].node
-        workers.append(Seat(f"socket {node}", min(float(worker.threads), capacity[f"socket {node}"])))
+        bound = [s for s in here if worker.cpus and set(worker.cpus) <= set(s.cpus)]
+        socket = bound[0] if bound else here[worker.rank % len(here)]
+        name = _socket(socket)
+        workers.append(Seat(name, min(float(worker.threads), capacity[name])))
+    places = [(_host(actor), actor.node) for actor in plan.experts]
     classes: dict[tuple[object, ...], list[int]] = {}
-    used_by_workers = {seat.resource for seat in workers}
-    for actor in plan.experts:
-        # Far sockets do the same work at the same time: one stands for all that hold as many experts.
-        far = actor.node not in near
-        place: object = actor.node if not far or f"socket {actor.node}" in used_by_workers else "far"
-        alone = sum(a.node == actor.node for a in plan.experts) == 1
-        key = (place, far, actor.threads, actor.counts(plan.dims.moe_layers), None if alone else actor.rank)
+    for actor, place in zip(plan.experts, places, strict=True):
+        # Far sockets with one actor each do the same work at the same time: one stands for all of them.
+        alike = place[0] > 0 and places.count(place) == 1
+        counts = actor.counts(plan.dims.moe_layers)
+        key = (actor.threads, counts, actor.isa) if alike else (actor.rank,)
         classes.setdefault(key, []).append(actor.rank)
     experts = []
     for ranks in classes.values():
         first = plan.experts[ranks[0]]
-        name = f"socket {first.node}"
+        name = next(_socket(s) for s in sockets if (_host(s), s.node) == (_host(first), first.node))
         width = min(float(first.threads), capacity[name])
-        experts.append(ExpertClass(tuple(ranks), Seat(name, width), first.node not in near))
+        experts.append(ExpertClass(tuple(ranks), Seat(name, width), _host(first) > 0))
     return Machine(capacity, tuple(workers), tuple(experts))
+
+
+def _host(place: Socket | ExpertActorPlan) -> int:
+    return int(getattr(place, "host", 0))
+
+
+def _socket(socket: Socket) -> str:
+    host = _host(socket)
+    return f"host {host} socket {socket.node}" if host else f"socket {socket.node}"
 
 
 def even_waves(plan: Plan, config: Config, row: int) -> tuple[Wave, ...]:

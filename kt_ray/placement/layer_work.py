@@ -162,8 +162,9 @@ class LayerWork:
         return Work(normed=m * (2.0 * hidden + compressed), passes=m * passes, operations=LAYER_OPS[back])
 
     def _pairs(self, rows: int, width: int) -> Work:
-        query, value = self.heads
-        return Work(pairs=2.0 * rows * float(width) ** 2 * (query + value))
+        """All pairs: a causal mask or a window spares torch's kernels little of them."""
+        per_key = self.dims.pair_widths[self.layer][0] if self.dims.pair_widths else sum(self.heads)
+        return Work(pairs=2.0 * rows * float(width) ** 2 * per_key)
 
     def _activation(self, m: int, back: int) -> Work:
         inner = sum(n_in for name, n_in, _, _, of in self.modules if not of and "down" in name)

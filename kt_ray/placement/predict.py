@@ -117,7 +117,6 @@ def predict(
     waves: Sequence[Wave] | None = None,
     *,
     rows: str = "",
-    nodes: int = 1,
     events: bool = False,
 ) -> Prediction:
     """A step of `plan` at `rates`.
@@ -125,17 +124,16 @@ def predict(
     Args:
         waves: the passes of a step; None = every row as long as data.max_length.
         rows: what `waves` assumes about rows, for the reader.
-        nodes: hosts that the plan's sockets are divided among.
         events: keep the simulation's events.
     """
     if waves is None:
         waves = even_waves(plan, config, config.data.max_length)
         rows = f"every row {config.data.max_length} tokens long (data.max_length, the worst case)"
-    machine = machine_of(plan, nodes=nodes)
+    machine = machine_of(plan)
     durations = PlanDurations(plan, config, rates, machine)
     simulated = simulate(plan, machine, durations, waves, events=events)
     tokens = sum(m.tokens for wave in waves for groups in wave for group in groups for m in group)
-    load, load_source = _load_seconds(plan, rates, nodes)
+    load, load_source = _load_seconds(plan, rates)
     return Prediction(
         simulated=simulated,
         tokens=tokens,
@@ -200,11 +198,12 @@ def _source(gemm: Any, dtype: str) -> str:
     return str(curve.source) if curve is not None else ""
 
 
-def _load_seconds(plan: Plan, rates: Rates, nodes: int) -> tuple[float, str]:
+def _load_seconds(plan: Plan, rates: Rates) -> tuple[float, str]:
     """Reading all weights once; hosts read their own experts side by side."""
     weights = {"experts", "weights", "embedding and head"}
-    per_socket = sum(line.bytes for b in plan.budgets for line in b.lines if line.item in weights)
-    return per_socket / nodes / rates.disk.value, rates.disk.source
+    total = sum(line.bytes for b in plan.budgets for line in b.lines if line.item in weights)
+    hosts = len({getattr(s, "host", 0) for s in plan.hardware.sockets})
+    return total / hosts / rates.disk.value, rates.disk.source
 
 
 # -- what would help -----------------------------------------------------------------------------
