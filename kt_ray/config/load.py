@@ -84,7 +84,7 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
     if plan.hardware is not None:
         known = hardware_file(plan.hardware) if "/" not in plan.hardware else None
         plan = dataclasses.replace(plan, hardware=str(known) if known else absolute(plan.hardware))
-    if plan.rates != "auto":
+    if plan.rates not in ("auto", "nominal"):
         plan = dataclasses.replace(plan, rates=absolute(plan.rates))
     if trainer.resume not in (None, "latest"):
         trainer = dataclasses.replace(trainer, resume=_absolute(trainer.resume))

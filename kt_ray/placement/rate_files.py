@@ -21,6 +21,7 @@ from kt_ray.placement.nominal import nominal_rates
 from kt_ray.placement.rates import Curve, Figure, Rates
 from kt_ray.placement.types import Hardware
 
+NOMINAL = "nominal"  # plan.rates: nothing measured
 VERSION = 1  # of the file's layout; another one is refused
 _REMEDY = "measure again with mode=doctor, or set plan.rates=auto"
 
@@ -30,11 +31,13 @@ def rates_for(config: Config, hardware: Hardware) -> Rates:
 
     plan.rates=FILE: that file, whatever the hardware (a note says so where it differs). auto: what
     mode=doctor stored for this host where the hardware is this host's; else the hardware file's figures,
-    and nominal ones for what it does not say.
+    and nominal ones for what it does not say. nominal: as if nothing had been measured.
 
     Raises:
         UserError: the named file is missing, is no rates file, is of another version or other hardware.
     """
+    if config.plan.rates == NOMINAL:
+        return nominal_rates(hardware)
     if config.plan.rates != "auto":
         rates = read_rates(config.plan.rates)
         if hardware.present:
@@ -137,7 +140,7 @@ def read_rates(path: str | Path) -> Rates:
 
 def to_dict(rates: Rates) -> dict[str, Any]:
     """`rates` as JSON values; fields as in the dataclasses."""
-    return dataclasses.asdict(dataclasses.replace(rates, notes=()))
+    return dataclasses.asdict(rates)
 
 
 def _decode(kind: Any, value: Any, key: str, file: Path) -> Any:
@@ -161,7 +164,7 @@ def _decode(kind: Any, value: Any, key: str, file: Path) -> Any:
                 given[name] = _decode(hints[name], value[name], _join(key, name), file)
             elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
                 raise _fault(file, f"{_join(key, name)} is missing", None, "a value")
-        made = kind(**given)
+        made: Any = typing.cast(Any, kind)(**given)
         _check(made, key, file)
         return made
     if origin is tuple:
