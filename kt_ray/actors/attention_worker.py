@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket as sockets
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from kt_ray.model.stage import Stage
 from kt_ray.optim import squared_norm, use_torch_threads
 from kt_ray.placement.order import Op, worker_program
 from kt_ray.placement.types import Plan
+from kt_ray.timeline import Recorder, name_thread
 from kt_ray.train.reports import WorkerPassReport, resident_bytes
 
 ROOT: Address = ("worker", 0)
@@ -41,19 +43,30 @@ class AttentionWorker(PlainActor):
         spec: what to build; its device is the one this process sees (cuda:0 inside a Ray actor).
         optim: AdamW settings (worker 0).
         timeout: seconds to wait for a message before giving the pass up.
+        build_stage: what makes the stage of its spec.
     """
 
-    def __init__(self, plan: Plan, rank: int, spec: StageSpec, optim: OptimConfig, timeout: float) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        spec: StageSpec,
+        optim: OptimConfig,
+        timeout: float,
+        build_stage: Callable[[StageSpec], Any] = Stage,
+    ) -> None:
         self.plan = plan
         self.rank = rank
         self.here = plan.workers[rank]
         self.spec = spec
         self.optim = optim
+        self._build_stage = build_stage
         super().__init__(f"attention worker {rank}", timeout)
         self.load_seconds = 0.0
         self._stage: Stage | None = None
         self._committed = -1
         self._masters: Masters | None = None
+        self._recorder = Recorder()
         use_torch_threads(self.here.threads)
 
     def _claim_thread(self) -> None:
@@ -76,10 +89,11 @@ class AttentionWorker(PlainActor):
 
     def load(self) -> dict[str, Any]:
         """Build the stage, probe its MoE layers. Returns facts about this worker for env.json."""
+        name_thread(f"kt-worker-{self.rank}")
         self._claim_thread()
         self.doing = "loading"
         start = time.monotonic()
-        self._stage = Stage(self.spec)
+        self._stage = self._build_stage(self.spec)
         probe = self._stage.probe()
         self.load_seconds = time.monotonic() - start
         self.doing = "idle"
@@ -114,6 +128,7 @@ class AttentionWorker(PlainActor):
         self._claim_thread()
         self.port.release_all()
         start = time.monotonic()
+        self._recorder = recorder = Recorder(full=spec.timeline)
         exchange = MessageExchange(
             self.mailbox,
             self.port,
@@ -122,14 +137,17 @@ class AttentionWorker(PlainActor):
             number=spec.number,
             timeout=self.timeout,
             overlap=self.plan.overlap,
+            recorder=recorder,
         )
         stage = self.stage
-        stage.begin(spec, self.here.replica, exchange)
+        with recorder.span("begin", "compute"):
+            stage.begin(spec, self.here.replica, exchange)
         loss_sum = waiting_for_stages = 0.0
         for op in worker_program(self.plan, self.here.replica, self.here.stage, spec.kind):
             self.doing = f"pass {spec.number}, {op.kind}, layer {op.layer}, group {op.group}"
             began = time.monotonic()
-            loss_sum += self._run(op, spec)
+            with recorder.span(op.kind, "compute", op.layer, op.group):
+                loss_sum += self._run(op, spec)
             if op.kind.startswith(("recv", "send")):
                 waiting_for_stages += time.monotonic() - began
         self.doing = "idle"
@@ -152,6 +170,7 @@ class AttentionWorker(PlainActor):
             host_rss_bytes=resident_bytes(),
             gpu_bytes=torch.cuda.max_memory_allocated(self.spec.device) if on_gpu else 0,
             pid=os.getpid(),
+            activity=recorder.activity(f"worker-{self.rank}", self.host_name, self.here.threads),
             logits=logits,
         )
 
@@ -185,10 +204,12 @@ class AttentionWorker(PlainActor):
         assert self.port is not None
         named = {str(i): t.detach().to("cpu") for i, t in enumerate(tensors)}
         # Freed at the next pass: stages exchange one wave's hidden states at the most.
-        self.port.send([("worker", self.rank + to)], Message((what, number, group), named))
+        with self._recorder.span(f"send {what}", "transfer", group=group):
+            self.port.send([("worker", self.rank + to)], Message((what, number, group), named))
 
     def _receive(self, what: str, number: int, group: int) -> list[torch.Tensor]:
-        message = self.mailbox.take((what, number, group), self.timeout)
+        with self._recorder.span(f"stage {what}", "wait", group=group):
+            message = self.mailbox.take((what, number, group), self.timeout)
         return [message.tensors[str(i)].clone() for i in range(len(message.tensors))]
 
     # -- a step's end ------------------------------------------------------------------------

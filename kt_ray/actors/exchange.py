@@ -8,6 +8,7 @@ import torch
 
 from kt_ray.actors.mailbox import Address, Mailbox, Message
 from kt_ray.actors.port import Lease, Port
+from kt_ray.timeline import Recorder
 
 ANSWERS = {"forward": ("y",), "backward": ("dx", "dw")}  # tensors of a reply, by direction
 
@@ -22,6 +23,7 @@ class MessageExchange:
         number: of the pass; part of every tag.
         timeout: seconds to wait for an answer.
         overlap: False = `submit_*` waits for the answer, so that neither side works beside the other.
+        recorder: of the worker's pass.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class MessageExchange:
         number: int,
         timeout: float,
         overlap: bool = True,
+        recorder: Recorder | None = None,
     ) -> None:
         self.seconds_waiting = 0.0
         self._mailbox = mailbox
@@ -43,6 +46,7 @@ class MessageExchange:
         self._number = number
         self._timeout = timeout
         self._overlap = overlap
+        self._recorder = recorder or Recorder()
         self._leases: dict[tuple[str, int, int], Lease] = {}
         self._answers: dict[tuple[str, int, int], list[torch.Tensor]] = {}  # without overlap
 
@@ -76,7 +80,8 @@ class MessageExchange:
 
     def _submit(self, direction: str, layer: int, group: int, tensors: dict[str, torch.Tensor]) -> None:
         tag = (direction, self._number, layer, group, self._replica)
-        self._leases[direction, layer, group] = self._port.send(self._experts, Message(tag, tensors))
+        with self._recorder.span(f"submit {direction}", "transfer", layer, group):
+            self._leases[direction, layer, group] = self._port.send(self._experts, Message(tag, tensors))
         if not self._overlap:
             self._answers[direction, layer, group] = self._receive(direction, layer, group)
 
@@ -88,16 +93,18 @@ class MessageExchange:
     def _receive(self, direction: str, layer: int, group: int) -> list[torch.Tensor]:
         names = ANSWERS[direction]
         start = time.monotonic()
-        sums: list[torch.Tensor] = []
-        for _, rank in self._experts:
-            tag = ("reply", direction, self._number, layer, group, rank)
-            reply = self._mailbox.take(tag, self._timeout)
-            if rank == 0:
-                # A copy: the reply lies in memory that the expert actor will use again.
-                sums = [reply.tensors[name].clone() for name in names]
-            else:
-                for total, name in zip(sums, names, strict=True):
-                    total.add_(reply.tensors[name])
-        self._port.release(self._leases.pop((direction, layer, group)))
+        with self._recorder.span(f"add {direction}", "transfer", layer, group):
+            sums: list[torch.Tensor] = []
+            for _, rank in self._experts:
+                tag = ("reply", direction, self._number, layer, group, rank)
+                with self._recorder.span(f"experts-{rank} {direction}", "wait", layer, group):
+                    reply = self._mailbox.take(tag, self._timeout)
+                if rank == 0:
+                    # A copy: the reply lies in memory that the expert actor will use again.
+                    sums = [reply.tensors[name].clone() for name in names]
+                else:
+                    for total, name in zip(sums, names, strict=True):
+                        total.add_(reply.tensors[name])
+            self._port.release(self._leases.pop((direction, layer, group)))
         self.seconds_waiting += time.monotonic() - start
         return sums

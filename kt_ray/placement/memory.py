@@ -140,7 +140,7 @@ def budgets(
     nodes = [socket.node for socket in hardware.sockets]
     for worker in workers:
         home = f"socket {home_node(worker, hardware)}"
-        for item, size in _worker(dims, config, load, worker, stages, dtype).items():
+        for item, size in worker_items(dims, config, load, worker, stages, dtype).items():
             add(home if worker.device == "cpu" or item == "staging" else worker.device, item, size)
         if worker.device != "cpu":
             add(worker.device, "runtime", GPU_RUNTIME)
@@ -182,9 +182,10 @@ def layer_activation_bytes(dims: ModelDims, config: Config, layer: int, dtype: s
     return linear + lora + norms + element * dims.attention_width + scores
 
 
-def _worker(
+def worker_items(
     dims: ModelDims, config: Config, load: Load, worker: WorkerPlan, stages: int, dtype: str
 ) -> dict[str, float]:
+    """Bytes of an attention worker by item; all on its device but "staging", which is host memory."""
     start, stop = worker.layers
     own = range(start, stop)
     element, hidden = ELEMENT_BYTES[dtype], dims.hidden_size

@@ -41,6 +41,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "tokens_per_step": plan.tokens_per_step,
         "workers": [_lists(dataclasses.asdict(worker)) for worker in plan.workers],
         "experts": [_actor(actor) for actor in plan.experts],
+        "expected_load": dataclasses.asdict(plan.expected_load) if plan.expected_load else None,
         "memory": [
             {
                 "device": budget.device,

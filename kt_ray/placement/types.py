@@ -51,6 +51,9 @@ class ModelDims:
     outside_params: int = 0  # final norm and whatever else sits outside layers, embedding and head
     num_heads: int = 0  # query heads
     attention_width: int = 0  # elements per token of expanded queries, keys and values of one layer
+    pair_widths: tuple[
+        tuple[int, int], ...
+    ] = ()  # per layer: elements that a query multiplies per key, window
     hidden_streams: int = 1  # residual streams between layers (hyper-connections), each hidden_size wide
     gated: bool = True  # whether the routed experts have a gate projection
     plain_expert_layers: tuple[int, ...] = ()  # MoE layers whose experts are stored in `dtype`
@@ -251,6 +254,22 @@ class Budget:
         return self.capacity == 0 or self.total <= self.capacity
 
 
+@dataclass(frozen=True)
+class ExpectedLoad:
+    """How even the expert actors' work is, by a histogram of tokens per expert.
+
+    source: where it was read. steps: training steps that it counts. placement: "contiguous", "balanced", or
+    "kept" as the resumed checkpoint was written under. contiguous, chosen: tokens per thread of the fullest
+    actor over the mean, averaged over layers, of contiguous runs and of this plan.
+    """
+
+    source: str
+    steps: int
+    placement: str
+    contiguous: float
+    chosen: float
+
+
 TIGHT = 0.85  # share of a socket's memory above which a plan is short of it
 
 
@@ -272,6 +291,7 @@ class Plan:
     rule: str = ""
     dtype: str = ""  # compute type of attention, norms, routers and shared experts
     tokens_per_step: int = 0  # worst case: rows x longest row, all replicas
+    expected_load: ExpectedLoad | None = None  # of the expert actors, where a histogram is known
 
     @property
     def fits(self) -> bool:

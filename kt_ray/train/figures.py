@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 
 from kt_ray.config.schema import Config
+from kt_ray.placement.balance import mean_imbalance
 from kt_ray.placement.types import Plan
 from kt_ray.tracking.metrics import (
     StepMetrics,
@@ -50,6 +52,7 @@ def step_metrics(
     processes.pop(os.getpid(), None)  # cluster=local: the driver's own
     for kind, size in processes.values():
         rss[kind] = rss.get(kind, 0) + size
+    counts = tokens_per_expert(plan, report)
     return StepMetrics(
         step=step,
         epoch=epoch,
@@ -76,8 +79,32 @@ def step_metrics(
         ),
         host_rss_bytes=rss,
         gpu_memory_bytes={plan.workers[w.rank].device: w.gpu_bytes for w in report.workers if w.gpu_bytes},
-        expert_load_imbalance=expert_load_imbalance(tokens_per_expert(plan, report).values()),
+        expert_load_imbalance=expert_load_imbalance(counts.values()),
+        actor_load_imbalance=_actor_imbalance(plan, counts),
+        busy=busy_fractions(plan, report, seconds),
+        queue_depth={e.activity.actor: e.activity.queue_mean for e in report.experts},
     )
+
+
+def _actor_imbalance(plan: Plan, counts: Mapping[int, Sequence[int]]) -> float | None:
+    busy = [layer for layer, of_layer in counts.items() if any(of_layer)]
+    shares = {layer: tuple(plan.held(layer, actor.rank) for actor in plan.experts) for layer in busy}
+    return mean_imbalance(counts, shares, [actor.threads for actor in plan.experts]) if busy else None
+
+
+def busy_fractions(plan: Plan, report: PassReport, seconds: float) -> dict[str, float]:
+    """By actor: see `StepMetrics.busy`. `seconds` is the wall time that it is a share of."""
+    busy = {}
+    for worker in report.workers:
+        own = worker.activity
+        if plan.workers[worker.rank].device.startswith("cuda"):
+            busy[own.actor] = (worker.terms["attention"] + worker.terms["head"]) / seconds
+        else:
+            busy[own.actor] = own.cpu_seconds / (seconds * own.threads)
+    for expert in report.experts:
+        own = expert.activity
+        busy[own.actor] = own.kernel_seconds / (seconds * own.threads)
+    return busy
 
 
 def tokens_per_expert(plan: Plan, report: PassReport) -> dict[int, list[int]]:

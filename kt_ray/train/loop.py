@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +20,10 @@ from kt_ray.batch import MicroBatch, PassSpec
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.optim import learning_rate
+from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.timeline import Activity, Recorder
 from kt_ray.train.cluster import Cluster
-from kt_ray.train.figures import step_metrics
+from kt_ray.train.figures import step_metrics, tokens_per_expert
 from kt_ray.train.reports import PassReport, merged
 
 logger = logging.getLogger(__name__)
@@ -60,12 +63,14 @@ class Summary:
 class Events:
     """What the loop tells the world; every callable is optional.
 
-    on_step gets the metrics of each step, on_eval (steps taken, loss), on_save (steps taken).
+    on_step gets the metrics of each step, on_eval (steps taken, loss), on_save (steps taken), timeline
+    (steps taken, what every actor and the driver did) every trainer.timeline_every steps.
     """
 
     on_step: Callable[[Any], None] = lambda _: None
     on_eval: Callable[[int, float], None] = lambda *_: None
     save: Callable[[int], None] = lambda _: None
+    timeline: Callable[[int, Sequence[Activity]], None] = lambda *_: None
 
 
 class Trainer:
@@ -77,6 +82,7 @@ class Trainer:
         schedule: batches and their number.
         events: where figures and checkpoints go.
         first_step: number of steps already taken (resume).
+        load: tokens per expert in those; `self.load` goes on from it, with every step that was applied.
     """
 
     def __init__(
@@ -87,12 +93,14 @@ class Trainer:
         events: Events | None = None,
         *,
         first_step: int = 0,
+        load: ExpertLoad | None = None,
     ) -> None:
         self.config = config
         self.cluster = cluster
         self.schedule = schedule
         self.events = events or Events()
         self.first_step = first_step
+        self.load = load or ExpertLoad()
         self.summary = Summary()
         self._passes = 0
 
@@ -117,7 +125,9 @@ class Trainer:
     def _evaluates(self) -> bool:
         return bool(self.config.trainer.eval_every) and bool(self.schedule.evaluate)
 
-    def _pass(self, step: int, kind: str, waves: Waves, loss_tokens: int) -> tuple[PassSpec, PassReport]:
+    def _pass(
+        self, step: int, kind: str, waves: Waves, loss_tokens: int, timeline: bool = False
+    ) -> tuple[PassSpec, PassReport]:
         self._passes += 1
         spec = PassSpec(
             number=self._passes,
@@ -126,6 +136,7 @@ class Trainer:
             seed=self.config.seed,
             waves=waves,
             loss_tokens=loss_tokens,
+            timeline=timeline,
         )
         return spec, self.cluster.run_pass(spec)
 
@@ -133,16 +144,24 @@ class Trainer:
         """Optimizer step `step` (0-based): pass, prepare, commit."""
         optim = self.config.optim
         start = time.monotonic()
-        waves = self.schedule.train(step)
-        loss_tokens = sum(map(trained_tokens, waves))
-        passes = [self._pass(step, "train", wave, loss_tokens) for wave in waves]
+        every = self.config.trainer.timeline_every
+        timeline = bool(every) and (step + 1) % every == 0
+        recorder = Recorder(full=timeline)
+        with recorder.span("batches", "compute"):
+            waves = self.schedule.train(step)
+            loss_tokens = sum(map(trained_tokens, waves))
+        passes = []
+        for wave in waves:
+            with recorder.span("pass", "wait"):
+                passes.append(self._pass(step, "train", wave, loss_tokens, timeline))
         report = merged([report for _, report in passes])
         tokens = sum(spec.tokens for spec, _ in passes)
         if not math.isfinite(report.loss):
             self.cluster.discard()
             raise _not_finite("loss", report.loss, step)
         passed = time.monotonic()
-        norm = math.sqrt(self.cluster.prepare(step))
+        with recorder.span("prepare", "wait"):
+            norm = math.sqrt(self.cluster.prepare(step))
         if not math.isfinite(norm):
             self.cluster.discard()
             raise _not_finite("gradient norm", norm, step)
@@ -150,8 +169,10 @@ class Trainer:
         if optim.max_grad_norm > 0 and norm > optim.max_grad_norm:
             clip = optim.max_grad_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         lr = learning_rate(optim, step, self.schedule.total_steps)
-        self.cluster.commit(step, lr, clip)
+        with recorder.span("commit", "wait"):
+            self.cluster.commit(step, lr, clip)
         now = time.monotonic()
+        self.load = self.load.plus(tokens_per_expert(self.cluster.plan, report))
         self.summary.steps += 1
         self.summary.tokens += tokens
         self.summary.losses.append(report.loss)
@@ -170,6 +191,11 @@ class Trainer:
         )
         logger.info("step %d loss %.6f grad_norm %.4f lr %.3e", step + 1, report.loss, norm, lr)
         self.events.on_step(metrics)
+        if timeline:
+            driver = recorder.activity("driver", socket.gethostname(), 1)
+            workers = [worker.activity for worker in report.workers]
+            experts = [actor.activity for actor in report.experts]
+            self.events.timeline(step + 1, [driver, *workers, *experts])
 
     def _evaluate(self, taken: int) -> None:
         total, tokens = 0.0, 0

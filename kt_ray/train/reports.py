@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 
 import torch
 
 from kt_ray.experts import HostCounters
+from kt_ray.timeline import Activity
 
 
 def resident_bytes() -> int:
@@ -19,7 +21,7 @@ def resident_bytes() -> int:
 
 @dataclass(frozen=True)
 class ExpertPassReport:
-    """One expert actor's pass: wall seconds, seconds waiting for messages, and its counters."""
+    """One expert actor's pass: wall seconds, seconds waiting for messages, its counters, what it did when."""
 
     rank: int
     seconds: float
@@ -28,6 +30,7 @@ class ExpertPassReport:
     host_rss_bytes: int
     pid: int
     kernel_calls: int
+    activity: Activity
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class WorkerPassReport:
 
     loss_sum: float64 sum of token losses (last stage only, else 0). seconds: by term
     ("attention", "experts" = waiting for expert actors, "stages" = waiting for other stages,
-    "head"). logits: per group, per micro-batch, when asked for.
+    "head"). activity: what it did when. logits: per group, per micro-batch, when asked for.
     """
 
     rank: int
@@ -46,6 +49,7 @@ class WorkerPassReport:
     host_rss_bytes: int
     gpu_bytes: int
     pid: int
+    activity: Activity
     logits: list[list[torch.Tensor]] = field(default_factory=list)
 
 
@@ -79,18 +83,17 @@ def _add_workers(parts: Sequence[WorkerPassReport]) -> WorkerPassReport:
         terms={term: sum(p.terms[term] for p in parts) for term in parts[0].terms},
         host_rss_bytes=max(p.host_rss_bytes for p in parts),
         gpu_bytes=max(p.gpu_bytes for p in parts),
+        activity=reduce(Activity.plus, (p.activity for p in parts)),
         logits=[group for p in parts for group in p.logits],
     )
 
 
 def _add_experts(parts: Sequence[ExpertPassReport]) -> ExpertPassReport:
-    counters = parts[0].counters
-    for part in parts[1:]:
-        counters = counters.plus(part.counters)
     return replace(
         parts[-1],  # kernel_calls count since the start
         seconds=sum(p.seconds for p in parts),
         seconds_waiting=sum(p.seconds_waiting for p in parts),
-        counters=counters,
+        counters=reduce(HostCounters.plus, (p.counters for p in parts)),
+        activity=reduce(Activity.plus, (p.activity for p in parts)),
         host_rss_bytes=max(p.host_rss_bytes for p in parts),
     )
