@@ -17,6 +17,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray.actors.cluster import ActorCluster, ActorDied, Handle, LoadNote
+from kt_ray.actors.gpu import VARIABLE, own_lane
 from kt_ray.actors.mailbox import Address
 from kt_ray.actors.ray_actor import RemoteActor
 from kt_ray.actors.ray_address import Running, free_port, running_cluster
@@ -159,7 +160,8 @@ class RayCluster(ActorCluster):
             wanted.append(
                 (("worker", rank), worker.cpus, args, worker_cpus, gpu_share.get(worker.device, 0.0))
             )
-        for host in self.specs.experts:
+        for spec in self.specs.experts:
+            host = own_lane(spec, os.environ.get(VARIABLE))
             wanted.append(
                 (("experts", host.rank), host.cpus, (self.plan, host, self.specs.timeout), expert_cpus, 0.0)
             )

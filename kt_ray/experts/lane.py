@@ -328,6 +328,16 @@ class DeviceLane:
 
         return mask
 
+    def facts(self) -> dict[str, Any]:
+        """For env.json."""
+        return {
+            "device": str(self.device.device),
+            "resident_bytes": self.resident_bytes,
+            "page_locked_bytes": self._locked.bytes,
+            "carried_bytes": self.carried,
+            "busy_seconds": self.seconds,
+        }
+
     def close(self) -> None:
         """End the thread and give the memory back. Idempotent."""
         self._pool.shutdown(wait=True)

@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.placement.engine_memory import HUGE_PAGE, EngineShape, rounded
 from kt_ray.placement.families import WITHOUT_SDPA
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
+from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
 from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, MemoryLine, ModelDims, WorkerPlan
 
 GIB = 1 << 30
@@ -148,7 +149,12 @@ def budgets(
             add(home, "runtime", WORKER_RUNTIME)
     for actor in experts:
         isa = hardware.isas[-1] if actor.isa == "auto" and hardware.isas else actor.isa
-        for item, size in _expert_actor(dims, config, load, groups, actor, isa).items():
+        items = _expert_actor(dims, config, load, groups, actor, isa)
+        for device, item, size in _lane(dims, config, load, actor, items["experts"]):
+            add(device, item, size)
+        held = sum(actor.counts(dims.moe_layers))
+        items["experts"] *= 1 - resident_count(actor) / held
+        for item, size in items.items():
             add(f"socket {actor.node}", item, size)
     ray = RAY_RUNTIME if config.cluster.name == "ray" else 0
     add(f"socket {nodes[0]}", "runtime", DRIVER_RUNTIME + ray)
@@ -270,6 +276,25 @@ def _expert_actor(
         "staging": 2 * load.total * width * 4,
         "runtime": EXPERT_RUNTIME if config.cluster.name == "ray" else 0,
     }
+
+
+def _lane(
+    dims: ModelDims, config: Config, load: Load, actor: ExpertActorPlan, experts: float
+) -> Iterator[tuple[str, str, float]]:
+    """What an actor's lane adds; experts: bytes of all that the actor holds."""
+    held = sum(actor.counts(dims.moe_layers))
+    shape = engine_shape(dims, config.lora, "reference", actor.backend)
+    size = LaneMemory(
+        expert=experts / held,
+        adapter=4 * expert_lora_params(dims, config.lora),
+        group=load.group,
+        total=load.total,
+        slots=dims.experts_per_token * held / len(dims.moe_layers) / dims.num_experts,
+        runtime=GPU_RUNTIME,
+        float32=shape.float32,
+        plain=dims.expert_format in ("f32", "bf16") and actor.backend in ("auto", "AMXBF16"),
+    )
+    return lane_lines(dims, config, actor, size)
 
 
 def engine_shape(dims: ModelDims, lora: LoraConfig, isa: str, backend: str = "auto") -> EngineShape:
