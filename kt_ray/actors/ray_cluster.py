@@ -17,6 +17,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray.actors.cluster import ActorCluster, ActorDied, Handle, LoadNote
+from kt_ray.actors.gpu import VARIABLE, own_lane
 from kt_ray.actors.mailbox import Address
 from kt_ray.actors.ray_actor import RemoteActor
 from kt_ray.actors.ray_address import Running, free_port, running_cluster
@@ -205,7 +206,8 @@ class RayCluster(ActorCluster):
             )
             gpus = share.get(worker.device, 0.0)
             wanted.append(Wanted(address, worker.cpus, args, reserved[address], gpus))
-        for host in self.specs.experts:
+        for spec in self.specs.experts:
+            host = own_lane(spec, os.environ.get(VARIABLE))
             address = ("experts", host.rank)
             args = (self.plan, host, self.specs.timeout)
             wanted.append(Wanted(address, host.cpus, args, reserved[address], 0.0))

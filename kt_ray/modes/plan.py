@@ -210,6 +210,7 @@ def _show_placement(console: Console, plan: Plan) -> None:
             "backend",
             "ISA",
             "kept for backward",
+            "lane",
         ),
         title="Expert actors",
         **_PLAIN,

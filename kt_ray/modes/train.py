@@ -56,6 +56,8 @@ def run(config: Config) -> int:
                 logger.info("%s", line)
             with progress:
                 facts = cluster.start()
+            for line in (note for actor in facts for note in actor.get("notes", ())):
+                _say(line)
             rundir.write_env({**environment(), "actors": facts, "dashboard": _dashboard(cluster)})
             tracker = make_tracker(config, rundir, extra=_ray_exporter(cluster))
             first_step = 0
