@@ -60,7 +60,7 @@ def test_the_split_in_which_both_end_together() -> None:
 
 
 def test_carrying_relieves_no_memory() -> None:
-    """Weights that go to the device are read from the same memory: a socket that waits for it gains nothing."""
+    """Weights that go to the device are read from the same memory: a socket that waits for it gains none."""
     work = LaneWork(experts=10, bytes=1e9, flops=1e9, moved=0)
     assert best_share(work, RATES).carried == 0
     assert split_seconds(work, RATES, 5).cpu == work.experts * work.bytes / RATES.memory
@@ -97,7 +97,7 @@ def test_plans() -> None:
     assert second.resident == tuple((layer, (4,)) for layer in layers)
     assert any("3 experts of each MoE layer stay on cpu: the first ids" in note for note in plan.notes)
     assert expert_row(plan, plan.experts[0])[-1] == "cpu: 2 stay"
-    slots = {layer: (0, 9, 0, 0, 0, 8, 7, 0) for layer in layers}
+    slots = dict.fromkeys(layers, (0, 9, 0, 0, 0, 8, 7, 0))
     plan = planned(
         ExpertLoad(5, slots, "run/x"), gpu_resident=3, stream=0.25, lane_device="cpu", placement="contiguous"
     )
@@ -172,6 +172,8 @@ def test_refusals_name_the_remedy() -> None:
         check(make_config(rule={"experts": {"gpu_resident": 1, "lane_device": "gpu"}}, model=model))
     with pytest.raises(UserError, match="AMXINT8"):
         check(make_config(rule={"experts": {"stream": "auto", "backend": "AMXINT8"}}, model=model))
-    check(make_config(rule={"experts": {"stream": 0.3, "gpu_resident": 2, "backend": "AMXINT4"}}, model=model))
+    check(
+        make_config(rule={"experts": {"stream": 0.3, "gpu_resident": 2, "backend": "AMXINT4"}}, model=model)
+    )
     note = "rule.experts.lane_device=cpu changes nothing"
     assert any(note in line for line in planned(lane_device="cpu").notes)
