@@ -22,6 +22,7 @@ from kt_ray.checkpoint.load_experts import Target
 from kt_ray.config.schema import LoraConfig, OptimConfig
 from kt_ray.experts.lane import DeviceLane, LaneSaved
 from kt_ray.experts.memory import PreferNode, available_memory
+from kt_ray.experts.parts import Kept, as_adapter, first_experts, shapes_of
 from kt_ray.model.lora import init_lora_a, initial_lora
 from kt_ray.native import DropoutSpec, Engine, ExpertFormula, ExpertLora, ExpertWeights, Saved
 from kt_ray.optim import LoraOptimizer, squared_norm
@@ -111,20 +112,6 @@ class HostCounters:
         )
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """What one forward left for its backward: the engine's part, the lane's, routed slots, shape of ids."""
-
-    engine: Saved | None
-    lane: LaneSaved | None
-    slots: int
-    shape: torch.Size
-
-    @property
-    def bytes(self) -> int:
-        return sum(part.bytes for part in (self.engine, self.lane) if part is not None)
-
-
 class ExpertHost:
     """Load, forward, backward, LoRA and optimizer step of one socket's experts."""
 
@@ -151,7 +138,7 @@ class ExpertHost:
         self.weight_bytes = 0
         self._grads: dict[int, ExpertLora] = {}
         # (layer, group) -> what its backward needs, and its routed slots
-        self._saved: dict[tuple[int, int], _Kept] = {}
+        self._saved: dict[tuple[int, int], Kept] = {}
         self._dropout: DropoutSpec | None = None
         self._optimizer: LoraOptimizer | None = None
         self._parameters: dict[int, dict[str, torch.nn.Parameter]] = {}
@@ -200,7 +187,7 @@ class ExpertHost:
                 self.order[layer] = (*others, *stay)
                 if self.lane is not None:
                     self.lane.add_layer(layer, self.order[layer], *made)
-                self._shapes[layer] = _shapes(next(weights for weights in made if weights is not None))
+                self._shapes[layer] = shapes_of(next(weights for weights in made if weights is not None))
                 self.names[layer] = [layout.names(layer, e, spec.root) for e in self.order[layer]]
                 done += len(ids) * layout.expert_bytes[layer]
                 if progress is not None:
@@ -228,9 +215,9 @@ class ExpertHost:
             parameters.extend(matrices.values())
         self._optimizer = LoraOptimizer(parameters, spec.optim)
         for layer, matrices in self._parameters.items():
-            self.lora[layer] = _adapter({k: p.data for k, p in matrices.items()}, spec.lora.scale)
+            self.lora[layer] = as_adapter({k: p.data for k, p in matrices.items()}, spec.lora.scale)
             grads = {k: p.grad for k, p in matrices.items() if p.grad is not None}
-            self._grads[layer] = _adapter(grads, spec.lora.scale)
+            self._grads[layer] = as_adapter(grads, spec.lora.scale)
             if self.lane is not None:
                 self.lane.lock(self.lora[layer])
 
@@ -307,7 +294,7 @@ class ExpertHost:
                     x,
                     engine_ids,
                     router_weights,
-                    lora=_first(lora, weights.E),
+                    lora=first_experts(lora, weights.E),
                     dropout=self._dropout,
                     keys=keys,
                     save=save,
@@ -324,7 +311,7 @@ class ExpertHost:
             lane_saved = part.saved
         self.counters.forward_slots += sum(counts)
         if keep:
-            self._saved[layer, group] = _Kept(saved, lane_saved, sum(counts), ids.shape)
+            self._saved[layer, group] = Kept(saved, lane_saved, sum(counts), ids.shape)
             kept = sum(k.bytes for k in self._saved.values())
             self.counters.kept_bytes_peak = max(self.counters.kept_bytes_peak, kept)
         seen = self.counters.tokens_per_expert.setdefault(layer, [0] * held)
@@ -352,8 +339,8 @@ class ExpertHost:
                     weights,
                     kept.engine,
                     dy,
-                    lora=_first(lora, weights.E),
-                    lora_grads=_first(grads, weights.E),
+                    lora=first_experts(lora, weights.E),
+                    lora_grads=first_experts(grads, weights.E),
                 )
             else:
                 dx, dw = torch.zeros_like(dy), torch.zeros(kept.shape, dtype=torch.float32)
@@ -439,27 +426,3 @@ def bind_to_cpus(cpus: tuple[int, ...]) -> None:
     allowed = set(cpus) & os.sched_getaffinity(0)
     if allowed:
         os.sched_setaffinity(0, allowed)
-
-
-def _shapes(weights: ExpertWeights) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of every projection there is."""
-    named = {name: getattr(weights, name) for name in ("gate", "up", "down")}
-    return {name: (int(p.shape[1]), int(p.shape[2])) for name, p in named.items() if p is not None}
-
-
-def _first(lora: ExpertLora | None, experts: int) -> ExpertLora | None:
-    """The engine's part of all experts' matrices, as views."""
-    return None if lora is None else lora.map(lambda tensor: tensor[:experts])
-
-
-def _adapter(matrices: Mapping[str, torch.Tensor], scale: float) -> ExpertLora:
-    """Experts without a gate have no matrices for it."""
-    return ExpertLora(
-        gate_a=matrices.get("gate_a"),
-        gate_b=matrices.get("gate_b"),
-        up_a=matrices["up_a"],
-        up_b=matrices["up_b"],
-        down_a=matrices["down_a"],
-        down_b=matrices["down_b"],
-        scale=scale,
-    )

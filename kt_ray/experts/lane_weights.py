@@ -79,7 +79,7 @@ def pack(tensors: Mapping[str, Tensor]) -> Parcel:
     spans = []
     for name, t in tensors.items():
         last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-        start = t.storage_offset() * t.element_size()
+        start = int(t.storage_offset()) * t.element_size()
         spans.append((t.untyped_storage().data_ptr(), start, start + (last + 1) * t.element_size(), name))
     stretches: list[_Stretch] = []
     views: dict[str, _View] = {}
@@ -93,7 +93,7 @@ def pack(tensors: Mapping[str, Tensor]) -> Parcel:
         stretches.append(_Stretch(tensors[members[0]], low, high, at))
         for name in members:
             t = tensors[name]
-            byte = at + t.storage_offset() * t.element_size() - low
+            byte = at + int(t.storage_offset()) * t.element_size() - low
             views[name] = _View(t.dtype, tuple(t.shape), tuple(t.stride()), byte // t.element_size())
         at += -(-(high - low) // _ALIGN) * _ALIGN
 

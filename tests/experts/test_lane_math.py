@@ -50,9 +50,9 @@ def test_slopes_are_the_derivatives(name: str) -> None:
         assert d_gate is None
 
 
-def run_in_lane(case: Case, *, share: float = 1.0, recompute: bool = False) -> dict[str, Tensor]:
+def run_in_lane(case: Case, *, recompute: bool = False, device: str = "cpu") -> dict[str, Tensor]:
     """Forward and backward of a case, every expert streamed through the lane; named as `Case.run` does."""
-    lane = DeviceLane(LanePlan("cpu", (), ((0, share),)), 1, recompute=recompute)
+    lane = DeviceLane(LanePlan(device, (), ((0, 1.0),)), 1, recompute=recompute)
     weights, lora = case.weights, case.lora[0] if case.lora else None
     try:
         lane.add_layer(weights.layer, weights.expert_ids, weights, None)

@@ -60,7 +60,7 @@ def test_the_split_in_which_both_end_together() -> None:
 
 
 def test_carrying_relieves_no_memory() -> None:
-    """Weights that go to the device are read from the same memory: a socket that waits for it gains nothing."""
+    """Weights that go to the device are read from the same memory: a socket that waits for it gains none."""
     work = LaneWork(experts=10, bytes=1e9, flops=1e9, moved=0)
     assert best_share(work, RATES).carried == 0
     assert split_seconds(work, RATES, 5).cpu == work.experts * work.bytes / RATES.memory
