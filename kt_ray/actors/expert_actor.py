@@ -77,6 +77,8 @@ class ExpertActor(PlainActor):
         }
 
     def close(self) -> None:
+        if self.port is not None:
+            self.port.close()
         self.host.close()
 
     # -- a pass ------------------------------------------------------------------------------

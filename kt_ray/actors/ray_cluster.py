@@ -24,6 +24,7 @@ from kt_ray.actors.ray_port import Peer
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.errors import UserError
+from kt_ray.placement.transport import several_nodes
 from kt_ray.placement.types import Plan
 
 logger = logging.getLogger(__name__)
@@ -198,8 +199,21 @@ class RayCluster(ActorCluster):
                 raise _cause(error) from error
             except RayActorError as error:
                 raise UserError(f"{handle.name} did not start", observed=str(error)) from error
-        introduced = [handle.actor.connect.remote(peers) for handle in self._ray_handles()]
+        self._introduce(peers)
+
+    def _introduce(self, peers: dict[Address, Peer]) -> None:
+        """Tell every actor its peers; again, when some of them were replaced (between passes)."""
+        nodes = len({peer.node for peer in peers.values()})
+        near, far = self.plan.transport
+        if nodes > 1 and not far:
+            raise several_nodes(nodes)
         try:
+            meeting = None
+            if "gloo" in (near, far if nodes > 1 else near):
+                # All ranks of a group come at once: the driver waits for them below.
+                point = self._ray_handles()[0].actor.meeting.remote()
+                meeting = ray.get(point, timeout=self.config.start_timeout)
+            introduced = [handle.actor.connect.remote(peers, meeting) for handle in self._ray_handles()]
             ray.get(introduced, timeout=self.config.start_timeout)
         except GetTimeoutError as error:
             raise UserError(

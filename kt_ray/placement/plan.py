@@ -13,6 +13,7 @@ from kt_ray.placement.hardware import stages_named
 from kt_ray.placement.memory import budgets
 from kt_ray.placement.render import counted, gib, plan_to_dict
 from kt_ray.placement.split import LayerSplit, split_experts, split_layers
+from kt_ray.placement.transport import choose_transport
 from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, ModelDims, Plan, Socket, WorkerPlan
 
 __all__ = ["choose_activations", "make_plan", "plan_to_dict", "resolve_device"]
@@ -67,6 +68,7 @@ def make_plan(dims: ModelDims, config: Config, hardware: Hardware) -> Plan:
         rule=rule.name,
         dtype=dtype,
         tokens_per_step=config.trainer.batch_size * config.data.max_length,
+        transport=choose_transport(rule),
     )
 
 

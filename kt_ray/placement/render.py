@@ -37,6 +37,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "replicas": plan.replicas,
         "groups": plan.groups,
         "tokens_per_step": plan.tokens_per_step,
+        "transport": plan.transport._asdict(),
         "workers": [_lists(dataclasses.asdict(worker)) for worker in plan.workers],
         "experts": [_lists(dataclasses.asdict(actor)) for actor in plan.experts],
         "memory": [

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kt_ray.placement.formats import Storage, plain_storage
+from kt_ray.placement.transport import DEFAULT, Transport
 
 
 class Quantised(NamedTuple):
@@ -220,6 +221,7 @@ class Plan:
     rule: str = ""
     dtype: str = ""  # compute type of attention, norms, routers and shared experts
     tokens_per_step: int = 0  # worst case: rows x longest row, all replicas
+    transport: Transport = DEFAULT  # how tensors travel between actors
 
     @property
     def fits(self) -> bool:
