@@ -18,6 +18,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 _TAGS = 1 << 30  # gloo's tags are 32 bits wide
+_Gloo: Any = ProcessGroupGloo  # torch's stubs know only part of it
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,10 @@ class GlooLink:
     ) -> None:
         limit = datetime.timedelta(seconds=timeout)
         store = TCPStore(meeting.host, meeting.port, None, False, limit)
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        options = _Gloo._Options()
+        options._devices = [_Gloo.create_device(hostname=host)]
         options._timeout = limit
-        self._group = ProcessGroupGloo(PrefixStore(str(meeting.number), store), rank, size, options)
+        self._group = _Gloo(PrefixStore(str(meeting.number), store), rank, size, options)
         self._failed = failed
         self._next_tag = 0
         self._closed = False

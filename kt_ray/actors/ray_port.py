@@ -226,7 +226,7 @@ class RayPort:
     # -- receiving ---------------------------------------------------------------------------
 
     def receive(self, packed: Packed) -> None:
-        """Take a message from a peer's call, from any thread; tensors through gloo are waited for elsewhere."""
+        """Take a message from a peer's call, from any thread; gloo is waited for elsewhere."""
         message = unpack(packed, self._reader)
         if not packed.gloo:
             self._deliver(message)
