@@ -72,7 +72,7 @@ class Peer:
     def step(self, index: int) -> dict[str, float]:
         """Optimizer step `index` (0-based): seconds, tokens, loss (token mean), and seconds by term."""
         start = time.perf_counter()
-        micro = self.batches.waves(index)[0][0]
+        micro = self.batches.waves(index)[0][0][0]
         divisor = sum(mb.loss_tokens for mb in micro)
         loss = forward = backward = 0.0
         for batch in micro:

@@ -103,7 +103,7 @@ class Zero3Peer:
     def step(self, index: int) -> dict[str, float]:
         """Optimizer step `index` (0-based): seconds, tokens, loss (token mean), and seconds by term."""
         start = time.perf_counter()
-        micro = self.batches.waves(index)[0][0]
+        micro = self.batches.waves(index)[0][0][0]
         divisor = sum(batch.loss_tokens for batch in micro)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate(self.config.optim, index, self.total_steps)

@@ -52,6 +52,7 @@ class PassSpec:
         waves: per replica, per group, the micro-batches; a replica may have empty groups.
         loss_tokens: the divisor of the loss: all trained tokens of the step, over all replicas.
         return_logits: eval only: workers of the last stage hand back float32 logits (tests, small runs).
+        timeline: actors report every span of the pass, not only their sums (kt_ray.timeline).
     """
 
     number: int
@@ -61,6 +62,7 @@ class PassSpec:
     waves: tuple[tuple[tuple[MicroBatch, ...], ...], ...]
     loss_tokens: int
     return_logits: bool = False
+    timeline: bool = False
 
     @property
     def tokens(self) -> int:

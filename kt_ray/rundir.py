@@ -1,7 +1,7 @@
 """The directory of one run: its name, its files, its log, and which run a resume continues.
 
 runs/<name>/  config.yaml  plan.json  env.json  metrics.jsonl  train.log  loss.png  wandb_id
-              checkpoints/step_000300/...  adapter/
+              checkpoints/step_000300/...  adapter/  timelines/step_000010.json
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 # All that a run writes at its top level: what run.overwrite removes, and nothing else.
 _FILES = ("plan.json", "env.json", "metrics.jsonl", "train.log", "loss.png", "wandb_id")
-_DIRECTORIES = ("checkpoints", "adapter", "wandb")
+_DIRECTORIES = ("checkpoints", "adapter", "wandb", "timelines")
 _CONFIG = "config.yaml"  # written first: a directory that holds it is a run
 
 
@@ -104,6 +104,11 @@ class RunDir:
     def adapter(self) -> Path:
         """Made by whoever writes the adapter."""
         return self.path / "adapter"
+
+    @property
+    def timelines(self) -> Path:
+        """Made by whoever writes the first timeline."""
+        return self.path / "timelines"
 
     @property
     def wandb_id(self) -> str | None:

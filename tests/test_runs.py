@@ -46,6 +46,7 @@ FIELDS = {  # what the issue lists, and how the records spell it
     "expert_tflops_backward_reference",
     "host_rss_bytes_driver",
     "expert_load_imbalance",
+    "actor_load_imbalance",
 }
 SAME = ("step", "epoch", "loss", "grad_norm", "lr", "tokens", "loss_tokens")  # not times, not memory
 
@@ -91,6 +92,7 @@ def test_files_of_a_run(capfd: pytest.CaptureFixture[str]) -> None:
         "adapter/README.md",
         "adapter/adapter_config.json",
         "adapter/adapter_model.safetensors",
+        "checkpoints/step_000003/expert_load.json",
         "checkpoints/step_000003/experts-0.safetensors",
         "checkpoints/step_000003/manifest.json",
         "checkpoints/step_000003/worker-0.safetensors",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket as sockets
 import time
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
 from kt_ray.optim import squared_norm, use_torch_threads
 from kt_ray.placement.order import Op, worker_program
-from kt_ray.placement.traffic import held
 from kt_ray.placement.types import Plan
+from kt_ray.timeline import Recorder, name_thread
 from kt_ray.train.reports import WorkerPassReport, resident_bytes
 
 ROOT: Address = ("worker", 0)
@@ -44,14 +44,24 @@ class AttentionWorker(PlainActor):
         spec: what to build; its device is the one this process sees (cuda:0 inside a Ray actor).
         optim: AdamW settings (worker 0).
         timeout: seconds to wait for a message before giving the pass up.
+        build_stage: what makes the stage of its spec.
     """
 
-    def __init__(self, plan: Plan, rank: int, spec: StageSpec, optim: OptimConfig, timeout: float) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        spec: StageSpec,
+        optim: OptimConfig,
+        timeout: float,
+        build_stage: Callable[[StageSpec], Any] = Stage,
+    ) -> None:
         self.plan = plan
         self.rank = rank
         self.here = plan.workers[rank]
         self.spec = spec
         self.optim = optim
+        self._build_stage = build_stage
         super().__init__(f"attention worker {rank}", timeout)
         self.load_seconds = 0.0
         self._stage: Stage | None = None
@@ -59,6 +69,7 @@ class AttentionWorker(PlainActor):
         self._masters: Masters | None = None
         self._leases: dict[int, Lease] = {}  # group -> its hidden states sent to the next stage
         self._reads: list[torch.cuda.Event] = []  # ends of copies out of other stages' memory
+        self._recorder = Recorder()
         use_torch_threads(self.here.threads)
 
     def _claim_thread(self) -> None:
@@ -81,10 +92,11 @@ class AttentionWorker(PlainActor):
 
     def load(self) -> dict[str, Any]:
         """Build the stage, probe its MoE layers. Returns facts about this worker for env.json."""
+        name_thread(f"kt-worker-{self.rank}")
         self._claim_thread()
         self.doing = "loading"
         start = time.monotonic()
-        self._stage = Stage(self.spec)
+        self._stage = self._build_stage(self.spec)
         probe = self._stage.probe()
         self.load_seconds = time.monotonic() - start
         self.doing = "idle"
@@ -122,6 +134,7 @@ class AttentionWorker(PlainActor):
         self.port.release_all()
         self._leases.clear()
         start = time.monotonic()
+        self._recorder = recorder = Recorder(full=spec.timeline)
         exchange = MessageExchange(
             self.mailbox,
             self.port,
@@ -129,17 +142,21 @@ class AttentionWorker(PlainActor):
             experts=len(self.plan.experts),
             number=spec.number,
             timeout=self.timeout,
-            held=partial(held, self.plan),
+            held=self.plan.held,
             num_experts=self.plan.dims.num_experts,
             device=self.spec.device,
+            overlap=self.plan.overlap,
+            recorder=recorder,
         )
         stage = self.stage
-        stage.begin(spec, self.here.replica, exchange)
+        with recorder.span("begin", "compute"):
+            stage.begin(spec, self.here.replica, exchange)
         loss_sum = waiting_for_stages = 0.0
         for op in worker_program(self.plan, self.here.replica, self.here.stage, spec.kind):
             self.doing = f"pass {spec.number}, {op.kind}, layer {op.layer}, group {op.group}"
             began = time.monotonic()
-            loss_sum += self._run(op, spec)
+            with recorder.span(op.kind, "compute", op.layer, op.group):
+                loss_sum += self._run(op, spec)
             if op.kind.startswith(("recv", "send")):
                 waiting_for_stages += time.monotonic() - began
         exchange.finish()
@@ -164,6 +181,7 @@ class AttentionWorker(PlainActor):
             host_rss_bytes=resident_bytes(),
             gpu_bytes=torch.cuda.max_memory_allocated(self.spec.device) if self._on_gpu else 0,
             pid=os.getpid(),
+            activity=recorder.activity(f"worker-{self.rank}", self.host_name, self.here.threads),
             logits=logits,
         )
 
@@ -212,11 +230,13 @@ class AttentionWorker(PlainActor):
             self._mark().synchronize()
             tensors = host
         named = {str(i): t for i, t in enumerate(tensors)}
-        return self.port.send([address], Message((what, number, group), named))
+        with self._recorder.span(f"send {what}", "transfer", group=group):
+            return self.port.send([address], Message((what, number, group), named))
 
     def _receive(self, what: str, number: int, group: int) -> list[torch.Tensor]:
         """Copies on the stage's device: what came may lie in memory that its sender uses again."""
-        message = self.mailbox.take((what, number, group), self.timeout)
+        with self._recorder.span(f"stage {what}", "wait", group=group):
+            message = self.mailbox.take((what, number, group), self.timeout)
         device = torch.device(self.spec.device)
         found = [
             message.tensors[str(i)].to(device, non_blocking=True, copy=True)

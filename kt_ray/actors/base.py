@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 from kt_ray.actors.mailbox import Mailbox, Message
 from kt_ray.actors.port import Port
 
@@ -26,6 +28,7 @@ class PlainActor:
         self.timeout = timeout
         self.mailbox = Mailbox(title)
         self.port: Port | None = None
+        self.host_name = socket.gethostname()
         self.doing = "starting"
         self.load_progress = (0, 0, 0)
         self.reborn = False

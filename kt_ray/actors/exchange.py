@@ -15,6 +15,9 @@ import torch
 
 from kt_ray.actors.mailbox import Address, Mailbox, Message
 from kt_ray.actors.port import Lease, Port
+from kt_ray.timeline import Recorder
+
+ANSWERS = {"forward": ("y",), "backward": ("dx", "dw")}  # tensors of a reply, by direction
 
 Held = Callable[[int, int], Sequence[int]]
 """(layer, rank of an expert actor) -> global ids of the experts that it computes there."""
@@ -40,6 +43,8 @@ class MessageExchange:
         held: which experts an actor has, for those out of shared memory's reach.
         num_experts: of a layer.
         device: where the stage computes; answers are brought there.
+        overlap: False = `submit_*` waits for the answer, so that neither side works beside the other.
+        recorder: of the worker's pass.
     """
 
     def __init__(
@@ -54,6 +59,8 @@ class MessageExchange:
         held: Held,
         num_experts: int,
         device: torch.device | str = "cpu",
+        overlap: bool = True,
+        recorder: Recorder | None = None,
     ) -> None:
         self.seconds_waiting = 0.0
         self._mailbox = mailbox
@@ -70,6 +77,9 @@ class MessageExchange:
         self._routed: dict[tuple[int, int], _Routed] = {}
         self._tables: dict[tuple[int, int], torch.Tensor] = {}
         self._copies: dict[int, torch.cuda.Event] = {}  # group -> end of copies out of its last answers
+        self._overlap = overlap
+        self._recorder = recorder or Recorder()
+        self._answers: dict[tuple[str, int, int], list[torch.Tensor]] = {}  # without overlap
 
     def alloc(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a tensor to submit: shared if an expert actor reads it there; page-locked for CUDA."""
@@ -100,7 +110,7 @@ class MessageExchange:
 
     def join_forward(self, layer: int, group: int) -> torch.Tensor:
         """y [T, H] float32, summed over expert actors."""
-        (y,) = self._join("forward", layer, group, ("y",))
+        (y,) = self._join("forward", layer, group)
         return y
 
     def submit_backward(self, layer: int, group: int, dy: torch.Tensor) -> None:
@@ -109,7 +119,7 @@ class MessageExchange:
 
     def join_backward(self, layer: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(dx [T, H], d(router weights) [T, K]) float32, summed over expert actors."""
-        dx, dw = self._join("backward", layer, group, ("dx", "dw"))
+        dx, dw = self._join("backward", layer, group)
         del self._routed[layer, group]
         return dx, dw
 
@@ -132,32 +142,43 @@ class MessageExchange:
         # This message tells the actors that their last answer of this group was read.
         if group in self._copies:
             self._copies.pop(group).synchronize()
-        whole = [address for address in self._experts if address[1] not in rows]
-        leases = []
-        for rank, chosen in rows.items():
-            part = {name: tensor.index_select(0, chosen) for name, tensor in tensors.items()}
-            leases.append(self._port.send([("experts", rank)], Message(tag, part)))
-        if whole:
-            leases.append(self._port.send(whole, Message(tag, tensors)))
-        self._leases[direction, layer, group] = leases
+        with self._recorder.span(f"submit {direction}", "transfer", layer, group):
+            whole = [address for address in self._experts if address[1] not in rows]
+            leases = []
+            for rank, chosen in rows.items():
+                part = {name: tensor.index_select(0, chosen) for name, tensor in tensors.items()}
+                leases.append(self._port.send([("experts", rank)], Message(tag, part)))
+            if whole:
+                leases.append(self._port.send(whole, Message(tag, tensors)))
+            self._leases[direction, layer, group] = leases
+        if not self._overlap:
+            self._answers[direction, layer, group] = self._receive(direction, layer, group)
 
-    def _join(self, direction: str, layer: int, group: int, names: tuple[str, ...]) -> list[torch.Tensor]:
+    def _join(self, direction: str, layer: int, group: int) -> list[torch.Tensor]:
+        if not self._overlap:
+            return self._answers.pop((direction, layer, group))
+        return self._receive(direction, layer, group)
+
+    def _receive(self, direction: str, layer: int, group: int) -> list[torch.Tensor]:
+        names = ANSWERS[direction]
         start = time.monotonic()
-        sums: list[torch.Tensor] = []
-        for _, rank in self._experts:
-            tag = ("reply", direction, self._number, layer, group, rank)
-            reply = self._mailbox.take(tag, self._timeout)
-            parts = [self._whole(layer, group, rank, reply.tensors[name]) for name in names]
-            if rank == 0:
-                sums = parts
-            else:
-                for total, part in zip(sums, parts, strict=True):
-                    total.add_(part)
-        if self._device.type == "cuda":
-            self._copies[group] = torch.cuda.Event()
-            self._copies[group].record()
-        for lease in self._leases.pop((direction, layer, group)):
-            self._port.release(lease)
+        with self._recorder.span(f"add {direction}", "transfer", layer, group):
+            sums: list[torch.Tensor] = []
+            for _, rank in self._experts:
+                tag = ("reply", direction, self._number, layer, group, rank)
+                with self._recorder.span(f"experts-{rank} {direction}", "wait", layer, group):
+                    reply = self._mailbox.take(tag, self._timeout)
+                parts = [self._whole(layer, group, rank, reply.tensors[name]) for name in names]
+                if rank == 0:
+                    sums = parts
+                else:
+                    for total, part in zip(sums, parts, strict=True):
+                        total.add_(part)
+            if self._device.type == "cuda":
+                self._copies[group] = torch.cuda.Event()
+                self._copies[group].record()
+            for lease in self._leases.pop((direction, layer, group)):
+                self._port.release(lease)
         self.seconds_waiting += time.monotonic() - start
         return sums
 

@@ -25,6 +25,7 @@ from kt_ray.experts import ExpertHost, ExpertHostSpec
 from kt_ray.optim import use_torch_threads
 from kt_ray.placement.order import expert_order
 from kt_ray.placement.types import Plan
+from kt_ray.timeline import Recorder, name_thread
 from kt_ray.train.reports import ExpertPassReport, resident_bytes
 
 
@@ -49,6 +50,7 @@ class ExpertActor(PlainActor):
 
     def load(self) -> dict[str, Any]:
         """Read weights, make LoRA. Returns facts about this actor for env.json."""
+        name_thread(f"kt-experts-{self.rank}")
         use_torch_threads(self.host.spec.threads)
         self.doing = "loading"
 
@@ -69,7 +71,7 @@ class ExpertActor(PlainActor):
             "isa_reason": host.engine.isa_reason,
             "threads": host.engine.threads,
             "cpus": sorted(os.sched_getaffinity(0)),
-            "experts": len(host.spec.experts),
+            "experts": max(host.spec.counts(self.plan.dims.moe_layers)),
             "weight_bytes": host.weight_bytes,
             "load_seconds": host.load_seconds,
             "kernel_calls": host.engine.calls,
@@ -93,35 +95,42 @@ class ExpertActor(PlainActor):
         train = spec.kind == "train"
         self.host.begin_pass(spec.step, train)
         leases: dict[tuple[int, int], Lease] = {}
-        start = time.monotonic()
+        engine = self.host.engine
+        start, busy = time.monotonic(), engine.busy_seconds
+        recorder = Recorder(full=spec.timeline)
         for layer, direction, group in expert_order(self.plan, spec.kind):
             self.doing = f"pass {spec.number}, layer {layer}, {direction}, group {group}"
-            parts = [
-                self.mailbox.take((direction, spec.number, layer, group, replica), self.timeout)
-                for replica in range(self.plan.replicas)
-            ]
-            # cat copies, so nothing below keeps pointing into a sender's memory.
-            joined = {name: torch.cat([p.tensors[name] for p in parts]) for name in parts[0].tensors}
-            if direction == "forward":
-                ids = self.host.local_ids(joined["ids"], self.plan.dims.num_experts)
-                results = {
-                    "y": self.host.forward(
-                        layer, group, joined["x"], ids, joined["weights"], joined["keys"], keep=train
-                    )
-                }
-            else:
-                dx, dw = self.host.backward(layer, group, joined["dy"])
-                results = {"dx": dx, "dw": dw}
+            recorder.note_queue(len(self.mailbox))
+            with recorder.span(f"wait {direction}", "wait", layer, group):
+                parts = [
+                    self.mailbox.take((direction, spec.number, layer, group, replica), self.timeout)
+                    for replica in range(self.plan.replicas)
+                ]
+            with recorder.span("gather", "transfer", layer, group):
+                # cat copies, so nothing below keeps pointing into a sender's memory.
+                joined = {name: torch.cat([p.tensors[name] for p in parts]) for name in parts[0].tensors}
+            with recorder.span(direction, "compute", layer, group):
+                if direction == "forward":
+                    ids = self.host.local_ids(layer, joined["ids"], self.plan.dims.num_experts)
+                    results = {
+                        "y": self.host.forward(
+                            layer, group, joined["x"], ids, joined["weights"], joined["keys"], keep=train
+                        )
+                    }
+                else:
+                    dx, dw = self.host.backward(layer, group, joined["dy"])
+                    results = {"dx": dx, "dw": dw}
             begin = 0
             for replica, part in enumerate(parts):
                 rows = next(iter(part.tensors.values())).shape[0]
                 mine = {name: tensor[begin : begin + rows] for name, tensor in results.items()}
                 begin += rows
-                # This replica's next request of the group proves that the reply before it was read.
-                if (replica, group) in leases:
-                    self.port.release(leases[replica, group])
-                reply = Message(("reply", direction, spec.number, layer, group, self.rank), mine)
-                leases[replica, group] = self.port.send([self._asker(layer, replica)], reply)
+                with recorder.span(f"reply {direction}", "transfer", layer, group):
+                    # This replica's next request of the group proves that the reply before it was read.
+                    if (replica, group) in leases:
+                        self.port.release(leases[replica, group])
+                    reply = Message(("reply", direction, spec.number, layer, group, self.rank), mine)
+                    leases[replica, group] = self.port.send([self._asker(layer, replica)], reply)
         self.doing = "idle"
         return ExpertPassReport(
             rank=self.rank,
@@ -130,7 +139,10 @@ class ExpertActor(PlainActor):
             counters=self.host.take_counters(),
             host_rss_bytes=resident_bytes(),
             pid=os.getpid(),
-            kernel_calls=self.host.engine.calls,
+            kernel_calls=engine.calls,
+            activity=recorder.activity(
+                f"experts-{self.rank}", self.host_name, engine.threads, engine.busy_seconds - busy
+            ),
         )
 
     def _asker(self, layer: int, replica: int) -> Address:

@@ -59,6 +59,7 @@ class LocalCluster(ActorCluster):
                 stage,
                 specs.optim,
                 specs.timeout,
+                specs.build_stage,
             )
         for host in specs.experts:
             self._add(self.experts, ("experts", host.rank), ExpertActor, self.plan, host, specs.timeout)

@@ -53,6 +53,10 @@ class Mailbox:
             self._messages[message.tag] = message
             self._changed.notify_all()
 
+    def __len__(self) -> int:
+        """Messages that have come and were not taken yet."""
+        return len(self._messages)
+
     def take(self, tag: Tag, timeout: float) -> Message:
         """Wait up to `timeout` seconds for the message and remove it."""
         start = time.monotonic()

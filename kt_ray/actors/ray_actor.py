@@ -14,6 +14,7 @@ from kt_ray.actors.mailbox import Address
 from kt_ray.actors.ray_port import Packed, Peer, RayPort
 from kt_ray.experts import bind_to_cpus
 from kt_ray.experts.memory import give_back_freed_memory
+from kt_ray.placement.render import held_per_layer
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class RayActor:
         if isinstance(self.actor, AttentionWorker):
             start, stop = self.actor.here.layers
             return f"layers {start}-{stop - 1}" if stop - start > 1 else f"layer {start}"
-        return f"{len(self.actor.host.spec.experts)} experts per layer"
+        return f"{held_per_layer(self.actor.plan, self.actor.host.spec)} experts per layer"
 
     @ray.method(concurrency_group="control")
     def node(self) -> str:

@@ -149,7 +149,14 @@ class RayCluster(ActorCluster):
         gpu_share = _gpu_share(self.plan)
         for rank, stage in enumerate(self.specs.stages):
             worker = self.plan.workers[rank]
-            args = (self.plan, rank, _own_device(stage), self.specs.optim, self.specs.timeout)
+            args = (
+                self.plan,
+                rank,
+                _own_device(stage),
+                self.specs.optim,
+                self.specs.timeout,
+                self.specs.build_stage,
+            )
             wanted.append(
                 (("worker", rank), worker.cpus, args, worker_cpus, gpu_share.get(worker.device, 0.0))
             )

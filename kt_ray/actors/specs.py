@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kt_ray.config.schema import Config, OptimConfig
 from kt_ray.experts import ExpertHostSpec
 from kt_ray.model.build import build_on_meta
 from kt_ray.model.spec import StageSpec
+from kt_ray.model.stage import Stage
 from kt_ray.native import ExpertFormula
 from kt_ray.placement.types import Plan
 
@@ -17,7 +19,8 @@ from kt_ray.placement.types import Plan
 class ActorSpecs:
     """Everything needed to spawn the actors of a plan.
 
-    stages: per worker rank; experts: per expert actor rank; timeout, load_timeout: seconds.
+    stages: per worker rank; experts: per expert actor rank; timeout, load_timeout: seconds. build_stage:
+    what makes a worker's stage of its spec; a picklable stand-in replaces it in measurements and tests.
     """
 
     stages: tuple[StageSpec, ...]
@@ -25,6 +28,7 @@ class ActorSpecs:
     optim: OptimConfig
     timeout: float
     load_timeout: float
+    build_stage: Callable[[StageSpec], Any] = Stage
 
 
 def actor_specs(
@@ -81,6 +85,7 @@ def actor_specs(
             formulas=formulas,
             experts_path=config.model.experts_path,
             root=root,
+            by_layer=actor.by_layer,
         )
         for actor in plan.experts
     )

@@ -119,6 +119,19 @@ def _rule(config: Config) -> None:
             "auto or llamafile with a GGUF file",
             "set rule.experts.backend=llamafile, or model.experts_path=null",
         )
+    placed = rule.experts
+    if placed.load == "":
+        raise fault(
+            "rule.experts.load", "''", "is empty", "a checkpoint directory", "set rule.experts.load=null"
+        )
+    if placed.placement == "balanced" and placed.load is None and config.trainer.resume is None:
+        raise fault(
+            "rule.experts.placement",
+            placed.placement,
+            "needs a load, but rule.experts.load=null and nothing is resumed",
+            "a checkpoint of an earlier run, which holds a histogram",
+            "set rule.experts.load=<checkpoint directory>, or rule.experts.placement=auto",
+        )
     if rule.replicas > config.trainer.batch_size:
         raise fault(
             "rule.replicas",
@@ -134,13 +147,18 @@ def _layers(config: Config) -> None:
     layers = config.rule.layers
     if layers is None:
         return
-    styles = "counts [31,30], ranges ['0-30','31-60'] or patterns [{match: REGEX, device: 'cuda:0'}]"
+    styles = (
+        "counts [31,30], ranges ['0-30','31-60'], ranges with devices [{layers: '0-60', device: 'cuda:0'}] "
+        "or patterns [{match: REGEX, device: 'cuda:0'}]"
+    )
     if not layers:
         raise fault("rule.layers", layers, "is empty", styles, "set rule.layers=null for a balanced split")
     if all(isinstance(entry, dict) for entry in layers):
         _patterns(config, layers)
-        return
-    if all(isinstance(entry, int) and not isinstance(entry, bool) for entry in layers):
+        if all("match" in entry for entry in layers):
+            return
+        _ranges([str(entry["layers"]) for entry in layers])
+    elif all(isinstance(entry, int) and not isinstance(entry, bool) for entry in layers):
         if min(layers) < 1:
             raise fault("rule.layers", layers, "has a stage without layers", "counts of at least 1")
     elif all(isinstance(entry, str) for entry in layers):
@@ -178,26 +196,42 @@ def _ranges(layers: list[str]) -> None:
 
 def _patterns(config: Config, layers: list[dict[str, Any]]) -> None:
     for entry in layers:
-        if set(entry) != {"match", "device"}:
-            raise fault("rule.layers", entry, "is not a pattern", "exactly the keys match and device")
-        _compile("rule.layers", entry["match"])
-        if not isinstance(entry["device"], str) or not _DEVICE.fullmatch(entry["device"]):
+        key = "layers" if "layers" in layers[0] else "match"
+        if set(entry) != {key, "device"}:
+            raise fault("rule.layers", entry, "is not a pattern", f"exactly the keys {key} and device")
+        if key == "match":
+            _compile("rule.layers", entry["match"])
+        devices = entry["device"] if isinstance(entry["device"], list) else [entry["device"]]
+        if len(devices) != config.rule.replicas and isinstance(entry["device"], list):
             raise fault(
                 "rule.layers",
-                entry["device"],
-                f"is not a device (pattern {entry['match']})",
-                "cuda:0, cuda:1, … or cpu",
-                "write device: 'cuda:0'",
+                devices,
+                f"lists {len(devices)} devices for rule.replicas={config.rule.replicas}",
+                f"{config.rule.replicas} devices, one per replica",
+                f"set rule.replicas={len(devices)}, or name one device",
             )
-        kind = entry["device"].partition(":")[0]
-        if config.rule.device not in ("auto", kind):
-            raise fault(
-                "rule.layers",
-                entry["device"],
-                f"clashes with rule.device={config.rule.device}",
-                f"devices of kind {config.rule.device}",
-                f"set rule.device={kind} or rule.layers=null",
-            )
+        for device in devices:
+            _layer_device(config, entry[key], device)
+
+
+def _layer_device(config: Config, entry: object, device: object) -> None:
+    if not isinstance(device, str) or not _DEVICE.fullmatch(device):
+        raise fault(
+            "rule.layers",
+            device,
+            f"is not a device ({entry})",
+            "cuda:0, cuda:1, … or cpu; or a list of one per replica",
+            "write device: 'cuda:0'",
+        )
+    kind = device.partition(":")[0]
+    if config.rule.device not in ("auto", kind):
+        raise fault(
+            "rule.layers",
+            device,
+            f"clashes with rule.device={config.rule.device}",
+            f"devices of kind {config.rule.device}",
+            f"set rule.device={kind} or rule.layers=null",
+        )
 
 
 def _compile(key: str, pattern: object) -> None:

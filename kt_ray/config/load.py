@@ -86,7 +86,9 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
         plan = PlanConfig(hardware=str(known) if known else absolute(plan.hardware))
     if trainer.resume not in (None, "latest"):
         trainer = dataclasses.replace(trainer, resume=_absolute(trainer.resume))
-    config = dataclasses.replace(config, model=model, data=data, plan=plan, trainer=trainer)
+    experts = dataclasses.replace(config.rule.experts, load=_absolute(config.rule.experts.load))
+    rule = dataclasses.replace(config.rule, experts=experts)
+    config = dataclasses.replace(config, model=model, rule=rule, data=data, plan=plan, trainer=trainer)
     run = dataclasses.replace(config.run, root=absolute(config.run.root), name=_run_name(config, job, now))
     return dataclasses.replace(config, run=run)
 

@@ -54,7 +54,7 @@ class ExpertsRule:
     """Where the routed experts live and how they compute.
 
     Attributes:
-        sockets: number of expert actors, one per NUMA socket; "auto" = every socket of the host.
+        sockets: number of expert actors per host, one per NUMA socket; "auto" = every socket of the host.
         backend: "auto" = the checkpoint's own format; "AMXBF16" = likewise, in bf16 arithmetic; "AMXINT8"
             or "AMXINT4" = quantised while they stream in (int8 per row, int4 in groups of 128); or
             "llamafile" = GGUF (model.experts_path). The reference system's names.
@@ -111,10 +111,11 @@ class RuleConfig:
         device: "auto" (GPUs if there are any), "cpu" or "cuda".
         stages: pipeline stages per replica; "auto" = one per GPU divided by replicas (1 on CPU).
         replicas: data-parallel copies of the attention side; all share the expert actors.
-        layers: how layers go to stages. None = balanced by parameters; a list of counts [16, 15, ...];
-            a list of ranges ["0-15", "16-30", ...] (inclusive); or a list of
-            {"match": regex over module names, "device": "cuda:i"} as the reference system's
-            optimize rules have them.
+        layers: how layers go to stages. None = balanced by what they cost, within each GPU's memory; a list
+            of counts [16, 15, ...]; of ranges ["0-15", "16-30", ...] (inclusive); of ranges with devices
+            {"layers": "0-15", "device": "cuda:0"}; or of {"match": regex over module names, "device":
+            "cuda:i"} as the reference system's optimize rules have them. Stages that name the same device
+            share it; a list of devices names one per replica.
         worker_threads: torch threads per attention worker; "auto".
         groups: micro-batch groups in flight (ping-pong); "auto".
         wave: micro-batches of a replica that pass the layers together, so that each pass over an expert's
@@ -124,7 +125,8 @@ class RuleConfig:
             what it brings).
         transport: how tensors travel between actors: "auto" (shared memory within a node, the faster of the
             others between nodes), "arena" (shared memory; one node only), "ray" or "gloo".
-        nodes: hosts whose sockets hold experts, all like this one; attention stays on the driver's.
+        nodes: hosts whose sockets hold experts, all like this one; attention stays on the driver's. More than
+            one needs a running Ray cluster, and model and run directories that all of them see.
         experts: see ExpertsRule.
         ray: see RayRule.
     """

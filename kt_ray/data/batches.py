@@ -5,6 +5,7 @@ Shapes: b rows, s tokens per row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -67,6 +68,29 @@ def loss_tokens(waves: Wave) -> int:
     return sum(mb.loss_tokens for groups in waves for group in groups for mb in group)
 
 
+def step_waves(
+    rows: Sequence[Row],
+    micro_batch_size: int,
+    replicas: int = 1,
+    groups: int = 1,
+    largest: int | None = None,
+    pad_id: int = 0,
+) -> list[Wave]:
+    """The passes of a step: as few waves as `largest` allows, all but the last of the same size.
+
+    Args:
+        largest: micro-batches of a replica per wave at the most; None = all in one.
+    """
+    _positive(micro_batch_size=micro_batch_size, replicas=replicas, largest=largest or 1)
+    micro = math.ceil(
+        math.ceil(len(rows) / micro_batch_size) / replicas
+    )  # of the first replica, which has most
+    waves = max(1, math.ceil(micro / (largest or max(1, micro))))
+    count = math.ceil(micro / waves) * micro_batch_size * replicas
+    parts = [rows[i : i + count] for i in range(0, len(rows), count)] if rows else []
+    return [wave(part, micro_batch_size, replicas, groups, pad_id) for part in parts]
+
+
 def eval_waves(
     rows: Sequence[Row],
     batch_size: int,
@@ -74,11 +98,15 @@ def eval_waves(
     replicas: int = 1,
     groups: int = 1,
     pad_id: int = 0,
+    largest: int | None = None,
 ) -> list[Wave]:
-    """All rows once, in source order, as passes of `batch_size` rows."""
+    """All rows once, in source order, as passes of `batch_size` rows, or of what `largest` allows."""
     _positive(batch_size=batch_size)
     starts = range(0, len(rows), batch_size)
-    return [wave(rows[i : i + batch_size], micro_batch_size, replicas, groups, pad_id) for i in starts]
+    parts = [rows[i : i + batch_size] for i in starts]
+    return [
+        w for part in parts for w in step_waves(part, micro_batch_size, replicas, groups, largest, pad_id)
+    ]
 
 
 class Batches:
@@ -93,6 +121,7 @@ class Batches:
         micro_batch_size: rows that pass a layer together.
         replicas: copies of the attention side.
         groups: micro-batch groups in flight per replica.
+        largest_wave: micro-batches of a replica that pass the layers together, at the most; None = all.
         shuffle: a new order every epoch; False = source order.
         seed: the run's seed.
         pad_id: id that fills padding.
@@ -108,6 +137,7 @@ class Batches:
         shuffle: bool = True,
         seed: int = 0,
         pad_id: int = 0,
+        largest_wave: int | None = None,
     ) -> None:
         _positive(batch_size=batch_size, micro_batch_size=micro_batch_size, replicas=replicas, groups=groups)
         if not rows:
@@ -120,6 +150,7 @@ class Batches:
         self.shuffle = shuffle
         self.seed = seed
         self.pad_id = pad_id
+        self.largest_wave = largest_wave
         self._cached: tuple[int, np.ndarray] | None = None
 
     @property
@@ -140,9 +171,11 @@ class Batches:
         order = self._cached[1][index * self.batch_size : (index + 1) * self.batch_size]
         return [self.rows[i] for i in order]
 
-    def waves(self, step: int) -> Wave:
-        """The micro-batches of optimizer step `step`, as PassSpec wants them."""
-        return wave(self.step(step), self.micro_batch_size, self.replicas, self.groups, self.pad_id)
+    def waves(self, step: int) -> list[Wave]:
+        """The passes of optimizer step `step`, each as PassSpec wants it."""
+        return step_waves(
+            self.step(step), self.micro_batch_size, self.replicas, self.groups, self.largest_wave, self.pad_id
+        )
 
 
 def _cut(micro: Sequence[MicroBatch], groups: int) -> tuple[tuple[MicroBatch, ...], ...]:

@@ -23,6 +23,7 @@ from kt_ray.experts.memory import PreferNode, available_memory
 from kt_ray.model.lora import init_lora_a
 from kt_ray.native import DropoutSpec, Engine, ExpertFormula, ExpertLora, ExpertWeights, Saved
 from kt_ray.optim import LoraOptimizer, squared_norm
+from kt_ray.placement.types import HoldsExperts
 
 Progress = Callable[[int, int, int], None]  # (layer, bytes done, bytes in total)
 # What a backend of the rule quantises experts to while they are read; the others take them as stored.
@@ -30,13 +31,13 @@ _TARGETS: dict[str, Target] = {"AMXINT8": "int8", "AMXINT4": "int4"}
 
 
 @dataclass(frozen=True)
-class ExpertHostSpec:
+class ExpertHostSpec(HoldsExperts):
     """One expert actor's share of the plan.
 
     Attributes:
         rank: number of the expert actor.
         model_dir: Hugging Face directory.
-        experts: global ids of the experts held here, the same in every MoE layer.
+        experts: global ids of the experts held here in every MoE layer that `by_layer` does not name.
         lora, optim: as configured.
         seed: the run's seed (LoRA initialisation, dropout).
         isa: requested ISA or "auto".
@@ -49,6 +50,7 @@ class ExpertHostSpec:
         experts_path: GGUF file that the experts are read from instead of `model_dir`, in its types whatever
             the backend; None = `model_dir`.
         root: module name of the language model, with which the parameters' names begin.
+        by_layer: (layer, ids) where the experts held differ from layer to layer.
     """
 
     rank: int
@@ -66,6 +68,7 @@ class ExpertHostSpec:
     formulas: Mapping[int, ExpertFormula] = field(default_factory=dict)
     experts_path: str | None = None
     root: str = "model"
+    by_layer: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass
@@ -80,6 +83,23 @@ class HostCounters:
     recomputed_slots: int = 0
     kept_bytes_peak: int = 0
     tokens_per_expert: dict[int, list[int]] = field(default_factory=dict)  # layer -> per local expert
+
+    def plus(self, other: HostCounters) -> HostCounters:
+        """Both together; of peaks the larger."""
+        tokens = {layer: list(counts) for layer, counts in self.tokens_per_expert.items()}
+        for layer, counts in other.tokens_per_expert.items():
+            before = tokens.setdefault(layer, [0] * len(counts))
+            tokens[layer] = [a + b for a, b in zip(before, counts, strict=True)]
+        return HostCounters(
+            self.forward_seconds + other.forward_seconds,
+            self.backward_seconds + other.backward_seconds,
+            self.optimizer_seconds + other.optimizer_seconds,
+            self.forward_slots + other.forward_slots,
+            self.backward_slots + other.backward_slots,
+            self.recomputed_slots + other.recomputed_slots,
+            max(self.kept_bytes_peak, other.kept_bytes_peak),
+            tokens,
+        )
 
 
 class ExpertHost:
@@ -120,29 +140,29 @@ class ExpertHost:
         if spec.experts_path is not None:
             gguf = GgufExperts.open(spec.experts_path, index, layout)
             layout, read, file_bytes = gguf.layout, gguf.load, gguf.file_bytes
-        outside = [e for e in spec.experts if e >= layout.num_experts]
+        held = {layer: spec.experts_of(layer) for layer in layout.moe_layers}
+        outside = sorted({e for ids in held.values() for e in ids if e >= layout.num_experts})
         if outside:
             raise ValueError(
                 f"expert actor {spec.rank}: experts {outside} but the checkpoint has {layout.num_experts}"
             )
-        held = len(spec.experts)
-        total = held * sum(layout.expert_bytes.values())
+        total = sum(len(ids) * layout.expert_bytes[layer] for layer, ids in held.items())
         # Where file and experts do not fit in memory together, the file's pages must not push others out.
         drop_cache = total + file_bytes > available_memory()
         # Two keep a disk busy while one waits for pages; beyond the cores they hold each other up.
         readers = min(8, max(2, spec.threads))
         done = 0
         with PreferNode(spec.node):
-            for layer in layout.moe_layers:
+            for layer, ids in held.items():
                 self.weights[layer] = read(
                     layer,
-                    spec.experts,
+                    ids,
                     formula=spec.formulas.get(layer),
                     threads=readers,
                     drop_cache=drop_cache,
                 )
-                self.names[layer] = [layout.names(layer, e, spec.root) for e in spec.experts]
-                done += held * layout.expert_bytes[layer]
+                self.names[layer] = [layout.names(layer, e, spec.root) for e in ids]
+                done += len(ids) * layout.expert_bytes[layer]
                 if progress is not None:
                     progress(layer, done, total)
             self.weight_bytes = sum(weights.bytes for weights in self.weights.values())
@@ -182,10 +202,11 @@ class ExpertHost:
             DropoutSpec(p=p, seed=self.spec.seed, step=step) if train and p > 0 and self.lora else None
         )
 
-    def local_ids(self, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-        """Global expert ids [T, K] to local ones; experts held elsewhere become n (no expert)."""
-        table = torch.full((num_experts + 1,), len(self.spec.experts), dtype=torch.int64)
-        table[list(self.spec.experts)] = torch.arange(len(self.spec.experts))
+    def local_ids(self, layer: int, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+        """Global expert ids [T, K] of a layer to local ones; experts held elsewhere become n (no expert)."""
+        held = self.spec.experts_of(layer)
+        table = torch.full((num_experts + 1,), len(held), dtype=torch.int64)
+        table[list(held)] = torch.arange(len(held))
         return table[ids.long().clamp(max=num_experts)]
 
     def forward(
@@ -222,7 +243,7 @@ class ExpertHost:
             keys=keys,
             save=save,
         )
-        held = len(self.spec.experts)
+        held = len(self.names[layer])
         counts = torch.bincount(ids.reshape(-1), minlength=held + 1)[:held].tolist()
         self.counters.forward_slots += sum(counts)
         if saved is not None:

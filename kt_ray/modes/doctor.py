@@ -14,6 +14,7 @@ from kt_ray.errors import UserError
 from kt_ray.modes import doctor_machine as machine
 from kt_ray.modes import doctor_software as software
 from kt_ray.modes.doctor_check import FAIL, PASS, WARN, Check, failed
+from kt_ray.modes.known_load import known_load
 from kt_ray.modes.plan import model_dims
 from kt_ray.placement.hardware import this_host
 from kt_ray.placement.plan import make_plan
@@ -80,7 +81,8 @@ def _guarded(check: Callable[[], Check]) -> Check:
 def _plan(config: Config, hardware: Hardware) -> tuple[Plan | None, Check]:
     """The plan of this configuration on this host, and whether it holds."""
     try:
-        plan = make_plan(model_dims(config.model), config, hardware)
+        dims = model_dims(config.model)
+        plan = make_plan(dims, config, hardware, known_load(config, dims))
     except UserError as error:
         found = error.what + (f" ({error.observed}; required {error.required})" if error.observed else "")
         return None, failed("plan", found, error.remedy)

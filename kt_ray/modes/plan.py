@@ -17,6 +17,8 @@ from kt_ray.config.files import conf_dir, option_names
 from kt_ray.config.load import from_dict
 from kt_ray.config.schema import Config, ModelConfig, RuleConfig
 from kt_ray.errors import UserError
+from kt_ray.modes.known_load import known_load
+from kt_ray.placement.balance import without_load
 from kt_ray.placement.dims import dims_from_config, dims_from_dir
 from kt_ray.placement.formats import plain_storage
 from kt_ray.placement.hardware import hardware_for
@@ -38,7 +40,8 @@ def run(config: Config) -> int:
     """
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     hardware = hardware_for(config)
-    plan = make_plan(model_dims(config.model), config, hardware)
+    dims = model_dims(config.model)
+    plan = make_plan(dims, config, hardware, known_load(config, dims))
     _show_head(console, config, plan)
     _show_placement(console, plan)
     _show_memory(console, plan)
@@ -159,6 +162,12 @@ def _show_head(console: Console, config: Config, plan: Plan) -> None:
         f"step      {config.trainer.batch_size} rows x {config.data.max_length} tokens = "
         f"{plan.tokens_per_step:,} tokens at most; {lora}",
     ]
+    if plan.expected_load is not None:
+        load = plan.expected_load
+        lines.append(
+            f"load      fullest expert actor {load.chosen:.3f} times the mean of a layer ({load.placement}; "
+            f"contiguous {load.contiguous:.3f}), by {counted(load.steps, 'step')} of {load.source}"
+        )
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     if dims.refusal:
@@ -173,7 +182,7 @@ def _bf16_note(config: Config, plan: Plan) -> list[str]:
         return []
     other = make_plan(
         dataclasses.replace(plan.dims, expert_storage=plain_storage("bfloat16"), plain_expert_layers=()),
-        config,
+        without_load(config),
         plan.hardware,
     )
     sums = [

@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kt_ray.checkpoint import (
     CheckpointIndex,
@@ -23,8 +23,10 @@ from kt_ray.errors import UserError
 from kt_ray.model.build import build_on_meta
 from kt_ray.model.lora import resolve_targets
 from kt_ray.model.spec import StageSpec
+from kt_ray.modes.known_load import known_load, resumed_load
 from kt_ray.native import ISA_VARIABLE, ExpertFormula, available_isas, select_isa
 from kt_ray.placement.dims import dims_from_dir
+from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.formats import plain_storage
 from kt_ray.placement.hardware import this_host
 from kt_ray.placement.plan import make_plan
@@ -45,6 +47,7 @@ class Prepared:
         notes: what was passed over in the checkpoint, one line each.
         gguf: the experts of model.experts_path, or None.
         root: module name of the language model.
+        load: tokens per expert so far, of the checkpoint resumed from.
     """
 
     config: Config
@@ -58,6 +61,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
     gguf: GgufExperts | None = None
     root: str = "model"
+    load: ExpertLoad = field(default_factory=ExpertLoad)
 
     @property
     def fingerprint(self) -> str:
@@ -75,8 +79,9 @@ def prepare(config: Config) -> Prepared:
     """
     model_dir = os.path.abspath(resolve_model_dir(config.model))
     dims = dims_from_dir(model_dir)
+    load = known_load(config, dims)
     # The plan refuses what cannot be trained, by name, before any file is opened.
-    plan = make_plan(dims, config, this_host())
+    plan = make_plan(dims, config, this_host(), load)
     _check_isa(config)
     index = CheckpointIndex.open(model_dir)
     layout = ExpertLayout.detect(index)
@@ -91,7 +96,7 @@ def prepare(config: Config) -> Prepared:
         gguf = GgufExperts.open(config.model.experts_path, index, layout)
     stored = _as_stored(dims, layout) if gguf is None else _as_stored(dims, gguf.layout, own_file=True)
     if stored != dims:
-        plan = make_plan(stored, config, this_host())
+        plan = make_plan(stored, config, this_host(), load)
     _check_fits(plan)
     whole = build_on_meta(_meta_spec(config, dims, model_dir))
     _check_formulas(layout, whole.formulas)
@@ -102,8 +107,9 @@ def prepare(config: Config) -> Prepared:
     schedule = _schedule(config, plan, data)
     notes = (*index.notes, *_ignored_note(report.ignored), *(() if gguf is None else gguf.notes))
     names = tuple(whole.lora_names)
+    so_far = resumed_load(config, dims) or ExpertLoad()
     return Prepared(
-        config, model_dir, index, plan, data, schedule, names, whole.formulas, notes, gguf, whole.root
+        config, model_dir, index, plan, data, schedule, names, whole.formulas, notes, gguf, whole.root, so_far
     )
 
 
@@ -210,12 +216,19 @@ def _schedule(config: Config, plan: Plan, data: DataBundle) -> Schedule:
         shuffle=config.data.shuffle,
         seed=config.seed,
         pad_id=data.pad_id,
+        largest_wave=plan.wave,
     )
     total = trainer.max_steps
     if total is None:
         total = max(1, math.ceil(trainer.epochs * batches.steps_per_epoch))
     held_out = eval_waves(
-        data.eval, trainer.batch_size, trainer.micro_batch_size, plan.replicas, plan.groups, data.pad_id
+        data.eval,
+        trainer.batch_size,
+        trainer.micro_batch_size,
+        plan.replicas,
+        plan.groups,
+        data.pad_id,
+        largest=plan.wave,
     )
     return Schedule(
         total_steps=total,

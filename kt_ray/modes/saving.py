@@ -18,11 +18,15 @@ from kt_ray.checkpoint.training import (
     prune_checkpoints,
     set_aside_later,
     step_name,
+    write_text,
 )
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.model.family import read_family
 from kt_ray.modes.prepare import Prepared
+from kt_ray.placement.balance import owners_of
+from kt_ray.placement.expert_load import FILE as LOAD_FILE
+from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.formats import BACKEND_STORAGE
 from kt_ray.rundir import RunDir, checkpoint_to_resume
 from kt_ray.train.cluster import Cluster
@@ -61,10 +65,17 @@ def resume_point(prepared: Prepared) -> ResumePoint | None:
     return ResumePoint(checkpoint, manifest)
 
 
-def save_checkpoint(prepared: Prepared, rundir: RunDir, cluster: Cluster, taken: int) -> Path:
-    """Every actor writes its shard, then the manifest, then old checkpoints go. `taken`: steps so far."""
+def save_checkpoint(
+    prepared: Prepared, rundir: RunDir, cluster: Cluster, taken: int, load: ExpertLoad
+) -> Path:
+    """Every actor writes its shard, then the manifest, then old checkpoints go.
+
+    Args:
+        taken: steps so far. load: tokens per expert in them.
+    """
     partial = begin_checkpoint(rundir.checkpoints, taken)
     shards = cluster.save_shards(str(partial))
+    write_text(partial / LOAD_FILE, load.to_json(owners_of(prepared.plan.experts, prepared.plan.dims)))
     steps_per_epoch = prepared.schedule.steps_per_epoch
     manifest = Manifest(
         step=taken,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kt_ray.actors.cluster import ActorCluster
@@ -15,8 +15,11 @@ from kt_ray.environment import environment
 from kt_ray.modes.prepare import Prepared, prepare
 from kt_ray.modes.saving import go_on_from, resume_point, save_checkpoint, write_adapter
 from kt_ray.placement.plan import plan_to_dict
+from kt_ray.placement.render import held_per_layer
 from kt_ray.rundir import RunDir, plain, setup_logging
+from kt_ray.timeline import Activity
 from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
+from kt_ray.tracking.chrome_trace import write_timeline
 from kt_ray.tracking.console import console
 from kt_ray.tracking.progress import LoadProgress, Summary, TrainProgress, show_summary
 from kt_ray.train.loop import Events, Trainer
@@ -110,8 +113,8 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
         )
     for actor in plan.experts:
         _say(
-            f"expert actor {actor.rank}: {len(actor.experts)} of {plan.dims.num_experts} experts per layer, "
-            f"socket {actor.node}, {actor.threads} threads"
+            f"expert actor {actor.rank}: {held_per_layer(plan, actor)} of {plan.dims.num_experts} "
+            f"experts per layer, socket {actor.node}, {actor.threads} threads"
         )
     for line in (*plan.notes, *prepared.notes, *prepared.data.report.lines()):
         _say(line)
@@ -161,11 +164,15 @@ def _train(
         shown.line(f"step {taken}/{prepared.schedule.total_steps}  held-out loss {loss:.4f}")
 
     def save(taken: int) -> None:
-        save_checkpoint(prepared, rundir, cluster, taken)
+        save_checkpoint(prepared, rundir, cluster, taken, trainer.load)
+
+    def timeline(taken: int, activities: Sequence[Activity]) -> None:
+        write_timeline(rundir.timelines, taken, activities, {"run": rundir.name, "step": taken})
 
     with shown:
+        events = Events(on_step, on_eval, save, timeline)
         trainer = Trainer(
-            config, cluster, prepared.schedule, Events(on_step, on_eval, save), first_step=first_step
+            config, cluster, prepared.schedule, events, first_step=first_step, load=prepared.load
         )
         done = trainer.run()
     evaluated = sorted(done.eval_losses.items())

@@ -183,7 +183,7 @@ class Engine:
 
     @property
     def busy_seconds(self) -> float:
-        """Time spent in kernels so far, summed over threads."""
+        """CPU time of engine threads inside kernels so far, summed over threads."""
         return self._engine.busy_seconds
 
     @property

@@ -46,8 +46,23 @@ def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_att
     elif family == "gpt_oss":
         parts.attention += heads  # attention sinks
     parts.width = heads * head * 3
+    parts.pair, parts.window = 2 * q_out, _window(keys, layer)
     if family == "minimax_m3_vl_text":
         _block_indexer(keys, layer, parts)
+
+
+def _window(keys: Keys, layer: int) -> int:
+    """Keys that a query of this layer meets at most; 0 = all before it."""
+    window, types = keys.config.get("sliding_window"), keys.listed("layer_types")
+    if not isinstance(window, int) or not keys.flag("use_sliding_window", True):
+        return 0
+    if types is not None:
+        slides = layer < len(types) and types[layer] == "sliding_attention"
+    elif keys.family == "gpt_oss":
+        slides = layer % 2 == 0
+    else:
+        slides = keys.family in ("mixtral", "phimoe")
+    return window if slides else 0
 
 
 def _block_indexer(keys: Keys, layer: int, parts: LayerParts) -> None:
@@ -96,7 +111,9 @@ def _mla(keys: Keys, parts: LayerParts) -> None:
         parts.project("self_attn.indexer.wk", hidden, index_head)
         parts.attention += 2 * index_head  # norm with bias
         parts.project("self_attn.indexer.weights_proj", hidden, index_heads)
+        parts.pair = index_heads * index_head
     parts.width = heads * (2 * (nope + rope) + v_head)
+    parts.pair += heads * (nope + rope + v_head)
 
 
 def _deepseek_v4(keys: Keys, layer: int, parts: LayerParts) -> None:
@@ -128,6 +145,7 @@ def _deepseek_v4(keys: Keys, layer: int, parts: LayerParts) -> None:
         mixes * streams * hidden + mixes + 3
     )  # hyper-connections of attention and of the MoE
     parts.width = heads * head + 2 * head
+    parts.pair, parts.window = 2 * heads * head, keys.size("sliding_window", default=128)
 
 
 def _compression(keys: Keys, layer: int) -> tuple[int, bool]:

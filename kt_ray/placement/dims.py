@@ -164,6 +164,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         outside_params=outside_params(keys, streams),
         num_heads=keys.size("num_attention_heads"),
         attention_width=max(p.width for p in parts),
+        pair_widths=tuple((p.pair, p.window) for p in parts),
         hidden_streams=streams,
         gated=keys.family not in UNGATED,
         plain_expert_layers=plain,

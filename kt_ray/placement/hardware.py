@@ -146,7 +146,7 @@ def stages_named(rule: RuleConfig, default: int) -> int:
     if isinstance(rule.stages, int):
         return rule.stages
     if rule.layers:
-        if all(isinstance(entry, Mapping) for entry in rule.layers):
+        if all(isinstance(entry, Mapping) and "layers" not in entry for entry in rule.layers):
             return len({str(entry.get("device")) for entry in rule.layers})
         return len(rule.layers)
     return default

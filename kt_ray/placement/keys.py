@@ -89,6 +89,8 @@ class LayerParts:
     dense: int = 0
     modules: list[tuple[str, int, int]] = field(default_factory=list)
     width: int = 0  # elements per token of expanded queries, keys and values
+    pair: int = 0  # elements of keys and values that a query multiplies for each key it meets
+    window: int = 0  # keys that a query meets at most; 0 = all before it
 
     def project(self, name: str, n_in: int, n_out: int, bias: bool = False) -> None:
         """An attention projection."""

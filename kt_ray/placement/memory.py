@@ -1,7 +1,7 @@
 """Bytes per device of a plan: every GPU, and the memory of every socket.
 
 Worst case: every row has data.max_length tokens; routing is balanced over the experts. Legend:
-T tokens per step, T_r of one replica, T_g of one group over all replicas, K experts per token,
+T tokens per wave, T_r of one replica, T_g of one group over all replicas, K experts per token,
 H hidden size, b bytes per element of the compute type.
 
 Expert actor with a share s of the experts (engine_memory.py has the engine's own formulas):
@@ -62,7 +62,7 @@ ITEMS = (
 
 @dataclass(frozen=True)
 class Load:
-    """Tokens of a step, worst case.
+    """Tokens of a wave, worst case.
 
     total: all replicas. replica: the largest replica. group: one group of all replicas. micro: one
     micro-batch. row: the longest row.
@@ -75,14 +75,19 @@ class Load:
     row: int
 
 
-def load_of(config: Config, groups: int) -> Load:
-    """Tokens per step and its parts, every row at data.max_length."""
+def load_of(config: Config, wave: int, groups: int) -> Load:
+    """Tokens per wave and its parts, every row at data.max_length.
+
+    Args:
+        wave: micro-batches of a replica that pass the layers together. groups: they are cut into so many.
+    """
     trainer, row = config.trainer, config.data.max_length
     replicas = config.rule.replicas
-    rows = math.ceil(trainer.batch_size / replicas)
-    micro = min(trainer.micro_batch_size, rows)
+    step_rows = math.ceil(trainer.batch_size / replicas)
+    micro = min(trainer.micro_batch_size, step_rows)
+    rows = min(step_rows, wave * micro)
     group_rows = min(rows, math.ceil(math.ceil(rows / micro) / groups) * micro)
-    total = trainer.batch_size * row
+    total = min(trainer.batch_size, rows * replicas) * row
     return Load(total, rows * row, min(total, group_rows * row * replicas), micro * row, row)
 
 
@@ -119,11 +124,12 @@ def budgets(
     hardware: Hardware,
     workers: Sequence[WorkerPlan],
     experts: Sequence[ExpertActorPlan],
+    wave: int,
     groups: int,
     dtype: str,
 ) -> tuple[Budget, ...]:
-    """One budget per GPU in use and per socket in use."""
-    load = load_of(config, groups)
+    """One budget per GPU in use and per socket in use, for waves of `wave` micro-batches per replica."""
+    load = load_of(config, wave, groups)
     stages = 1 + max(worker.stage for worker in workers)
     lines: dict[str, list[MemoryLine]] = {}
 
@@ -134,7 +140,7 @@ def budgets(
     nodes = [socket.node for socket in hardware.sockets]
     for worker in workers:
         home = f"socket {home_node(worker, hardware)}"
-        for item, size in _worker(dims, config, load, worker, stages, dtype).items():
+        for item, size in worker_items(dims, config, load, worker, stages, dtype).items():
             add(home if worker.device == "cpu" or item == "staging" else worker.device, item, size)
         if worker.device != "cpu":
             add(worker.device, "runtime", GPU_RUNTIME)
@@ -176,9 +182,10 @@ def layer_activation_bytes(dims: ModelDims, config: Config, layer: int, dtype: s
     return linear + lora + norms + element * dims.attention_width + scores
 
 
-def _worker(
+def worker_items(
     dims: ModelDims, config: Config, load: Load, worker: WorkerPlan, stages: int, dtype: str
 ) -> dict[str, float]:
+    """Bytes of an attention worker by item; all on its device but "staging", which is host memory."""
     start, stop = worker.layers
     own = range(start, stop)
     element, hidden = ELEMENT_BYTES[dtype], dims.hidden_size
@@ -236,14 +243,15 @@ def _expert_actor(
     dims: ModelDims, config: Config, load: Load, groups: int, actor: ExpertActorPlan, isa: str
 ) -> dict[str, float]:
     width, layers = dims.expert_width, len(dims.moe_layers)
-    held = len(actor.experts) * layers
+    held = sum(actor.counts(dims.moe_layers))
+    per_layer = held / layers
     file = dims.experts_file_bytes and actor.backend not in BACKEND_STORAGE  # those quantise what they read
     if actor.backend == "llamafile" or file:
         whole = dims.experts_file_bytes or expert_file_estimate(dims)
-        weights = whole * len(actor.experts) / dims.num_experts
+        weights = whole * per_layer / dims.num_experts
     else:
-        weights = len(actor.experts) * dims.expert_bytes(BACKEND_STORAGE.get(actor.backend))
-    slots_per_token = dims.experts_per_token * len(actor.experts) / dims.num_experts
+        weights = per_layer * dims.expert_bytes(BACKEND_STORAGE.get(actor.backend))
+    slots_per_token = dims.experts_per_token * per_layer / dims.num_experts
     recompute = actor.activations == "recompute"
     shape = engine_shape(dims, config.lora, isa, actor.backend)
     kept = shape.saved(load.total, load.total * slots_per_token, recompute=recompute)

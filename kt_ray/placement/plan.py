@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.errors import UserError
+from kt_ray.placement.balance import place_experts
+from kt_ray.placement.devices import count_stages, resolve_device, shared_devices, stage_devices
+from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.formats import BACKEND_STORAGE
-from kt_ray.placement.hardware import stages_named
+from kt_ray.placement.layer_cost import Ranges
 from kt_ray.placement.memory import budgets
-from kt_ray.placement.render import counted, gib, plan_to_dict
+from kt_ray.placement.render import counted, plan_to_dict
 from kt_ray.placement.split import LayerSplit, split_experts, split_layers
+from kt_ray.placement.stage_split import balanced_stages
 from kt_ray.placement.transport import choose_transport
 from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, ModelDims, Plan, Socket, WorkerPlan
+from kt_ray.placement.wave import choose_groups, fit
 
-__all__ = ["choose_activations", "make_plan", "plan_to_dict", "resolve_device"]
+__all__ = ["make_plan", "plan_to_dict", "resolve_device"]
 
 GPU_WORKER_THREADS = 4  # a GPU's worker only copies and launches on the host
 
 
-def make_plan(dims: ModelDims, config: Config, hardware: Hardware) -> Plan:
+def make_plan(dims: ModelDims, config: Config, hardware: Hardware, load: ExpertLoad | None = None) -> Plan:
     """Who holds and does what for this model, configuration and host.
+
+    Args:
+        load: tokens per expert of this model, by which experts may be placed; None = unknown.
 
     Raises:
         UserError: the model cannot be trained (mode=train), or the rule asks for more stages than
-            layers, more GPUs than there are, more replicas than rows, an instruction set the host lacks.
+            layers, more GPUs than there are, more replicas than rows, an instruction set the host lacks, or
+            experts placed by a load that is not known.
     """
     rule = config.rule
     if config.mode == "train" and dims.refusal:
@@ -38,73 +46,55 @@ def make_plan(dims: ModelDims, config: Config, hardware: Hardware) -> Plan:
         )
     _check_replicas(config)
     device = resolve_device(rule, hardware)
-    stages = _stages(rule, device, hardware, dims)
-    split = split_layers(dims, rule, stages)
-    devices = _devices(rule, device, split, stages, hardware)
+    stages = count_stages(rule, device, hardware, dims)
     dtype = dims.dtype if config.model.dtype == "auto" else config.model.dtype
+
+    def balance() -> Ranges:
+        unnamed = stage_devices(rule, device, (None,) * stages, hardware)
+        return balanced_stages(dims, config, hardware, unnamed, dtype)
+
+    split = split_layers(dims, rule, stages, balance)
+    devices = stage_devices(rule, device, split.devices, hardware)
     notes = [*dims.notes, *_weights_notes(dims, config, dtype)]
     if not hardware.present:
         notes.append(f"planned for described hardware, not for this host: {hardware.source}")
     workers = _workers(rule, hardware, split, devices, device)
+    notes += [
+        f"{counted(count, 'attention worker')} share {name}"
+        for name, count in shared_devices(workers).items()
+    ]
     experts, expert_notes = _experts(dims, rule, hardware)
-    groups, group_notes = _groups(config)
-    memory = budgets(dims, config, hardware, workers, experts, groups, dtype)
-    if rule.experts.activations == "auto":
-        chosen, why = choose_activations(memory)
-        experts = tuple(replace(actor, activations=chosen) for actor in experts)
-        memory = budgets(dims, config, hardware, workers, experts, groups, dtype)
-        expert_notes.append(why)
-    notes += expert_notes + group_notes + _backend_notes(rule, hardware)
+    experts, expected, placed = place_experts(experts, dims, config, load)
+    expert_notes += placed
+
+    def keeping(activations: str) -> tuple[ExpertActorPlan, ...]:
+        return tuple(replace(actor, activations=activations) for actor in experts)
+
+    def budget_of(wave: int, activations: str) -> tuple[Budget, ...]:
+        groups, _ = choose_groups(config, wave)
+        return budgets(dims, config, hardware, workers, keeping(activations), wave, groups, dtype)
+
+    chosen = fit(dims, config, budget_of)
+    groups, group_notes = choose_groups(config, chosen.wave)
+    notes += [*expert_notes, *chosen.notes, *group_notes, *_backend_notes(rule, hardware)]
     return Plan(
         dims=dims,
         hardware=hardware,
         workers=workers,
-        experts=experts,
+        experts=keeping(chosen.activations),
         stages=stages,
         replicas=rule.replicas,
         groups=groups,
-        budgets=memory,
+        wave=chosen.wave,
+        overlap=rule.overlap,
+        budgets=chosen.memory,
         notes=tuple(notes),
         rule=rule.name,
         dtype=dtype,
         tokens_per_step=config.trainer.batch_size * config.data.max_length,
         transport=choose_transport(rule),
+        expected_load=expected,
     )
-
-
-ROOM = 0.9  # of a socket's memory that a plan may fill by choice: the system and the page cache need some
-
-
-def choose_activations(retained: Sequence[Budget]) -> tuple[str, str]:
-    """What rule.experts.activations=auto comes to, and why.
-
-    Args:
-        retained: budgets of the plan with "retain".
-
-    Returns:
-        "retain" where every socket then has room to spare, else "recompute"; and a sentence for the plan's
-        notes. What a GPU lacks changes nothing: experts keep nothing there.
-    """
-    over = [
-        b for b in retained if b.device.startswith("socket") and b.capacity and b.total > ROOM * b.capacity
-    ]
-    if not over:
-        return "retain", "rule.experts.activations=auto: retain, which fits"
-    worst = max(over, key=lambda b: b.total / b.capacity)
-    return "recompute", (
-        f"rule.experts.activations=auto: recompute; retain would need {gib(worst.total)} of the "
-        f"{gib(worst.capacity)} of {worst.device}"
-    )
-
-
-def resolve_device(rule: RuleConfig, hardware: Hardware) -> str:
-    """ "cpu" or "cuda": what rule.device, or the devices its layer patterns name, come to on this host."""
-    if rule.device != "auto":
-        return rule.device
-    named = [str(e.get("device", "")) for e in rule.layers or () if isinstance(e, Mapping)]
-    if named:
-        return "cuda" if any(name.startswith("cuda") for name in named) else "cpu"
-    return "cuda" if hardware.gpus else "cpu"
 
 
 def _check_replicas(config: Config) -> None:
@@ -117,73 +107,6 @@ def _check_replicas(config: Config) -> None:
             required=f"at most trainer.batch_size={rows}",
             remedy=f"set rule.replicas={rows} or raise trainer.batch_size",
         )
-
-
-def _stages(rule: RuleConfig, device: str, hardware: Hardware, dims: ModelDims) -> int:
-    if device == "cpu":
-        return stages_named(rule, default=1)
-    present = len(hardware.gpus)
-    stages = stages_named(rule, default=max(1, min(present // rule.replicas, dims.num_layers)))
-    if stages * rule.replicas > present:
-        fewer = f"rule.stages={max(1, present // rule.replicas)}"
-        other = "rule=auto"
-        if rule.name == "auto":  # what asks for GPUs is then a key of its own
-            other = "rule.layers=null" if rule.layers else "rule.device=cpu"
-        raise UserError(
-            "the rule needs more GPUs than there are",
-            where=f"rule {rule.name} ({counted(stages, 'stage')}, {counted(rule.replicas, 'replica')})",
-            observed=f"{counted(present, 'GPU')} on {hardware.source}",
-            required=counted(stages * rule.replicas, "GPU"),
-            remedy=f"set {fewer if present >= rule.replicas else other}, or mode=plan to see the plan",
-        )
-    return stages
-
-
-def _devices(
-    rule: RuleConfig, device: str, split: LayerSplit, stages: int, hardware: Hardware
-) -> tuple[tuple[str, ...], ...]:
-    """Device of every stage, per replica."""
-    if device == "cpu":
-        wrong = [name for name in split.devices if name not in (None, "cpu")]
-        if wrong:
-            raise _absent(wrong[0] or "", "only the cpu (rule.device=cpu)")
-        return (("cpu",) * stages,) * rule.replicas
-    present = {f"cuda:{gpu.index}" for gpu in hardware.gpus}
-    per_replica = []
-    for replica in range(rule.replicas):
-        names = []
-        for stage in range(stages):
-            named = split.devices[stage]
-            ordinal = stage
-            if named is not None:
-                if not named.removeprefix("cuda:").isdigit():
-                    raise _absent(named, ", ".join(sorted(present)))
-                ordinal = int(named.removeprefix("cuda:"))
-            name = f"cuda:{ordinal + replica * stages}"
-            if name not in present:
-                raise _absent(name, ", ".join(sorted(present)))
-            names.append(name)
-        per_replica.append(tuple(names))
-    flat = [name for names in per_replica for name in names]
-    if len(set(flat)) != len(flat):
-        raise UserError(
-            "two attention workers would share a GPU",
-            where="rule.layers with rule.replicas",
-            observed=", ".join(flat),
-            required="a GPU per worker (replica r uses the named devices + r * stages)",
-            remedy="number the devices of rule.layers from cuda:0 without gaps, or set rule.replicas=1",
-        )
-    return tuple(per_replica)
-
-
-def _absent(name: str, have: str) -> UserError:
-    return UserError(
-        "rule.layers names a device that is not there",
-        where="rule.layers",
-        observed=name,
-        required=f"one of {have}",
-        remedy="correct the devices, or set rule.layers=null for a balanced split",
-    )
 
 
 def _workers(
@@ -265,20 +188,6 @@ def divide_cpus(socket: Socket, parts: int, part: int) -> tuple[tuple[int, ...],
     own = piece(first) if first else ()
     cores = len(own) if first else socket.cores // parts
     return own + piece(siblings), max(1, cores)
-
-
-def _groups(config: Config) -> tuple[int, list[str]]:
-    """Groups in flight: one where a replica has one micro-batch, else two, never more than micro-batches."""
-    rows = math.ceil(config.trainer.batch_size / config.rule.replicas)
-    micro_batches = math.ceil(rows / config.trainer.micro_batch_size)
-    asked = config.rule.groups
-    if not isinstance(asked, int):
-        return min(2, micro_batches), []
-    if asked > micro_batches:
-        return micro_batches, [
-            f"rule.groups={asked} lowered to {micro_batches}, the micro-batches of a replica"
-        ]
-    return asked, []
 
 
 def _weights_notes(dims: ModelDims, config: Config, dtype: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.errors import UserError
+from kt_ray.placement.balance import without_load
 from kt_ray.placement.hardware import nominal_hardware
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.types import Hardware, ModelDims, Plan
@@ -88,6 +89,12 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
             Remedy("rule.experts.activations=recompute", "same results, slower expert backward"),
             replace(config, rule=replace(rule, experts=replace(rule.experts, activations="recompute"))),
         )
+    if isinstance(rule.wave, int):
+        yield (
+            "wave",
+            Remedy("rule.wave=auto", "same results, each pass over the experts' weights serves fewer tokens"),
+            replace(config, rule=replace(rule, wave="auto")),
+        )
     for name, other in rules.items():
         if name != rule.name:
             yield (
@@ -164,6 +171,6 @@ def _halves(value: int, least: int) -> Iterator[int]:
 
 def _fits(dims: ModelDims, config: Config, hardware: Hardware) -> bool:
     try:
-        return make_plan(dims, replace(config, mode="plan"), hardware).fits
+        return make_plan(dims, without_load(replace(config, mode="plan")), hardware).fits
     except UserError:
         return False

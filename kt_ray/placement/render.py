@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kt_ray.placement.memory import GIB, ITEMS, home_node
-from kt_ray.placement.types import ExpertActorPlan, Plan, WorkerPlan
+from kt_ray.placement.types import ExpertActorPlan, HoldsExperts, Plan, WorkerPlan
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -36,10 +36,13 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "stages": plan.stages,
         "replicas": plan.replicas,
         "groups": plan.groups,
+        "wave": plan.wave,
+        "overlap": plan.overlap,
         "tokens_per_step": plan.tokens_per_step,
         "transport": plan.transport._asdict(),
         "workers": [_lists(dataclasses.asdict(worker)) for worker in plan.workers],
-        "experts": [_lists(dataclasses.asdict(actor)) for actor in plan.experts],
+        "experts": [_actor(actor) for actor in plan.experts],
+        "expected_load": dataclasses.asdict(plan.expected_load) if plan.expected_load else None,
         "memory": [
             {
                 "device": budget.device,
@@ -53,6 +56,15 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "notes": list(plan.notes),
     }
+
+
+def _actor(actor: ExpertActorPlan) -> dict[str, Any]:
+    """As values; experts that differ from layer to layer in one line per layer, as ranges of ids."""
+    values: dict[str, Any] = _lists(dataclasses.asdict(actor))
+    del values["by_layer"]
+    if actor.by_layer:
+        values["by_layer"] = {str(layer): id_ranges(ids) for layer, ids in actor.by_layer}
+    return values
 
 
 def _lists(value: Any) -> Any:
@@ -70,15 +82,20 @@ def gib(size: float) -> str:
 
 def cpu_ranges(cpus: Sequence[int]) -> str:
     """CPU numbers in the kernel's notation: "0-3,8-11"."""
+    return id_ranges(cpus) or "any"
+
+
+def id_ranges(ids: Sequence[int]) -> str:
+    """Numbers as runs: "0-3,8-11"."""
     text: list[str] = []
-    ordered = sorted(cpus)
+    ordered = sorted(ids)
     start = 0
     for i in range(1, len(ordered) + 1):
         if i == len(ordered) or ordered[i] != ordered[i - 1] + 1:
             first, last = ordered[start], ordered[i - 1]
             text.append(str(first) if first == last else f"{first}-{last}")
             start = i
-    return ",".join(text) or "any"
+    return ",".join(text)
 
 
 def billions(count: int) -> str:
@@ -108,13 +125,19 @@ def expert_row(plan: Plan, actor: ExpertActorPlan) -> tuple[str, ...]:
     return (
         str(actor.rank),
         str(actor.node),
-        f"{actor.experts[0]}-{actor.experts[-1]} ({len(actor.experts)})",
+        f"{'by load' if actor.by_layer else id_ranges(actor.experts)} ({held_per_layer(plan, actor)})",
         str(actor.threads),
         cpu_ranges(actor.cpus),
         actor.backend,
         f"auto ({best})" if actor.isa == "auto" else actor.isa,
         actor.activations,
     )
+
+
+def held_per_layer(plan: Plan, actor: HoldsExperts) -> str:
+    """Number of experts of a MoE layer that an actor holds: "32", or "31-32" where layers differ."""
+    counts = actor.counts(plan.dims.moe_layers)
+    return f"{min(counts)}-{max(counts)}" if min(counts) < max(counts) else str(max(counts))
 
 
 def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
@@ -151,7 +174,8 @@ def _layers_on(plan: Plan, device: str) -> str:
 
 
 def _experts_on(plan: Plan, device: str) -> str:
-    count = sum(len(actor.experts) for actor in plan.experts if f"socket {actor.node}" == device)
+    layers = plan.dims.moe_layers
+    count = sum(max(a.counts(layers)) for a in plan.experts if f"socket {a.node}" == device)
     return str(count) if count else "-"
 
 

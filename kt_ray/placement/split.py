@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,12 +11,14 @@ from kt_ray.config.schema import RuleConfig
 from kt_ray.errors import UserError
 from kt_ray.placement.types import ModelDims
 
+Named = str | tuple[str, ...] | None  # a stage's device as rule.layers has it: one, one per replica, or none
+
 
 class LayerSplit(NamedTuple):
     """Per stage: its half-open range of layers, and its device where the rule names one (else None)."""
 
     ranges: tuple[tuple[int, int], ...]
-    devices: tuple[str | None, ...]
+    devices: tuple[Named, ...]
 
 
 def split_experts(num_experts: int, n_actors: int) -> tuple[tuple[int, ...], ...]:
@@ -40,16 +42,16 @@ def split_experts(num_experts: int, n_actors: int) -> tuple[tuple[int, ...], ...
     return tuple(tuple(range(a, b)) for a, b in pairwise(edges))
 
 
-def layer_weights(dims: ModelDims) -> list[int]:
-    """Parameters per layer outside the routed experts, embedding and head counted with the end layers."""
-    weights = [a + d for a, d in zip(dims.attention_params, dims.dense_params, strict=True)]
-    weights[0] += dims.embedding_params
-    weights[-1] += dims.embedding_params
-    return weights
-
-
-def split_layers(dims: ModelDims, rule: RuleConfig, n_stages: int) -> LayerSplit:
+def split_layers(
+    dims: ModelDims,
+    rule: RuleConfig,
+    n_stages: int,
+    balance: Callable[[], tuple[tuple[int, int], ...]],
+) -> LayerSplit:
     """Divide the decoder layers among `n_stages` pipeline stages as `rule.layers` says.
+
+    Args:
+        balance: the ranges where it says nothing.
 
     Raises:
         UserError: more stages than layers, a wrong sum, gaps, overlaps, or patterns that do not give
@@ -65,9 +67,8 @@ def split_layers(dims: ModelDims, rule: RuleConfig, n_stages: int) -> LayerSplit
         )
     entries = rule.layers
     if not entries:
-        ranges = balanced(layer_weights(dims), n_stages)
-        return LayerSplit(ranges, (None,) * n_stages)
-    if all(isinstance(entry, Mapping) for entry in entries):
+        return LayerSplit(balance(), (None,) * n_stages)
+    if all(isinstance(entry, Mapping) and "layers" not in entry for entry in entries):
         return _patterns(dims, entries, n_stages)
     if len(entries) != n_stages:
         raise _fault(
@@ -78,35 +79,10 @@ def split_layers(dims: ModelDims, rule: RuleConfig, n_stages: int) -> LayerSplit
         )
     if all(isinstance(entry, int) and not isinstance(entry, bool) for entry in entries):
         return LayerSplit(_counts(dims, entries), (None,) * n_stages)
+    if all(isinstance(entry, Mapping) for entry in entries):
+        ranges = _ranges(dims, [entry.get("layers") for entry in entries])
+        return LayerSplit(ranges, tuple(_device(entry) for entry in entries))
     return LayerSplit(_ranges(dims, entries), (None,) * n_stages)
-
-
-def balanced(weights: Sequence[int], n_stages: int) -> tuple[tuple[int, int], ...]:
-    """Contiguous ranges with the smallest possible heaviest stage; among those, the most even one."""
-    n = len(weights)
-    prefix = [0]
-    for weight in weights:
-        prefix.append(prefix[-1] + weight)
-    # best[i]: (heaviest stage, sum of squares, start of each stage) for the first i layers
-    best: list[tuple[int, int, tuple[int, ...]] | None] = [None] * (n + 1)
-    best[0] = (0, 0, ())
-    for _ in range(n_stages):
-        following: list[tuple[int, int, tuple[int, ...]] | None] = [None] * (n + 1)
-        for stop in range(1, n + 1):
-            for start in range(stop):
-                before = best[start]
-                if before is None:
-                    continue
-                weight = prefix[stop] - prefix[start]
-                candidate = (max(before[0], weight), before[1] + weight * weight, (*before[2], start))
-                current = following[stop]
-                if current is None or candidate < current:
-                    following[stop] = candidate
-        best = following
-    chosen = best[n]
-    assert chosen is not None, "n_stages must not exceed the number of layers"
-    starts = (*chosen[2], n)
-    return tuple(pairwise(starts))
 
 
 def _counts(dims: ModelDims, counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -158,10 +134,10 @@ def _ranges(dims: ModelDims, entries: Sequence[Any]) -> tuple[tuple[int, int], .
 
 def _patterns(dims: ModelDims, entries: Sequence[Mapping[str, Any]], n_stages: int) -> LayerSplit:
     """Patterns in the reference system's style: the first that matches a module's name gives its device."""
-    rules = [(_compiled(entry), str(entry.get("device", ""))) for entry in entries]
-    devices: list[str] = []
+    rules = [(_compiled(entry), _device(entry)) for entry in entries]
+    devices: list[Named] = []
     for layer in range(dims.num_layers):
-        found: dict[str, str] = {}
+        found: dict[Named, str] = {}
         for name in _module_names(dims, layer):
             device = next((device for pattern, device in rules if pattern.search(name)), None)
             if device is not None:
@@ -176,24 +152,25 @@ def _patterns(dims: ModelDims, entries: Sequence[Mapping[str, Any]], n_stages: i
         if len(found) > 1:
             raise _fault(
                 f"the patterns in rule.layers divide layer {layer} between devices",
-                ", ".join(f"{name} on {device}" for device, name in found.items()),
+                ", ".join(f"{name} on {_text(device)}" for device, name in found.items()),
                 "one device per layer (attention workers hold whole layers)",
                 "end the patterns after the layer number, as in '^model\\.layers\\.([0-9])\\.'",
             )
         devices.append(next(iter(found)))
     starts = [i for i in range(dims.num_layers) if i == 0 or devices[i] != devices[i - 1]]
     order = [devices[i] for i in starts]
-    if len(set(order)) != len(order):
+    if len(set(order)) != len(order) != n_stages:
         raise _fault(
             "the patterns in rule.layers give a device separate runs of layers",
-            ", ".join(f"{d} from layer {i}" for d, i in zip(order, starts, strict=True)),
+            ", ".join(f"{_text(d)} from layer {i}" for d, i in zip(order, starts, strict=True)),
             "one contiguous run of layers per device",
-            "reorder the patterns so that each device holds consecutive layers",
+            "reorder the patterns so that each device holds consecutive layers, or let one worker per run "
+            f"share the device with rule.stages={len(order)}",
         )
     if len(order) != n_stages:
         raise _fault(
             f"the patterns in rule.layers use {len(order)} devices for {n_stages} stages",
-            ", ".join(order),
+            ", ".join(_text(device) for device in order),
             f"{n_stages} devices",
             f"set rule.stages={len(order)}",
         )
@@ -210,9 +187,19 @@ def _module_names(dims: ModelDims, layer: int) -> list[str]:
     ]
 
 
+def _device(entry: Mapping[str, Any]) -> Named:
+    """The device that an entry names: one, or one per replica."""
+    device = entry.get("device")
+    return tuple(map(str, device)) if isinstance(device, list | tuple) else device
+
+
+def _text(device: Named) -> str:
+    return device if isinstance(device, str) else "[" + ", ".join(device or ()) + "]"
+
+
 def _compiled(entry: Mapping[str, Any]) -> re.Pattern[str]:
-    match, device = entry.get("match"), entry.get("device")
-    if not isinstance(match, str) or not isinstance(device, str):
+    match = entry.get("match")
+    if not isinstance(match, str) or not isinstance(entry.get("device"), str | list | tuple):
         raise _fault(
             "a pattern in rule.layers is incomplete", dict(entry), "the keys match (a regex) and device",
             "write {match: '^model\\.layers\\.', device: 'cuda:0'}",

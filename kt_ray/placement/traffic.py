@@ -12,12 +12,6 @@ _ID = 4  # expert ids travel as int32
 _KEY = 8  # dropout keys: sample and position
 
 
-def held(plan: Plan, layer: int, rank: int) -> Sequence[int]:
-    """Global ids of the experts that an expert actor computes in a layer: what its share of tokens is."""
-    del layer  # the same in every layer
-    return plan.experts[rank].experts
-
-
 def touched(num_experts: int, held: int, experts_per_token: int) -> float:
     """Expected share of tokens with at least one of `held` experts, balanced routing.
 
@@ -85,7 +79,7 @@ def traffic(plan: Plan, far: Sequence[int] | None = None, tokens: float | None =
     for layer in dims.moe_layers:
         for actor in plan.experts:
             is_far = actor.rank in away
-            share = touched(dims.num_experts, len(held(plan, layer, actor.rank)), k) if is_far else 1.0
+            share = touched(dims.num_experts, len(plan.held(layer, actor.rank)), k) if is_far else 1.0
             n = count * share
             links.append(
                 Link(

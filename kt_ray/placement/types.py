@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,6 +52,9 @@ class ModelDims:
     outside_params: int = 0  # final norm and whatever else sits outside layers, embedding and head
     num_heads: int = 0  # query heads
     attention_width: int = 0  # elements per token of expanded queries, keys and values of one layer
+    pair_widths: tuple[
+        tuple[int, int], ...
+    ] = ()  # per layer: elements that a query multiplies per key, window
     hidden_streams: int = 1  # residual streams between layers (hyper-connections), each hidden_size wide
     gated: bool = True  # whether the routed experts have a gate projection
     plain_expert_layers: tuple[int, ...] = ()  # MoE layers whose experts are stored in `dtype`
@@ -162,9 +166,28 @@ class WorkerPlan:
     cpus: tuple[int, ...] = ()
 
 
+class HoldsExperts:
+    """Which experts one expert actor holds: of a plan's actor, and of what the actor is built from.
+
+    experts: global ids held in every MoE layer that `by_layer` does not name. by_layer: (layer, ids) where
+    they differ from layer to layer. Ids ascend.
+    """
+
+    experts: tuple[int, ...]
+    by_layer: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def experts_of(self, layer: int) -> tuple[int, ...]:
+        """Global ids of the experts of one MoE layer held here; position i is local id i."""
+        return next((ids for named, ids in self.by_layer if named == layer), self.experts)
+
+    def counts(self, layers: Iterable[int]) -> tuple[int, ...]:
+        """Number of experts held in each of these MoE layers."""
+        return tuple(len(self.experts_of(layer)) for layer in layers)
+
+
 @dataclass(frozen=True)
-class ExpertActorPlan:
-    """One expert actor. experts: global ids of the experts it holds, the same in every MoE layer."""
+class ExpertActorPlan(HoldsExperts):
+    """One expert actor. experts and by_layer: see HoldsExperts."""
 
     rank: int
     node: int
@@ -174,6 +197,7 @@ class ExpertActorPlan:
     backend: str
     isa: str
     activations: str
+    by_layer: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -202,6 +226,22 @@ class Budget:
         return self.capacity == 0 or self.total <= self.capacity
 
 
+@dataclass(frozen=True)
+class ExpectedLoad:
+    """How even the expert actors' work is, by a histogram of tokens per expert.
+
+    source: where it was read. steps: training steps that it counts. placement: "contiguous", "balanced", or
+    "kept" as the resumed checkpoint was written under. contiguous, chosen: tokens per thread of the fullest
+    actor over the mean, averaged over layers, of contiguous runs and of this plan.
+    """
+
+    source: str
+    steps: int
+    placement: str
+    contiguous: float
+    chosen: float
+
+
 TIGHT = 0.85  # share of a socket's memory above which a plan is short of it
 
 
@@ -216,12 +256,15 @@ class Plan:
     stages: int
     replicas: int
     groups: int
+    wave: int = 1  # micro-batches of a replica that pass the layers together
+    overlap: bool = True  # False = attention and experts wait for each other
     budgets: tuple[Budget, ...] = ()
     notes: tuple[str, ...] = field(default=())
     rule: str = ""
     dtype: str = ""  # compute type of attention, norms, routers and shared experts
     tokens_per_step: int = 0  # worst case: rows x longest row, all replicas
     transport: Transport = DEFAULT  # how tensors travel between actors
+    expected_load: ExpectedLoad | None = None  # of the expert actors, where a histogram is known
 
     @property
     def fits(self) -> bool:
@@ -235,3 +278,10 @@ class Plan:
 
     def worker(self, replica: int, stage: int) -> WorkerPlan:
         return self.workers[replica * self.stages + stage]
+
+    def held(self, layer: int, rank: int) -> tuple[int, ...]:
+        """Global ids of the experts of MoE layer `layer` that expert actor `rank` holds, ascending.
+
+        The actor's loader and whoever sends it tokens ask the same function.
+        """
+        return self.experts[rank].experts_of(layer)

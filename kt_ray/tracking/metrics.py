@@ -53,6 +53,13 @@ class StepMetrics:
             its processes; shared memory counts in each process that maps it.
         gpu_memory_bytes: peak allocated bytes of the step by device ("cuda:0").
         expert_load_imbalance: see `expert_load_imbalance`.
+        busy: share of the step's wall time that each actor computed, by actor. "experts-0": CPU time of its
+            engine threads inside kernels / (seconds * threads); "worker-0": CPU time of its compute thread
+            and torch's / (seconds * threads), on a GPU device time / seconds.
+        queue_depth: requests that lay ready when an engine call was taken up, mean, by expert actor; 0 means
+            that it waited for attention every time.
+        actor_load_imbalance: tokens per thread of the fullest expert actor over the mean, averaged over
+            layers; 1 = all actors end together.
         eval_loss: held-out loss after this step, where one was measured.
     """
 
@@ -76,6 +83,9 @@ class StepMetrics:
     host_rss_bytes: Mapping[str, int] = field(default_factory=dict)
     gpu_memory_bytes: Mapping[str, int] = field(default_factory=dict)
     expert_load_imbalance: float | None = None
+    busy: Mapping[str, float] = field(default_factory=dict)
+    queue_depth: Mapping[str, float] = field(default_factory=dict)
+    actor_load_imbalance: float | None = None
     eval_loss: float | None = None
 
     def to_dict(self) -> dict[str, Value]:
@@ -182,6 +192,29 @@ METRICS: tuple[MetricSpec, ...] = (
         "1",
         "Tokens of the fullest expert over the mean, averaged over layers.",
         {"expert_load_imbalance": ""},
+    ),
+    MetricSpec(
+        "kt_ray_busy",
+        "gauge",
+        "1",
+        "Share of the step that an actor computed.",
+        {"busy_*": ""},
+        "actor",
+    ),
+    MetricSpec(
+        "kt_ray_queue_depth",
+        "gauge",
+        "requests",
+        "Requests that lay ready when an expert actor took one up, mean of the step.",
+        {"queue_depth_*": ""},
+        "actor",
+    ),
+    MetricSpec(
+        "kt_ray_actor_load_imbalance",
+        "gauge",
+        "1",
+        "Tokens per thread of the fullest expert actor over the mean, averaged over layers.",
+        {"actor_load_imbalance": ""},
     ),
 )
 """Every exported metric."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
-from kt_ray.batch import PassSpec
 from kt_ray.config.schema import Config
+from kt_ray.placement.balance import mean_imbalance
 from kt_ray.placement.types import Plan
 from kt_ray.tracking.metrics import (
     StepMetrics,
@@ -21,9 +21,10 @@ from kt_ray.train.reports import PassReport, resident_bytes
 def step_metrics(
     plan: Plan,
     config: Config,
-    spec: PassSpec,
     report: PassReport,
     *,
+    tokens: int,
+    loss_tokens: int,
     step: int,
     epoch: float,
     grad_norm: float,
@@ -31,7 +32,7 @@ def step_metrics(
     seconds: float,
     optimizer_seconds: float,
 ) -> StepMetrics:
-    """One step's figures; `step` counts from 1, `seconds` is the step's wall time."""
+    """One step's figures; `report` covers all its waves, `step` counts from 1, `seconds` is its wall time."""
     dims = plan.dims
     sizes = (dims.hidden_size, dims.expert_intermediate)
     rank = config.lora.rank if config.lora.experts else 0
@@ -51,15 +52,16 @@ def step_metrics(
     processes.pop(os.getpid(), None)  # cluster=local: the driver's own
     for kind, size in processes.values():
         rss[kind] = rss.get(kind, 0) + size
+    counts = tokens_per_expert(plan, report)
     return StepMetrics(
         step=step,
         epoch=epoch,
         loss=report.loss,
         grad_norm=grad_norm,
         lr=lr,
-        tokens=spec.tokens,
-        loss_tokens=spec.loss_tokens,
-        tokens_per_s=spec.tokens / seconds,
+        tokens=tokens,
+        loss_tokens=loss_tokens,
+        tokens_per_s=tokens / seconds,
         seconds=seconds,
         seconds_attention=max(w.terms["attention"] + w.terms["head"] for w in report.workers),
         seconds_experts=busiest,
@@ -77,17 +79,40 @@ def step_metrics(
         ),
         host_rss_bytes=rss,
         gpu_memory_bytes={plan.workers[w.rank].device: w.gpu_bytes for w in report.workers if w.gpu_bytes},
-        expert_load_imbalance=expert_load_imbalance(_histogram(plan, report)),
+        expert_load_imbalance=expert_load_imbalance(counts.values()),
+        actor_load_imbalance=_actor_imbalance(plan, counts),
+        busy=busy_fractions(plan, report, seconds),
+        queue_depth={e.activity.actor: e.activity.queue_mean for e in report.experts},
     )
 
 
-def _histogram(plan: Plan, report: PassReport) -> Iterable[list[int]]:
-    """Per MoE layer, tokens of every expert, put together from all expert actors."""
+def _actor_imbalance(plan: Plan, counts: Mapping[int, Sequence[int]]) -> float | None:
+    busy = [layer for layer, of_layer in counts.items() if any(of_layer)]
+    shares = {layer: tuple(plan.held(layer, actor.rank) for actor in plan.experts) for layer in busy}
+    return mean_imbalance(counts, shares, [actor.threads for actor in plan.experts]) if busy else None
+
+
+def busy_fractions(plan: Plan, report: PassReport, seconds: float) -> dict[str, float]:
+    """By actor: see `StepMetrics.busy`. `seconds` is the wall time that it is a share of."""
+    busy = {}
+    for worker in report.workers:
+        own = worker.activity
+        if plan.workers[worker.rank].device.startswith("cuda"):
+            busy[own.actor] = (worker.terms["attention"] + worker.terms["head"]) / seconds
+        else:
+            busy[own.actor] = own.cpu_seconds / (seconds * own.threads)
+    for expert in report.experts:
+        own = expert.activity
+        busy[own.actor] = own.kernel_seconds / (seconds * own.threads)
+    return busy
+
+
+def tokens_per_expert(plan: Plan, report: PassReport) -> dict[int, list[int]]:
+    """MoE layer -> tokens of every expert in this pass, put together from all expert actors."""
     layers: dict[int, list[int]] = {}
     for actor in report.experts:
-        held = plan.experts[actor.rank].experts
         for layer, counts in actor.counters.tokens_per_expert.items():
             whole = layers.setdefault(layer, [0] * plan.dims.num_experts)
-            for expert, count in zip(held, counts, strict=True):
+            for expert, count in zip(plan.held(layer, actor.rank), counts, strict=True):
                 whole[expert] += count
-    return layers.values()
+    return layers

@@ -1,14 +1,16 @@
 """The training loop: token ids in, scalars out.
 
-One optimizer step = one training pass of all micro-batches, then two phases: `prepare` (gradients
-reduced, squared norms), a look at loss and norm, `commit` (clip, AdamW, weights back). Nothing is
-random but by counters, so a step is a pure function of (configuration, step number, parameters).
+One optimizer step = one training pass per wave of micro-batches, over which gradients add up, then two
+phases: `prepare` (gradients reduced, squared norms), a look at loss and norm, `commit` (clip, AdamW,
+weights back). Nothing is random but by counters, so a step is a pure function of (configuration, step
+number, parameters).
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +20,11 @@ from kt_ray.batch import MicroBatch, PassSpec
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.optim import learning_rate
+from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.timeline import Activity, Recorder
 from kt_ray.train.cluster import Cluster
-from kt_ray.train.figures import step_metrics
-from kt_ray.train.reports import PassReport
+from kt_ray.train.figures import step_metrics, tokens_per_expert
+from kt_ray.train.reports import PassReport, merged
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +38,13 @@ class Schedule:
     Attributes:
         total_steps: optimizer steps of the whole run.
         steps_per_epoch: for the epoch figure.
-        train: step (0-based) -> the step's micro-batches, per replica and group.
+        train: step (0-based) -> the step's waves, each the micro-batches per replica and group.
         evaluate: the held-out passes, each as waves; empty = no evaluation.
     """
 
     total_steps: int
     steps_per_epoch: int
-    train: Callable[[int], Waves]
+    train: Callable[[int], Sequence[Waves]]
     evaluate: Sequence[Waves] = ()
 
 
@@ -59,12 +63,14 @@ class Summary:
 class Events:
     """What the loop tells the world; every callable is optional.
 
-    on_step gets the metrics of each step, on_eval (steps taken, loss), on_save (steps taken).
+    on_step gets the metrics of each step, on_eval (steps taken, loss), on_save (steps taken), timeline
+    (steps taken, what every actor and the driver did) every trainer.timeline_every steps.
     """
 
     on_step: Callable[[Any], None] = lambda _: None
     on_eval: Callable[[int, float], None] = lambda *_: None
     save: Callable[[int], None] = lambda _: None
+    timeline: Callable[[int, Sequence[Activity]], None] = lambda *_: None
 
 
 class Trainer:
@@ -76,6 +82,7 @@ class Trainer:
         schedule: batches and their number.
         events: where figures and checkpoints go.
         first_step: number of steps already taken (resume).
+        load: tokens per expert in those; `self.load` goes on from it, with every step that was applied.
     """
 
     def __init__(
@@ -86,12 +93,14 @@ class Trainer:
         events: Events | None = None,
         *,
         first_step: int = 0,
+        load: ExpertLoad | None = None,
     ) -> None:
         self.config = config
         self.cluster = cluster
         self.schedule = schedule
         self.events = events or Events()
         self.first_step = first_step
+        self.load = load or ExpertLoad()
         self.summary = Summary()
         self._passes = 0
 
@@ -116,9 +125,10 @@ class Trainer:
     def _evaluates(self) -> bool:
         return bool(self.config.trainer.eval_every) and bool(self.schedule.evaluate)
 
-    def _pass(self, step: int, kind: str, waves: Waves) -> tuple[PassSpec, PassReport]:
+    def _pass(
+        self, step: int, kind: str, waves: Waves, loss_tokens: int, timeline: bool = False
+    ) -> tuple[PassSpec, PassReport]:
         self._passes += 1
-        loss_tokens = sum(mb.loss_tokens for wave in waves for group in wave for mb in group)
         spec = PassSpec(
             number=self._passes,
             step=step,
@@ -126,6 +136,7 @@ class Trainer:
             seed=self.config.seed,
             waves=waves,
             loss_tokens=loss_tokens,
+            timeline=timeline,
         )
         return spec, self.cluster.run_pass(spec)
 
@@ -133,12 +144,24 @@ class Trainer:
         """Optimizer step `step` (0-based): pass, prepare, commit."""
         optim = self.config.optim
         start = time.monotonic()
-        spec, report = self._pass(step, "train", self.schedule.train(step))
+        every = self.config.trainer.timeline_every
+        timeline = bool(every) and (step + 1) % every == 0
+        recorder = Recorder(full=timeline)
+        with recorder.span("batches", "compute"):
+            waves = self.schedule.train(step)
+            loss_tokens = sum(map(trained_tokens, waves))
+        passes = []
+        for wave in waves:
+            with recorder.span("pass", "wait"):
+                passes.append(self._pass(step, "train", wave, loss_tokens, timeline))
+        report = merged([report for _, report in passes])
+        tokens = sum(spec.tokens for spec, _ in passes)
         if not math.isfinite(report.loss):
             self.cluster.discard()
             raise _not_finite("loss", report.loss, step)
         passed = time.monotonic()
-        norm = math.sqrt(self.cluster.prepare(step))
+        with recorder.span("prepare", "wait"):
+            norm = math.sqrt(self.cluster.prepare(step))
         if not math.isfinite(norm):
             self.cluster.discard()
             raise _not_finite("gradient norm", norm, step)
@@ -146,16 +169,19 @@ class Trainer:
         if optim.max_grad_norm > 0 and norm > optim.max_grad_norm:
             clip = optim.max_grad_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         lr = learning_rate(optim, step, self.schedule.total_steps)
-        self.cluster.commit(step, lr, clip)
+        with recorder.span("commit", "wait"):
+            self.cluster.commit(step, lr, clip)
         now = time.monotonic()
+        self.load = self.load.plus(tokens_per_expert(self.cluster.plan, report))
         self.summary.steps += 1
-        self.summary.tokens += spec.tokens
+        self.summary.tokens += tokens
         self.summary.losses.append(report.loss)
         metrics = step_metrics(
             self.cluster.plan,
             self.config,
-            spec,
             report,
+            tokens=tokens,
+            loss_tokens=loss_tokens,
             step=step + 1,
             epoch=(step + 1) / self.schedule.steps_per_epoch,
             grad_norm=norm,
@@ -165,17 +191,27 @@ class Trainer:
         )
         logger.info("step %d loss %.6f grad_norm %.4f lr %.3e", step + 1, report.loss, norm, lr)
         self.events.on_step(metrics)
+        if timeline:
+            driver = recorder.activity("driver", socket.gethostname(), 1)
+            workers = [worker.activity for worker in report.workers]
+            experts = [actor.activity for actor in report.experts]
+            self.events.timeline(step + 1, [driver, *workers, *experts])
 
     def _evaluate(self, taken: int) -> None:
         total, tokens = 0.0, 0
         for waves in self.schedule.evaluate:
-            spec, report = self._pass(taken, "eval", waves)
+            spec, report = self._pass(taken, "eval", waves, trained_tokens(waves))
             total += report.loss * spec.loss_tokens
             tokens += spec.loss_tokens
         loss = total / max(1, tokens)
         self.summary.eval_losses[taken] = loss
         logger.info("after step %d: held-out loss %.6f over %d tokens", taken, loss, tokens)
         self.events.on_eval(taken, loss)
+
+
+def trained_tokens(waves: Waves) -> int:
+    """Tokens of a pass that contribute to the loss."""
+    return sum(mb.loss_tokens for wave in waves for group in wave for mb in group)
 
 
 def _not_finite(what: str, value: float, step: int) -> UserError:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 
 import torch
 
 from kt_ray.experts import HostCounters
+from kt_ray.timeline import Activity
 
 
 def resident_bytes() -> int:
@@ -18,7 +21,7 @@ def resident_bytes() -> int:
 
 @dataclass(frozen=True)
 class ExpertPassReport:
-    """One expert actor's pass: wall seconds, seconds waiting for messages, and its counters."""
+    """One expert actor's pass: wall seconds, seconds waiting for messages, its counters, what it did when."""
 
     rank: int
     seconds: float
@@ -27,6 +30,7 @@ class ExpertPassReport:
     host_rss_bytes: int
     pid: int
     kernel_calls: int
+    activity: Activity
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class WorkerPassReport:
 
     loss_sum: float64 sum of token losses (last stage only, else 0). seconds: by term
     ("attention", "experts" = waiting for expert actors, "stages" = waiting for other stages,
-    "head"). logits: per group, per micro-batch, when asked for.
+    "head"). activity: what it did when. logits: per group, per micro-batch, when asked for.
     """
 
     rank: int
@@ -45,6 +49,7 @@ class WorkerPassReport:
     host_rss_bytes: int
     gpu_bytes: int
     pid: int
+    activity: Activity
     logits: list[list[torch.Tensor]] = field(default_factory=list)
 
 
@@ -56,3 +61,39 @@ class PassReport:
     seconds: float
     workers: tuple[WorkerPassReport, ...]
     experts: tuple[ExpertPassReport, ...]
+
+
+def merged(passes: Sequence[PassReport]) -> PassReport:
+    """One report of the passes of a step: seconds and counts add up, memory is the largest.
+
+    Losses add up as well: each is a share of the step's token mean.
+    """
+    if len(passes) == 1:
+        return passes[0]
+    workers = tuple(_add_workers(parts) for parts in zip(*(p.workers for p in passes), strict=True))
+    experts = tuple(_add_experts(parts) for parts in zip(*(p.experts for p in passes), strict=True))
+    return PassReport(sum(p.loss for p in passes), sum(p.seconds for p in passes), workers, experts)
+
+
+def _add_workers(parts: Sequence[WorkerPassReport]) -> WorkerPassReport:
+    return replace(
+        parts[-1],
+        seconds=sum(p.seconds for p in parts),
+        loss_sum=sum(p.loss_sum for p in parts),
+        terms={term: sum(p.terms[term] for p in parts) for term in parts[0].terms},
+        host_rss_bytes=max(p.host_rss_bytes for p in parts),
+        gpu_bytes=max(p.gpu_bytes for p in parts),
+        activity=reduce(Activity.plus, (p.activity for p in parts)),
+        logits=[group for p in parts for group in p.logits],
+    )
+
+
+def _add_experts(parts: Sequence[ExpertPassReport]) -> ExpertPassReport:
+    return replace(
+        parts[-1],  # kernel_calls count since the start
+        seconds=sum(p.seconds for p in parts),
+        seconds_waiting=sum(p.seconds_waiting for p in parts),
+        counters=reduce(HostCounters.plus, (p.counters for p in parts)),
+        activity=reduce(Activity.plus, (p.activity for p in parts)),
+        host_rss_bytes=max(p.host_rss_bytes for p in parts),
+    )

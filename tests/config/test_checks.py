@@ -46,6 +46,8 @@ GOOD: list[dict[str, Any]] = [
         }
     },
     {"rule": {"experts": {"backend": "AMXBF16", "isa": "avx2"}}},  # the same mathematics on another ISA
+    {"rule": {"experts": {"placement": "balanced", "load": "runs/a/checkpoints/latest"}}},
+    {"rule": {"experts": {"placement": "balanced"}}, "trainer": {"resume": "latest"}},
     {"rule": {"groups": 8, "ray": {"worker_cpus": 0.5}}},
     {"lora": {"rank": 256, "dropout": 0.99, "target_modules": r".*\.(q|o)_proj"}},
     {"lora": {"target_modules": "none"}},
@@ -144,3 +146,15 @@ def _nest(key: str, value: object) -> dict[str, Any]:
         value = {part: value}
     assert isinstance(value, dict)
     return value
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        ({"placement": "balanced"}, "rule.experts.placement=balanced needs a load"),
+        ({"load": ""}, "rule.experts.load='' is empty"),
+    ],
+)
+def test_placement_by_load_needs_a_load(experts: dict[str, Any], message: str) -> None:
+    line = _line(_config(rule={"experts": experts}))
+    assert message in line and "To fix: set rule.experts.load=" in line

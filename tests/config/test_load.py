@@ -134,6 +134,7 @@ def test_paths_become_absolute_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "model": {"path": "m/DeepSeek", "tokenizer": "t", "chat_template": "c.jinja"},
         "data": {"path": ["a.jsonl", "b.jsonl"], "eval_path": "e.jsonl"},
         "trainer": {"resume": "runs/x/checkpoints/step_000010"},
+        "rule": {"experts": {"load": "runs/y/checkpoints/latest"}},
         "run": {"root": "out"},
     }
     config = load(mapping)
@@ -143,6 +144,7 @@ def test_paths_become_absolute_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert config.data.path == [f"{at}/a.jsonl", f"{at}/b.jsonl"] and config.data.name == "a"
     assert config.data.eval_path == f"{at}/e.jsonl"
     assert config.trainer.resume == f"{at}/runs/x/checkpoints/step_000010"
+    assert config.rule.experts.load == f"{at}/runs/y/checkpoints/latest"
     assert config.run.root == f"{at}/out"
     assert settle(config) == config
 

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from kt_ray.batch import IGNORE, PassSpec
-from kt_ray.data.batches import Batches, epoch_order, eval_waves, loss_tokens, micro_batch, wave
+from kt_ray.data.batches import (
+    Batches,
+    Wave,
+    epoch_order,
+    eval_waves,
+    loss_tokens,
+    micro_batch,
+    step_waves,
+    wave,
+)
 from kt_ray.data.types import Row
 
 
@@ -68,9 +77,37 @@ def test_without_shuffle_rows_come_in_source_order() -> None:
 def test_the_layout_does_not_change_which_rows_a_step_has() -> None:
     expected = sorted(ids(Batches(ROWS, 8, seed=2).step(1)))
     for micro, replicas, groups in itertools.product((1, 3, 8), (1, 2, 3), (1, 2, 4)):
-        waves = Batches(ROWS, 8, micro, replicas, groups, seed=2).waves(1)
-        found = [i for groups_ in waves for group in groups_ for mb in group for i in mb.sample_ids.tolist()]
-        assert sorted(found) == expected
+        (whole,) = Batches(ROWS, 8, micro, replicas, groups, seed=2).waves(1)
+        assert sorted(samples(whole)) == expected
+        for largest in (1, 2, 3):
+            waves = Batches(ROWS, 8, micro, replicas, groups, seed=2, largest_wave=largest).waves(1)
+            assert sorted(i for w in waves for i in samples(w)) == expected
+            assert all(len(list(itertools.chain(*replica))) <= largest for w in waves for replica in w)
+
+
+def samples(wave_: Wave) -> list[int]:
+    return [i for groups in wave_ for group in groups for mb in group for i in mb.sample_ids.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro", "replicas", "largest", "sizes"),
+    [
+        (8, 1, 1, None, [8]),
+        (8, 1, 1, 8, [8]),
+        (8, 1, 1, 5, [4, 4]),  # alike, not 5 and 3
+        (8, 1, 1, 3, [3, 3, 2]),
+        (8, 1, 2, 3, [4, 4]),
+        (7, 2, 1, 2, [4, 3]),
+        (1, 4, 2, 1, [1]),
+        (0, 1, 1, 1, []),
+    ],
+)
+def test_steps_are_cut_into_as_few_and_even_waves_as_allowed(
+    rows: int, micro: int, replicas: int, largest: int | None, sizes: list[int]
+) -> None:
+    waves = step_waves(ROWS[:rows], micro, replicas, 1, largest)
+    assert [len(samples(w)) for w in waves] == sizes
+    assert sorted(i for w in waves for i in samples(w)) == sorted(ids(ROWS[:rows]))
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8, 13])

@@ -36,7 +36,7 @@ def test_lora_is_float32_whatever_torch_defaults_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize("activations", ["retain", "recompute"])
 def test_counters_count_the_slots_of_own_experts(tmp_path: Path, activations: str) -> None:
     made = host(build_checkpoint(tmp_path, "qwen3_moe"), (2, 5), activations)
-    ids = made.local_ids(torch.tensor([[2, 5], [2, 1], [7, 0], [5, 2], [8, 2]]), 8)  # 8 = no expert
+    ids = made.local_ids(0, torch.tensor([[2, 5], [2, 1], [7, 0], [5, 2], [8, 2]]), 8)  # 8 = no expert
     x, weights, keys = torch.randn(5, 48), torch.full((5, 2), 0.5), torch.arange(5)
     made.begin_pass(0, True)
     for group in range(2):

@@ -17,7 +17,7 @@ from kt_ray.actors.specs import actor_specs
 from kt_ray.batch import MicroBatch, PassSpec
 from kt_ray.config.compose import compose
 from kt_ray.config.schema import Config
-from kt_ray.data.batches import Wave, wave
+from kt_ray.data.batches import Wave, step_waves, wave
 from kt_ray.data.types import Row as DataRow
 from kt_ray.placement.dims import dims_from_dir
 from kt_ray.placement.hardware import this_host
@@ -91,7 +91,13 @@ def steps(
     schedule = Schedule(
         total_steps=total,
         steps_per_epoch=len(batches),
-        train=lambda step: waves_of(batches[step % len(batches)], config, cluster.plan),
+        train=lambda step: step_waves(
+            [DataRow(np.array(r.ids), np.array(r.labels), r.sample) for r in batches[step % len(batches)]],
+            config.trainer.micro_batch_size,
+            cluster.plan.replicas,
+            cluster.plan.groups,
+            cluster.plan.wave,
+        ),
     )
     trainer = Trainer(config, cluster, schedule, first_step=first)
     for step in range(first, total if stop is None else stop):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -29,6 +30,21 @@ def test_every_task_runs_once() -> None:
         assert all(0 <= t < 3 for _, t in seen)
     assert pool.threads == 3
     assert pool.busy_seconds > 0
+
+
+def test_busy_is_cpu_time_not_the_time_a_call_was_outstanding() -> None:
+    pool = _native.ThreadPool(2, [])
+    pool.run(2, lambda index, thread: time.sleep(0.2))
+    assert pool.busy_seconds < 0.1
+    before = pool.busy_seconds
+
+    def compute(index: int, thread: int) -> None:
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+
+    pool.run(4, compute)
+    assert 0.19 < pool.busy_seconds - before < 0.6
 
 
 def test_an_error_in_a_thread_surfaces_and_the_pool_goes_on() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import pytest
@@ -12,10 +11,10 @@ from kt_ray.config.schema import LoraConfig, RuleConfig
 from kt_ray.placement.dims import dims_from_config
 from kt_ray.placement.hardware import nominal_hardware
 from kt_ray.placement.memory import GIB, expert_lora_params, load_of, lora_params
-from kt_ray.placement.plan import ROOM, choose_activations, make_plan
+from kt_ray.placement.plan import make_plan
 from kt_ray.placement.remedies import remedies, shortage
 from kt_ray.placement.render import billions, cpu_ranges, gib, memory_table
-from kt_ray.placement.types import Budget, MemoryLine, Plan
+from kt_ray.placement.types import Plan
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
 
 V3 = dims_from_config(DEEPSEEK_V3, "DeepSeek-V3")
@@ -89,7 +88,7 @@ def test_deepseek_v3_on_the_gpus() -> None:
 
 def test_replicas_divide_the_tokens() -> None:
     config = make_config(rule={"replicas": 2}, trainer={"batch_size": 5, "micro_batch_size": 2})
-    load = load_of(config, groups=2)
+    load = load_of(config, wave=2, groups=2)
     # 5 rows of 16 tokens; the larger replica has 3 rows, in groups of 2 and 1.
     assert (load.total, load.replica, load.micro, load.row) == (80, 48, 32, 16)
     assert load.group == 2 * 2 * 16
@@ -160,46 +159,6 @@ def test_experts_from_a_file_of_their_own() -> None:
     assert unknown == small_dims().routed_params * 34 / 32 / 2
 
 
-def test_activations_auto() -> None:
-    """Retain where it leaves room, else recompute; explicit values stay."""
-    config = make_config(**TOKENS_8K)
-    forced = {
-        kind: make_plan(
-            small_dims(), make_config(rule={"experts": {"activations": kind}}, **TOKENS_8K), make_hardware()
-        )
-        for kind in ("retain", "recompute")
-    }
-    totals = {kind: plan.budgets[0].total for kind, plan in forced.items()}
-    assert totals["recompute"] < totals["retain"]
-
-    def chosen(memory: int) -> tuple[Plan, str]:
-        plan = make_plan(small_dims(), config, make_hardware(memory=memory))
-        (note,) = (n for n in plan.notes if n.startswith("rule.experts.activations=auto: "))
-        assert {actor.activations for actor in plan.experts} == {
-            note.split(": ")[1].split(",")[0].split(";")[0]
-        }
-        return plan, note
-
-    enough = math.ceil(totals["retain"] / ROOM)
-    plan, note = chosen(enough)
-    assert plan.fits and plan.budgets[0].total == totals["retain"] and "retain, which fits" in note
-    plan, note = chosen(enough - 2)
-    assert plan.fits and plan.budgets[0].total == totals["recompute"]
-    assert "recompute; retain would need" in note and "socket 0" in note
-    plan, note = chosen(totals["recompute"] - 1)
-    assert not plan.fits and "recompute" in note
-    for kind, given in forced.items():
-        assert given.experts[0].activations == kind
-        assert not any("activations=auto" in n for n in given.notes)
-
-
-def test_activations_auto_ignores_gpus() -> None:
-    lines = (MemoryLine("cuda:0", "weights", 10),)
-    assert choose_activations((Budget("cuda:0", lines, 5),))[0] == "retain"
-    assert choose_activations((Budget("socket 1", lines, 5), Budget("socket 0", lines, 50)))[0] == "recompute"
-    assert choose_activations((Budget("socket 0", lines, 0),))[0] == "retain"  # capacity unknown
-
-
 def test_tied_embeddings_count_once_on_one_stage() -> None:
     def ends(stages: int, tie: bool) -> int:
         config = make_config(rule={"stages": stages})
@@ -255,7 +214,8 @@ def test_memory_table_adds_up() -> None:
 
 
 def test_remedies_start_with_the_smallest_change() -> None:
-    config = make_config(rule={**FOUR_GPUS, "experts": {"sockets": 2, "activations": "retain"}}, **TOKENS_8K)
+    rule = {**FOUR_GPUS, "wave": 8, "experts": {"sockets": 2, "activations": "retain"}}
+    config = make_config(rule=rule, **TOKENS_8K)
     roomy = nominal_hardware(config.rule)
     need = max(b.total for b in make_plan(V3, config, roomy).budgets if b.device.startswith("socket"))
     tight = dataclasses.replace(
@@ -264,7 +224,7 @@ def test_remedies_start_with_the_smallest_change() -> None:
     plan = make_plan(V3, config, tight)
     assert not plan.fits and "socket 0 lacks 1.0 GiB" in shortage(plan)
     found = remedies(V3, config, tight, {})
-    assert found[0].overrides == "rule.experts.activations=recompute"
+    assert [r.overrides for r in found[:2]] == ["rule.experts.activations=recompute", "rule.wave=auto"]
     assert "trainer.batch_size=4" in [r.overrides for r in found]
 
 

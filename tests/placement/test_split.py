@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +10,23 @@ import pytest
 from kt_ray.config.schema import RuleConfig
 from kt_ray.errors import UserError
 from kt_ray.placement.dims import dims_from_config
-from kt_ray.placement.split import balanced, layer_weights, split_experts, split_layers
-from tests.placement.configs import DEEPSEEK_V3, small_dims
+from kt_ray.placement.plan import make_plan, plan_to_dict
+from kt_ray.placement.render import expert_row
+from kt_ray.placement.split import LayerSplit, split_experts
+from kt_ray.placement.split import split_layers as divide
+from kt_ray.placement.types import ModelDims
+from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
 
 V3 = dims_from_config(DEEPSEEK_V3)
+
+
+def split_layers(dims: ModelDims, rule: RuleConfig, stages: int) -> LayerSplit:
+    """By the rule alone: it is not asked for a balance of its own."""
+
+    def balance() -> tuple[tuple[int, int], ...]:
+        raise AssertionError("rule.layers says it all")
+
+    return divide(dims, rule, stages, balance)
 
 
 def rule(layers: list[Any] | None) -> RuleConfig:
@@ -101,27 +113,42 @@ def test_more_stages_than_layers() -> None:
         split_layers(small_dims(), rule(None), 5)
 
 
-def test_balanced_is_optimal() -> None:
-    rng = random.Random(0)
-    for _ in range(30):
-        weights = [rng.randint(1, 50) for _ in range(rng.randint(1, 9))]
-        n = len(weights)
-        for stages in range(1, n + 1):
-            ranges = balanced(weights, stages)
-            assert [i for a, b in ranges for i in range(a, b)] == list(range(n)) and all(
-                a < b for a, b in ranges
-            )
-            cuts = itertools.combinations(range(1, n), stages - 1)
-            best = min(max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *c, n))) for c in cuts)
-            assert max(sum(weights[a:b]) for a, b in ranges) == best
+def test_no_layers_named_asks_for_the_balance() -> None:
+    assert divide(small_dims(), rule(None), 2, lambda: ((0, 1), (1, 4))) == (((0, 1), (1, 4)), (None, None))
 
 
-def test_default_split_counts_embedding_and_head() -> None:
-    weights = layer_weights(V3)
-    assert sum(weights) == V3.total_params - V3.routed_params - V3.outside_params
-    ranges = split_layers(V3, rule(None), 4).ranges
-    sums = [sum(weights[a:b]) for a, b in ranges]
-    assert max(sums) / min(sums) < 1.2
+def test_ranges_with_devices() -> None:
+    split = split_layers(
+        small_dims(),
+        rule([{"layers": "0-1", "device": "cuda:1"}, {"layers": "2-3", "device": ["cuda:0", "cuda:0"]}]),
+        2,
+    )
+    assert split == (((0, 2), (2, 4)), ("cuda:1", ("cuda:0", "cuda:0")))
+
+
+def test_separate_runs_share_a_device_where_the_stages_say_so() -> None:
+    layers = [{"match": r"layers\.[03]\.", "device": "cuda:0"}, {"match": ".", "device": "cuda:1"}]
+    with pytest.raises(UserError, match="separate runs") as caught:
+        split_layers(small_dims(), rule(layers), 2)
+    assert "rule.stages=3" in str(caught.value.remedy)
+    split = split_layers(small_dims(), rule(layers), 3)
+    assert split == (((0, 1), (1, 3), (3, 4)), ("cuda:0", "cuda:1", "cuda:0"))
+
+
+def test_experts_of_a_layer_by_actor() -> None:
+    """One function for loader and dispatcher: `experts` where a layer is not named, else its own ids."""
+    plan = make_plan(small_dims(), make_config(rule={"experts": {"sockets": 2}}), make_hardware())
+    layers = plan.dims.moe_layers
+    assert [plan.held(layer, 1) for layer in layers] == [(4, 5, 6, 7)] * len(layers)
+    own = ((layers[0], (0, 3, 5)), (layers[1], (1, 2, 6, 7)))
+    actor = replace(plan.experts[0], by_layer=own)
+    changed = replace(plan, experts=(actor, plan.experts[1]))
+    assert changed.held(layers[0], 0) == (0, 3, 5) and changed.held(layers[1], 0) == (1, 2, 6, 7)
+    assert changed.held(layers[-1], 0) == (0, 1, 2, 3) and hash(actor)
+    assert actor.counts(layers) == (3, 4, 4)[: len(layers)]
     assert (
-        ranges[0][1] - ranges[0][0] < ranges[1][1] - ranges[1][0]
-    )  # embedding and dense layers weigh on stage 0
+        expert_row(changed, actor)[2] == "by load (3-4)" and expert_row(plan, plan.experts[0])[2] == "0-3 (4)"
+    )
+    first, second = plan_to_dict(changed)["experts"]
+    assert first["by_layer"] == {str(layers[0]): "0,3,5", str(layers[1]): "1-2,6-7"}
+    assert "by_layer" not in second and second["experts"] == [4, 5, 6, 7]

@@ -43,6 +43,9 @@ FULL = StepMetrics(
     host_rss_bytes={"driver": 1, "worker": 2, "expert": 3},
     gpu_memory_bytes={"cuda:0": 4},
     expert_load_imbalance=1.5,
+    busy={"worker-0": 0.5, "experts-0": 0.75},
+    queue_depth={"experts-0": 1.5},
+    actor_load_imbalance=1.25,
     eval_loss=2.25,
 )
 
@@ -111,6 +114,8 @@ def test_every_figure_of_a_record_is_exported_once():
     assert ("kt_ray_expert_tflops", 0.625, {"direction": "backward_reference"}) in found
     assert ("kt_ray_host_rss_bytes", 3.0, {"actor": "expert"}) in found
     assert ("kt_ray_gpu_memory_bytes", 4.0, {"device": "cuda0"}) in found
+    assert ("kt_ray_busy", 0.75, {"actor": "experts-0"}) in found
+    assert ("kt_ray_queue_depth", 1.5, {"actor": "experts-0"}) in found
     assert ("kt_ray_eval_loss", 2.25, {}) in found
     assert {name for name, _, _ in found} == {spec.name for spec in METRICS}
     assert len(found) == len(FULL.to_dict()) - 1  # all but loss_tokens

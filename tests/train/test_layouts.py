@@ -22,6 +22,9 @@ LAYOUTS = {
     "micro-batch 8": ["trainer.micro_batch_size=8"],
     "micro-batch 3": ["trainer.micro_batch_size=3"],
     "recompute": ["rule.experts.activations=recompute"],
+    "waves of 3 micro-batches": ["rule.wave=3"],
+    "micro-batch-major": ["rule.wave=1"],
+    "waves of 2, 2 stages, 2 replicas": ["rule.wave=2", "rule.stages=2", "rule.replicas=2"],
 }
 
 
@@ -41,6 +44,13 @@ def test_every_layout_gives_the_same_curve(tmp_path: Path, dropout: float) -> No
         observed = curve(path, *common, *overrides)
         for step, (a, b) in enumerate(zip(observed, expected, strict=True)):
             assert a == pytest.approx(b, rel=1e-4), f"{name}, step {step}"
+
+
+def test_overlap_changes_no_bit(tmp_path: Path) -> None:
+    path = build_checkpoint(tmp_path, "deepseek_v3")
+    for layout in ([], ["rule.stages=2", "rule.replicas=2", "rule.experts.sockets=2", "rule.groups=3"]):
+        waiting = curve(path, *layout, "rule.overlap=false", stop=3)
+        assert waiting == curve(path, *layout, stop=3)
 
 
 def test_dropout_changes_the_curve_and_repeats(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -15,6 +16,13 @@ using Clock = std::chrono::steady_clock;
 
 // Phases of one call follow each other within microseconds: look that long before sleeping.
 constexpr auto kSpin = std::chrono::microseconds(5);
+
+// CPU time of the calling thread: what others on its core take, and what it sleeps, does not count.
+int64_t thread_cpu_ns() {
+    timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return static_cast<int64_t>(now.tv_sec) * 1000000000 + now.tv_nsec;
+}
 
 template <class Ready>
 bool spin_until(Ready ready) {
@@ -113,9 +121,9 @@ void ThreadPool::worker(int index) {
         }
         if (stopping_) return;
         seen = generation_.load(std::memory_order_acquire);
-        const auto begin = Clock::now();
+        const int64_t begin = thread_cpu_ns();
         work(index);
-        busy_ns_ += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
+        busy_ns_ += thread_cpu_ns() - begin;
         if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
             std::lock_guard lock(mutex_);
             done_.notify_one();

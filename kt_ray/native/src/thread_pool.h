@@ -38,7 +38,7 @@ class ThreadPool {
     void run(int64_t count, const Task& task);
 
     int threads() const { return static_cast<int>(workers_.size()); }
-    // Sum over threads of the time spent inside tasks.
+    // Sum over threads of the CPU time spent inside tasks (not: of the time that calls were outstanding).
     double busy_seconds() const { return static_cast<double>(busy_ns_.load()) * 1e-9; }
     // True in the process that built the pool.
     bool owned() const;

@@ -1,0 +1,159 @@
+"""Which device each attention worker gets: how many stages, and their devices per replica. Pure functions.
+
+Workers have a GPU each unless the rule says in so many words that they share one: two stages that
+`rule.layers` gives the same device, or replicas whose devices it lists.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from kt_ray.config.schema import RuleConfig
+from kt_ray.errors import UserError
+from kt_ray.placement.hardware import stages_named
+from kt_ray.placement.render import counted
+from kt_ray.placement.split import Named
+from kt_ray.placement.types import Hardware, ModelDims, WorkerPlan
+
+
+def resolve_device(rule: RuleConfig, hardware: Hardware) -> str:
+    """ "cpu" or "cuda": what rule.device, or the devices that rule.layers names, come to on this host."""
+    if rule.device != "auto":
+        return rule.device
+    named = named_devices(rule)
+    if named:
+        return "cuda" if any(name.startswith("cuda") for name in named) else "cpu"
+    return "cuda" if hardware.gpus else "cpu"
+
+
+def named_devices(rule: RuleConfig) -> list[str]:
+    """Every device that rule.layers names, as often as it does."""
+    names: list[str] = []
+    for entry in rule.layers or ():
+        device = entry.get("device") if isinstance(entry, Mapping) else None
+        names += map(str, device) if isinstance(device, list | tuple) else [str(device)] if device else []
+    return names
+
+
+def count_stages(rule: RuleConfig, device: str, hardware: Hardware, dims: ModelDims) -> int:
+    """Pipeline stages per replica.
+
+    Raises:
+        UserError: more GPUs would be needed than there are.
+    """
+    if device == "cpu":
+        return stages_named(rule, default=1)
+    present = len(hardware.gpus)
+    stages = stages_named(rule, default=max(1, min(present // rule.replicas, dims.num_layers)))
+    named = named_devices(rule)
+    listed = any(
+        isinstance(entry, Mapping) and isinstance(entry["device"], list) for entry in rule.layers or ()
+    )
+    wanted = len(set(named)) if listed else (len(set(named)) or stages) * rule.replicas
+    if wanted > present:
+        fewer = f"rule.stages={max(1, present // rule.replicas)}"
+        other = "rule=auto"
+        if rule.name == "auto":  # what asks for GPUs is then a key of its own
+            other = "rule.layers=null" if rule.layers else "rule.device=cpu"
+        share = ", let workers share a GPU (rule.layers with a device list)" if present else ""
+        raise UserError(
+            "the rule needs more GPUs than there are",
+            where=f"rule {rule.name} ({counted(stages, 'stage')}, {counted(rule.replicas, 'replica')})",
+            observed=f"{counted(present, 'GPU')} on {hardware.source}",
+            required=counted(wanted, "GPU"),
+            remedy=f"set {fewer if present >= rule.replicas else other}{share}, or mode=plan to see the plan",
+        )
+    return stages
+
+
+def stage_devices(
+    rule: RuleConfig, device: str, named: Sequence[Named], hardware: Hardware
+) -> tuple[tuple[str, ...], ...]:
+    """Device of every stage, per replica.
+
+    Args:
+        named: per stage what rule.layers says: a device, a list of one per replica, or None. Replica r uses
+            a device that is named alone moved up by r times the number of different devices named.
+
+    Raises:
+        UserError: a device that is not there, a list of another length, or replicas that would share a GPU
+            although no list says so.
+    """
+    stages = len(named)
+    if device == "cpu":
+        flat = [n for entry in named for n in (entry if isinstance(entry, tuple) else (entry,))]
+        wrong = [name for name in flat if name not in (None, "cpu")]
+        if wrong:
+            raise _absent(wrong[0] or "", "only the cpu (rule.device=cpu)")
+        return (("cpu",) * stages,) * rule.replicas
+    present = [f"cuda:{gpu.index}" for gpu in hardware.gpus]
+    step = len({name for name in named if isinstance(name, str)}) or stages
+    per_replica: list[tuple[str, ...]] = []
+    for replica in range(rule.replicas):
+        names = []
+        for stage, entry in enumerate(named):
+            if isinstance(entry, tuple):
+                name = _listed(entry, replica, rule.replicas)
+            else:
+                first = stage if entry is None else _ordinal(entry, present)
+                name = f"cuda:{first + replica * step}"
+            if name not in present:
+                raise _absent(name, ", ".join(present))
+            names.append(name)
+        per_replica.append(tuple(names))
+    _check_sharing(named, per_replica)
+    return tuple(per_replica)
+
+
+def _listed(devices: tuple[str, ...], replica: int, replicas: int) -> str:
+    if len(devices) != replicas:
+        raise UserError(
+            "a device list in rule.layers has another length than there are replicas",
+            where="rule.layers with rule.replicas",
+            observed=f"[{', '.join(devices)}] for {counted(replicas, 'replica')}",
+            required="one device per replica (the same one again where replicas share it)",
+            remedy=f"list {counted(replicas, 'device')}, or set rule.replicas={len(devices)}",
+        )
+    return devices[replica]
+
+
+def _ordinal(name: str, present: Sequence[str]) -> int:
+    digits = name.removeprefix("cuda:")
+    if not digits.isdigit():
+        raise _absent(name, ", ".join(present))
+    return int(digits)
+
+
+def _check_sharing(named: Sequence[Named], per_replica: Sequence[Sequence[str]]) -> None:
+    """Replicas share a GPU only where a list says so: stepping on to a named device is a slip."""
+    single = [stage for stage, entry in enumerate(named) if not isinstance(entry, tuple)]
+    users: dict[str, set[int]] = {}
+    for replica, names in enumerate(per_replica):
+        for stage in single:
+            users.setdefault(names[stage], set()).add(replica)
+    if any(len(replicas) > 1 for replicas in users.values()):
+        raise UserError(
+            "two attention workers would share a GPU",
+            where="rule.layers with rule.replicas",
+            observed=", ".join(name for names in per_replica for name in names),
+            required="a GPU per worker (replica r uses the named devices + r * the number of them)",
+            remedy="number the devices of rule.layers from cuda:0 without gaps, or list one device per "
+            "replica (device: [cuda:0, cuda:0] lets two replicas share cuda:0), or set rule.replicas=1",
+        )
+
+
+def shared_devices(workers: Sequence[WorkerPlan]) -> dict[str, int]:
+    """GPUs with more than one attention worker, and how many."""
+    users = Counter(worker.device for worker in workers if worker.device.startswith("cuda"))
+    return {device: count for device, count in users.items() if count > 1}
+
+
+def _absent(name: str, have: str) -> UserError:
+    return UserError(
+        "rule.layers names a device that is not there",
+        where="rule.layers",
+        observed=name,
+        required=f"one of {have}",
+        remedy="correct the devices, or set rule.layers=null for a balanced split",
+    )

@@ -1,0 +1,120 @@
+"""How many tokens each expert of each layer gets: the histogram that training keeps in its checkpoints.
+
+expert_load.json of a checkpoint directory: slots = (token, expert) pairs of training steps, summed over the
+whole run, resumed parts included; owners = which expert actor held which expert when it was written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kt_ray.errors import UserError
+from kt_ray.placement.types import ModelDims
+
+FILE = "expert_load.json"
+VERSION = 1
+_OTHER = "name a checkpoint of this model (rule.experts.load or trainer.resume)"
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Tokens per expert; immutable, so that a state of the run can keep its own.
+
+    Attributes:
+        steps: training steps counted.
+        slots: MoE layer -> tokens of every expert [E].
+        source: where it was read, for messages.
+        owners: MoE layer -> rank of the actor that held each expert [E]; empty = contiguous.
+    """
+
+    steps: int = 0
+    slots: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    source: str = "this run"
+    owners: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def plus(self, counts: Mapping[int, Sequence[int]]) -> ExpertLoad:
+        """With one more step: MoE layer -> tokens of every expert in it."""
+        slots = dict(self.slots)
+        for layer, of_layer in counts.items():
+            old = slots.get(layer, (0,) * len(of_layer))
+            slots[layer] = tuple(a + b for a, b in zip(old, of_layer, strict=True))
+        return replace(self, steps=self.steps + 1, slots=slots)
+
+    def least_slots(self) -> int:
+        """Tokens of the layer that got fewest."""
+        return min((sum(of_layer) for of_layer in self.slots.values()), default=0)
+
+    def to_json(self, owners: Mapping[int, Sequence[int]]) -> str:
+        """The file's text, one line per layer. owners: as of the placement that this run has now."""
+        lines = [f'{{"version": {VERSION}, "steps": {self.steps}']
+        for name, table in (("slots", self.slots), ("owners", owners)):
+            rows = (
+                f"  {json.dumps(str(layer))}: {json.dumps(list(table[layer]))}" for layer in sorted(table)
+            )
+            lines.append(f' "{name}": {{\n' + ",\n".join(rows) + "}")
+        return ",\n".join(lines) + "}\n"
+
+
+def read_load(checkpoint: Path, dims: ModelDims) -> ExpertLoad | None:
+    """The histogram of a checkpoint directory; None = it has none (written before there were any).
+
+    Raises:
+        UserError: a file that cannot be read, or one of a model with other layers or experts.
+    """
+    file = checkpoint / FILE
+    try:
+        value: Any = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise _damaged(file, error) from error
+    if not isinstance(value, dict) or not isinstance(value.get("steps"), int):
+        raise _damaged(file, "no number of steps")
+    if value.get("version") != VERSION:
+        raise _damaged(file, f"version {value.get('version')}")
+    slots = _table(file, value, "slots")
+    owners = _table(file, value, "owners")
+    experts = {len(counts) for table in (slots, owners) for counts in table.values()}
+    for table in (slots, owners) if owners else (slots,):
+        if set(table) != set(dims.moe_layers) or experts != {dims.num_experts}:
+            raise UserError(
+                "histogram of tokens per expert belongs to another model",
+                where=str(file),
+                observed=_shape(sorted(table), experts),
+                required=_shape(dims.moe_layers, {dims.num_experts}),
+                remedy=_OTHER,
+            )
+    return ExpertLoad(value["steps"], slots, str(checkpoint), owners)
+
+
+def _table(file: Path, value: Mapping[str, Any], name: str) -> dict[int, tuple[int, ...]]:
+    table = value.get(name)
+    if not isinstance(table, dict):
+        raise _damaged(file, f"no table {name}")
+    found: dict[int, tuple[int, ...]] = {}
+    for layer, counts in table.items():
+        # bool is an int, but no count.
+        fine = isinstance(counts, list) and all(type(count) is int and count >= 0 for count in counts)
+        if not fine or not layer.isdecimal():
+            raise _damaged(file, f"{name} of layer {layer} are no counts")
+        found[int(layer)] = tuple(counts)
+    return found
+
+
+def _shape(layers: Sequence[int], experts: set[int]) -> str:
+    named = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers"
+    return f"{len(layers)} ({named}) with {' or '.join(map(str, sorted(experts))) or 'no'} experts"
+
+
+def _damaged(file: Path, observed: object) -> UserError:
+    return UserError(
+        "histogram of tokens per expert cannot be read",
+        where=str(file),
+        observed=observed,
+        required=f"a file {FILE} as mode=train writes it, version {VERSION}",
+        remedy=_OTHER,
+    )

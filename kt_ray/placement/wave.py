@@ -1,0 +1,160 @@
+"""How many micro-batches pass the layers together, and what the experts keep: by memory, not by accident.
+
+A wave passes every layer, forward and backward, before the next begins; gradients add up over a step's
+waves. Each pass over an expert's weights serves all tokens of a group, so a larger wave reads memory less
+often; what is kept for backward grows with it. Pure functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from kt_ray.config.schema import Config
+from kt_ray.placement.render import gib
+from kt_ray.placement.types import Budget, ModelDims
+
+ROOM = 0.9  # of a socket's memory that a plan may fill by choice: the system and the page cache need some
+# Rows per expert and call below which reading (or decoding) its weights takes longer than multiplying
+# (docs/kernels.md: between 64 and 400, by format): smaller waves would cost more than recomputation does.
+ENOUGH_ROWS = 64
+
+BudgetOf = Callable[[int, str], tuple[Budget, ...]]  # (micro-batches of a replica per wave, activations)
+
+
+class Fit(NamedTuple):
+    """wave: micro-batches of a replica per wave. activations: "retain" or "recompute"."""
+
+    wave: int
+    activations: str
+    memory: tuple[Budget, ...]
+    notes: tuple[str, ...]
+
+
+def micro_batches(config: Config) -> int:
+    """Micro-batches of the largest replica in a step."""
+    rows = math.ceil(config.trainer.batch_size / config.rule.replicas)
+    return math.ceil(rows / config.trainer.micro_batch_size)
+
+
+def waves_of(micro: int, wave: int) -> int:
+    """Waves of a step of `micro` micro-batches per replica."""
+    return math.ceil(micro / wave)
+
+
+def choose_groups(config: Config, wave: int) -> tuple[int, list[str]]:
+    """Groups in flight: one where a wave is one micro-batch, else two, never more than micro-batches."""
+    asked = config.rule.groups
+    if not isinstance(asked, int):
+        return min(2, wave), []
+    if asked > wave:
+        return wave, [f"rule.groups={asked} lowered to {wave}, the micro-batches of a replica in a wave"]
+    return asked, []
+
+
+def fit(dims: ModelDims, config: Config, budget_of: BudgetOf) -> Fit:
+    """The largest waves that fit, and what is kept for backward.
+
+    In this order, whatever leaves a tenth of every socket free, else whatever fits at all:
+    1. retain, the whole step as one wave;
+    2. retain, waves as large as fit, while an expert still gets ENOUGH_ROWS rows per call;
+    3. recompute, waves as large as fit;
+    4. retain, waves as large as fit.
+    Keys that are set leave only what they allow. When nothing fits: the least of all, so that the shortage
+    that is reported is the true one.
+    """
+    micro = micro_batches(config)
+    wanted, asked = config.rule.experts.activations, config.rule.wave
+    kinds = ("retain", "recompute") if wanted == "auto" else (wanted,)
+    sizes = [min(asked, micro)] if isinstance(asked, int) else None
+    whole = {kind: budget_of(sizes[0] if sizes else micro, kind) for kind in kinds}
+    for room in (ROOM, 1.0):
+        for wave, kind in _candidates(dims, config, budget_of, kinds, sizes, micro, room):
+            memory = budget_of(wave, kind)
+            if not _lacking(memory, room):
+                return Fit(wave, kind, memory, _notes(config, micro, wave, kind, whole))
+    least = sizes[0] if sizes else 1
+    kind = kinds[-1]
+    return Fit(least, kind, budget_of(least, kind), _notes(config, micro, least, kind, whole))
+
+
+def _candidates(
+    dims: ModelDims,
+    config: Config,
+    budget_of: BudgetOf,
+    kinds: Sequence[str],
+    sizes: Sequence[int] | None,
+    micro: int,
+    room: float,
+) -> Iterator[tuple[int, str]]:
+    if sizes:
+        yield from ((size, kind) for kind in kinds for size in sizes)
+        return
+    yield micro, kinds[0]
+    largest = {kind: _largest(budget_of, kind, micro, room) for kind in kinds}
+    if len(kinds) > 1 and rows_per_call(dims, config, largest["retain"]) >= ENOUGH_ROWS:
+        yield largest["retain"], "retain"
+    yield from ((largest[kind], kind) for kind in reversed(kinds))
+
+
+def _largest(budget_of: BudgetOf, kind: str, micro: int, room: float) -> int:
+    """Micro-batches per wave of the fewest waves that fit (1 where none does); waves of a step are alike."""
+    low, high = 1, micro
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _lacking(budget_of(middle, kind), room):
+            high = middle - 1
+        else:
+            low = middle
+    return math.ceil(micro / waves_of(micro, low))
+
+
+def rows_per_call(dims: ModelDims, config: Config, wave: int) -> float:
+    """Rows that an expert gets in one call on average, when a replica's wave has `wave` micro-batches."""
+    groups, _ = choose_groups(config, wave)
+    trainer = config.trainer
+    rows = wave * trainer.micro_batch_size * config.rule.replicas
+    tokens = min(rows, trainer.batch_size) * config.data.max_length
+    return tokens * dims.experts_per_token / dims.num_experts / groups
+
+
+def _lacking(memory: Sequence[Budget], room: float) -> list[Budget]:
+    """Devices that are too full; what a plan leaves free of a GPU is in its budget already."""
+    return [
+        b
+        for b in memory
+        if b.capacity and b.total > (room if b.device.startswith("socket") else 1.0) * b.capacity
+    ]
+
+
+def _notes(
+    config: Config, micro: int, wave: int, kind: str, whole: dict[str, tuple[Budget, ...]]
+) -> tuple[str, ...]:
+    notes = []
+    waves = waves_of(micro, wave)
+    short = {
+        k: max(_lacking(b, ROOM), key=lambda x: x.total / x.capacity, default=None) for k, b in whole.items()
+    }
+    if config.rule.experts.activations == "auto":
+        worst = short["retain"]
+        if kind == "recompute" and worst is not None:
+            notes.append(
+                f"rule.experts.activations=auto: recompute; retain would need {gib(worst.total)} of the "
+                f"{gib(worst.capacity)} of {worst.device}"
+            )
+        else:
+            notes.append("rule.experts.activations=auto: retain, which fits")
+    if isinstance(config.rule.wave, int) and config.rule.wave > micro:
+        notes.append(
+            f"rule.wave={config.rule.wave} lowered to {micro}, the micro-batches of a replica in a step"
+        )
+    if waves > 1 and config.rule.wave == "auto":
+        worst = short[kind]
+        why = (
+            f"; the whole step would need {gib(worst.total)} of the {gib(worst.capacity)} of {worst.device}"
+            if worst
+            else ""
+        )
+        notes.append(f"rule.wave=auto: {waves} waves of {wave} of a replica's {micro} micro-batches{why}")
+    return tuple(notes)

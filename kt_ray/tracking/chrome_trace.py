@@ -1,0 +1,114 @@
+"""Activities of all actors as one Chrome trace: chrome://tracing and https://ui.perfetto.dev load it.
+
+One process per host, one lane per actor, times in microseconds since the earliest start. Arrows go from
+a submission to its engine call and from a reply to the join that waited for it.
+Format: "Trace Event Format" of the Chromium project (complete events "X", flow events "s" and "f",
+metadata "M").
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kt_ray.timeline import Activity, Event
+
+_COLOURS = {"compute": "good", "wait": "terrible", "transfer": "bad"}  # names of Chrome's palette
+
+
+def chrome_trace(activities: Sequence[Activity], about: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The trace as a JSON tree.
+
+    Args:
+        activities: with events. Clocks of different hosts are brought together by their wall clocks.
+        about: further facts, kept under "otherData".
+    """
+    offsets: dict[str, float] = {}
+    for activity in activities:
+        offsets.setdefault(activity.host, activity.wall_offset)
+    base = min((a.start + offsets[a.host] for a in activities), default=0.0)
+    hosts = list(offsets)
+    trace: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": host}}
+        for pid, host in enumerate(hosts)
+    ]
+    placed: list[tuple[Activity, Event, dict[str, Any]]] = []
+    for lane, activity in enumerate(activities):
+        pid, shift = hosts.index(activity.host), offsets[activity.host] - base
+        where = {"pid": pid, "tid": lane}
+        trace.append({"ph": "M", "name": "thread_name", **where, "args": {"name": activity.actor}})
+        trace.append({"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": lane}})
+        for event in activity.events:
+            item = {
+                "ph": "X",
+                "name": event.name,
+                "cat": event.category,
+                "cname": _COLOURS[event.category],
+                "ts": (event.start + shift) * 1e6,
+                "dur": (event.end - event.start) * 1e6,
+                **where,
+                "args": {k: v for k, v in (("layer", event.layer), ("group", event.group)) if v >= 0},
+            }
+            trace.append(item)
+            placed.append((activity, event, item))
+    trace += _arrows(placed)
+    return {"traceEvents": trace, "displayTimeUnit": "ms", "otherData": about or {}}
+
+
+def _arrows(placed: Iterable[tuple[Activity, Event, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Flow events: every submission to every engine call of its layer, group and direction; replies in order.
+
+    An expert actor answers replicas in their order, which is also the workers' order here.
+    """
+    ends: dict[tuple[str, ...], dict[str, list[dict[str, Any]]]] = {}
+    for activity, event, item in placed:
+        side, what = _end_of_message(activity.actor, event)
+        if side:
+            key = (*what, str(event.layer), str(event.group))
+            ends.setdefault(key, {"from": [], "to": []})[side].append(item)
+    arrows: list[dict[str, Any]] = []
+    for key, sides in ends.items():
+        pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]
+        if key[0] == "request":
+            pairs = itertools.product(sides["from"], sides["to"])
+        else:
+            pairs = zip(sides["from"], sides["to"], strict=False)
+        for start, end in pairs:
+            common = {"name": key[0], "cat": "message", "id": len(arrows) // 2}
+            leaves = start["ts"] + start["dur"] / 2
+            # A call begins with its request; a wait ends with its reply.
+            arrives = end["ts"] + (end["dur"] if key[0] == "reply" else 0.0)
+            arrows.append({"ph": "s", **common, "ts": leaves, "pid": start["pid"], "tid": start["tid"]})
+            arrows.append(
+                {"ph": "f", "bp": "e", **common, "ts": arrives, "pid": end["pid"], "tid": end["tid"]}
+            )
+    return arrows
+
+
+def _end_of_message(actor: str, event: Event) -> tuple[str, tuple[str, ...]]:
+    """("from" or "to", what the message is) for spans that send or receive one; ("", ()) for others."""
+    first, _, direction = event.name.partition(" ")
+    if first == "submit":
+        return "from", ("request", direction)
+    if first == "reply":
+        return "from", ("reply", direction, actor)
+    if event.category == "wait" and first.startswith("experts-"):
+        return "to", ("reply", direction, first)
+    if actor.startswith("experts-") and event.name in ("forward", "backward"):
+        return "to", ("request", event.name)
+    return "", ()
+
+
+def write_timeline(
+    directory: Path, step: int, activities: Sequence[Activity], about: dict[str, Any] | None = None
+) -> Path:
+    """`step_000010.json` under `directory`, which is made. `step` counts from 1. Returns the file."""
+    from kt_ray.rundir import write_atomic
+
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / f"step_{step:06d}.json"
+    write_atomic(file, json.dumps(chrome_trace(activities, about)) + "\n")
+    return file
