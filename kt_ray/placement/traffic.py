@@ -101,7 +101,8 @@ def far_actors(plan: Plan) -> tuple[int, ...]:
     """Ranks of expert actors that workers reach over the network, or by bytes all the same."""
     if plan.transport.near != "arena":
         return tuple(actor.rank for actor in plan.experts)
-    return ()
+    # Attention is on host 0; a plan of one host names none.
+    return tuple(actor.rank for actor in plan.experts if getattr(actor, "host", 0) != 0)
 
 
 def traffic_notes(plan: Plan) -> list[str]:
