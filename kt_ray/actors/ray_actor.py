@@ -40,8 +40,7 @@ class RayActor:
         if ray.get_runtime_context().was_current_actor_reconstructed:
             # Its arguments say what it held, so it needs nobody to load its weights again.
             logger.warning("%s was restarted; loading its weights again", self._name)
-            self.actor.load()
-            self.actor.reborn = True
+            self.actor.load_again()
         self._port = RayPort(
             self._name,
             self.actor.deliver,
@@ -60,7 +59,7 @@ class RayActor:
 
     @ray.method(concurrency_group="control")
     def node(self) -> str:
-        return str(ray.get_runtime_context().get_node_id())
+        return _node_id()
 
     @ray.method(concurrency_group="control")
     def meeting(self) -> Meeting:
@@ -70,9 +69,9 @@ class RayActor:
         return self._meeting_point.next()
 
     @ray.method(concurrency_group="control")
-    def connect(self, peers: dict[Address, Peer], meeting: Meeting | None) -> None:
+    def connect(self, peers: dict[Address, Peer], epoch: int, meeting: Meeting | None) -> None:
         """Meet the peers; again, when some were replaced. Between passes."""
-        self._port.connect(self._address, peers, meeting, ray.util.get_node_ip_address())
+        self._port.connect(self._address, peers, epoch, meeting, ray.util.get_node_ip_address())
         self.actor.port = self._port
 
     @ray.method(concurrency_group="control")
@@ -92,6 +91,10 @@ class RayActor:
     @ray.method(concurrency_group="compute")
     def compute(self, method: str, *args: Any) -> Any:
         return getattr(self.actor, method)(*args)
+
+
+def _node_id() -> str:
+    return str(ray.get_runtime_context().get_node_id())
 
 
 # Two control threads: a large message being copied must not hide an abort.

@@ -38,6 +38,7 @@ class Packed:
     inline: dict[str, tuple[str, tuple[int, ...], np.ndarray]] = field(default_factory=dict)
     gloo: dict[str, tuple[int, str, tuple[int, ...]]] = field(default_factory=dict)
     source: int = -1
+    epoch: int = 0  # of the introduction that the sender knew
 
 
 def pack_inline(message: Message) -> Packed:
@@ -109,6 +110,7 @@ class RayPort:
         self._node = ""
         self._ranks: dict[Address, int] = {}
         self._link: GlooLink | None = None
+        self.epoch = -1
         self._arena = Arena(name)
         self._reader = ArenaReader(PageLock() if pinned else None)
         self._blocks: dict[Lease, list[Block]] = {}
@@ -121,14 +123,19 @@ class RayPort:
         self,
         me: Address,
         peers: Mapping[Address, Peer],
+        epoch: int = 0,
         meeting: Meeting | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        """Meet the peers; again, when some of them were replaced: nothing of the old ones is kept.
+        """Meet the peers; again, between passes, when some of them were replaced.
+
+        Nothing of the old ones is kept, and what was sent before belongs to an older epoch, whose messages
+        are passed over.
 
         Args:
             me: this actor's address.
             peers: all actors by address, this one included.
+            epoch: number of this introduction.
             meeting: where all of them meet for gloo; None = no message goes that way.
             host: this node's address as the others see it.
         """
@@ -137,7 +144,7 @@ class RayPort:
         if self._link is not None:
             self._link.close()
             self._link = None
-        self._me, self._peers = me, dict(peers)
+        self._me, self._peers, self.epoch = me, dict(peers), epoch
         self._node = peers[me].node
         self._ranks = {address: rank for rank, address in enumerate(sorted(peers))}
         if meeting is not None and len(peers) > 1:
@@ -197,6 +204,7 @@ class RayPort:
         return lease
 
     def _ring(self, addresses: Sequence[Address], packed: Packed) -> None:
+        packed.epoch = self.epoch
         for address in addresses:
             self._peers[address].handle.deliver.remote(packed)
 
@@ -227,6 +235,8 @@ class RayPort:
 
     def receive(self, packed: Packed) -> None:
         """Take a message from a peer's call, from any thread; gloo is waited for elsewhere."""
+        if packed.epoch != self.epoch:
+            return  # of a pass that was given up when an actor died
         message = unpack(packed, self._reader)
         if not packed.gloo:
             self._deliver(message)

@@ -20,7 +20,7 @@ from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, load_e
 from kt_ray.checkpoint.load_experts import Target
 from kt_ray.config.schema import LoraConfig, OptimConfig
 from kt_ray.experts.memory import PreferNode, available_memory
-from kt_ray.model.lora import init_lora_a
+from kt_ray.model.lora import init_lora_a, initial_lora
 from kt_ray.native import DropoutSpec, Engine, ExpertFormula, ExpertLora, ExpertWeights, Saved
 from kt_ray.optim import LoraOptimizer, squared_norm
 from kt_ray.placement.types import HoldsExperts
@@ -191,6 +191,18 @@ class ExpertHost:
             self.lora[layer] = _adapter({k: p.data for k, p in matrices.items()}, spec.lora.scale)
             grads = {k: p.grad for k, p in matrices.items() if p.grad is not None}
             self._grads[layer] = _adapter(grads, spec.lora.scale)
+
+    def restart_lora(self) -> None:
+        """As `load` left it, in place: initial values, no moments, no gradients, no step taken."""
+        if self._optimizer is None:
+            return
+        for name, tensor in self.named("param"):
+            tensor.copy_(initial_lora(self.spec.seed, name, tensor.shape))
+        for what in ("exp_avg", "exp_avg_sq"):
+            for _, tensor in self.named(what):
+                tensor.zero_()
+        self._optimizer.zero_grad()
+        self._optimizer.set_step(0)
 
     # -- computing ---------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.placement.engine_memory import HUGE_PAGE, EngineShape, rounded
 from kt_ray.placement.families import WITHOUT_SDPA
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
+from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, MemoryLine, ModelDims, WorkerPlan
 
 GIB = 1 << 30
@@ -137,9 +138,8 @@ def budgets(
         if size > 0:
             lines.setdefault(device, []).append(MemoryLine(device, item, math.ceil(size)))
 
-    nodes = [socket.node for socket in hardware.sockets]
     for worker in workers:
-        home = f"socket {home_node(worker, hardware)}"
+        home = socket_name(hardware, 0, home_node(worker, hardware))
         for item, size in worker_items(dims, config, load, worker, stages, dtype).items():
             add(home if worker.device == "cpu" or item == "staging" else worker.device, item, size)
         if worker.device != "cpu":
@@ -149,22 +149,26 @@ def budgets(
     for actor in experts:
         isa = hardware.isas[-1] if actor.isa == "auto" and hardware.isas else actor.isa
         for item, size in _expert_actor(dims, config, load, groups, actor, isa).items():
-            add(f"socket {actor.node}", item, size)
+            add(socket_name(hardware, actor.host, actor.node), item, size)
     ray = RAY_RUNTIME if config.cluster.name == "ray" else 0
-    add(f"socket {nodes[0]}", "runtime", DRIVER_RUNTIME + ray)
+    for host in range(hardware.hosts):
+        first = socket_name(hardware, host, hardware.on(host)[0].node)
+        add(first, "runtime", ray + (DRIVER_RUNTIME if host == 0 else 0))
 
-    capacity = {f"socket {s.node}": s.memory_bytes for s in hardware.sockets}
+    capacity = {socket_name(hardware, s.host, s.node): s.memory_bytes for s in hardware.sockets}
     capacity |= {f"cuda:{gpu.index}": gpu.memory_bytes for gpu in hardware.gpus}
-    devices = sorted(lines, key=lambda d: (d.startswith("socket"), d.partition(":")[0], _number(d)))
-    return tuple(Budget(d, _merged(d, lines[d]), capacity.get(d, 0)) for d in devices)
+    found = [Budget(d, _merged(d, lines[d]), capacity.get(d, 0)) for d in lines]
+    found.sort(key=lambda b: (b.is_socket, b.host, b.device.partition(":")[0], _number(b.device)))
+    return tuple(found)
 
 
 def home_node(worker: WorkerPlan, hardware: Hardware) -> int:
-    """NUMA node whose memory an attention worker's host side counts against."""
-    for socket in hardware.sockets:
+    """NUMA node of host 0 whose memory an attention worker's host side counts against."""
+    sockets = hardware.on(0)
+    for socket in sockets:
         if worker.cpus and set(worker.cpus) <= set(socket.cpus):
             return socket.node
-    return hardware.sockets[worker.rank % len(hardware.sockets)].node
+    return sockets[worker.rank % len(sockets)].node
 
 
 def layer_activation_bytes(dims: ModelDims, config: Config, layer: int, dtype: str) -> int:

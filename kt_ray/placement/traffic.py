@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kt_ray.placement.types import Plan
 
@@ -102,34 +102,27 @@ def far_actors(plan: Plan) -> tuple[int, ...]:
     if plan.transport.near != "arena":
         return tuple(actor.rank for actor in plan.experts)
     # Attention is on host 0; a plan of one host names none.
-    return tuple(actor.rank for actor in plan.experts if getattr(actor, "host", 0) != 0)
+    return tuple(actor.rank for actor in plan.experts if actor.host != 0)
 
 
 def traffic_notes(plan: Plan) -> list[str]:
-    """What travels in a step, for people."""
-    moved = traffic(plan)
-    notes = []
-    near, far = moved.to_experts(far=False), moved.to_experts(far=True)
-    if near:
-        notes.append(f"per step {near / 1e9:.2f} GB to and from experts through shared memory")
-    if far:
-        share = sum(link.tokens for link in moved.experts if link.far) / max(
-            1.0, plan.tokens_per_step * sum(1 for link in moved.experts if link.far)
-        )
-        notes.append(
-            f"per step {far / 1e9:.2f} GB to and from experts out of shared memory's reach, through "
-            f"{plan.transport.far or plan.transport.near}: {100 * share:.0f} % of the tokens have an expert "
-            "there, with balanced routing"
-        )
-    if moved.between_stages:
-        notes.append(f"per step {moved.between_stages / 1e9:.2f} GB of hidden states between stages")
-    return notes
+    """What a step sends over the network, for people; nothing where all is within shared memory."""
+    links = [link for link in traffic(plan).experts if link.far]
+    if not links:
+        return []
+    share = sum(link.tokens for link in links) / max(1, len(links) * plan.tokens_per_step)
+    return [
+        f"{sum(link.bytes for link in links) / 1e9:.2f} GB per step travel to and from expert actors out of "
+        f"shared memory's reach ({plan.transport.far}): balanced routing sends {100 * share:.0f} % of the "
+        "tokens to each"
+    ]
 
 
-def traffic_dict(plan: Plan) -> dict[str, float]:
+def traffic_dict(plan: Plan) -> dict[str, Any]:
     """Sums for plan.json, in bytes per step."""
     moved = traffic(plan)
     return {
+        "far_actors": list(far_actors(plan)),
         "experts_near": round(moved.to_experts(far=False)),
         "experts_far": round(moved.to_experts(far=True)),
         "stages": round(moved.between_stages),
