@@ -81,6 +81,8 @@ class ExpertActor(PlainActor):
         }
 
     def close(self) -> None:
+        if self.port is not None:
+            self.port.close()
         self.host.close()
 
     # -- a pass ------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from kt_ray.placement.memory import budgets
 from kt_ray.placement.render import counted, plan_to_dict
 from kt_ray.placement.split import LayerSplit, split_experts, split_layers
 from kt_ray.placement.stage_split import balanced_stages
+from kt_ray.placement.traffic import traffic_notes
+from kt_ray.placement.transport import choose_transport
 from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, ModelDims, Plan, Socket, WorkerPlan
 from kt_ray.placement.wave import choose_groups, fit
 
@@ -89,7 +91,7 @@ def make_plan(
     chosen = fit(dims, config, budget_of)
     groups, group_notes = choose_groups(config, chosen.wave)
     notes += [*expert_notes, *chosen.notes, *group_notes, *_backend_notes(rule, hardware)]
-    return Plan(
+    plan = Plan(
         dims=dims,
         hardware=hardware,
         workers=workers,
@@ -100,12 +102,13 @@ def make_plan(
         wave=chosen.wave,
         overlap=rule.overlap,
         budgets=chosen.memory,
-        notes=tuple(notes),
         rule=rule.name,
         dtype=dtype,
         tokens_per_step=config.trainer.batch_size * config.data.max_length,
+        transport=choose_transport(rule),
         expected_load=expected,
     )
+    return replace(plan, notes=(*notes, *traffic_notes(plan)))
 
 
 def _check_replicas(config: Config) -> None:

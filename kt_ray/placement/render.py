@@ -8,6 +8,7 @@ from typing import Any
 
 from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.memory import GIB, ITEMS, home_node
+from kt_ray.placement.traffic import traffic_dict
 from kt_ray.placement.types import ExpertActorPlan, HoldsExperts, Plan, WorkerPlan
 
 
@@ -40,6 +41,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "wave": plan.wave,
         "overlap": plan.overlap,
         "tokens_per_step": plan.tokens_per_step,
+        "transport": plan.transport._asdict(),
+        "traffic": traffic_dict(plan),
         "workers": [_lists(dataclasses.asdict(worker)) for worker in plan.workers],
         "experts": [_actor(actor) for actor in plan.experts],
         "expected_load": dataclasses.asdict(plan.expected_load) if plan.expected_load else None,

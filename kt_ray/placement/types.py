@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kt_ray.placement.formats import Storage, plain_storage
 from kt_ray.placement.rates import Figure
+from kt_ray.placement.transport import DEFAULT, Transport
 
 
 class Quantised(NamedTuple):
@@ -321,6 +322,7 @@ class Plan:
     rule: str = ""
     dtype: str = ""  # compute type of attention, norms, routers and shared experts
     tokens_per_step: int = 0  # worst case: rows x longest row, all replicas
+    transport: Transport = DEFAULT  # how tensors travel between actors
     expected_load: ExpectedLoad | None = None  # of the expert actors, where a histogram is known
 
     @property
