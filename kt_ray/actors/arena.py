@@ -154,10 +154,6 @@ class ArenaReader:
         # By inode, too: a restarted peer may get the same process id and file number again.
         self._maps: dict[tuple[str, int], mmap.mmap] = {}
 
-    def forget(self) -> None:
-        """Unmap everything (what tensors still show goes with them): peers may have been replaced."""
-        self._maps.clear()
-
     def read(self, ref: TensorRef) -> torch.Tensor:
         """A tensor on the peer's memory: read it before the peer may reuse it.
 

@@ -44,7 +44,7 @@ def introduce(
     """What the driver does: every port meets every other, all at once."""
     peers = {a: Peer(Doorbell(port, ways), nodes.get(a, "here")) for a, port in ports.items()}
     with ThreadPoolExecutor(len(ports)) as pool:
-        list(pool.map(lambda item: item[1].connect(item[0], peers, meeting), ports.items()))
+        list(pool.map(lambda item: item[1].connect(item[0], peers, meeting=meeting), ports.items()))
 
 
 class PortCluster(LocalCluster):

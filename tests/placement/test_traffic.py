@@ -9,10 +9,10 @@ import pytest
 
 from kt_ray.actors.local_cluster import LocalHandle
 from kt_ray.errors import UserError
-from kt_ray.placement.traffic import touched, traffic, traffic_notes
+from kt_ray.placement.traffic import Link, touched, traffic, traffic_notes
 from kt_ray.placement.transport import Transport
 from kt_ray.train.reports import PassReport
-from tests.actors.test_exchange import far_cluster
+from tests.actors.test_exchange import FarPort, far_cluster
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, one_pass, plan_for, waves_of
 
@@ -32,28 +32,13 @@ def test_the_sums_are_those_of_the_messages_sent(tmp_path: Path, far: tuple[int,
     plan = replace(plan, dtype="float32")
     moved = traffic(plan, far=far, tokens=tokens)
     for link in moved.experts:
-        rank = ("experts", link.actor)
-
-        def size(direction: str, back: bool, link=link, rank=rank) -> tuple[int, int]:  # type: ignore[no-untyped-def]
-            head: tuple[object, ...] = ("reply", direction) if back else (direction,)
-            found = [
-                m
-                for to, m in port.sent
-                if m.tag[: len(head)] == head
-                and (m.tag[3] if back else m.tag[2]) == link.layer
-                and (m.tag[5] == link.actor if back else to == rank)
-            ]
-            (message,) = found
-            count = next(iter(message.tensors.values())).shape[0]
-            return sum(t.numel() * t.element_size() for t in message.tensors.values()), count
-
         for name, direction, back in [
             ("forward_there", "forward", False),
             ("forward_back", "forward", True),
             ("backward_there", "backward", False),
             ("backward_back", "backward", True),
         ]:
-            observed, count = size(direction, back)
+            observed, count = _sent(port, link, direction, back)
             # Per row exact; the number of rows is expected, not known.
             assert observed / count == pytest.approx(getattr(link, name) / link.tokens)
             assert count == (tokens if not link.far else pytest.approx(link.tokens, rel=0.25))
@@ -86,9 +71,22 @@ def test_shared_memory_alone_is_refused_for_several_nodes(tmp_path: Path) -> Non
     with pytest.raises(UserError, match="cannot carry tensors between nodes"):
         plan_for(path, config_for(path, "rule.device=cpu", "rule.transport=arena", "rule.nodes=2"))
     two = plan_for(
-        path, config_for(path, "cluster=ray", "rule.device=cpu", "rule.nodes=2", "rule.experts.sockets=2")
+        path, config_for(path, "cluster=ray", "rule.device=cpu", "rule.nodes=2", "rule.experts.sockets=1")
     )
     links = traffic(two).experts
     assert {link.actor: link.far for link in links} == {0: False, 1: True}
     share = touched(two.dims.num_experts, len(two.held(links[0].layer, 1)), two.dims.experts_per_token)
     assert all(link.tokens == pytest.approx(share * two.tokens_per_step) for link in links if link.far)
+
+
+def _sent(port: FarPort, link: Link, direction: str, back: bool) -> tuple[int, int]:
+    """Bytes and rows of all groups' messages of a link, one way."""
+    if back:
+        replies = [m for _, m in port.sent if m.tag[:2] == ("reply", direction)]
+        found = [m for m in replies if m.tag[3] == link.layer and m.tag[5] == link.actor]
+    else:
+        found = [m for to, m in port.sent if m.tag[0] == direction and to == ("experts", link.actor)]
+        found = [m for m in found if m.tag[2] == link.layer]
+    assert found
+    size = sum(t.numel() * t.element_size() for m in found for t in m.tensors.values())
+    return size, sum(next(iter(m.tensors.values())).shape[0] for m in found)
