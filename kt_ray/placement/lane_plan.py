@@ -192,7 +192,7 @@ def resident_count(actor: ExpertActorPlan) -> int:
 def lane_lines(
     dims: ModelDims, config: Config, actor: ExpertActorPlan, size: LaneMemory, home: str
 ) -> Iterator[tuple[str, str, float]]:
-    """(device, item, bytes) of a lane; what a GPU keeps of the experts is to be taken off the socket `home`."""
+    """(device, item, bytes) of a lane; what a GPU keeps of the experts is to be taken off socket `home`."""
     lane = actor.lane
     if lane is None:
         return
