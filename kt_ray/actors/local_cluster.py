@@ -12,6 +12,7 @@ from kt_ray.actors.cluster import ActorCluster, Handle
 from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.mailbox import Address, Message
 from kt_ray.actors.port import LocalPort
+from kt_ray.placement.transport import DEFAULT
 
 
 class LocalHandle(Handle):
@@ -40,7 +41,10 @@ class LocalCluster(ActorCluster):
     """`cluster=local`."""
 
     def connect(self) -> list[str]:
-        return ["cluster: all actors in this process, without Ray (cluster=local)"]
+        lines = ["cluster: all actors in this process, without Ray (cluster=local)"]
+        if self.plan.transport != DEFAULT:
+            lines.append("rule.transport changes nothing: within a process tensors do not travel")
+        return lines
 
     def _spawn(self) -> None:
         specs = self.specs

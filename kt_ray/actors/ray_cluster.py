@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -17,6 +17,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray.actors.cluster import ActorCluster, ActorDied, Handle, LoadNote
+from kt_ray.actors.gloo_link import Meeting
+from kt_ray.actors.gpu import VARIABLE, own_lane
 from kt_ray.actors.mailbox import Address
 from kt_ray.actors.ray_actor import RemoteActor
 from kt_ray.actors.ray_address import Running, free_port, running_cluster
@@ -38,6 +40,7 @@ from kt_ray.actors.ray_recovery import Wanted, let_go, not_started, when_free
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.errors import UserError
+from kt_ray.placement.transport import several_nodes
 from kt_ray.placement.types import Plan
 from kt_ray.train.cluster import ActorLost
 
@@ -205,7 +208,8 @@ class RayCluster(ActorCluster):
             )
             gpus = share.get(worker.device, 0.0)
             wanted.append(Wanted(address, worker.cpus, args, reserved[address], gpus))
-        for host in self.specs.experts:
+        for spec in self.specs.experts:
+            host = own_lane(spec, os.environ.get(VARIABLE))
             address = ("experts", host.rank)
             args = (self.plan, host, self.specs.timeout)
             wanted.append(Wanted(address, host.cpus, args, reserved[address], 0.0))
@@ -271,7 +275,10 @@ class RayCluster(ActorCluster):
             except RayActorError as error:
                 self._lost.add(handle.address)
                 raise ActorLost(f"{handle.name} did not start", observed=str(error)) from error
-        introduced = [handle.actor.connect.remote(peers, self._epoch) for handle in self._ray_handles()]
+        meeting = self._meeting(peers, timeout)
+        introduced = [
+            handle.actor.connect.remote(peers, self._epoch, meeting) for handle in self._ray_handles()
+        ]
         for handle, future in zip(self._ray_handles(), introduced, strict=True):
             try:
                 ray.get(future, timeout=timeout)
@@ -285,6 +292,25 @@ class RayCluster(ActorCluster):
                 raise _cause(error) from error
             except RayError as error:
                 raise self._death(handle, ActorDied(" ".join(str(error).split()))) from error
+
+    def _meeting(self, peers: Mapping[Address, Peer], timeout: float) -> Meeting | None:
+        """Where all actors meet, if tensors travel through gloo.
+
+        Raises:
+            UserError: shared memory is forced, and the actors are on several nodes.
+        """
+        nodes = len({peer.node for peer in peers.values()})
+        near, far = self.plan.transport
+        if nodes > 1 and not far:
+            raise several_nodes(nodes)
+        if "gloo" not in (near, far if nodes > 1 else near):
+            return None
+        first = self._ray_handles()[0]
+        try:
+            meeting: Meeting = ray.get(first.actor.meeting.remote(), timeout=timeout)
+        except (GetTimeoutError, RayActorError) as error:
+            raise self._death(first, ActorDied(" ".join(str(error).split()))) from error
+        return meeting
 
     def _reserve(self, reserved: dict[Address, float]) -> Seats:
         """The placement group, and the bundle of every actor in it."""
