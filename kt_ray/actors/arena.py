@@ -106,6 +106,10 @@ class ArenaReader:
     def __init__(self) -> None:
         self._maps: dict[str, mmap.mmap] = {}
 
+    def forget(self) -> None:
+        """Unmap everything (what tensors still show goes with them): peers may have been replaced."""
+        self._maps.clear()
+
     def read(self, ref: TensorRef) -> torch.Tensor:
         """A tensor on the peer's memory: read it before the peer may reuse it."""
         mapped = self._maps.get(ref.path)

@@ -23,6 +23,7 @@ from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.config.schema import OptimConfig
+from kt_ray.model.lora import initial_lora
 from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
 from kt_ray.optim import squared_norm, use_torch_threads
@@ -64,7 +65,6 @@ class AttentionWorker(PlainActor):
         super().__init__(f"attention worker {rank}", timeout)
         self.load_seconds = 0.0
         self._stage: Stage | None = None
-        self._committed = -1
         self._masters: Masters | None = None
         self._recorder = Recorder()
         use_torch_threads(self.here.threads)
@@ -230,6 +230,8 @@ class AttentionWorker(PlainActor):
     def publish(self, token: int) -> None:
         """Worker 0 sends every worker the current masters; the others take them."""
         self._exchange_parameters(("params", token))
+        if self.rank != 0:
+            self.reborn = False  # what it trains with is all that it holds
 
     def start_masters(self, token: int) -> None:
         """Stages of replica 0 send their initial LoRA to worker 0."""
@@ -247,12 +249,15 @@ class AttentionWorker(PlainActor):
             assert self.port is not None
             self.port.send([ROOT], Message(tag, {"flat": self._flat(grad=False)}))
 
-    def prepare(self, step: int) -> float:
-        """Phase one: reduce gradients to worker 0; returns their squared norm there, 0 elsewhere."""
+    def prepare(self, step: int, token: int) -> float:
+        """Phase one: reduce gradients to worker 0; returns their squared norm there, 0 elsewhere.
+
+        `token` tells the messages of a repeated step from those of the attempt that was given up.
+        """
         self._claim_thread()
         assert self.port is not None
         if self.rank != 0:
-            self.port.send([ROOT], Message(("grads", step, self.rank), {"flat": self._flat(grad=True)}))
+            self.port.send([ROOT], Message(("grads", token, self.rank), {"flat": self._flat(grad=True)}))
             return 0.0
         assert self._masters is not None
         self.doing = f"step {step}, reducing gradients"
@@ -263,7 +268,7 @@ class AttentionWorker(PlainActor):
                 if rank == 0:
                     part = self._flat(grad=True)
                 else:
-                    part = self.mailbox.take(("grads", step, rank), self.timeout).tensors["flat"]
+                    part = self.mailbox.take(("grads", token, rank), self.timeout).tensors["flat"]
                 total = part.clone() if total is None else total.add_(part)
             assert total is not None
             self._masters.set_grad(stage, total)
@@ -321,6 +326,16 @@ class AttentionWorker(PlainActor):
         """Forget gradients and messages of a step that was given up."""
         self.mailbox.clear()
         self.stage.zero_grad()
+
+    def restart(self) -> None:
+        """Back to before the first step; then `hold_masters`, `start_masters` and `publish`."""
+        self.discard()
+        shapes = self.collect_shapes()
+        self.stage.load_parameters(
+            {name: initial_lora(self.spec.seed, name, shape) for name, shape in shapes.items()}
+        )
+        self._committed = -1
+        self.reborn = False
 
     # -- by name -----------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -68,6 +69,9 @@ class LocalCluster(ActorCluster):
         # Built on its own thread: torch's thread count is a property of the calling thread.
         compute = ThreadPoolExecutor(1, thread_name_prefix=f"{address[0]}-{address[1]}")
         to.append(LocalHandle(address, compute.submit(build, *args).result(), compute))
+
+    def _respawn(self, lost: AbstractSet[Address]) -> None:
+        raise AssertionError("actors in the driver's own process do not die by themselves")
 
     def _wait(self, futures: Sequence[Future[Any]], timeout: float) -> list[Future[Any]]:
         return list(wait(futures, timeout=timeout, return_when=FIRST_COMPLETED).done)

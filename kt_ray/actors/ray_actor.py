@@ -37,13 +37,13 @@ class RayActor:
             show_own_gpu(args[1])
         self._name = f"{kind}-{rank}"
         self._reader = ArenaReader()
+        self._port: RayPort | None = None
         self.actor: AttentionWorker | ExpertActor
         self.actor = AttentionWorker(*args) if kind == "worker" else ExpertActor(*args)
         if ray.get_runtime_context().was_current_actor_reconstructed:
             # Its arguments say what it held, so it needs nobody to load its weights again.
             logger.warning("%s was restarted; loading its weights again", self._name)
-            self.actor.load()
-            self.actor.reborn = True
+            self.actor.load_again()
 
     def __repr__(self) -> str:
         """What the dashboard shows beside the actor's name, and what its log lines begin with."""
@@ -54,14 +54,20 @@ class RayActor:
 
     @ray.method(concurrency_group="control")
     def node(self) -> str:
-        return str(ray.get_runtime_context().get_node_id())
+        return _node_id()
 
     @ray.method(concurrency_group="control")
-    def connect(self, peers: dict[Address, Peer]) -> None:
-        self.actor.port = RayPort(self._name, str(ray.get_runtime_context().get_node_id()), peers)
+    def connect(self, peers: dict[Address, Peer], epoch: int) -> None:
+        if self._port is None:
+            self._port = self.actor.port = RayPort(self._name, _node_id(), peers, epoch)
+        else:
+            self._reader.forget()
+            self._port.connect(peers, epoch)
 
     @ray.method(concurrency_group="control")
     def deliver(self, packed: Packed) -> None:
+        if self._port is None or packed.epoch != self._port.epoch:
+            return  # of a pass that was given up when an actor died
         try:
             self.actor.deliver(unpack(packed, self._reader))
         except Exception as error:  # nobody waits for this call: the compute thread must hear of it
@@ -77,6 +83,10 @@ class RayActor:
     @ray.method(concurrency_group="compute")
     def compute(self, method: str, *args: Any) -> Any:
         return getattr(self.actor, method)(*args)
+
+
+def _node_id() -> str:
+    return str(ray.get_runtime_context().get_node_id())
 
 
 # Two control threads: a large message being copied must not hide an abort.

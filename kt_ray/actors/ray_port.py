@@ -28,6 +28,7 @@ class Packed:
     facts: dict[str, Any]
     refs: dict[str, TensorRef] = field(default_factory=dict)
     inline: dict[str, tuple[str, tuple[int, ...], np.ndarray]] = field(default_factory=dict)
+    epoch: int = 0  # of the introduction that the sender knew
 
 
 def pack_inline(message: Message) -> Packed:
@@ -66,14 +67,25 @@ class RayPort:
         name: for the arena's name in /proc maps.
         node: Ray node id of this actor.
         peers: all actors by address.
+        epoch: number of the introduction that these peers come from.
     """
 
-    def __init__(self, name: str, node: str, peers: Mapping[Address, Peer]) -> None:
+    def __init__(self, name: str, node: str, peers: Mapping[Address, Peer], epoch: int = 0) -> None:
         self._node = node
         self._peers = dict(peers)
+        self.epoch = epoch
         self._arena = Arena(name)
         self._blocks: dict[Lease, list[tuple[int, int, int]]] = {}
         self._next: Lease = 1
+
+    def connect(self, peers: Mapping[Address, Peer], epoch: int) -> None:
+        """Meet all actors by address; again, between passes, when some of them were replaced.
+
+        What was sent before belongs to an older epoch, and receivers of this one pass it over.
+        """
+        self.release_all()
+        self._peers = dict(peers)
+        self.epoch = epoch
 
     def send(self, to: Sequence[Address], message: Message) -> Lease:
         size = sum(t.numel() * t.element_size() for t in message.tensors.values())
@@ -82,7 +94,7 @@ class RayPort:
         lease = self._next
         self._next += 1
         if near:
-            packed = Packed(message.tag, message.facts)
+            packed = Packed(message.tag, message.facts, epoch=self.epoch)
             blocks = []
             for name, tensor in message.tensors.items():
                 packed.refs[name], block = self._arena.write(tensor)
@@ -92,6 +104,7 @@ class RayPort:
                 peer.handle.deliver.remote(packed)
         if far:
             inline = pack_inline(message)
+            inline.epoch = self.epoch
             for peer in far:
                 peer.handle.deliver.remote(inline)
         return lease

@@ -23,7 +23,7 @@ from kt_ray.config.schema import LoraConfig, OptimConfig
 from kt_ray.experts.lane import DeviceLane, LaneSaved
 from kt_ray.experts.memory import PreferNode, available_memory
 from kt_ray.experts.parts import Kept, as_adapter, first_experts, shapes_of
-from kt_ray.model.lora import init_lora_a
+from kt_ray.model.lora import init_lora_a, initial_lora
 from kt_ray.native import DropoutSpec, Engine, ExpertFormula, ExpertLora, ExpertWeights, Saved
 from kt_ray.optim import LoraOptimizer, squared_norm
 from kt_ray.placement.types import HoldsExperts, LanePlan
@@ -220,6 +220,18 @@ class ExpertHost:
             self._grads[layer] = as_adapter(grads, spec.lora.scale)
             if self.lane is not None:
                 self.lane.lock(self.lora[layer])
+
+    def restart_lora(self) -> None:
+        """As `load` left it, in place: initial values, no moments, no gradients, no step taken."""
+        if self._optimizer is None:
+            return
+        for name, tensor in self.named("param"):
+            tensor.copy_(initial_lora(self.spec.seed, name, tensor.shape))
+        for what in ("exp_avg", "exp_avg_sq"):
+            for _, tensor in self.named(what):
+                tensor.zero_()
+        self._optimizer.zero_grad()
+        self._optimizer.set_step(0)
 
     # -- computing ---------------------------------------------------------------------------
 

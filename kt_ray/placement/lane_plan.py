@@ -190,13 +190,13 @@ def resident_count(actor: ExpertActorPlan) -> int:
 
 
 def lane_lines(
-    dims: ModelDims, config: Config, actor: ExpertActorPlan, size: LaneMemory
+    dims: ModelDims, config: Config, actor: ExpertActorPlan, size: LaneMemory, home: str
 ) -> Iterator[tuple[str, str, float]]:
-    """(device, item, bytes) that a lane adds; resident experts of a GPU are to be taken off the socket."""
+    """(device, item, bytes) that a lane adds; resident experts of a GPU are to be taken off the socket `home`."""
     lane = actor.lane
     if lane is None:
         return
-    home, width, inter = f"socket {actor.node}", dims.expert_width, dims.expert_intermediate
+    width, inter = dims.expert_width, dims.expert_intermediate
     cuda = lane.device != "cpu"
     where = lane.device if cuda else home
     element, layers = 4 if size.float32 else 2, len(dims.moe_layers)

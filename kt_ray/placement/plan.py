@@ -11,6 +11,7 @@ from kt_ray.placement.balance import place_experts
 from kt_ray.placement.devices import count_stages, resolve_device, shared_devices, stage_devices
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.formats import BACKEND_STORAGE
+from kt_ray.placement.hosts import with_hosts
 from kt_ray.placement.lane import LaneRates
 from kt_ray.placement.lane_plan import plan_lanes
 from kt_ray.placement.layer_cost import Ranges
@@ -53,6 +54,8 @@ def make_plan(
             remedy="use another checkpoint, or mode=plan to see its placement",
         )
     _check_replicas(config)
+    local = config.cluster.name == "local"  # then all hosts' actors are in this process
+    hardware = with_hosts(hardware, 1 if local else rule.nodes)
     device = resolve_device(rule, hardware)
     stages = count_stages(rule, device, hardware, dims)
     dtype = dims.dtype if config.model.dtype == "auto" else config.model.dtype
@@ -71,7 +74,7 @@ def make_plan(
         f"{counted(count, 'attention worker')} share {name}"
         for name, count in shared_devices(workers).items()
     ]
-    experts, expert_notes = _experts(dims, rule, hardware)
+    experts, expert_notes = _experts(dims, rule, hardware, rule.nodes if local else 1)
     experts, expected, placed = place_experts(experts, dims, config, load)
     experts, of_lane = plan_lanes(experts, dims, config, hardware, load, lane_rates)
     expert_notes += [*placed, *of_lane]
@@ -129,7 +132,7 @@ def _workers(
     On the CPU a replica's stages work one after the other, and in turn with the experts: all may use
     every core of their socket; only replicas on the same socket share it.
     """
-    sockets = hardware.sockets
+    sockets = hardware.on(0)
     cores = min(socket.cores for socket in sockets)
     if isinstance(rule.worker_threads, int):
         threads = rule.worker_threads
@@ -148,39 +151,60 @@ def _workers(
 
 
 def _experts(
-    dims: ModelDims, rule: RuleConfig, hardware: Hardware
+    dims: ModelDims, rule: RuleConfig, hardware: Hardware, folded: int
 ) -> tuple[tuple[ExpertActorPlan, ...], list[str]]:
-    sockets, wanted = hardware.sockets, rule.experts
-    count = wanted.sockets if isinstance(wanted.sockets, int) else min(len(sockets), dims.num_experts)
-    shares = split_experts(dims.num_experts, count)
+    """Expert actors of every host, in the order of hosts and sockets.
+
+    Args:
+        folded: hosts whose actors are all on this one (cluster=local).
+    """
+    wanted = rule.experts
     notes: list[str] = []
-    if count > len(sockets):
-        nodes = counted(len(sockets), "NUMA node")
-        notes.append(f"{count} expert actors on {nodes}: actors of one node divide its cores and memory")
-    # Actor i goes to node i * nodes // actors, so that neighbours in rank share a node.
-    homes = [i * len(sockets) // count if count > len(sockets) else i for i in range(count)]
-    actors = []
-    for rank, home in enumerate(homes):
-        socket, peers = sockets[home], [i for i, h in enumerate(homes) if h == home]
-        cpus, cores = divide_cpus(socket, len(peers), peers.index(rank))
-        if len(peers) > socket.cores and rank == peers[0]:
-            notes.append(f"{len(peers)} expert actors share the {socket.cores} cores of node {socket.node}")
-        threads = wanted.threads if isinstance(wanted.threads, int) else cores
-        if threads > max(1, len(cpus)):
-            notes.append(f"expert actor {rank}: {threads} threads on {len(cpus)} CPUs of node {socket.node}")
-        actors.append(
-            ExpertActorPlan(
-                rank=rank,
-                node=socket.node,
-                cpus=cpus,
-                threads=threads,
-                experts=shares[rank],
-                backend=wanted.backend,
-                isa=wanted.isa,
-                activations="retain" if wanted.activations == "auto" else wanted.activations,
+    per_host = len(hardware.on(0)) if wanted.sockets == "auto" else int(wanted.sockets)
+    count = per_host * hardware.hosts * folded
+    if wanted.sockets == "auto":
+        count = min(count, dims.num_experts)
+    shares = split_experts(dims.num_experts, count)
+    if folded > 1:
+        notes.append(f"cluster=local: the expert actors of {folded} hosts are all in this process")
+    actors: list[ExpertActorPlan] = []
+    for host in range(hardware.hosts):
+        sockets, first = hardware.on(host), len(actors)
+        homes = _homes(min(per_host * folded, count - first), len(sockets))
+        if len(homes) > len(sockets) and host == 0:
+            nodes = counted(len(sockets), "NUMA node")
+            notes.append(
+                f"{len(homes)} expert actors on {nodes}: actors of one node divide its cores and memory"
             )
-        )
+        for i, home in enumerate(homes):
+            socket, peers = sockets[home], [j for j, h in enumerate(homes) if h == home]
+            cpus, cores = divide_cpus(socket, len(peers), peers.index(i))
+            if len(peers) > socket.cores and i == peers[0] and host == 0:
+                notes.append(
+                    f"{len(peers)} expert actors share the {socket.cores} cores of node {socket.node}"
+                )
+            threads = wanted.threads if isinstance(wanted.threads, int) else cores
+            if threads > max(1, len(cpus)) and host == 0:
+                notes.append(f"expert actor {i}: {threads} threads on {len(cpus)} CPUs of node {socket.node}")
+            actors.append(
+                ExpertActorPlan(
+                    rank=first + i,
+                    node=socket.node,
+                    cpus=cpus,
+                    threads=threads,
+                    experts=shares[first + i],
+                    backend=wanted.backend,
+                    isa=wanted.isa,
+                    activations="retain" if wanted.activations == "auto" else wanted.activations,
+                    host=host,
+                )
+            )
     return tuple(actors), notes
+
+
+def _homes(actors: int, sockets: int) -> list[int]:
+    """Socket of each actor of a host: one each, or neighbours in rank together where they must share."""
+    return [i * sockets // actors if actors > sockets else i for i in range(actors)]
 
 
 def divide_cpus(socket: Socket, parts: int, part: int) -> tuple[tuple[int, ...], int]:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.memory import GIB, ITEMS, home_node
 from kt_ray.placement.types import ExpertActorPlan, HoldsExperts, Plan, WorkerPlan
 
@@ -128,7 +129,7 @@ def expert_row(plan: Plan, actor: ExpertActorPlan) -> tuple[str, ...]:
     best = plan.hardware.isas[-1] if plan.hardware.isas else "reference"
     return (
         str(actor.rank),
-        str(actor.node),
+        str(actor.node) if plan.hardware.hosts == 1 else f"{actor.node} of host {actor.host}",
         f"{'by load' if actor.by_layer else id_ranges(actor.experts)} ({held_per_layer(plan, actor)})",
         str(actor.threads),
         cpu_ranges(actor.cpus),
@@ -183,7 +184,7 @@ def _layers_on(plan: Plan, device: str) -> str:
     """Ranges of layers of the workers whose weights lie on `device`."""
     found = []
     for worker in plan.workers:
-        on_socket = f"socket {home_node(worker, plan.hardware)}"
+        on_socket = socket_name(plan.hardware, 0, home_node(worker, plan.hardware))
         if device in (worker.device, on_socket if worker.device == "cpu" else None):
             text = f"{worker.layers[0]}-{worker.layers[1] - 1}"
             found.append(text)
@@ -192,7 +193,9 @@ def _layers_on(plan: Plan, device: str) -> str:
 
 def _experts_on(plan: Plan, device: str) -> str:
     layers = plan.dims.moe_layers
-    count = sum(max(a.counts(layers)) for a in plan.experts if f"socket {a.node}" == device)
+    count = sum(
+        max(a.counts(layers)) for a in plan.experts if socket_name(plan.hardware, a.host, a.node) == device
+    )
     return str(count) if count else "-"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kt_ray.placement.formats import Storage, plain_storage
+from kt_ray.placement.rates import Figure
 
 
 class Quantised(NamedTuple):
@@ -119,12 +120,14 @@ class Socket:
 
     cpus lists one logical CPU per physical core first (`cores` of them), then their siblings in the
     same order, so that the first n entries are n different cores. Empty = unknown (other hardware).
+    host: which host it is in; 0 is the driver's. node and cpus are numbers of that host.
     """
 
     node: int
     cpus: tuple[int, ...]
     cores: int
     memory_bytes: int
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,9 +139,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A host. `source` says where the figures come from ("this host", "rule amx_4gpu (nominal)", a file).
+    """One host, or several; gpus are those of host 0.
 
-    isas is ordered best last. present is False for hardware that is only described, not there.
+    source says where the figures come from ("this host", "rule amx_4gpu (nominal)", a file).
+
+    isas is ordered best last. present is False for hardware that is only described, not there. rates
+    are the figures of a hardware file (nominal.py), by name.
     """
 
     source: str
@@ -146,6 +152,16 @@ class Hardware:
     gpus: tuple[Gpu, ...]
     isas: tuple[str, ...]
     present: bool = True
+    rates: tuple[tuple[str, Figure], ...] = ()
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return 1 + max(socket.host for socket in self.sockets)
+
+    def on(self, host: int) -> tuple[Socket, ...]:
+        """Sockets of one host."""
+        return tuple(socket for socket in self.sockets if socket.host == host)
 
 
 @dataclass(frozen=True)
@@ -214,7 +230,10 @@ class LanePlan:
 
 @dataclass(frozen=True)
 class ExpertActorPlan(HoldsExperts):
-    """One expert actor. experts and by_layer: see HoldsExperts. lane: None = the CPU computes all."""
+    """One expert actor. experts and by_layer: see HoldsExperts. node and cpus are numbers of its host.
+
+    lane: None = the CPU computes all.
+    """
 
     rank: int
     node: int
@@ -225,12 +244,13 @@ class ExpertActorPlan(HoldsExperts):
     isa: str
     activations: str
     by_layer: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    host: int = 0
     lane: LanePlan | None = None
 
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """One line of the memory budget: device ("cuda:0", "socket 1", "host"), item, bytes."""
+    """One line of the memory budget: device ("cuda:0", "socket 1", "host 2 socket 1"), item, bytes."""
 
     device: str
     item: str
@@ -252,6 +272,16 @@ class Budget:
     @property
     def fits(self) -> bool:
         return self.capacity == 0 or self.total <= self.capacity
+
+    @property
+    def is_socket(self) -> bool:
+        """Whether this is host memory, not a GPU's."""
+        return "socket" in self.device
+
+    @property
+    def host(self) -> int:
+        """The host that the device is in."""
+        return int(self.device.split()[1]) if self.device.startswith("host") else 0
 
 
 @dataclass(frozen=True)
@@ -300,7 +330,7 @@ class Plan:
     @property
     def is_tight(self) -> bool:
         """Whether a socket's memory is nearly used up, so that giving freed memory back is worth time."""
-        hosts = [b for b in self.budgets if b.device.startswith("socket") and b.capacity]
+        hosts = [b for b in self.budgets if b.is_socket and b.capacity]
         return any(b.total > TIGHT * b.capacity for b in hosts)
 
     def worker(self, replica: int, stage: int) -> WorkerPlan:
