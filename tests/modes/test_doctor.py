@@ -38,7 +38,8 @@ def verdict(check: Check, status: str, *words: str) -> None:
 
 
 def test_run_on_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config = compose(["mode=doctor", "cluster=local", f"run.root={tmp_path}"])
+    quick = ["mode=doctor", "cluster=local", "plan.rates=nominal"]  # test_doctor_rates.py measures
+    config = compose([*quick, f"run.root={tmp_path}"])
     checks = doctor.examine(config)
     assert len({check.name for check in checks}) == len(checks) > 20
     assert all(bool(check.remedy) == (check.status != PASS) for check in checks)
@@ -49,8 +50,8 @@ def test_run_on_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 
 
 def test_a_failure_gives_exit_code_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config = compose(["mode=doctor", "cluster=local", f"run.root={tmp_path}", "model.path=/nowhere"])
-    assert doctor.run(config) == 1
+    given = ["mode=doctor", "cluster=local", "plan.rates=nominal", "model.path=/nowhere"]
+    assert doctor.run(compose([*given, f"run.root={tmp_path}"])) == 1
     assert "does not exist" in capsys.readouterr().out
 
 
