@@ -19,6 +19,7 @@ from kt_ray.config.schema import Config, ModelConfig, RuleConfig
 from kt_ray.errors import UserError
 from kt_ray.modes.known_load import known_load
 from kt_ray.modes.plan_reference import show_reference
+from kt_ray.modes.plan_time import show_time
 from kt_ray.placement.balance import without_load
 from kt_ray.placement.dims import dims_from_config, dims_from_dir
 from kt_ray.placement.formats import plain_storage
@@ -46,6 +47,7 @@ def run(config: Config) -> int:
     _show_head(console, config, plan)
     _show_placement(console, plan)
     _show_memory(console, plan)
+    show_time(console, config, plan)
     if config.plan.reference:
         show_reference(console, config, dims, hardware)
     if plan.fits:
@@ -188,11 +190,7 @@ def _bf16_note(config: Config, plan: Plan) -> list[str]:
         without_load(config),
         plan.hardware,
     )
-    sums = [
-        f"{b.device} {gib(b.total)} of {gib(b.capacity)}"
-        for b in other.budgets
-        if b.device.startswith("socket")
-    ]
+    sums = [f"{b.device} {gib(b.total)} of {gib(b.capacity)}" for b in other.budgets if b.is_socket]
     verdict = "fits" if other.fits else "does not fit"
     return [f"a BF16 checkpoint of this model {verdict}: {', '.join(sums)}"]
 
@@ -215,6 +213,7 @@ def _show_placement(console: Console, plan: Plan) -> None:
             "backend",
             "ISA",
             "kept for backward",
+            "lane",
         ),
         title="Expert actors",
         **_PLAIN,

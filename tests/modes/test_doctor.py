@@ -208,6 +208,19 @@ def test_threads_environment() -> None:
     verdict(software.threads_environment({"OMP_PROC_BIND": "false"}), PASS)
 
 
+def test_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    two = RuleConfig(nodes=2)
+    verdict(software.hosts(ClusterConfig(), RuleConfig()), PASS, "this one")
+    verdict(software.hosts(ClusterConfig("local"), two), PASS, "this one")
+    verdict(software.hosts(ClusterConfig(), two), FAIL, "no Ray cluster runs")
+    verdict(software.hosts(ClusterConfig(address="127.0.0.1:1"), two), FAIL, "no Ray cluster answers")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        verdict(software.hosts(ClusterConfig(address=address), two), PASS, "2 of the cluster")
+
+
 def test_ray_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     file = tmp_path / "ray_current_cluster"
