@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from kt_ray.measure.blocks import measure_blocks
 from kt_ray.measure.timing import SECONDS, median_seconds
 from kt_ray.placement.rates import Curve, DeviceRate, Figure, LinkRate
 
@@ -66,6 +67,7 @@ def measure_gpu(
         sdpa=Figure(4 * heads * tokens * tokens * width / attention, MEASURED),
         softmax=Figure(rows * vocabulary / timed(loss), MEASURED),
         operation=Figure(_launch(device), MEASURED),
+        blocks=measure_blocks(device, timed, MEASURED, tokens=tokens, hidden=heads * width),
     )
     return rate, _link(device, size // 4, timed)
 

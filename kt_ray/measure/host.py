@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from kt_ray.config.schema import OptimConfig
+from kt_ray.measure.blocks import measure_blocks
 from kt_ray.measure.timing import SECONDS, median_seconds, torch_threads
 from kt_ray.native import allocate
 from kt_ray.optim import LoraOptimizer
@@ -69,6 +70,13 @@ def measure_cpu(
             sdpa=Figure(_sdpa(tokens, seconds), MEASURED),
             softmax=Figure(_softmax(max(1, tokens // 8), vocabulary, seconds), MEASURED),
             operation=Figure(median_seconds(lambda: small + small, seconds), MEASURED),
+            blocks=measure_blocks(
+                torch.device("cpu"),
+                lambda call: median_seconds(call, seconds),
+                MEASURED,
+                tokens=tokens,
+                hidden=hidden,
+            ),
         )
 
 
