@@ -232,7 +232,7 @@ def compare(records: Sequence[Result]) -> None:
 def _print(what: str, r: Result) -> None:
     busy = r["busy"]
     print(
-        f"{what:<10} {r['variant']:<16}{r['cluster']:<6}{r['median_s']:8.2f} s {r['tokens_per_s']:8.1f} tok/s "
+        f"{what:<10} {r['variant']:<16}{r['cluster']:<6}{r['median_s']:8.2f} s {r['tokens_per_s']:8.1f}/s "
         f"busy experts {busy['expert']:.3f} attention {busy['attention']:.3f}  "
         f"wall/bound {r['wall_over_cpu_bound']:.2f}  "
         f"queue {r['queue_depth']:.2f}  first {r['experts_first_wait_s']:.2f} "

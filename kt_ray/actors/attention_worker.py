@@ -19,10 +19,12 @@ from kt_ray.actors.base import PlainActor
 from kt_ray.actors.exchange import MessageExchange
 from kt_ray.actors.mailbox import Address, Message
 from kt_ray.actors.masters import Masters
+from kt_ray.actors.port import Lease
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.config.schema import OptimConfig
+from kt_ray.model.lora import initial_lora
 from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
 from kt_ray.optim import squared_norm, use_torch_threads
@@ -64,8 +66,9 @@ class AttentionWorker(PlainActor):
         super().__init__(f"attention worker {rank}", timeout)
         self.load_seconds = 0.0
         self._stage: Stage | None = None
-        self._committed = -1
         self._masters: Masters | None = None
+        self._leases: dict[int, Lease] = {}  # group -> its hidden states sent to the next stage
+        self._reads: list[torch.cuda.Event] = []  # ends of copies out of other stages' memory
         self._recorder = Recorder()
         use_torch_threads(self.here.threads)
 
@@ -116,6 +119,8 @@ class AttentionWorker(PlainActor):
         }
 
     def close(self) -> None:
+        if self.port is not None:
+            self.port.close()
         self._stage = None
         self._masters = None
 
@@ -127,6 +132,7 @@ class AttentionWorker(PlainActor):
         assert self.port is not None
         self._claim_thread()
         self.port.release_all()
+        self._leases.clear()
         start = time.monotonic()
         self._recorder = recorder = Recorder(full=spec.timeline)
         exchange = MessageExchange(
@@ -136,6 +142,9 @@ class AttentionWorker(PlainActor):
             experts=len(self.plan.experts),
             number=spec.number,
             timeout=self.timeout,
+            held=self.plan.held,
+            num_experts=self.plan.dims.num_experts,
+            device=self.spec.device,
             overlap=self.plan.overlap,
             recorder=recorder,
         )
@@ -150,6 +159,9 @@ class AttentionWorker(PlainActor):
                 loss_sum += self._run(op, spec)
             if op.kind.startswith(("recv", "send")):
                 waiting_for_stages += time.monotonic() - began
+        exchange.finish()
+        while self._reads:
+            self._reads.pop().synchronize()
         self.doing = "idle"
         total = time.monotonic() - start
         seconds = stage.metrics()["seconds"]
@@ -159,7 +171,6 @@ class AttentionWorker(PlainActor):
             "experts": exchange.seconds_waiting,
             "stages": waiting_for_stages,
         }
-        on_gpu = torch.device(self.spec.device).type == "cuda"
         groups = range(len(spec.waves[self.here.replica]))
         logits = [stage.logits(group) for group in groups] if spec.return_logits and stage.last else []
         return WorkerPassReport(
@@ -168,7 +179,7 @@ class AttentionWorker(PlainActor):
             loss_sum=loss_sum,
             terms=terms,
             host_rss_bytes=resident_bytes(),
-            gpu_bytes=torch.cuda.max_memory_allocated(self.spec.device) if on_gpu else 0,
+            gpu_bytes=torch.cuda.max_memory_allocated(self.spec.device) if self._on_gpu else 0,
             pid=os.getpid(),
             activity=recorder.activity(f"worker-{self.rank}", self.host_name, self.here.threads),
             logits=logits,
@@ -189,28 +200,62 @@ class AttentionWorker(PlainActor):
         elif op.kind == "loss":
             return stage.loss(group)
         elif op.kind == "send_hidden":
-            self._send("hidden", spec.number, group, +1, stage.hidden(group))
+            self._leases[group] = self._send("hidden", spec.number, group, +1, stage.hidden(group))
         elif op.kind == "recv_hidden":
             stage.receive_hidden(group, self._receive("hidden", spec.number, group))
         elif op.kind == "send_grad":
             self._send("grad", spec.number, group, -1, stage.grad(group))
         elif op.kind == "recv_grad":
             stage.receive_grad(group, self._receive("grad", spec.number, group))
+            assert self.port is not None
+            # A gradient comes from what was sent: the next stage has read the group's hidden states.
+            self.port.release(self._leases.pop(group))
         else:
             raise ValueError(f"operation {op} is not known to the attention worker")
         return 0.0
 
-    def _send(self, what: str, number: int, group: int, to: int, tensors: list[torch.Tensor]) -> None:
+    def _send(self, what: str, number: int, group: int, to: int, tensors: list[torch.Tensor]) -> Lease:
+        """Tensors on the stage's device to a neighbouring stage. Gradients' leases end with the pass."""
         assert self.port is not None
-        named = {str(i): t.detach().to("cpu") for i, t in enumerate(tensors)}
-        # Freed at the next pass: stages exchange one wave's hidden states at the most.
+        address: Address = ("worker", self.rank + to)
+        if self._on_gpu:
+            host = [
+                self.port.alloc(t.shape, t.dtype, pinned=True)
+                if self.port.shares(address)
+                else torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+                for t in tensors
+            ]
+            for target, t in zip(host, tensors, strict=True):
+                target.copy_(t, non_blocking=True)
+            self._mark().synchronize()
+            tensors = host
+        named = {str(i): t for i, t in enumerate(tensors)}
         with self._recorder.span(f"send {what}", "transfer", group=group):
-            self.port.send([("worker", self.rank + to)], Message((what, number, group), named))
+            return self.port.send([address], Message((what, number, group), named))
 
     def _receive(self, what: str, number: int, group: int) -> list[torch.Tensor]:
+        """Copies on the stage's device: what came may lie in memory that its sender uses again."""
         with self._recorder.span(f"stage {what}", "wait", group=group):
             message = self.mailbox.take((what, number, group), self.timeout)
-        return [message.tensors[str(i)].clone() for i in range(len(message.tensors))]
+        device = torch.device(self.spec.device)
+        found = [
+            message.tensors[str(i)].to(device, non_blocking=True, copy=True)
+            for i in range(len(message.tensors))
+        ]
+        if self._on_gpu:
+            self._reads.append(self._mark())
+        return found
+
+    @property
+    def _on_gpu(self) -> bool:
+        return torch.device(self.spec.device).type == "cuda"
+
+    @staticmethod
+    def _mark() -> torch.cuda.Event:
+        """An event after all that this stream was given so far."""
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     # -- a step's end ------------------------------------------------------------------------
 
@@ -230,6 +275,8 @@ class AttentionWorker(PlainActor):
     def publish(self, token: int) -> None:
         """Worker 0 sends every worker the current masters; the others take them."""
         self._exchange_parameters(("params", token))
+        if self.rank != 0:
+            self.reborn = False  # what it trains with is all that it holds
 
     def start_masters(self, token: int) -> None:
         """Stages of replica 0 send their initial LoRA to worker 0."""
@@ -247,12 +294,15 @@ class AttentionWorker(PlainActor):
             assert self.port is not None
             self.port.send([ROOT], Message(tag, {"flat": self._flat(grad=False)}))
 
-    def prepare(self, step: int) -> float:
-        """Phase one: reduce gradients to worker 0; returns their squared norm there, 0 elsewhere."""
+    def prepare(self, step: int, token: int) -> float:
+        """Phase one: reduce gradients to worker 0; returns their squared norm there, 0 elsewhere.
+
+        `token` tells the messages of a repeated step from those of the attempt that was given up.
+        """
         self._claim_thread()
         assert self.port is not None
         if self.rank != 0:
-            self.port.send([ROOT], Message(("grads", step, self.rank), {"flat": self._flat(grad=True)}))
+            self.port.send([ROOT], Message(("grads", token, self.rank), {"flat": self._flat(grad=True)}))
             return 0.0
         assert self._masters is not None
         self.doing = f"step {step}, reducing gradients"
@@ -263,7 +313,7 @@ class AttentionWorker(PlainActor):
                 if rank == 0:
                     part = self._flat(grad=True)
                 else:
-                    part = self.mailbox.take(("grads", step, rank), self.timeout).tensors["flat"]
+                    part = self.mailbox.take(("grads", token, rank), self.timeout).tensors["flat"]
                 total = part.clone() if total is None else total.add_(part)
             assert total is not None
             self._masters.set_grad(stage, total)
@@ -321,6 +371,16 @@ class AttentionWorker(PlainActor):
         """Forget gradients and messages of a step that was given up."""
         self.mailbox.clear()
         self.stage.zero_grad()
+
+    def restart(self) -> None:
+        """Back to before the first step; then `hold_masters`, `start_masters` and `publish`."""
+        self.discard()
+        shapes = self.collect_shapes()
+        self.stage.load_parameters(
+            {name: initial_lora(self.spec.seed, name, shape) for name, shape in shapes.items()}
+        )
+        self._committed = -1
+        self.reborn = False
 
     # -- by name -----------------------------------------------------------------------------
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+from abc import ABC, abstractmethod
+from typing import Any
 
 from kt_ray.actors.mailbox import Mailbox, Message
 from kt_ray.actors.port import Port
 
 
-class PlainActor:
+class PlainActor(ABC):
     """A plain class; Ray or a thread calls it. Methods here may run beside the compute thread.
 
     Args:
@@ -20,7 +22,7 @@ class PlainActor:
         doing: what the compute thread is at.
         load_progress: (layer, bytes done, bytes in total).
         reborn: restarted after a death: its weights are back, what it had trained is not. It computes
-            nothing until `restore`.
+            nothing until its state was given back.
     """
 
     def __init__(self, title: str, timeout: float) -> None:
@@ -32,6 +34,21 @@ class PlainActor:
         self.doing = "starting"
         self.load_progress = (0, 0, 0)
         self.reborn = False
+        self._committed = -1  # the last step whose gradients were applied
+
+    @abstractmethod
+    def load(self) -> dict[str, Any]:
+        """Read weights, make LoRA. Returns facts about this actor for env.json."""
+
+    def load_again(self) -> dict[str, Any]:
+        """As `load`, in the place of an actor that died."""
+        facts = self.load()
+        self.reborn = True
+        return facts
+
+    def committed(self) -> int | None:
+        """Number of updates behind the state that this actor holds; None = it holds none."""
+        return None if self.reborn else self._committed + 1
 
     def deliver(self, message: Message) -> None:
         """Take a message from a peer."""

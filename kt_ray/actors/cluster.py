@@ -5,25 +5,24 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 
 from kt_ray.actors.mailbox import Aborted, Address
+from kt_ray.actors.recovery import NOTICE, ActorDied, bring_back
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.batch import PassSpec
 from kt_ray.errors import UserError
 from kt_ray.placement.types import Plan
+from kt_ray.train.cluster import ActorLost
 from kt_ray.train.reports import PassReport
 
 LoadNote = Callable[[str, int, int, int], None]  # (actor, layer, bytes done, bytes in total)
 GRACE = 15.0  # seconds the other actors get to notice an abort
 LONGEST_WAIT = 3600.0  # seconds of one look at the futures; only the number of looks depends on it
 POLL = 0.5  # seconds between looks at load progress
-
-
-class ActorDied(RuntimeError):
-    """An actor's process is gone."""
 
 
 class Handle(ABC):
@@ -57,6 +56,8 @@ class ActorCluster(ABC):
         self._load_noted: dict[str, tuple[int, int, int]] = {}
         self._token = 0
         self._closed = False
+        self._lost: set[Address] = set()  # those found dead since the last recovery
+        self._aborts: list[Any] = []  # calls that may still be on their way
 
     # -- what a subclass provides -------------------------------------------------------------
 
@@ -75,6 +76,15 @@ class ActorCluster(ABC):
     @abstractmethod
     def _result(self, future: Any) -> Any:
         """A done future's value, or its error raised (`ActorDied` when the process is gone)."""
+
+    @abstractmethod
+    def _respawn(self, lost: AbstractSet[Address]) -> None:
+        """Put new actors, not loaded, in the places of those lost, and connect all ports again.
+
+        Raises:
+            ActorLost: another one died meanwhile.
+            UserError: there is no place for one.
+        """
 
     @abstractmethod
     def _close(self) -> None:
@@ -120,8 +130,15 @@ class ActorCluster(ABC):
                             f"{calls[i][0].name} failed in {calls[i][1]}: {type(error).__name__}: {error}"
                         )
                         self._abort(reason)
+                        # An actor may notice a peer's death before Ray does: its own error is then
+                        # only what follows, and the cause comes later.
+                        sure = isinstance(error, UserError | ActorDied)
+                        deadline = min(deadline, time.monotonic() + (GRACE if sure else NOTICE))
+                    elif isinstance(error, ActorDied):
                         deadline = min(deadline, time.monotonic() + GRACE)
                     errors.append((calls[i][0], error))
+                    if isinstance(error, ActorDied):
+                        self._lost.add(calls[i][0].address)
             pending = [future for future in pending if not any(future is d for d in done)]
         if errors:
             raise self._cause(errors)
@@ -141,14 +158,16 @@ class ActorCluster(ABC):
             return 3 if isinstance(error, Aborted) else 2
 
         handle, error = min(errors, key=order)
-        if isinstance(error, ActorDied):
-            return UserError(
-                f"{handle.name} died",
-                observed=str(error),
-                remedy="look for the kernel's out-of-memory killer (dmesg) and the actor's log, then "
-                "continue from the last checkpoint with trainer.resume=latest",
-            )
-        return error
+        return self._death(handle, error) if isinstance(error, ActorDied) else error
+
+    def _death(self, handle: Handle, error: ActorDied) -> ActorLost:
+        self._lost.add(handle.address)
+        return ActorLost(
+            f"{handle.name} died",
+            observed=str(error),
+            remedy="look for the kernel's out-of-memory killer (dmesg) and the actor's log, then "
+            "continue from the last checkpoint with trainer.resume=latest",
+        )
 
     def _overdue(self, calls: Sequence[tuple[Handle, str, tuple[Any, ...]]], timeout: float) -> UserError:
         states = self._states()
@@ -171,29 +190,38 @@ class ActorCluster(ABC):
         return states
 
     def _abort(self, reason: str) -> None:
-        for handle in self.handles:
-            handle.control("abort", reason)
+        self._aborts += [handle.control("abort", reason) for handle in self.handles]
+
+    @property
+    def patience(self) -> float:
+        """Seconds: later than the actors' own deadlines, whose errors say what was missing."""
+        return self.specs.timeout + GRACE
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        # Later than the actors' own deadlines, whose errors say what was missing.
-        return self._gather([(h, method, args) for h in self.handles], self.specs.timeout + GRACE)
+        return self._gather([(h, method, args) for h in self.handles], self.patience)
 
     # -- life ---------------------------------------------------------------------------------
 
     def start(self) -> list[dict[str, Any]]:
         self._spawn()
-        facts = self._gather(
-            [(h, "load", ()) for h in self.handles],
-            self.specs.load_timeout,
-            self._note_load if self._on_load else None,
-        )
-        shapes = self._gather([(h, "collect_shapes", ()) for h in self.workers], self.specs.timeout + GRACE)
-        root = self.workers[0]
-        self._gather([(root, "hold_masters", (shapes[: self.plan.stages],))], self.specs.timeout)
-        self._token += 1
-        self._gather([(h, "start_masters", (self._token,)) for h in self.workers], self.specs.timeout + GRACE)
-        self._publish()
+        facts = self._load(self.handles, "load")
+        self._begin()
         return facts
+
+    def _load(self, handles: Sequence[Handle], method: str) -> list[dict[str, Any]]:
+        calls = [(handle, method, ()) for handle in handles]
+        return self._gather(calls, self.specs.load_timeout, self._note_load if self._on_load else None)
+
+    def _begin(self) -> None:
+        """Masters from the stages' initial LoRA, and everyone computes with them."""
+        self._make_masters()
+        self._token += 1
+        self._gather([(h, "start_masters", (self._token,)) for h in self.workers], self.patience)
+        self._publish()
+
+    def _make_masters(self) -> None:
+        shapes = self._gather([(h, "collect_shapes", ()) for h in self.workers], self.patience)
+        self._gather([(self.workers[0], "hold_masters", (shapes[: self.plan.stages],))], self.specs.timeout)
 
     def _note_load(self) -> None:
         assert self._on_load is not None
@@ -211,7 +239,7 @@ class ActorCluster(ABC):
 
     def _publish(self) -> None:
         self._token += 1
-        self._gather([(h, "publish", (self._token,)) for h in self.workers], self.specs.timeout + GRACE)
+        self._gather([(h, "publish", (self._token,)) for h in self.workers], self.patience)
 
     def info(self) -> list[dict[str, Any]]:
         return self._all("info")
@@ -231,7 +259,8 @@ class ActorCluster(ABC):
         return PassReport(loss, time.monotonic() - start, workers, tuple(reports[len(self.workers) :]))
 
     def prepare(self, step: int) -> float:
-        return float(sum(self._all("prepare", step)))
+        self._token += 1
+        return float(sum(self._all("prepare", step, self._token)))
 
     def commit(self, step: int, lr: float, clip: float) -> float:
         self._token += 1
@@ -239,6 +268,15 @@ class ActorCluster(ABC):
 
     def discard(self) -> None:
         self._all("discard")
+
+    # -- after a death ------------------------------------------------------------------------
+
+    def recover(self) -> int | None:
+        return bring_back(self)
+
+    def restart(self) -> None:
+        self._all("restart")
+        self._begin()
 
     # -- by name ------------------------------------------------------------------------------
 

@@ -42,7 +42,6 @@ class ExpertActor(PlainActor):
         self.plan = plan
         self.rank = spec.rank
         super().__init__(f"expert actor {spec.rank}", timeout)
-        self._committed = -1
         use_torch_threads(spec.threads)
         self.host = ExpertHost(spec)
 
@@ -63,7 +62,10 @@ class ExpertActor(PlainActor):
 
     def info(self) -> dict[str, Any]:
         host = self.host
+        lane = host.lane
+        of_lane = {} if lane is None else {"lane": lane.facts(), "notes": lane.notes}
         return {
+            **of_lane,
             "actor": f"experts-{self.rank}",
             "pid": os.getpid(),
             "host": sockets.gethostname(),
@@ -79,6 +81,8 @@ class ExpertActor(PlainActor):
         }
 
     def close(self) -> None:
+        if self.port is not None:
+            self.port.close()
         self.host.close()
 
     # -- a pass ------------------------------------------------------------------------------
@@ -105,8 +109,9 @@ class ExpertActor(PlainActor):
                     for replica in range(self.plan.replicas)
                 ]
             with recorder.span("gather", "transfer", layer, group):
-                # cat copies, so nothing below keeps pointing into a sender's memory.
-                joined = {name: torch.cat([p.tensors[name] for p in parts]) for name in parts[0].tensors}
+                # A single part is read where it lies: the engine keeps copies of its own, and the sender
+                # leaves the memory alone until it has the answer.
+                joined = {name: _joined([p.tensors[name] for p in parts]) for name in parts[0].tensors}
             with recorder.span(direction, "compute", layer, group):
                 if direction == "forward":
                     ids = self.host.local_ids(layer, joined["ids"], self.plan.dims.num_experts)
@@ -151,8 +156,9 @@ class ExpertActor(PlainActor):
 
     # -- a step's end ------------------------------------------------------------------------
 
-    def prepare(self, step: int) -> float:
+    def prepare(self, step: int, token: int) -> float:
         """Phase one: the squared norm of this actor's gradients (float64)."""
+        del token  # nothing travels here
         use_torch_threads(self.host.spec.threads)
         return self.host.gradient_norm_squared()
 
@@ -171,6 +177,13 @@ class ExpertActor(PlainActor):
         """Forget gradients and messages of a step that was given up."""
         self.mailbox.clear()
         self.host.discard_gradients()
+
+    def restart(self) -> None:
+        """Back to before the first step: initial LoRA, no moments."""
+        self.host.restart_lora()
+        self.discard()
+        self._committed = -1
+        self.reborn = False
 
     # -- by name -----------------------------------------------------------------------------
 
@@ -214,3 +227,7 @@ class ExpertActor(PlainActor):
         tensors = dict(self.host.named("param"))
         write_tensors(directory, layout, tensors)
         return len(tensors)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -11,6 +12,7 @@ from kt_ray.actors.cluster import ActorCluster, Handle
 from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.mailbox import Address, Message
 from kt_ray.actors.port import LocalPort
+from kt_ray.placement.transport import DEFAULT
 
 
 class LocalHandle(Handle):
@@ -39,7 +41,10 @@ class LocalCluster(ActorCluster):
     """`cluster=local`."""
 
     def connect(self) -> list[str]:
-        return ["cluster: all actors in this process, without Ray (cluster=local)"]
+        lines = ["cluster: all actors in this process, without Ray (cluster=local)"]
+        if self.plan.transport != DEFAULT:
+            lines.append("rule.transport changes nothing: within a process tensors do not travel")
+        return lines
 
     def _spawn(self) -> None:
         specs = self.specs
@@ -68,6 +73,9 @@ class LocalCluster(ActorCluster):
         # Built on its own thread: torch's thread count is a property of the calling thread.
         compute = ThreadPoolExecutor(1, thread_name_prefix=f"{address[0]}-{address[1]}")
         to.append(LocalHandle(address, compute.submit(build, *args).result(), compute))
+
+    def _respawn(self, lost: AbstractSet[Address]) -> None:
+        raise AssertionError("actors in the driver's own process do not die by themselves")
 
     def _wait(self, futures: Sequence[Future[Any]], timeout: float) -> list[Future[Any]]:
         return list(wait(futures, timeout=timeout, return_when=FIRST_COMPLETED).done)

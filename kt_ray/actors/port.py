@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import torch
+
 from kt_ray.actors.mailbox import Address, Message
 
 Lease = int
@@ -18,6 +20,21 @@ Lease = int
 
 class Port(Protocol):
     """Sends messages on behalf of one actor."""
+
+    def shares(self, address: Address) -> bool:
+        """Whether that actor reads this one's memory: a message to it costs no copy per receiver."""
+        ...
+
+    def alloc(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
+        """Memory for a tensor that will be sent: filled in place, it travels to sharers without a copy.
+
+        Belongs to the message it is sent in, and is free again when that send's lease is released, or, never
+        sent, at `release_all`.
+
+        Args:
+            pinned: page-locked, for copies from and to CUDA.
+        """
+        ...
 
     def send(self, to: Sequence[Address], message: Message) -> Lease:
         """Send to every address; the tensors stay valid for them until `release`."""
@@ -31,12 +48,22 @@ class Port(Protocol):
         """Between passes: nothing sent so far is still being read."""
         ...
 
+    def close(self) -> None:
+        """Give back what the port holds; it sends nothing afterwards."""
+        ...
+
 
 class LocalPort:
     """Same process: receivers get the very tensors, so there is nothing to release."""
 
     def __init__(self, deliver: Mapping[Address, Callable[[Message], None]]) -> None:
         self._deliver = deliver
+
+    def shares(self, address: Address) -> bool:
+        return True
+
+    def alloc(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
 
     def send(self, to: Sequence[Address], message: Message) -> Lease:
         for address in to:
@@ -47,4 +74,7 @@ class LocalPort:
         pass
 
     def release_all(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass

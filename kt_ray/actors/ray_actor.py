@@ -7,11 +7,12 @@ from typing import Any
 
 import ray
 
-from kt_ray.actors.arena import ArenaReader
 from kt_ray.actors.attention_worker import AttentionWorker
 from kt_ray.actors.expert_actor import ExpertActor
+from kt_ray.actors.gloo_link import Meeting, MeetingPoint
+from kt_ray.actors.gpu import show_own_gpu
 from kt_ray.actors.mailbox import Address
-from kt_ray.actors.ray_port import Packed, Peer, RayPort, unpack
+from kt_ray.actors.ray_port import Packed, Peer, RayPort
 from kt_ray.experts import bind_to_cpus
 from kt_ray.experts.memory import give_back_freed_memory
 from kt_ray.placement.render import held_per_layer
@@ -32,15 +33,25 @@ class RayActor:
             bind_to_cpus(cpus)
         if kind == "worker" and args[0].is_tight:
             give_back_freed_memory()
+        if kind == "experts":
+            show_own_gpu(args[1])
         self._name = f"{kind}-{rank}"
-        self._reader = ArenaReader()
+        self._address: Address = (kind, rank)
+        self._meeting_point: MeetingPoint | None = None
         self.actor: AttentionWorker | ExpertActor
         self.actor = AttentionWorker(*args) if kind == "worker" else ExpertActor(*args)
         if ray.get_runtime_context().was_current_actor_reconstructed:
             # Its arguments say what it held, so it needs nobody to load its weights again.
             logger.warning("%s was restarted; loading its weights again", self._name)
-            self.actor.load()
-            self.actor.reborn = True
+            self.actor.load_again()
+        self._port = RayPort(
+            self._name,
+            self.actor.deliver,
+            lambda why: self.actor.abort(f"{self._name}: {why}"),
+            transport=self.actor.plan.transport,
+            pinned=isinstance(self.actor, AttentionWorker) and self.actor.spec.device.startswith("cuda"),
+            timeout=self.actor.timeout,
+        )
 
     def __repr__(self) -> str:
         """What the dashboard shows beside the actor's name, and what its log lines begin with."""
@@ -51,16 +62,25 @@ class RayActor:
 
     @ray.method(concurrency_group="control")
     def node(self) -> str:
-        return str(ray.get_runtime_context().get_node_id())
+        return _node_id()
 
     @ray.method(concurrency_group="control")
-    def connect(self, peers: dict[Address, Peer]) -> None:
-        self.actor.port = RayPort(self._name, str(ray.get_runtime_context().get_node_id()), peers)
+    def meeting(self) -> Meeting:
+        """Where all actors can meet once, to exchange tensors through gloo."""
+        if self._meeting_point is None:
+            self._meeting_point = MeetingPoint(ray.util.get_node_ip_address())
+        return self._meeting_point.next()
+
+    @ray.method(concurrency_group="control")
+    def connect(self, peers: dict[Address, Peer], epoch: int, meeting: Meeting | None) -> None:
+        """Meet the peers; again, when some were replaced. Between passes."""
+        self._port.connect(self._address, peers, epoch, meeting, ray.util.get_node_ip_address())
+        self.actor.port = self._port
 
     @ray.method(concurrency_group="control")
     def deliver(self, packed: Packed) -> None:
         try:
-            self.actor.deliver(unpack(packed, self._reader))
+            self._port.receive(packed)
         except Exception as error:  # nobody waits for this call: the compute thread must hear of it
             logger.exception("message %s was lost", packed.tag)
             self.actor.abort(
@@ -74,6 +94,10 @@ class RayActor:
     @ray.method(concurrency_group="compute")
     def compute(self, method: str, *args: Any) -> Any:
         return getattr(self.actor, method)(*args)
+
+
+def _node_id() -> str:
+    return str(ray.get_runtime_context().get_node_id())
 
 
 # Two control threads: a large message being copied must not hide an abort.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import ray
@@ -17,14 +17,32 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray.actors.cluster import ActorCluster, ActorDied, Handle, LoadNote
+from kt_ray.actors.gloo_link import Meeting
+from kt_ray.actors.gpu import VARIABLE, own_lane
 from kt_ray.actors.mailbox import Address
 from kt_ray.actors.ray_actor import RemoteActor
 from kt_ray.actors.ray_address import Running, free_port, running_cluster
+from kt_ray.actors.ray_hosts import Hosts, find_hosts, own_cpus
+from kt_ray.actors.ray_placement import (
+    Seats,
+    await_group,
+    by_gpu,
+    differ,
+    gpu_share,
+    gpus_behind,
+    host_of,
+    reservations,
+    seats,
+    threads_of,
+)
 from kt_ray.actors.ray_port import Peer
+from kt_ray.actors.ray_recovery import Wanted, let_go, not_started, when_free
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.errors import UserError
+from kt_ray.placement.transport import several_nodes
 from kt_ray.placement.types import Plan
+from kt_ray.train.cluster import ActorLost
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +70,7 @@ class RayCluster(ActorCluster):
         config: how to reach or start Ray.
         rule: Ray resources of the rule.
         run_name: names the namespace of the actors.
+        run_dir: where the actors write, which all hosts of the plan must share; None = not checked.
     """
 
     def __init__(
@@ -62,14 +81,19 @@ class RayCluster(ActorCluster):
         rule: RayRule,
         run_name: str,
         on_load: LoadNote | None = None,
+        run_dir: str | None = None,
     ) -> None:
         super().__init__(plan, specs, on_load)
         self.config = config
+        self.run_dir = run_dir
+        self.hosts: Hosts | None = None  # of a plan for several
         self.rule = rule
         self.namespace = config.namespace or f"kt_ray-{run_name}"
         self.dashboard_url: str | None = None
         self.connected = False  # to Ray, by this object: it then disconnects, too
         self._group: Any = None
+        self._wanted: dict[Address, tuple[int, Wanted]] = {}  # with the number of its bundle
+        self._epoch = 0  # how often the actors were introduced to each other
 
     # -- start --------------------------------------------------------------------------------
 
@@ -81,12 +105,24 @@ class RayCluster(ActorCluster):
         """
         if ray.is_initialized():
             self.dashboard_url = _dashboard_url()
-            return [f"Ray: the cluster this process is connected to already{self._dashboard_hint()}"]
+            known = "the cluster this process is connected to already"
+            return [f"Ray: {known}{self._dashboard_hint()}", *self._find_hosts()]
         running = running_cluster(self.config.address)
         if running is not None:
             self._join(running)
             where = f"{running.address} (from {running.source})"
-            return [f"Ray: joined the running cluster at {where}{self._dashboard_hint()}"]
+            return [
+                f"Ray: joined the running cluster at {where}{self._dashboard_hint()}",
+                *self._find_hosts(),
+            ]
+        if self.plan.hardware.hosts > 1:
+            raise UserError(
+                "the plan needs several hosts, but no running Ray cluster was found",
+                where=f"rule.nodes={self.plan.hardware.hosts} with cluster.address={self.config.address}",
+                required="a cluster that these hosts have joined",
+                remedy="start it with 'ray start --head' here and 'ray start --address=HOST:PORT' on the "
+                "others (docs/multi_node.md), or set rule.nodes=1",
+            )
         # Named here only when it is shown: without a dashboard the port must not matter.
         port = (
             free_port(self.config.dashboard_host, self.config.dashboard_port)
@@ -134,21 +170,35 @@ class RayCluster(ActorCluster):
             signal.signal(signal.SIGTERM, handler)
         return context
 
+    def _find_hosts(self) -> tuple[str, ...]:
+        """Which node is which host of a plan for several; its expert actors get that host's CPUs."""
+        if self.plan.hardware.hosts == 1:
+            return ()
+        threads = threads_of(self.plan)
+        needed = [
+            sum(count for address, count in threads.items() if host_of(self.plan, address) == host)
+            for host in range(self.plan.hardware.hosts)
+        ]
+        timeout = self.config.start_timeout
+        self.hosts = find_hosts(self.plan, self.specs, self.run_dir, needed, timeout)
+        self.specs = own_cpus(self.plan, self.specs, self.hosts)
+        return self.hosts.lines
+
     def _dashboard_hint(self) -> str:
         if self.dashboard_url is None:
             return ", without a dashboard"
         return f"; dashboard {self.dashboard_url}{_token_hint()}"
 
     def _spawn(self) -> None:
-        if not ray.is_initialized():
+        if not ray.is_initialized() or (self.plan.hardware.hosts > 1 and self.hosts is None):
             self.connect()
-        # (address, CPUs it may use, arguments, CPUs it reserves, GPUs it reserves)
-        wanted: list[tuple[Address, tuple[int, ...], tuple[Any, ...], float, float]] = []
-        worker_cpus, expert_cpus = self._reservations()
-        gpu_share = _gpu_share(self.plan)
+        wanted: list[Wanted] = []
+        have = [node.cpus for node in self.hosts.nodes] if self.hosts else [_cluster_cpus()]
+        reserved = reservations(self.plan, self.rule, have)
+        share = gpu_share(self.plan)
         for rank, stage in enumerate(self.specs.stages):
-            worker = self.plan.workers[rank]
-            args = (
+            worker, address = self.plan.workers[rank], ("worker", rank)
+            args: tuple[Any, ...] = (
                 self.plan,
                 rank,
                 _own_device(stage),
@@ -156,97 +206,125 @@ class RayCluster(ActorCluster):
                 self.specs.timeout,
                 self.specs.build_stage,
             )
-            wanted.append(
-                (("worker", rank), worker.cpus, args, worker_cpus, gpu_share.get(worker.device, 0.0))
-            )
-        for host in self.specs.experts:
-            wanted.append(
-                (("experts", host.rank), host.cpus, (self.plan, host, self.specs.timeout), expert_cpus, 0.0)
-            )
-        bundles = [{"CPU": cpus, **({"GPU": gpus} if gpus else {})} for _, _, _, cpus, gpus in wanted]
-        self._group = placement_group(bundles, strategy=self.rule.strategy)
-        self._await_group(bundles)
-        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        runtime_env = {"runtime_env": {"env_vars": environment}} if environment else {}
-        for bundle, (address, cpu_ids, args, cpus, gpus) in enumerate(wanted):
-            factory = RemoteActor.options(
-                name=f"{address[0]}-{address[1]}",
-                namespace=self.namespace,
-                num_cpus=cpus,
-                num_gpus=gpus,
-                max_restarts=0,
-                max_task_retries=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._group, placement_group_bundle_index=bundle
-                ),
-                **runtime_env,
-            )
+            gpus = share.get(worker.device, 0.0)
+            wanted.append(Wanted(address, worker.cpus, args, reserved[address], gpus))
+        for spec in self.specs.experts:
+            host = own_lane(spec, os.environ.get(VARIABLE))
+            address = ("experts", host.rank)
+            args = (self.plan, host, self.specs.timeout)
+            wanted.append(Wanted(address, host.cpus, args, reserved[address], 0.0))
+        chosen = self._reserve(reserved)
+        self._wanted = {one.address: (chosen.of[one.address], one) for one in wanted}
+        for one in wanted:
             try:
-                actor = factory.remote(address[0], address[1], cpu_ids, *args)
+                handle = self._create(one.address)
             except ValueError as error:
                 raise UserError(
-                    f"an actor {address[0]}-{address[1]} runs already",
+                    f"an actor {one.name} runs already",
                     where=f"Ray namespace {self.namespace}",
                     observed=error,
                     remedy="wait until the other run has ended, or set another run.name or cluster.namespace",
                 ) from error
-            (self.workers if address[0] == "worker" else self.experts).append(RayHandle(address, actor))
+            (self.workers if one.address[0] == "worker" else self.experts).append(handle)
+        self._introduce()
+
+    def _create(self, address: Address) -> RayHandle:
+        """An actor in its bundle of the placement group. Raises ValueError when its name is taken."""
+        bundle, one = self._wanted[address]
+        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        runtime_env = {"runtime_env": {"env_vars": environment}} if environment else {}
+        factory = RemoteActor.options(
+            name=one.name,
+            namespace=self.namespace,
+            num_cpus=one.cpus,
+            num_gpus=one.gpus,
+            max_restarts=0,  # we put a new one in its place: decisions/008
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=bundle
+            ),
+            **runtime_env,
+        )
+        return RayHandle(address, factory.remote(address[0], address[1], one.cpu_ids, *one.arguments))
+
+    def _respawn(self, lost: AbstractSet[Address]) -> None:
+        """Into the bundles of those lost. Ray moves the bundles of a dead node to one that has room."""
+        for old in self._ray_handles():
+            if old.address in lost:
+                let_go(old.actor)
+        for address in sorted(lost):
+            handles = self.workers if address[0] == "worker" else self.experts
+            make = functools.partial(self._create, address)
+            handles[address[1]] = when_free(make, self.config.start_timeout)
+        self._introduce()
+
+    def _introduce(self) -> None:
+        """Tell every actor its peers; again when some of them were replaced (between passes)."""
+        self._epoch += 1
+        timeout = self.config.start_timeout
         nodes = [handle.actor.node.remote() for handle in self._ray_handles()]
         peers: dict[Address, Peer] = {}
         for handle, future in zip(self._ray_handles(), nodes, strict=True):
             try:
-                peers[handle.address] = Peer(handle.actor, ray.get(future, timeout=self.config.start_timeout))
+                peers[handle.address] = Peer(handle.actor, ray.get(future, timeout=timeout))
             except GetTimeoutError as error:
-                raise UserError(
-                    f"{handle.name} did not start within {self.config.start_timeout:.0f} s",
-                    remedy="raise cluster.start_timeout, or look into /tmp/ray/session_latest/logs",
-                ) from error
+                bundle = self._wanted[handle.address][1].bundle
+                raise not_started(handle.name, self._group, bundle, timeout) from error
             except RayTaskError as error:
                 raise _cause(error) from error
             except RayActorError as error:
-                raise UserError(f"{handle.name} did not start", observed=str(error)) from error
-        introduced = [handle.actor.connect.remote(peers) for handle in self._ray_handles()]
-        try:
-            ray.get(introduced, timeout=self.config.start_timeout)
-        except GetTimeoutError as error:
-            raise UserError(
-                f"the actors could not be introduced to each other within {self.config.start_timeout:.0f} s",
-                observed=" | ".join(self._states()),
-                remedy="raise cluster.start_timeout",
-            ) from error
+                self._lost.add(handle.address)
+                raise ActorLost(f"{handle.name} did not start", observed=str(error)) from error
+        meeting = self._meeting(peers, timeout)
+        introduced = [
+            handle.actor.connect.remote(peers, self._epoch, meeting) for handle in self._ray_handles()
+        ]
+        for handle, future in zip(self._ray_handles(), introduced, strict=True):
+            try:
+                ray.get(future, timeout=timeout)
+            except GetTimeoutError as error:
+                raise UserError(
+                    f"the actors could not be introduced to each other within {timeout:.0f} s",
+                    observed=" | ".join(self._states()),
+                    remedy="raise cluster.start_timeout",
+                ) from error
+            except RayTaskError as error:
+                raise _cause(error) from error
+            except RayError as error:
+                raise self._death(handle, ActorDied(" ".join(str(error).split()))) from error
 
-    def _reservations(self) -> tuple[float, float]:
-        """CPUs per attention worker and per expert actor.
+    def _meeting(self, peers: Mapping[Address, Peer], timeout: float) -> Meeting | None:
+        """Where all actors meet, if tensors travel through gloo.
 
-        On a host without GPUs both kinds compute on the same cores in turn, so threads may add up
-        to more than there are; reservations are then scaled down to what the cluster has.
+        Raises:
+            UserError: shared memory is forced, and the actors are on several nodes.
         """
-        worker = float(self.plan.workers[0].threads)
-        expert = float(max(actor.threads for actor in self.plan.experts))
-        total = worker * len(self.plan.workers) + expert * len(self.plan.experts)
-        have = float(ray.cluster_resources().get("CPU", 1.0))
-        scale = min(1.0, have / total)
-
-        def share(asked: float | str, threads: float) -> float:
-            return float(asked) if asked != "auto" else max(0.01, int(threads * scale * 100) / 100)
-
-        return share(self.rule.worker_cpus, worker), share(self.rule.expert_cpus, expert)
-
-    def _await_group(self, bundles: list[dict[str, float]]) -> None:
+        nodes = len({peer.node for peer in peers.values()})
+        near, far = self.plan.transport
+        if nodes > 1 and not far:
+            raise several_nodes(nodes)
+        if "gloo" not in (near, far if nodes > 1 else near):
+            return None
+        first = self._ray_handles()[0]
         try:
-            ray.get(self._group.ready(), timeout=self.config.start_timeout)
-        except GetTimeoutError as error:
-            asked = {key: round(sum(b.get(key, 0.0) for b in bundles), 2) for key in ("CPU", "GPU")}
-            have = ray.available_resources()
-            print(_ray_status(), file=sys.stderr)
-            raise UserError(
-                f"Ray did not provide the actors' resources within {self.config.start_timeout:.0f} s",
-                where="placement group " + " ".join(str(b) for b in bundles),
-                observed=f"free now: CPU {have.get('CPU', 0):g}, GPU {have.get('GPU', 0):g}",
-                required=f"CPU {asked['CPU']:g}, GPU {asked['GPU']:g}",
-                remedy="free resources, choose a smaller rule, or lower rule.ray.worker_cpus and "
-                "rule.ray.expert_cpus",
-            ) from error
+            meeting: Meeting = ray.get(first.actor.meeting.remote(), timeout=timeout)
+        except (GetTimeoutError, RayActorError) as error:
+            raise self._death(first, ActorDied(" ".join(str(error).split()))) from error
+        return meeting
+
+    def _reserve(self, reserved: dict[Address, float]) -> Seats:
+        """The placement group, and the bundle of every actor in it."""
+        chosen = seats(self.plan, reserved)
+        bundles = list(chosen.bundles)
+        if self.hosts is None:
+            self._group = placement_group(bundles, strategy=self.rule.strategy)
+        else:
+            selectors = [self.hosts.selector(host) for host in chosen.host]
+            self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
+        await_group(self._group, bundles, self.config.start_timeout)
+        if not differ(self.plan):
+            return chosen
+        return by_gpu(self.plan, chosen, gpus_behind(self._group, chosen, self.config.start_timeout))
 
     def _ray_handles(self) -> list[RayHandle]:
         handles = []
@@ -296,13 +374,8 @@ def _own_device(stage: Any) -> Any:
     return replace(stage, device="cuda:0")
 
 
-def _gpu_share(plan: Plan) -> dict[str, float]:
-    """Share of a GPU for each worker on it, by plan device."""
-    users: dict[str, int] = {}
-    for worker in plan.workers:
-        if worker.device.startswith("cuda"):
-            users[worker.device] = users.get(worker.device, 0) + 1
-    return {device: 1.0 / count for device, count in users.items()}
+def _cluster_cpus() -> float:
+    return float(ray.cluster_resources().get("CPU", 1.0))
 
 
 def _cause(error: RayTaskError) -> BaseException:
@@ -331,20 +404,3 @@ def _dashboard_url(context: Any = None) -> str | None:
 
         url = get_dashboard_url()
     return f"http://{url}" if url and not str(url).startswith("http") else url
-
-
-def _ray_status() -> str:
-    """What `ray status` prints for the connected cluster, and its resources as Ray counts them now."""
-    address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        status = done.stdout or done.stderr
-    except subprocess.TimeoutExpired:
-        status = "ray status: no answer within 60 s\n"
-    # A cluster that has just started has no status yet.
-    total, free = ray.cluster_resources(), ray.available_resources()
-    counted = [
-        f"  {kind}: {free.get(kind, 0):g} of {total[kind]:g} free" for kind in ("CPU", "GPU") if kind in total
-    ]
-    return "\n".join([status.rstrip(), f"Resources of {len(ray.nodes())} node(s):", *counted])

@@ -16,6 +16,7 @@ from kt_ray.actors.mailbox import Mailbox, Message
 from kt_ray.actors.ray_address import running_cluster
 from kt_ray.actors.ray_port import INLINE_BYTES, Packed, Peer, RayPort, pack_inline, unpack
 from kt_ray.placement.rates import Figure
+from kt_ray.placement.transport import Transport
 
 WAIT = 60.0  # seconds for an answer before the probe gives up
 _SMALL, _LARGE = 64, 8 << 20  # bytes of tensors in a message
@@ -48,7 +49,9 @@ class Probe:
     def ask(self, peer: Peer, size: int, shared: bool, rounds: int) -> float:
         """Median seconds until a message with `size` bytes of tensors was answered."""
         tensor = torch.ones(size, dtype=torch.uint8)
-        port = RayPort(self._name, peer.node, {("experts", 0): peer})
+        port = RayPort(self._name, self._mailbox.put, self._mailbox.fail, transport=Transport("arena", "ray"))
+        me = ("worker", 0)
+        port.connect(me, {me: Peer(None, peer.node), ("experts", 0): peer})
         times = []
         for i in range(rounds):
             message = Message(("ask", i), {"x": tensor})

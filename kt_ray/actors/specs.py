@@ -67,7 +67,7 @@ def actor_specs(
         whole = replace(stages[0], layers=(0, plan.dims.num_layers))
         built = build_on_meta(whole)
         formulas, root = built.formulas, built.root
-    nodes = len({socket.node for socket in plan.hardware.sockets})
+    nodes = len(plan.hardware.on(0))
     experts = tuple(
         ExpertHostSpec(
             rank=actor.rank,
@@ -86,6 +86,7 @@ def actor_specs(
             experts_path=config.model.experts_path,
             root=root,
             by_layer=actor.by_layer,
+            lane=actor.lane,
         )
         for actor in plan.experts
     )

@@ -1,12 +1,13 @@
 """Training checkpoints: one shard per actor, keyed by parameter name, so another rule can resume them.
 
-    checkpoints/step_000300/  worker-0.safetensors  experts-0.safetensors ...  manifest.json
+    checkpoints/step_000300/  worker-0.safetensors  experts-0.safetensors ...  expert_load.json  manifest.json
     checkpoints/latest -> step_000300
 
 Every actor writes its shard into a hidden directory; the driver writes the manifest last and renames
 the directory. A directory without manifest.json is therefore never a checkpoint. Shard keys are
 "param/<name>", "exp_avg/<name>" and "exp_avg_sq/<name>", all float32; which shard holds a name is
-read from the shards' own headers, so no second index can disagree with them.
+read from the shards' own headers, so no second index can disagree with them. expert_load.json: see
+kt_ray/placement/expert_load.py.
 """
 
 from __future__ import annotations
@@ -44,10 +45,23 @@ def step_name(step: int) -> str:
 def begin_checkpoint(root: str | os.PathLike[str], step: int) -> Path:
     """An empty hidden directory beside the checkpoints, for the actors to write their shards into."""
     path = Path(root) / f".{step_name(step)}.partial"
-    if path.exists():
-        shutil.rmtree(path)
-    path.mkdir(parents=True)
+    try:
+        if path.exists():
+            shutil.rmtree(path)
+        path.mkdir(parents=True)
+    except OSError as error:
+        raise _not_written(path, error) from error
     return path
+
+
+def _not_written(path: Path, error: OSError, size: int | None = None) -> UserError:
+    return UserError(
+        "checkpoint cannot be written",
+        where=str(path),
+        observed=error,
+        required=None if size is None else f"{size} bytes of free space",
+        remedy="free space, or set run.root to another disk",
+    )
 
 
 def write_shard(
@@ -76,13 +90,7 @@ def write_shard(
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise UserError(
-            "checkpoint cannot be written",
-            where=str(path),
-            observed=error,
-            required=f"{size} bytes of free space",
-            remedy="free space, or set run.root to another disk",
-        ) from error
+        raise _not_written(path, error, size) from error
     return ShardInfo(filename, size, crc, len(tensors))
 
 
@@ -90,7 +98,7 @@ def commit_checkpoint(partial: Path, final: Path, manifest: Manifest) -> Path:
     """Write the manifest, rename `partial` to `final` and point `latest` at it.
 
     Raises:
-        UserError: a shard is absent or short (an actor on another node wrote elsewhere).
+        UserError: a shard is absent or short (an actor on another node wrote elsewhere), or the disk is full.
     """
     for shard in manifest.shards:
         file = partial / shard.file
@@ -103,6 +111,14 @@ def commit_checkpoint(partial: Path, final: Path, manifest: Manifest) -> Path:
                 required=f"{shard.bytes} bytes",
                 remedy="set run.root to a directory that all nodes share",
             )
+    try:
+        _publish(partial, final, manifest)
+    except OSError as error:
+        raise _not_written(final, error) from error
+    return final
+
+
+def _publish(partial: Path, final: Path, manifest: Manifest) -> None:
     write_text(partial / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
     _fsync_dir(partial)
     if final.exists():  # the same step again, after a replay: equal by construction, the newer one stays
@@ -118,7 +134,6 @@ def commit_checkpoint(partial: Path, final: Path, manifest: Manifest) -> Path:
     link.symlink_to(final.name)
     os.replace(link, final.parent / LATEST)
     _fsync_dir(final.parent)
-    return final
 
 
 def prune_checkpoints(root: str | os.PathLike[str], keep: int) -> list[Path]:

@@ -111,18 +111,14 @@ class LayerLoop:
 
     def _submit_forward(self, layer: int, group: int, collected: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         model, state = self.model, self.groups[group]
-        if collected:
-            x, ids, weights = (torch.cat(parts) for parts in zip(*collected, strict=True))
-        else:
-            x = torch.empty(0, model.hidden_size, dtype=model.dtype)
-            ids = torch.empty(0, model.top_k, dtype=torch.int64)
-            weights = torch.empty(0, model.top_k, dtype=torch.float32)
+        x = [part for part, _, _ in collected] or [torch.empty(0, model.hidden_size, dtype=model.dtype)]
+        ids = [part.to(torch.int32) for _, part, _ in collected]
+        ids = ids or [torch.empty(0, model.top_k, dtype=torch.int32)]
+        weights = [part for _, _, part in collected] or [torch.empty(0, model.top_k, dtype=torch.float32)]
         if self.train:
-            state.routes[layer] = Routes(ids.to(torch.int32), weights)
-        x_TH, ids_TK, weights_TK = self._to_host(x, ids.to(torch.int64), weights.float())
-        keys_T = (
-            torch.cat([m.keys_T for m in state.micro]) if state.micro else torch.empty(0, dtype=torch.int64)
-        )
+            state.routes[layer] = Routes(torch.cat(ids), torch.cat(weights))
+        keys = [m.keys_T for m in state.micro] or [torch.empty(0, dtype=torch.int64)]
+        x_TH, ids_TK, weights_TK, keys_T = self._to_host(x, ids, [w.float() for w in weights], keys)
         self.histogram.add(layer, ids_TK)
         self.exchange.submit_forward(layer, group, x_TH, ids_TK, weights_TK, keys_T, self.train)
 
@@ -235,8 +231,8 @@ class LayerLoop:
         self._submit_backward(layer, group, dy, 1.0)
 
     def _submit_backward(self, layer: int, group: int, dy: list[Tensor], scale: float) -> None:
-        dy_TH = torch.cat(dy) if dy else torch.empty(0, self.model.hidden_size, dtype=torch.float32)
-        (host_TH,) = self._to_host(dy_TH if scale == 1.0 else dy_TH * scale)
+        parts = [d if scale == 1.0 else d * scale for d in dy]
+        (host_TH,) = self._to_host(parts or [torch.empty(0, self.model.hidden_size, dtype=torch.float32)])
         self.exchange.submit_backward(layer, group, host_TH)
 
     def backward(self, layer: int, group: int) -> None:
@@ -277,20 +273,23 @@ class LayerLoop:
         finally:
             dropout.enabled, dropout.samples_N, dropout.positions_N = False, None, None
 
-    def _to_host(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Contiguous copies on the CPU, page-locked when they come from CUDA.
+    def _to_host(self, *tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        """Each list's tensors one after another along the rows, in memory of the exchange: the only copy.
 
         Waits only for what this stream has done so far: the expert side reads the tensors at once.
         """
-        if self.device.type != "cuda":
-            return tuple(t.detach().contiguous() for t in tensors)
-        host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors)
-        for to, source in zip(host, tensors, strict=True):
-            to.copy_(source.detach(), non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        done.synchronize()
-        return host
+        host = []
+        for parts in tensors:
+            sizes = [part.shape[0] for part in parts]
+            whole = self.exchange.alloc((sum(sizes), *parts[0].shape[1:]), parts[0].dtype)
+            for to, part in zip(whole.split(sizes), parts, strict=True):
+                to.copy_(part.detach(), non_blocking=True)
+            host.append(whole)
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+            done.synchronize()
+        return tuple(host)
 
 
 @contextmanager

@@ -44,6 +44,13 @@ def init_lora_a(seed: int, name: str, shape: Sequence[int]) -> Tensor:
     return torch.empty(tuple(shape), dtype=torch.float32).uniform_(-bound, bound, generator=generator)
 
 
+def initial_lora(seed: int, name: str, shape: Sequence[int]) -> Tensor:
+    """Initial value of a LoRA parameter by its canonical name: A by `init_lora_a`, B zero; float32, CPU."""
+    if name.endswith(".lora_A.weight"):
+        return init_lora_a(seed, name, shape)
+    return torch.zeros(tuple(shape), dtype=torch.float32)
+
+
 def is_gate(name: str) -> bool:
     """Whether a module name is (part of) a router, gate or indexer: never a LoRA target of "auto"."""
     return _GATES.search(name) is not None
@@ -171,8 +178,7 @@ def inject_lora(
             linear = getattr(module, f"lora_{side}")[ADAPTER]
             key = f"{name}.lora_{side}.weight"
             shape = tuple(linear.weight.shape)
-            value = init_lora_a(seed, key, shape) if side == "A" else torch.zeros(shape, dtype=torch.float32)
-            linear.weight = nn.Parameter(value.to(device), requires_grad=True)
+            linear.weight = nn.Parameter(initial_lora(seed, key, shape).to(device), requires_grad=True)
             parameters[key] = linear.weight
         if config.dropout > 0.0:
             module.lora_dropout[ADAPTER] = CounterDropout(config.dropout, name, context)

@@ -2,7 +2,7 @@
 
 The caller runs the stage's program (kt_ray.placement.order): begin, then embed/receive_hidden,
 forward, join, hidden/loss, receive_grad, recompute, backward, grad, per layer and group. Tensors that
-cross to other stages or to the experts are on the CPU.
+go to the experts are on the CPU; those for other stages are handed over and taken on the device.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class Stage:
         self._running.join(layer, group)
 
     def hidden(self, group: int) -> list[Tensor]:
-        """Hand over a group's hidden states [b, s, *state_shape], one per micro-batch, on the CPU."""
+        """Hand over a group's hidden states [b, s, *state_shape], one per micro-batch, on the device."""
         return self._give(group, "hidden")
 
     def loss(self, group: int) -> float:
@@ -287,7 +287,7 @@ class Stage:
         self._running.backward(layer, group)
 
     def grad(self, group: int) -> list[Tensor]:
-        """Hand over a group's gradients at this stage's input, on the CPU."""
+        """Hand over a group's gradients at this stage's input, on the device."""
         return self._give(group, "grads")
 
     # ------------------------------------------------------------- parameters
@@ -343,4 +343,4 @@ class Stage:
         if tensors is None:
             raise RuntimeError(f"group {group} has no {what} to hand over yet")
         setattr(state, what, None)
-        return [t.detach().cpu() for t in tensors]
+        return [t.detach() for t in tensors]

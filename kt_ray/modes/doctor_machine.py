@@ -74,14 +74,14 @@ def affinity(root: str | Path = "/", allowed: set[int] | None = None) -> Check:
 
 
 def memory(hardware: Hardware, plan: Plan | None, root: str | Path = "/") -> Check:
-    """Free memory against what the plan's sockets need."""
+    """Free memory against what the plan's sockets on this host need."""
     total = sum(s.memory_bytes for s in hardware.sockets)
     free = min(_meminfo(root, "MemAvailable") or total, total)
     limit = memory_limit(root)
     found = f"{gib(free)} free of {gib(total)}" + (" (container limit)" if limit and limit <= total else "")
     if plan is None:
         return passed("memory", found)
-    need = sum(b.total for b in plan.budgets if b.device.startswith("socket"))
+    need = sum(b.total for b in plan.budgets if b.is_socket and b.host == 0)
     found += f", plan needs {gib(need)}"
     if need > total:
         return failed("memory", found, "run mode=plan: it says which rule or option would fit")
@@ -120,7 +120,9 @@ def shared_memory(plan: Plan | None, shm: str | Path = "/dev/shm") -> Check:
     """Arenas between actors are anonymous memory files; Ray's object store lies in /dev/shm."""
     need = 0
     if plan is not None:
-        need = sum(line.bytes for b in plan.budgets for line in b.lines if line.item == "staging")
+        need = sum(
+            line.bytes for b in plan.budgets for line in b.lines if line.item == "staging" and b.host == 0
+        )
     found = f"arenas need {gib(need)}" if plan is not None else "arenas"
     try:
         _try_arena()

@@ -282,7 +282,8 @@ def show(rates: Rates, threads: int) -> list[str]:
     at = (1, 16, 256)
     lines = [
         f"memory    read {_gb(rates.memory.read_one)} on one thread, {_gb(rates.memory.read_all)} on "
-        f"{threads}; copy {_gb(rates.memory.copy_one)}, {_gb(rates.memory.copy_all)}; fresh {_gb(rates.memory.fresh)}"
+        f"{threads}; copy {_gb(rates.memory.copy_one)}, {_gb(rates.memory.copy_all)}; "
+        f"fresh {_gb(rates.memory.fresh)}"
     ]
     for device in (rates.cpu_one, rates.cpu_all, *([rates.gpu] if rates.gpu else [])):
         gemm = ", ".join(f"{name} {_gf(curve.ample)}" for name, curve in device.gemm.items())

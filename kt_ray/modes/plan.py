@@ -187,11 +187,7 @@ def _bf16_note(config: Config, plan: Plan) -> list[str]:
         without_load(config),
         plan.hardware,
     )
-    sums = [
-        f"{b.device} {gib(b.total)} of {gib(b.capacity)}"
-        for b in other.budgets
-        if b.device.startswith("socket")
-    ]
+    sums = [f"{b.device} {gib(b.total)} of {gib(b.capacity)}" for b in other.budgets if b.is_socket]
     verdict = "fits" if other.fits else "does not fit"
     return [f"a BF16 checkpoint of this model {verdict}: {', '.join(sums)}"]
 
@@ -214,6 +210,7 @@ def _show_placement(console: Console, plan: Plan) -> None:
             "backend",
             "ISA",
             "kept for backward",
+            "lane",
         ),
         title="Expert actors",
         **_PLAIN,

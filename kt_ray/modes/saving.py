@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from kt_ray.placement.expert_load import FILE as LOAD_FILE
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.formats import BACKEND_STORAGE
 from kt_ray.rundir import RunDir, checkpoint_to_resume
-from kt_ray.train.cluster import Cluster
+from kt_ray.train.cluster import ActorLost, Cluster
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,23 @@ def save_checkpoint(
 
     Args:
         taken: steps so far. load: tokens per expert in them.
+
+    Raises:
+        UserError: it cannot be written; what there was of it is removed, earlier checkpoints stay.
     """
     partial = begin_checkpoint(rundir.checkpoints, taken)
+    try:
+        return _fill_checkpoint(partial, prepared, rundir, cluster, taken, load)
+    except ActorLost:
+        raise  # written again after the recovery
+    except UserError:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk its space is wanted
+        raise
+
+
+def _fill_checkpoint(
+    partial: Path, prepared: Prepared, rundir: RunDir, cluster: Cluster, taken: int, load: ExpertLoad
+) -> Path:
     shards = cluster.save_shards(str(partial))
     write_text(partial / LOAD_FILE, load.to_json(owners_of(prepared.plan.experts, prepared.plan.dims)))
     steps_per_epoch = prepared.schedule.steps_per_epoch
@@ -109,8 +125,6 @@ def write_adapter(prepared: Prepared, directory: Path, cluster: Cluster, notes: 
     """The PEFT directory: laid out by the driver, filled by every actor, then published."""
     lora = prepared.config.lora
     layout = adapter_layout(cluster.parameter_shapes())
-    create_adapter(directory, layout)
-    cluster.write_adapter(str(directory), layout)
     family = read_family(prepared.model_dir).text_type
     info = AdapterInfo(
         base_model=prepared.model_dir,
@@ -122,7 +136,18 @@ def write_adapter(prepared: Prepared, directory: Path, cluster: Cluster, notes: 
         interleaved=family in INTERLEAVED,
         notes=notes,
     )
-    return finish_adapter(directory, layout, info, modules=prepared.module_names)
+    try:
+        create_adapter(directory, layout)
+        cluster.write_adapter(str(directory), layout)
+        return finish_adapter(directory, layout, info, modules=prepared.module_names)
+    except OSError as error:
+        raise UserError(
+            "adapter cannot be written",
+            where=str(directory),
+            observed=error,
+            required=f"{layout.size} bytes of free space",
+            remedy="free space, or set run.root to another disk",
+        ) from error
 
 
 def _fields(prepared: Prepared) -> dict[str, Any]:

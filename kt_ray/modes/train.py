@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from kt_ray.actors.cluster import ActorCluster
@@ -12,9 +13,11 @@ from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.actors.specs import actor_specs
 from kt_ray.config.schema import Config
 from kt_ray.environment import environment
+from kt_ray.errors import UserError
 from kt_ray.modes.plan_time import predicted_run, run_line
 from kt_ray.modes.prepare import Prepared, prepare
-from kt_ray.modes.saving import go_on_from, resume_point, save_checkpoint, write_adapter
+from kt_ray.modes.saving import ResumePoint, go_on_from, resume_point, save_checkpoint, write_adapter
+from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.plan import plan_to_dict
 from kt_ray.placement.rate_files import rates_for
 from kt_ray.placement.render import held_per_layer
@@ -24,6 +27,7 @@ from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
 from kt_ray.tracking.chrome_trace import write_timeline
 from kt_ray.tracking.console import console
 from kt_ray.tracking.progress import LoadProgress, Summary, TrainProgress, show_summary
+from kt_ray.train.cluster import ActorLost
 from kt_ray.train.loop import Events, Trainer
 
 logger = logging.getLogger(__name__)
@@ -42,7 +46,7 @@ def run(config: Config) -> int:
     rundir.write_plan({**plan_to_dict(prepared.plan), "prediction": prediction.to_dict()})
     rundir.write_env(environment())
     progress = LoadProgress(live=config.tracking.progress)
-    cluster = make_cluster(prepared, rundir.name, progress)
+    cluster = make_cluster(prepared, rundir.name, progress, str(rundir.path))
     status = "failed"
     tracker: MultiTracker | None = None
     try:
@@ -52,6 +56,8 @@ def run(config: Config) -> int:
                 logger.info("%s", line)
             with progress:
                 facts = cluster.start()
+            for line in (note for actor in facts for note in actor.get("notes", ())):
+                _say(line)
             rundir.write_env({**environment(), "actors": facts, "dashboard": _dashboard(cluster)})
             tracker = make_tracker(config, rundir, extra=_ray_exporter(cluster))
             first_step = 0
@@ -64,10 +70,7 @@ def run(config: Config) -> int:
             tracker.start(
                 rundir.path, plain(config), rundir.wandb_id, first_step=first_step + 1 if first_step else 0
             )
-            summary = _train(prepared, rundir, cluster, tracker, first_step)
-            write_adapter(prepared, rundir.adapter, cluster)
-            # Once more at the end: how many kernel calls ran, and where.
-            rundir.write_env({**environment(), "actors": cluster.info(), "dashboard": _dashboard(cluster)})
+            summary = _train(prepared, rundir, cluster, tracker, resume)
         status = "finished"
         if config.tracking.upload_adapter:
             tracker.artifact(rundir.adapter)
@@ -89,7 +92,9 @@ def run(config: Config) -> int:
             cluster.shutdown()
 
 
-def make_cluster(prepared: Prepared, run_name: str, progress: LoadProgress | None = None) -> ActorCluster:
+def make_cluster(
+    prepared: Prepared, run_name: str, progress: LoadProgress | None = None, run_dir: str | None = None
+) -> ActorCluster:
     """The cluster that the configuration names, not started."""
     config, plan = prepared.config, prepared.plan
     specs = actor_specs(plan, config, prepared.model_dir, prepared.formulas, prepared.root)
@@ -102,7 +107,7 @@ def make_cluster(prepared: Prepared, run_name: str, progress: LoadProgress | Non
         return LocalCluster(plan, specs, note)
     from kt_ray.actors.ray_cluster import RayCluster
 
-    return RayCluster(plan, specs, config.cluster, config.rule.ray, run_name, note)
+    return RayCluster(plan, specs, config.cluster, config.rule.ray, run_name, note, run_dir)
 
 
 def _announce(prepared: Prepared, rundir: RunDir) -> None:
@@ -117,9 +122,10 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
             f"{worker.threads} threads"
         )
     for actor in plan.experts:
+        home = socket_name(plan.hardware, actor.host, actor.node)
         _say(
             f"expert actor {actor.rank}: {held_per_layer(plan, actor)} of {plan.dims.num_experts} "
-            f"experts per layer, socket {actor.node}, {actor.threads} threads"
+            f"experts per layer, {home}, {actor.threads} threads"
         )
     for line in (*plan.notes, *prepared.notes, *prepared.data.report.lines()):
         _say(line)
@@ -150,9 +156,14 @@ def _ray_exporter(cluster: ActorCluster) -> list[Any]:
 
 
 def _train(
-    prepared: Prepared, rundir: RunDir, cluster: ActorCluster, tracker: MultiTracker, first_step: int
+    prepared: Prepared,
+    rundir: RunDir,
+    cluster: ActorCluster,
+    tracker: MultiTracker,
+    resume: ResumePoint | None,
 ) -> Summary:
     config = prepared.config
+    first_step = resume.manifest.step if resume else 0
     shown = TrainProgress(
         prepared.schedule.total_steps,
         first_step,
@@ -168,18 +179,35 @@ def _train(
         tracker.log(taken, {"eval_loss": loss})
         shown.line(f"step {taken}/{prepared.schedule.total_steps}  held-out loss {loss:.4f}")
 
-    def save(taken: int) -> None:
-        save_checkpoint(prepared, rundir, cluster, taken, trainer.load)
+    def save(taken: int) -> Path:
+        return save_checkpoint(prepared, rundir, cluster, taken, trainer.load)
 
     def timeline(taken: int, activities: Sequence[Activity]) -> None:
         write_timeline(rundir.timelines, taken, activities, {"run": rundir.name, "step": taken})
 
+    def finish() -> None:
+        try:
+            write_adapter(prepared, rundir.adapter, cluster)
+        except ActorLost:
+            raise
+        except UserError as error:
+            raise trainer.recovery.with_way_on(error) from error
+        # Once more at the end: how many kernel calls ran, and where.
+        rundir.write_env({**environment(), "actors": cluster.info(), "dashboard": _dashboard(cluster)})
+
     with shown:
-        events = Events(on_step, on_eval, save, timeline)
+        events = Events(on_step, on_eval, save, timeline, shown.repeating, shown.line)
         trainer = Trainer(
-            config, cluster, prepared.schedule, events, first_step=first_step, load=prepared.load
+            config,
+            cluster,
+            prepared.schedule,
+            events,
+            first_step=first_step,
+            resumed_from=resume.directory if resume else None,
+            load=prepared.load,
         )
         done = trainer.run()
+        trainer.with_all_steps(finish)
     evaluated = sorted(done.eval_losses.items())
     return Summary(
         run_dir=rundir.path,
@@ -190,6 +218,8 @@ def _train(
         eval_after=evaluated[-1][1] if evaluated else None,
         adapter=rundir.adapter,
         base_model=prepared.model_dir,
+        recoveries=done.recoveries,
+        seconds_lost=done.seconds_lost,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.errors import UserError
+from kt_ray.placement.hosts import described_hosts
 from kt_ray.placement.nominal import described
 from kt_ray.placement.types import Gpu, Hardware, Socket
 
@@ -58,8 +59,8 @@ def this_host(root: str | Path = "/") -> Hardware:
 
 
 def hardware_from_file(path: str | Path) -> Hardware:
-    """Hardware described in YAML: sockets [{cores, memory_gib}], gpus [{name, memory_gib, count}], isa, rates
-    (name: {value, source}, see nominal.py).
+    """Hardware described in YAML: sockets [{cores, memory_gib}], gpus [{name, memory_gib, count}], isa;
+    hosts (a number) where several hosts have these sockets; rates (name: {value, source}, see nominal.py).
 
     Raises:
         UserError: the file is missing, is no YAML mapping, lacks a figure, or has one that is unknown.
@@ -101,6 +102,7 @@ def hardware_from_file(path: str | Path) -> Hardware:
         raise UserError(
             "the hardware file names no socket", where=str(file), required="sockets", remedy=remedy
         )
+    sockets = list(described_hosts(data.get("hosts"), tuple(sockets), file))
     gpus: list[Gpu] = []
     for entry in _entries(data, "gpus", file):
         memory = int(_figure(entry, "memory_gib", file) * GIB)

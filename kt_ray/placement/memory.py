@@ -24,13 +24,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.placement.engine_memory import HUGE_PAGE, EngineShape, rounded
 from kt_ray.placement.families import WITHOUT_SDPA
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
+from kt_ray.placement.hosts import socket_name
+from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
 from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, MemoryLine, ModelDims, WorkerPlan
 
 GIB = 1 << 30
@@ -137,9 +139,8 @@ def budgets(
         if size > 0:
             lines.setdefault(device, []).append(MemoryLine(device, item, math.ceil(size)))
 
-    nodes = [socket.node for socket in hardware.sockets]
     for worker in workers:
-        home = f"socket {home_node(worker, hardware)}"
+        home = socket_name(hardware, 0, home_node(worker, hardware))
         for item, size in worker_items(dims, config, load, worker, stages, dtype).items():
             add(home if worker.device == "cpu" or item == "staging" else worker.device, item, size)
         if worker.device != "cpu":
@@ -148,23 +149,33 @@ def budgets(
             add(home, "runtime", WORKER_RUNTIME)
     for actor in experts:
         isa = hardware.isas[-1] if actor.isa == "auto" and hardware.isas else actor.isa
-        for item, size in _expert_actor(dims, config, load, groups, actor, isa).items():
-            add(f"socket {actor.node}", item, size)
+        items = _expert_actor(dims, config, load, groups, actor, isa)
+        home = socket_name(hardware, actor.host, actor.node)
+        for device, item, size in _lane(dims, config, load, actor, items["experts"], home):
+            add(device, item, size)
+        held = sum(actor.counts(dims.moe_layers))
+        items["experts"] *= 1 - resident_count(actor) / held
+        for item, size in items.items():
+            add(home, item, size)
     ray = RAY_RUNTIME if config.cluster.name == "ray" else 0
-    add(f"socket {nodes[0]}", "runtime", DRIVER_RUNTIME + ray)
+    for host in range(hardware.hosts):
+        first = socket_name(hardware, host, hardware.on(host)[0].node)
+        add(first, "runtime", ray + (DRIVER_RUNTIME if host == 0 else 0))
 
-    capacity = {f"socket {s.node}": s.memory_bytes for s in hardware.sockets}
+    capacity = {socket_name(hardware, s.host, s.node): s.memory_bytes for s in hardware.sockets}
     capacity |= {f"cuda:{gpu.index}": gpu.memory_bytes for gpu in hardware.gpus}
-    devices = sorted(lines, key=lambda d: (d.startswith("socket"), d.partition(":")[0], _number(d)))
-    return tuple(Budget(d, _merged(d, lines[d]), capacity.get(d, 0)) for d in devices)
+    found = [Budget(d, _merged(d, lines[d]), capacity.get(d, 0)) for d in lines]
+    found.sort(key=lambda b: (b.is_socket, b.host, b.device.partition(":")[0], _number(b.device)))
+    return tuple(found)
 
 
 def home_node(worker: WorkerPlan, hardware: Hardware) -> int:
-    """NUMA node whose memory an attention worker's host side counts against."""
-    for socket in hardware.sockets:
+    """NUMA node of host 0 whose memory an attention worker's host side counts against."""
+    sockets = hardware.on(0)
+    for socket in sockets:
         if worker.cpus and set(worker.cpus) <= set(socket.cpus):
             return socket.node
-    return hardware.sockets[worker.rank % len(hardware.sockets)].node
+    return sockets[worker.rank % len(sockets)].node
 
 
 def layer_activation_bytes(dims: ModelDims, config: Config, layer: int, dtype: str) -> int:
@@ -270,6 +281,25 @@ def _expert_actor(
         "staging": 2 * load.total * width * 4,
         "runtime": EXPERT_RUNTIME if config.cluster.name == "ray" else 0,
     }
+
+
+def _lane(
+    dims: ModelDims, config: Config, load: Load, actor: ExpertActorPlan, experts: float, home: str
+) -> Iterator[tuple[str, str, float]]:
+    """What an actor's lane adds; experts: bytes of all that the actor holds."""
+    held = sum(actor.counts(dims.moe_layers))
+    shape = engine_shape(dims, config.lora, "reference", actor.backend)
+    size = LaneMemory(
+        expert=experts / held,
+        adapter=4 * expert_lora_params(dims, config.lora),
+        group=load.group,
+        total=load.total,
+        slots=dims.experts_per_token * held / len(dims.moe_layers) / dims.num_experts,
+        runtime=GPU_RUNTIME,
+        float32=shape.float32,
+        plain=dims.expert_format in ("f32", "bf16") and actor.backend in ("auto", "AMXBF16"),
+    )
+    return lane_lines(dims, config, actor, size, home)
 
 
 def engine_shape(dims: ModelDims, lora: LoraConfig, isa: str, backend: str = "auto") -> EngineShape:

@@ -12,13 +12,15 @@ Operations of a worker, for layer L and micro-batch group g (groups count over a
     join                 wait for the experts of layer L and add their output
     send_hidden, loss    the output of the worker's last layer
     recv_grad            gradient of the worker's last layer's output
-    recompute            submit dy where the layer has experts, then recompute the layer under grad
+    recompute            submit dy where the layer has experts, then recompute the layer under grad; a layer
+                         without experts may be recomputed before its gradient is there
     backward             wait for dx and dw of the experts, then differentiate
     send_grad            gradient of the worker's first layer's input
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -76,56 +78,104 @@ def _program(shape: _Shape, replica: int, stage: int, kind: str) -> tuple[Op, ..
         raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
     if not (0 <= replica < shape.replicas and 0 <= stage < len(shape.layers)):
         raise ValueError(f"no worker has replica {replica} and stage {stage}")
-    ops = _forward(shape, stage)
-    if kind == "train":
-        ops += _backward(shape, stage)
-    return tuple(ops)
+    return tuple(_operations(shape, stage, kind))
 
 
-def _forward(shape: _Shape, stage: int) -> list[Op]:
-    start, stop = shape.layers[stage]
-    ops: list[Op] = []
-    for layer in range(start, stop):
-        for group in range(shape.groups):
-            if layer == start:
-                ops.append(Op("embed" if stage == 0 else "recv_hidden", layer, group))
-            elif layer - 1 in shape.moe:
-                ops.append(Op("join", layer - 1, group))
-            ops.append(Op("forward", layer, group))
-    last_stage = stage == len(shape.layers) - 1
-    for group in range(shape.groups):
-        if stop - 1 in shape.moe:
-            ops.append(Op("join", stop - 1, group))
-        ops.append(Op("loss" if last_stage else "send_hidden", stop - 1, group))
-    return ops
+def _runs(layers: Iterable[int], moe: frozenset[int]) -> list[list[int]]:
+    """Consecutive layers, cut behind each that has experts; the last run may have none.
+
+    A group passes a whole run at a time, so that it reaches the experts before the next group is taken up.
+    """
+    runs: list[list[int]] = [[]]
+    for layer in layers:
+        runs[-1].append(layer)
+        if layer in moe:
+            runs.append([])
+    return runs
 
 
-def _backward(shape: _Shape, stage: int) -> list[Op]:
-    """A software pipeline: while the experts work on one item, the next is recomputed.
+def _operations(shape: _Shape, stage: int, kind: str) -> list[Op]:
+    """Forward in runs of layers, then backward as a software pipeline.
 
-    Its depth is groups - 1, so an item (L, g) starts only after "backward" of (L + 1, g), the item
-    that gives its gradient, and at most `groups` recomputed layers are alive at a time.
+    On the last stage a group goes into backward as soon as its loss is there, while the experts still
+    compute the last layer of the groups behind it. In backward at most `groups` recomputed layers are
+    alive; the oldest is finished (its experts' answer awaited) only when the next item needs its gradient
+    or its place, so that recomputation fills the waits.
     """
     start, stop = shape.layers[stage]
     last_stage = stage == len(shape.layers) - 1
+    groups = range(shape.groups)
     ops: list[Op] = []
 
-    def finish(layer: int, group: int) -> None:
-        ops.append(Op("backward", layer, group))
-        if layer == start and stage > 0:
-            ops.append(Op("send_grad", layer, group))
+    def enter(run: int, layer: int, group: int) -> None:
+        if run > 0:
+            ops.append(Op("join", layer - 1, group))
+        else:
+            ops.append(Op("embed" if stage == 0 else "recv_hidden", start, group))
 
-    items = [(layer, group) for layer in reversed(range(start, stop)) for group in range(shape.groups)]
-    depth = shape.groups - 1
-    for i, (layer, group) in enumerate(items):
-        if layer == stop - 1 and not last_stage:
-            ops.append(Op("recv_grad", layer, group))
-        ops.append(Op("recompute", layer, group))
-        if i >= depth:
-            finish(*items[i - depth])
-    for layer, group in items[max(0, len(items) - depth) :]:
-        finish(layer, group)
+    *whole, tail = _runs(range(start, stop), shape.moe)
+    for number, run in enumerate(whole):
+        for group in groups:
+            enter(number, run[0], group)
+            ops += [Op("forward", layer, group) for layer in run]
+    backward = _Backward(shape, stage, ops)
+    for group in groups:
+        enter(len(whole), tail[0] if tail else stop, group)
+        ops += [Op("forward", layer, group) for layer in tail]
+        ops.append(Op("loss" if last_stage else "send_hidden", stop - 1, group))
+        if kind == "train" and last_stage:
+            backward.take(0, group)
+    if kind == "train":
+        for number in range(1 if last_stage else 0, len(backward.runs)):
+            for group in groups:
+                backward.take(number, group)
+        backward.finish_all()
     return ops
+
+
+class _Backward:
+    """The backward half of a program, emitted run by run and group by group."""
+
+    def __init__(self, shape: _Shape, stage: int, ops: list[Op]) -> None:
+        self.shape = shape
+        self.stage = stage
+        self.start, self.stop = shape.layers[stage]
+        self.runs = [r for r in _runs(reversed(range(self.start, self.stop)), shape.moe) if r]
+        self.ops = ops
+        self.alive: list[tuple[int, int]] = []  # (layer, group) recomputed, their experts not yet awaited
+
+    def take(self, run: int, group: int) -> None:
+        """A run's layers for one group: dense ones to their end, the last one until its experts have dy."""
+        for layer in self.runs[run]:
+            if layer == self.stop - 1 and self.stage < len(self.shape.layers) - 1:
+                self.ops.append(Op("recv_grad", layer, group))
+            if layer in self.shape.moe:
+                self.finish_for(layer, group)  # dy is what the layer above hands down
+            if len(self.alive) == self.shape.groups:
+                self.finish()
+            self.ops.append(Op("recompute", layer, group))
+            if layer in self.shape.moe:
+                self.alive.append((layer, group))
+            else:
+                self.finish_for(layer, group)
+                self.backward(layer, group)
+
+    def finish_for(self, layer: int, group: int) -> None:
+        """Finish what the gradient of this layer's output comes from, and what is older."""
+        while (layer + 1, group) in self.alive:
+            self.finish()
+
+    def finish(self) -> None:
+        self.backward(*self.alive.pop(0))
+
+    def finish_all(self) -> None:
+        while self.alive:
+            self.finish()
+
+    def backward(self, layer: int, group: int) -> None:
+        self.ops.append(Op("backward", layer, group))
+        if layer == self.start and self.stage > 0:
+            self.ops.append(Op("send_grad", layer, group))
 
 
 class _Worker:

@@ -11,11 +11,16 @@ from kt_ray.placement.balance import place_experts
 from kt_ray.placement.devices import count_stages, resolve_device, shared_devices, stage_devices
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.formats import BACKEND_STORAGE
+from kt_ray.placement.hosts import with_hosts
+from kt_ray.placement.lane import LaneRates
+from kt_ray.placement.lane_plan import plan_lanes
 from kt_ray.placement.layer_cost import Ranges
 from kt_ray.placement.memory import budgets
 from kt_ray.placement.render import counted, plan_to_dict
 from kt_ray.placement.split import LayerSplit, split_experts, split_layers
 from kt_ray.placement.stage_split import balanced_stages
+from kt_ray.placement.traffic import traffic_notes
+from kt_ray.placement.transport import choose_transport
 from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, ModelDims, Plan, Socket, WorkerPlan
 from kt_ray.placement.wave import choose_groups, fit
 
@@ -24,16 +29,23 @@ __all__ = ["make_plan", "plan_to_dict", "resolve_device"]
 GPU_WORKER_THREADS = 4  # a GPU's worker only copies and launches on the host
 
 
-def make_plan(dims: ModelDims, config: Config, hardware: Hardware, load: ExpertLoad | None = None) -> Plan:
+def make_plan(
+    dims: ModelDims,
+    config: Config,
+    hardware: Hardware,
+    load: ExpertLoad | None = None,
+    lane_rates: LaneRates | None = None,
+) -> Plan:
     """Who holds and does what for this model, configuration and host.
 
     Args:
         load: tokens per expert of this model, by which experts may be placed; None = unknown.
+        lane_rates: by which rule.experts.stream=auto decides; None = not known, and nothing is streamed.
 
     Raises:
         UserError: the model cannot be trained (mode=train), or the rule asks for more stages than
             layers, more GPUs than there are, more replicas than rows, an instruction set the host lacks, or
-            experts placed by a load that is not known.
+            experts placed by a load that is not known, or a lane on a GPU that is not there.
     """
     rule = config.rule
     if config.mode == "train" and dims.refusal:
@@ -44,6 +56,8 @@ def make_plan(dims: ModelDims, config: Config, hardware: Hardware, load: ExpertL
             remedy="use another checkpoint, or mode=plan to see its placement",
         )
     _check_replicas(config)
+    local = config.cluster.name == "local"  # then all hosts' actors are in this process
+    hardware = with_hosts(hardware, 1 if local else rule.nodes)
     device = resolve_device(rule, hardware)
     stages = count_stages(rule, device, hardware, dims)
     dtype = dims.dtype if config.model.dtype == "auto" else config.model.dtype
@@ -62,9 +76,10 @@ def make_plan(dims: ModelDims, config: Config, hardware: Hardware, load: ExpertL
         f"{counted(count, 'attention worker')} share {name}"
         for name, count in shared_devices(workers).items()
     ]
-    experts, expert_notes = _experts(dims, rule, hardware)
+    experts, expert_notes = _experts(dims, rule, hardware, rule.nodes if local else 1)
     experts, expected, placed = place_experts(experts, dims, config, load)
-    expert_notes += placed
+    experts, of_lane = plan_lanes(experts, dims, config, hardware, load, lane_rates)
+    expert_notes += [*placed, *of_lane]
 
     def keeping(activations: str) -> tuple[ExpertActorPlan, ...]:
         return tuple(replace(actor, activations=activations) for actor in experts)
@@ -76,7 +91,7 @@ def make_plan(dims: ModelDims, config: Config, hardware: Hardware, load: ExpertL
     chosen = fit(dims, config, budget_of)
     groups, group_notes = choose_groups(config, chosen.wave)
     notes += [*expert_notes, *chosen.notes, *group_notes, *_backend_notes(rule, hardware)]
-    return Plan(
+    plan = Plan(
         dims=dims,
         hardware=hardware,
         workers=workers,
@@ -87,12 +102,13 @@ def make_plan(dims: ModelDims, config: Config, hardware: Hardware, load: ExpertL
         wave=chosen.wave,
         overlap=rule.overlap,
         budgets=chosen.memory,
-        notes=tuple(notes),
         rule=rule.name,
         dtype=dtype,
         tokens_per_step=config.trainer.batch_size * config.data.max_length,
+        transport=choose_transport(rule),
         expected_load=expected,
     )
+    return replace(plan, notes=(*notes, *traffic_notes(plan)))
 
 
 def _check_replicas(config: Config) -> None:
@@ -119,7 +135,7 @@ def _workers(
     On the CPU a replica's stages work one after the other, and in turn with the experts: all may use
     every core of their socket; only replicas on the same socket share it.
     """
-    sockets = hardware.sockets
+    sockets = hardware.on(0)
     cores = min(socket.cores for socket in sockets)
     if isinstance(rule.worker_threads, int):
         threads = rule.worker_threads
@@ -138,39 +154,60 @@ def _workers(
 
 
 def _experts(
-    dims: ModelDims, rule: RuleConfig, hardware: Hardware
+    dims: ModelDims, rule: RuleConfig, hardware: Hardware, folded: int
 ) -> tuple[tuple[ExpertActorPlan, ...], list[str]]:
-    sockets, wanted = hardware.sockets, rule.experts
-    count = wanted.sockets if isinstance(wanted.sockets, int) else min(len(sockets), dims.num_experts)
-    shares = split_experts(dims.num_experts, count)
+    """Expert actors of every host, in the order of hosts and sockets.
+
+    Args:
+        folded: hosts whose actors are all on this one (cluster=local).
+    """
+    wanted = rule.experts
     notes: list[str] = []
-    if count > len(sockets):
-        nodes = counted(len(sockets), "NUMA node")
-        notes.append(f"{count} expert actors on {nodes}: actors of one node divide its cores and memory")
-    # Actor i goes to node i * nodes // actors, so that neighbours in rank share a node.
-    homes = [i * len(sockets) // count if count > len(sockets) else i for i in range(count)]
-    actors = []
-    for rank, home in enumerate(homes):
-        socket, peers = sockets[home], [i for i, h in enumerate(homes) if h == home]
-        cpus, cores = divide_cpus(socket, len(peers), peers.index(rank))
-        if len(peers) > socket.cores and rank == peers[0]:
-            notes.append(f"{len(peers)} expert actors share the {socket.cores} cores of node {socket.node}")
-        threads = wanted.threads if isinstance(wanted.threads, int) else cores
-        if threads > max(1, len(cpus)):
-            notes.append(f"expert actor {rank}: {threads} threads on {len(cpus)} CPUs of node {socket.node}")
-        actors.append(
-            ExpertActorPlan(
-                rank=rank,
-                node=socket.node,
-                cpus=cpus,
-                threads=threads,
-                experts=shares[rank],
-                backend=wanted.backend,
-                isa=wanted.isa,
-                activations="retain" if wanted.activations == "auto" else wanted.activations,
+    per_host = len(hardware.on(0)) if wanted.sockets == "auto" else int(wanted.sockets)
+    count = per_host * hardware.hosts * folded
+    if wanted.sockets == "auto":
+        count = min(count, dims.num_experts)
+    shares = split_experts(dims.num_experts, count)
+    if folded > 1:
+        notes.append(f"cluster=local: the expert actors of {folded} hosts are all in this process")
+    actors: list[ExpertActorPlan] = []
+    for host in range(hardware.hosts):
+        sockets, first = hardware.on(host), len(actors)
+        homes = _homes(min(per_host * folded, count - first), len(sockets))
+        if len(homes) > len(sockets) and host == 0:
+            nodes = counted(len(sockets), "NUMA node")
+            notes.append(
+                f"{len(homes)} expert actors on {nodes}: actors of one node divide its cores and memory"
             )
-        )
+        for i, home in enumerate(homes):
+            socket, peers = sockets[home], [j for j, h in enumerate(homes) if h == home]
+            cpus, cores = divide_cpus(socket, len(peers), peers.index(i))
+            if len(peers) > socket.cores and i == peers[0] and host == 0:
+                notes.append(
+                    f"{len(peers)} expert actors share the {socket.cores} cores of node {socket.node}"
+                )
+            threads = wanted.threads if isinstance(wanted.threads, int) else cores
+            if threads > max(1, len(cpus)) and host == 0:
+                notes.append(f"expert actor {i}: {threads} threads on {len(cpus)} CPUs of node {socket.node}")
+            actors.append(
+                ExpertActorPlan(
+                    rank=first + i,
+                    node=socket.node,
+                    cpus=cpus,
+                    threads=threads,
+                    experts=shares[first + i],
+                    backend=wanted.backend,
+                    isa=wanted.isa,
+                    activations="retain" if wanted.activations == "auto" else wanted.activations,
+                    host=host,
+                )
+            )
     return tuple(actors), notes
+
+
+def _homes(actors: int, sockets: int) -> list[int]:
+    """Socket of each actor of a host: one each, or neighbours in rank together where they must share."""
+    return [i * sockets // actors if actors > sockets else i for i in range(actors)]
 
 
 def divide_cpus(socket: Socket, parts: int, part: int) -> tuple[tuple[int, ...], int]:

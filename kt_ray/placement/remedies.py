@@ -10,6 +10,7 @@ from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.errors import UserError
 from kt_ray.placement.balance import without_load
 from kt_ray.placement.hardware import nominal_hardware
+from kt_ray.placement.hosts import with_hosts
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.types import Hardware, ModelDims, Plan
 
@@ -54,11 +55,17 @@ def _elsewhere(dims: ModelDims, config: Config, rules: Mapping[str, RuleConfig])
     """Rules that fit the hardware they are drawn up for, the least hardware first."""
     fitting: list[tuple[tuple[int, int], Remedy]] = []
     for name, rule in rules.items():
-        hardware = nominal_hardware(rule)
+        hardware = with_hosts(nominal_hardware(rule), rule.nodes)
         if name != "auto" and _fits(dims, replace(config, rule=rule), hardware):
             size = (sum(s.memory_bytes for s in hardware.sockets), len(hardware.gpus))
             fitting.append((size, Remedy(f"rule={name}", f"on other hardware: {describe(hardware)}")))
     return [remedy for _, remedy in sorted(fitting)]
+
+
+def _placed(rule: RuleConfig) -> str:
+    if rule.nodes > 1:
+        return f"{rule.nodes} hosts like this one, same results"
+    return "another placement, same results"
 
 
 def describe(hardware: Hardware) -> str:
@@ -66,10 +73,15 @@ def describe(hardware: Hardware) -> str:
     parts = []
     if hardware.gpus:
         parts.append(f"{len(hardware.gpus)} x {hardware.gpus[0].name}")
-    sockets = hardware.sockets
+    sockets, hosts = hardware.on(0), hardware.hosts
     plural = "sockets" if len(sockets) > 1 else "socket"
     memory = sockets[0].memory_bytes >> 30
     each = " each" if len(sockets) > 1 else ""
+    if hosts > 1:
+        parts.append(
+            f"{hosts} hosts of {len(sockets)} {plural} x {sockets[0].cores} cores, {memory:,} GiB{each}"
+        )
+        return ", ".join(parts)
     parts.append(f"{len(sockets)} {plural} x {sockets[0].cores} cores, {memory:,} GiB{each}")
     return ", ".join(parts)
 
@@ -99,7 +111,7 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
         if name != rule.name:
             yield (
                 "rule",
-                Remedy(f"rule={name}", "another placement, same results"),
+                Remedy(f"rule={name}", _placed(other)),
                 replace(config, rule=other),
             )
     if config.trainer.micro_batch_size > 1:

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.memory import GIB, ITEMS, home_node
+from kt_ray.placement.traffic import traffic_dict
 from kt_ray.placement.types import ExpertActorPlan, HoldsExperts, Plan, WorkerPlan
 
 
@@ -39,6 +41,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "wave": plan.wave,
         "overlap": plan.overlap,
         "tokens_per_step": plan.tokens_per_step,
+        "transport": plan.transport._asdict(),
+        "traffic": traffic_dict(plan),
         "workers": [_lists(dataclasses.asdict(worker)) for worker in plan.workers],
         "experts": [_actor(actor) for actor in plan.experts],
         "expected_load": dataclasses.asdict(plan.expected_load) if plan.expected_load else None,
@@ -61,6 +65,11 @@ def _actor(actor: ExpertActorPlan) -> dict[str, Any]:
     """As values; experts that differ from layer to layer in one line per layer, as ranges of ids."""
     values: dict[str, Any] = _lists(dataclasses.asdict(actor))
     del values["by_layer"]
+    if actor.lane is None:
+        del values["lane"]
+    else:
+        del values["lane"]["visible"]  # found when actors start
+        values["lane"]["resident"] = {str(layer): id_ranges(ids) for layer, ids in actor.lane.resident}
     if actor.by_layer:
         values["by_layer"] = {str(layer): id_ranges(ids) for layer, ids in actor.by_layer}
     return values
@@ -119,18 +128,31 @@ def worker_row(plan: Plan, worker: WorkerPlan) -> tuple[str, ...]:
 
 
 def expert_row(plan: Plan, actor: ExpertActorPlan) -> tuple[str, ...]:
-    """Rank, NUMA node, experts per layer, threads, CPUs, backend, ISA, kept for backward."""
+    """Rank, NUMA node, experts per layer, threads, CPUs, backend, ISA, kept for backward, lane."""
     best = plan.hardware.isas[-1] if plan.hardware.isas else "reference"
     return (
         str(actor.rank),
-        str(actor.node),
+        str(actor.node) if plan.hardware.hosts == 1 else f"{actor.node} of host {actor.host}",
         f"{'by load' if actor.by_layer else id_ranges(actor.experts)} ({held_per_layer(plan, actor)})",
         str(actor.threads),
         cpu_ranges(actor.cpus),
         actor.backend,
         f"auto ({best})" if actor.isa == "auto" else actor.isa,
         actor.activations,
+        _lane(actor),
     )
+
+
+def _lane(actor: ExpertActorPlan) -> str:
+    """What a GPU computes: its device, experts that stay there per layer at most, share that is streamed."""
+    lane = actor.lane
+    if lane is None:
+        return "-"
+    stays = max((len(ids) for _, ids in lane.resident), default=0)
+    parts = [f"{stays} stay"] if stays else []
+    if lane.streams:
+        parts.append(f"{max(share for _, share in lane.shares):.0%} streamed")
+    return f"{lane.device}: {', '.join(parts)}"
 
 
 def held_per_layer(plan: Plan, actor: HoldsExperts) -> str:
@@ -165,7 +187,7 @@ def _layers_on(plan: Plan, device: str) -> str:
     """Ranges of layers of the workers whose weights lie on `device`."""
     found = []
     for worker in plan.workers:
-        on_socket = f"socket {home_node(worker, plan.hardware)}"
+        on_socket = socket_name(plan.hardware, 0, home_node(worker, plan.hardware))
         if device in (worker.device, on_socket if worker.device == "cpu" else None):
             text = f"{worker.layers[0]}-{worker.layers[1] - 1}"
             found.append(text)
@@ -174,7 +196,9 @@ def _layers_on(plan: Plan, device: str) -> str:
 
 def _experts_on(plan: Plan, device: str) -> str:
     layers = plan.dims.moe_layers
-    count = sum(max(a.counts(layers)) for a in plan.experts if f"socket {a.node}" == device)
+    count = sum(
+        max(a.counts(layers)) for a in plan.experts if socket_name(plan.hardware, a.host, a.node) == device
+    )
     return str(count) if count else "-"
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kt_ray.placement.formats import Storage, plain_storage
 from kt_ray.placement.rates import Figure
+from kt_ray.placement.transport import DEFAULT, Transport
 
 
 class Quantised(NamedTuple):
@@ -120,12 +121,14 @@ class Socket:
 
     cpus lists one logical CPU per physical core first (`cores` of them), then their siblings in the
     same order, so that the first n entries are n different cores. Empty = unknown (other hardware).
+    host: which host it is in; 0 is the driver's. node and cpus are numbers of that host.
     """
 
     node: int
     cpus: tuple[int, ...]
     cores: int
     memory_bytes: int
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A host. `source` says where the figures come from ("this host", "rule amx_4gpu (nominal)", a file).
+    """One host, or several; gpus are those of host 0.
+
+    source says where the figures come from ("this host", "rule amx_4gpu (nominal)", a file).
 
     isas is ordered best last. present is False for hardware that is only described, not there. rates
     are the figures of a hardware file (nominal.py), by name.
@@ -149,6 +154,15 @@ class Hardware:
     isas: tuple[str, ...]
     present: bool = True
     rates: tuple[tuple[str, Figure], ...] = ()
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return 1 + max(socket.host for socket in self.sockets)
+
+    def on(self, host: int) -> tuple[Socket, ...]:
+        """Sockets of one host."""
+        return tuple(socket for socket in self.sockets if socket.host == host)
 
 
 @dataclass(frozen=True)
@@ -188,8 +202,39 @@ class HoldsExperts:
 
 
 @dataclass(frozen=True)
+class LanePlan:
+    """What an expert actor computes on a GPU (docs/gpu_lane.md).
+
+    Attributes:
+        device: "cuda:i" (the plan's ordinal) or "cpu", a stand-in.
+        resident: (layer, global ids) of the actor's experts that stay in the device's memory.
+        shares: (tokens of a call, share) ascending: from that many tokens on this share of the actor's other
+            experts of the layer, those with most tokens, is carried to the device; none below the first.
+        visible: the GPU's name in CUDA_VISIBLE_DEVICES, where the actor has a process of its own; "" = left
+            as it is.
+    """
+
+    device: str
+    resident: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    shares: tuple[tuple[int, float], ...] = ()
+    visible: str = ""
+
+    @property
+    def streams(self) -> bool:
+        """Whether experts are carried to the device at all."""
+        return bool(self.shares)
+
+    def share(self, tokens: int) -> float:
+        """Share of the other experts that is carried for a call of `tokens` tokens."""
+        return next((share for least, share in reversed(self.shares) if tokens >= least), 0.0)
+
+
+@dataclass(frozen=True)
 class ExpertActorPlan(HoldsExperts):
-    """One expert actor. experts and by_layer: see HoldsExperts."""
+    """One expert actor. experts and by_layer: see HoldsExperts. node and cpus are numbers of its host.
+
+    lane: None = the CPU computes all.
+    """
 
     rank: int
     node: int
@@ -200,11 +245,13 @@ class ExpertActorPlan(HoldsExperts):
     isa: str
     activations: str
     by_layer: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    host: int = 0
+    lane: LanePlan | None = None
 
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """One line of the memory budget: device ("cuda:0", "socket 1", "host"), item, bytes."""
+    """One line of the memory budget: device ("cuda:0", "socket 1", "host 2 socket 1"), item, bytes."""
 
     device: str
     item: str
@@ -226,6 +273,16 @@ class Budget:
     @property
     def fits(self) -> bool:
         return self.capacity == 0 or self.total <= self.capacity
+
+    @property
+    def is_socket(self) -> bool:
+        """Whether this is host memory, not a GPU's."""
+        return "socket" in self.device
+
+    @property
+    def host(self) -> int:
+        """The host that the device is in."""
+        return int(self.device.split()[1]) if self.device.startswith("host") else 0
 
 
 @dataclass(frozen=True)
@@ -265,6 +322,7 @@ class Plan:
     rule: str = ""
     dtype: str = ""  # compute type of attention, norms, routers and shared experts
     tokens_per_step: int = 0  # worst case: rows x longest row, all replicas
+    transport: Transport = DEFAULT  # how tensors travel between actors
     expected_load: ExpectedLoad | None = None  # of the expert actors, where a histogram is known
 
     @property
@@ -274,7 +332,7 @@ class Plan:
     @property
     def is_tight(self) -> bool:
         """Whether a socket's memory is nearly used up, so that giving freed memory back is worth time."""
-        hosts = [b for b in self.budgets if b.device.startswith("socket") and b.capacity]
+        hosts = [b for b in self.budgets if b.is_socket and b.capacity]
         return any(b.total > TIGHT * b.capacity for b in hosts)
 
     def worker(self, replica: int, stage: int) -> WorkerPlan:

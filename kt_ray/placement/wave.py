@@ -121,11 +121,7 @@ def rows_per_call(dims: ModelDims, config: Config, wave: int) -> float:
 
 def _lacking(memory: Sequence[Budget], room: float) -> list[Budget]:
     """Devices that are too full; what a plan leaves free of a GPU is in its budget already."""
-    return [
-        b
-        for b in memory
-        if b.capacity and b.total > (room if b.device.startswith("socket") else 1.0) * b.capacity
-    ]
+    return [b for b in memory if b.capacity and b.total > (room if b.is_socket else 1.0) * b.capacity]
 
 
 def _notes(

@@ -61,6 +61,9 @@ class StepMetrics:
         actor_load_imbalance: tokens per thread of the fullest expert actor over the mean, averaged over
             layers; 1 = all actors end together.
         eval_loss: held-out loss after this step, where one was measured.
+        recoveries: lost actors brought back in this process so far; absent before the first.
+        seconds_lost: wall time that they cost so far: from the last progress before a death to the moment
+            when as much was done again.
     """
 
     step: int
@@ -87,6 +90,8 @@ class StepMetrics:
     queue_depth: Mapping[str, float] = field(default_factory=dict)
     actor_load_imbalance: float | None = None
     eval_loss: float | None = None
+    recoveries: int | None = None
+    seconds_lost: float | None = None
 
     def to_dict(self) -> dict[str, Value]:
         """The flat record: what was not measured is absent; mappings become one key per entry.
@@ -216,6 +221,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "Tokens per thread of the fullest expert actor over the mean, averaged over layers.",
         {"actor_load_imbalance": ""},
     ),
+    MetricSpec("kt_ray_recoveries", "gauge", "1", "Recoveries from lost actors.", {"recoveries": ""}),
+    MetricSpec("kt_ray_seconds_lost", "gauge", "s", "Wall time lost to them.", {"seconds_lost": ""}),
 )
 """Every exported metric."""
 

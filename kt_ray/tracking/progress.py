@@ -113,6 +113,11 @@ class TrainProgress(_Display):
         due = step % self.log_every == 0 or step in (self._first + 1, self.total_steps)
         self.line(f"step {step}/{self.total_steps}  {text}", shown=not self.live and due)
 
+    def repeating(self, step: int) -> None:
+        """The run went back after a loss and is at `step` again, whose figures were shown before."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=step, figures="repeating")
+
     def eta(self, step: int) -> float | None:
         """Seconds left after `step`, from the mean step time of this process; None before the first."""
         done = step - self._first
@@ -173,6 +178,8 @@ class LoadProgress(_Display):
                     task = self._progress.add_task(f"loading {actor}", total=bytes_total, figures="")
                 # Counted from the display's start: the first report already has bytes behind it.
                 entry = self._actors[actor] = _Actor(self._began, 0, bytes_total, None, task)
+            if bytes_done < entry.done:
+                entry.began = now  # another actor in its place loads again
             entry.done, entry.total, entry.layer = bytes_done, bytes_total, layer
             if self._progress is not None and entry.task is not None:
                 self._progress.update(
@@ -211,6 +218,8 @@ class Summary:
     eval_after: float | None = None
     adapter: Path | None = None
     base_model: str | None = None
+    recoveries: int = 0
+    seconds_lost: float = 0.0
 
     def text(self) -> str:
         """The panel's lines."""
@@ -222,6 +231,8 @@ class Summary:
             if before is not None and after is not None:
                 change = f"  ({100 * (after - before) / before:+.0f} %)" if before > 0 else ""
                 lines.append(f"{label} {before:.4f} → {after:.4f}{change}")
+        if self.recoveries:
+            lines.append(f"recoveries     {self.recoveries}, {duration(self.seconds_lost)} lost")
         lines.append(f"run directory  {self.run_dir}")
         if self.adapter is not None:
             lines += [

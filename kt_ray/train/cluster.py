@@ -7,15 +7,20 @@ from typing import Any, Protocol
 import torch
 
 from kt_ray.batch import PassSpec
+from kt_ray.errors import UserError
 from kt_ray.placement.types import Plan
 from kt_ray.train.reports import PassReport
+
+
+class ActorLost(UserError):
+    """An actor's process is gone, and with it what it had trained. `Cluster.recover` brings it back."""
 
 
 class Cluster(Protocol):
     """Attention workers and expert actors of one plan, called as a whole.
 
     Every method returns when all actors are done, or raises the first actor's error after the
-    others were told to stop.
+    others were told to stop: `ActorLost` when it died.
     """
 
     plan: Plan
@@ -64,6 +69,20 @@ class Cluster(Protocol):
 
     def restore(self, directory: str, step: int) -> None:
         """Every actor reads its parameters by name from a checkpoint taken after `step` updates."""
+        ...
+
+    def recover(self) -> int | None:
+        """After `ActorLost`: start lost actors again, load their weights, give up what the others began.
+
+        Returns:
+            The number of updates that all actors have behind them, when none of those that died held
+            trained state and the others agree: then the cluster is ready for the next step. Else None:
+            `restore` or `restart` comes next, and nothing computes before.
+        """
+        ...
+
+    def restart(self) -> None:
+        """Every actor goes back to the state before the first step: initial LoRA, no moments."""
         ...
 
     def write_adapter(self, directory: str, layout: Any) -> int:

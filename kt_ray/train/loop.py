@@ -13,8 +13,9 @@ import math
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 from kt_ray.batch import MicroBatch, PassSpec
 from kt_ray.config.schema import Config
@@ -22,12 +23,14 @@ from kt_ray.errors import UserError
 from kt_ray.optim import learning_rate
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.timeline import Activity, Recorder
-from kt_ray.train.cluster import Cluster
+from kt_ray.train.cluster import ActorLost, Cluster
 from kt_ray.train.figures import step_metrics, tokens_per_expert
+from kt_ray.train.recovery import Point, Recovery
 from kt_ray.train.reports import PassReport, merged
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Waves = tuple[tuple[tuple[MicroBatch, ...], ...], ...]
 
 
@@ -50,27 +53,36 @@ class Schedule:
 
 @dataclass
 class Summary:
-    """What a run came to. Losses are token means in nats; eval_losses maps steps taken -> held-out loss."""
+    """What a run came to. Losses are token means in nats; eval_losses maps steps taken -> held-out loss.
+
+    Steps that were repeated after a recovery count once.
+    """
 
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
     eval_losses: dict[int, float] = field(default_factory=dict)
+    recoveries: int = 0
+    seconds_lost: float = 0.0
 
 
 @dataclass(frozen=True)
 class Events:
     """What the loop tells the world; every callable is optional.
 
-    on_step gets the metrics of each step, on_eval (steps taken, loss), on_save (steps taken), timeline
-    (steps taken, what every actor and the driver did) every trainer.timeline_every steps.
+    on_step gets the metrics of each step, on_eval (steps taken, loss), save (steps taken), which returns
+    where it lies, timeline (steps taken, what every actor and the driver did) every trainer.timeline_every
+    steps. After a recovery: on_repeat gets the number of steps that the run is back at, then those of every
+    repeated step; say takes lines for the user.
     """
 
     on_step: Callable[[Any], None] = lambda _: None
     on_eval: Callable[[int, float], None] = lambda *_: None
-    save: Callable[[int], None] = lambda _: None
+    save: Callable[[int], Path | None] = lambda _: None
     timeline: Callable[[int, Sequence[Activity]], None] = lambda *_: None
+    on_repeat: Callable[[int], None] = lambda _: None
+    say: Callable[[str], None] = lambda _: None
 
 
 class Trainer:
@@ -82,6 +94,7 @@ class Trainer:
         schedule: batches and their number.
         events: where figures and checkpoints go.
         first_step: number of steps already taken (resume).
+        resumed_from: the checkpoint that they come from.
         load: tokens per expert in those; `self.load` goes on from it, with every step that was applied.
     """
 
@@ -93,6 +106,7 @@ class Trainer:
         events: Events | None = None,
         *,
         first_step: int = 0,
+        resumed_from: Path | None = None,
         load: ExpertLoad | None = None,
     ) -> None:
         self.config = config
@@ -103,23 +117,63 @@ class Trainer:
         self.load = load or ExpertLoad()
         self.summary = Summary()
         self._passes = 0
+        self._taken = first_step  # updates behind the cluster's state
+        self._done = first_step  # steps that were taken at least once
+        self._saved = first_step
+        # Steps taken elsewhere can be had again from their checkpoint only.
+        limit = config.trainer.recoveries if resumed_from or not first_step else 0
+        self.recovery = Recovery(cluster, limit, Point(first_step, resumed_from), self.events.say)
 
     def run(self) -> Summary:
         """All steps from `first_step` on, with evaluations and checkpoints in between."""
-        trainer, total = self.config.trainer, self.schedule.total_steps
         start = time.monotonic()
-        if self._evaluates and self.first_step == 0:
-            self._evaluate(0)
-        for step in range(self.first_step, total):
-            self.step(step)
-            taken = step + 1
-            last = taken == total
-            if self._evaluates and (last or taken % trainer.eval_every == 0):
-                self._evaluate(taken)
-            if last or (trainer.save_every and taken % trainer.save_every == 0):
-                self.events.save(taken)
+        self.recovery.progressed()
+        self.with_all_steps(lambda: None)
         self.summary.seconds = time.monotonic() - start
         return self.summary
+
+    def with_all_steps(self, work: Callable[[], T]) -> T:
+        """`work()` after all steps; when an actor is lost in it, once more after its recovery."""
+        while True:
+            try:
+                self._walk()
+                return work()
+            except ActorLost as lost:
+                self._taken = self.recovery.bring_back(lost, self._taken)
+                self.events.on_repeat(self._taken)
+                if self._taken == self._done:
+                    self.recovery.caught_up(self._taken)
+            finally:
+                self.summary.recoveries = self.recovery.used
+                self.summary.seconds_lost = self.recovery.seconds_lost
+
+    def _walk(self) -> None:
+        """From the state that the cluster is in to the last step. What was evaluated or saved stays so."""
+        trainer, total = self.config.trainer, self.schedule.total_steps
+        while True:
+            taken, last = self._taken, self._taken == total
+            moved = taken > self.first_step
+            if self._evaluates and (taken == 0 or (moved and (last or taken % trainer.eval_every == 0))):
+                self._evaluate(taken)
+            if moved and (last or (trainer.save_every and taken % trainer.save_every == 0)):
+                self._save(taken)
+            if taken >= total:
+                return
+            self.step(taken)
+
+    def _save(self, taken: int) -> None:
+        if taken <= self._saved:
+            return
+        try:
+            directory = self.events.save(taken)
+        except ActorLost:
+            raise
+        except UserError as error:
+            raise self.recovery.with_way_on(error) from error
+        self._saved = taken
+        if directory is not None:
+            self.recovery.point = Point(taken, directory)
+        self.recovery.progressed()
 
     @property
     def _evaluates(self) -> bool:
@@ -171,6 +225,11 @@ class Trainer:
         lr = learning_rate(optim, step, self.schedule.total_steps)
         with recorder.span("commit", "wait"):
             self.cluster.commit(step, lr, clip)
+        self._taken = step + 1
+        if step < self._done:
+            self._repeated(step, report.loss)
+            return
+        self._done = step + 1
         now = time.monotonic()
         self.load = self.load.plus(tokens_per_expert(self.cluster.plan, report))
         self.summary.steps += 1
@@ -190,14 +249,34 @@ class Trainer:
             optimizer_seconds=now - passed,
         )
         logger.info("step %d loss %.6f grad_norm %.4f lr %.3e", step + 1, report.loss, norm, lr)
+        if self.recovery.used:
+            metrics = replace(metrics, recoveries=self.recovery.used, seconds_lost=self.recovery.seconds_lost)
         self.events.on_step(metrics)
         if timeline:
             driver = recorder.activity("driver", socket.gethostname(), 1)
             workers = [worker.activity for worker in report.workers]
             experts = [actor.activity for actor in report.experts]
             self.events.timeline(step + 1, [driver, *workers, *experts])
+        self.recovery.progressed()
+
+    def _repeated(self, step: int, loss: float) -> None:
+        """A step that was taken before a recovery: its figures are known, and a replay is exact."""
+        before = self.summary.losses[step - self.first_step]
+        if loss != before:
+            logger.warning(
+                "step %d, repeated after a recovery, has loss %r, the first time %r (another kind of CPU?)",
+                step + 1,
+                loss,
+                before,
+            )
+        logger.info("step %d repeated", step + 1)
+        self.events.on_repeat(step + 1)
+        if step + 1 == self._done:
+            self.recovery.caught_up(step + 1)
 
     def _evaluate(self, taken: int) -> None:
+        if taken in self.summary.eval_losses:
+            return
         total, tokens = 0.0, 0
         for waves in self.schedule.evaluate:
             spec, report = self._pass(taken, "eval", waves, trained_tokens(waves))
@@ -207,6 +286,7 @@ class Trainer:
         self.summary.eval_losses[taken] = loss
         logger.info("after step %d: held-out loss %.6f over %d tokens", taken, loss, tokens)
         self.events.on_eval(taken, loss)
+        self.recovery.progressed()
 
 
 def trained_tokens(waves: Waves) -> int:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from kt_ray.actors import ray_port
-from kt_ray.actors.arena import Arena, ArenaReader
+from kt_ray.actors.arena import Arena, Block
 from kt_ray.actors.local_cluster import LocalCluster, LocalHandle
 from kt_ray.actors.mailbox import Address
-from kt_ray.actors.ray_port import Packed, Peer, RayPort, unpack
+from kt_ray.actors.ray_port import Packed, Peer, RayPort
 from kt_ray.actors.specs import actor_specs
+from kt_ray.placement.transport import Transport
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, plan_for, steps
 
@@ -23,18 +24,18 @@ BATCHES = [random_rows(8, seed=s) for s in range(2)]
 class _Doorbell:
     """Stands where a Ray handle stands: `deliver.remote(packed)`, in this process."""
 
-    def __init__(self, handle: LocalHandle, reader: ArenaReader) -> None:
+    def __init__(self, port: RayPort) -> None:
         self.deliver = self
-        self._handle, self._reader = handle, reader
+        self._port = port
 
     def remote(self, packed: Packed) -> None:
-        self._handle.actor.deliver(unpack(packed, self._reader))
+        self._port.receive(packed)
 
 
 class _PoisoningArena(Arena):
     freed = 0
 
-    def free(self, block: tuple[int, int, int]) -> None:
+    def free(self, block: Block) -> None:
         index, offset, size = block
         self._segments[index].map[offset : offset + size] = b"\xff" * size
         _PoisoningArena.freed += 1
@@ -44,11 +45,14 @@ class _PoisoningArena(Arena):
 class _ArenaCluster(LocalCluster):
     def _spawn(self) -> None:
         super()._spawn()
-        peers: Mapping[Address, Peer] = {
-            h.address: Peer(_Doorbell(h, ArenaReader()), "here") for h in self._local()
+        ports = {
+            h.address: RayPort("test", h.actor.deliver, h.actor.abort, transport=Transport("arena", ""))
+            for h in self._local()
         }
+        peers: Mapping[Address, Peer] = {a: Peer(_Doorbell(port), "here") for a, port in ports.items()}
         for handle in self._local():
-            handle.actor.port = RayPort("test", "here", peers)
+            handle.actor.port = ports[handle.address]
+            ports[handle.address].connect(handle.address, peers)
 
     def _local(self) -> Sequence[LocalHandle]:
         return [h for h in self.handles if isinstance(h, LocalHandle)]

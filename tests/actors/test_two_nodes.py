@@ -11,12 +11,14 @@ import ray
 from kt_ray.actors.ray_cluster import RayCluster, RayHandle
 from kt_ray.actors.specs import actor_specs
 from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.ray_place import head_node, ray_place, second_node, shared_memory
 from tests.helpers.runs import config_for, local_cluster, plan_for, steps
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
+MIXED = ("rule=cpu_2workers_2sockets", "rule.ray.strategy=SPREAD")
 BATCHES = [random_rows(8, seed=s) for s in range(2)]
 
 
@@ -47,7 +49,7 @@ def test_bit_identical_over_two_nodes(tmp_path: Path, address: str) -> None:
         assert losses == steps(local, apart, BATCHES, 4)
 
     # Two workers and two expert actors: the same message goes to a near peer and to a far one.
-    mixed = config_for(checkpoint, *common, "rule=cpu_2workers_2sockets", "rule.ray.strategy=SPREAD")
+    mixed = config_for(checkpoint, *common, *MIXED)
     losses, nodes, opened = _run(checkpoint, mixed)
     assert sorted(nodes) == ["experts-0", "experts-1", "worker-0", "worker-1"]
     for name, others in opened.items():
@@ -55,6 +57,15 @@ def test_bit_identical_over_two_nodes(tmp_path: Path, address: str) -> None:
         assert len(others) == 2
     with local_cluster(checkpoint, mixed) as local:
         assert losses == steps(local, mixed, BATCHES, 4)
+
+    # The ways between nodes, and forced within one: all the same bits. Shared memory alone is refused.
+    for way in ("ray", "gloo"):
+        forced = config_for(checkpoint, *common, *MIXED, f"rule.transport={way}")
+        found, _, opened = _run(checkpoint, forced)
+        assert found == losses
+        assert opened == {name: set() for name in nodes}
+    with pytest.raises(UserError, match="cannot carry tensors between nodes"):
+        _run(checkpoint, config_for(checkpoint, *common, *MIXED, "rule.transport=arena"))
 
     assert not ray.is_initialized()  # joined, then left
 

@@ -28,12 +28,15 @@ class EagerExchange:
         self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._dy: dict[tuple[int, int], Tensor] = {}
 
+    def alloc(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
     def submit_forward(
         self, layer: int, group: int, x: Tensor, ids: Tensor, weights: Tensor, keys: Tensor, keep: bool
     ) -> None:
         x, weights = x.float().requires_grad_(), weights.clone().requires_grad_()
         with torch.enable_grad():
-            y = self.experts[layer](x, ids, weights)
+            y = self.experts[layer](x, ids.long(), weights)
         self._graphs[layer, group] = (x, weights, y)
 
     def join_forward(self, layer: int, group: int) -> Tensor:

@@ -30,6 +30,9 @@ class TorchExchange:
     _graphs: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     _dy: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
+    def alloc(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
     def submit_forward(
         self,
         layer: int,
@@ -41,7 +44,9 @@ class TorchExchange:
         keep: bool,
     ) -> None:
         tokens = x_TH.shape[0]
-        assert ids_TK.dtype == keys_T.dtype == torch.int64 and weights_TK.dtype == torch.float32
+        assert ids_TK.dtype == torch.int32 and keys_T.dtype == torch.int64
+        assert weights_TK.dtype == torch.float32
+        ids_TK = ids_TK.long()
         assert ids_TK.shape == weights_TK.shape and ids_TK.shape[0] == keys_T.shape[0] == tokens
         for t in (x_TH, ids_TK, weights_TK, keys_T):
             assert t.device.type == "cpu" and t.is_contiguous() and not t.requires_grad

@@ -1,4 +1,4 @@
-"""trainer.timeline_every: a trace has every actor and operation on one clock; figures of a step say who was busy."""
+"""trainer.timeline_every: a trace has every actor and operation on one clock; metrics say who was busy."""
 
 from __future__ import annotations
 

@@ -1,0 +1,285 @@
+#!/usr/bin/env python
+"""Experts on another node: what the network costs, against bytes / bandwidth as the plan counts them.
+
+    python benchmarks/network.py --json out.json
+
+Two Ray nodes on this machine, the second in a network namespace behind a veth pair that `tc` limits
+(benchmarks/two_hosts.py; needs root). Records:
+
+    link        milliseconds of one message to the other node and its short answer, through Ray's own transfer
+                and through gloo: what decides rule.transport=auto
+    socket      what one plain TCP connection carries over the pair, limited and not
+    train       seconds per step with the attention worker on one node and the expert actor on the other, and
+                bytes seen on the wire, beside the bytes of `kt_ray.placement.traffic`; expected seconds are
+                those without a limit plus expected bytes / rate, which is right where nothing overlaps
+                (rule.groups=1) and an upper bound elsewhere
+
+Both nodes share this machine's cores, so absolute rates say little; the ratio to the unlimited run does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from common import add_common_arguments, machine, wait_quiet, write_json
+from two_hosts import TwoHosts, two_hosts, two_ray_nodes
+
+Record = dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
+    if os.geteuid() != 0:
+        sys.exit("benchmarks/network.py makes a network namespace: run it as root")
+    if args.wait_quiet and not wait_quiet(args.wait_quiet):
+        print("the machine did not get quiet: see load_before", file=sys.stderr)
+    about = machine()
+    rates = [None, *(float(rate) for rate in args.gbit.split(",") if rate)]
+    os.environ.setdefault("RAY_worker_niceness", str(os.nice(0)))  # else Ray's workers are nicer still
+    with two_hosts() as hosts:
+        records = [_socket(hosts, rate) for rate in rates]
+        _show(records)
+        with two_ray_nodes(hosts, (2, 2)) as address:
+            if args.links:
+                records += links(hosts, address, [float(mb) for mb in args.links.split(",")], args)
+            if args.steps:
+                records += train(hosts, address, rates, args)
+    if args.json:
+        write_json(args.json, records, about)
+    return 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gbit", default="25,10,1,0.5,0.1", help="limits of each direction, Gbit/s")
+    parser.add_argument("--links", default="1,4,8,16,32", help="sizes of messages in MB; empty = none")
+    parser.add_argument("--repeats", type=int, default=15, help="messages of each size")
+    parser.add_argument("--steps", type=int, default=4, help="measured training steps per limit; 0 = none")
+    parser.add_argument("--model", default="mini", help="a conf/model that is built locally")
+    parser.add_argument("--batch", type=int, default=8, help="rows per step")
+    parser.add_argument("--max-length", type=int, default=256, help="tokens per row")
+    parser.add_argument("--groups", type=int, default=1, help="rule.groups; 1 = nothing overlaps")
+    parser.add_argument("--transport", default="auto", help="rule.transport")
+    add_common_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def _show(records: Sequence[Record]) -> None:
+    for record in records:
+        print("  ".join(f"{key}={value}" for key, value in record.items()), flush=True)
+
+
+def _socket(hosts: TwoHosts, rate: float | None) -> Record:
+    hosts.limit(rate)
+    gbit = round(hosts.socket_gbit(), 3)
+    return {"kind": "socket", "limit_gbit": rate, "gbit": gbit}
+
+
+# -- one message -------------------------------------------------------------------------------
+
+
+class End:
+    """One end of a link: a port as an actor has it. Sends a message, or answers one shortly."""
+
+    def __init__(self, rank: int, way: str) -> None:
+        from kt_ray.actors.mailbox import Mailbox
+        from kt_ray.actors.ray_port import RayPort
+        from kt_ray.placement.transport import Transport
+
+        torch.set_num_threads(1)
+        self.me, self.other = ("worker", rank), ("worker", 1 - rank)
+        self.mailbox = Mailbox(f"end {rank}")
+        self.port = RayPort(
+            "end", self.mailbox.put, self.mailbox.fail, transport=Transport(way, way), timeout=120.0
+        )
+
+    def node(self) -> str:
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+    def meeting(self) -> Any:
+        import ray
+
+        from kt_ray.actors.gloo_link import MeetingPoint
+
+        self.point = MeetingPoint(ray.util.get_node_ip_address())
+        return self.point.next()
+
+    def connect(self, peers: Any, meeting: Any) -> None:
+        import ray
+
+        self.port.connect(self.me, peers, 1, meeting, ray.util.get_node_ip_address())
+
+    def deliver(self, packed: Any) -> None:
+        self.port.receive(packed)
+
+    def answer(self, count: int) -> None:
+        from kt_ray.actors.mailbox import Message
+
+        for number in range(count):
+            self.mailbox.take(("ask", number), 120)
+            self.port.send([self.other], Message(("answer", number), {"y": torch.zeros(1)}))
+
+    def ask(self, count: int, size: int) -> list[float]:
+        """Seconds of each message and its answer."""
+        from kt_ray.actors.mailbox import Message
+
+        taken = []
+        x = torch.randn(size // 4)
+        for number in range(count):
+            start = time.monotonic()
+            lease = self.port.send([self.other], Message(("ask", number), {"x": x}))
+            self.mailbox.take(("answer", number), 120)
+            self.port.release(lease)
+            taken.append(time.monotonic() - start)
+        return taken
+
+
+def links(hosts: TwoHosts, address: str, sizes: Sequence[float], args: argparse.Namespace) -> list[Record]:
+    """Ray against gloo, in turn for each size."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from kt_ray.actors.ray_port import Peer
+
+    hosts.limit(None)
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR", runtime_env=_path())
+    records = []
+    try:
+        nodes = sorted(ray.nodes(), key=lambda node: node["NodeManagerAddress"] != hosts.here)
+        remote = ray.remote(num_cpus=0.1, max_concurrency=4)(End)
+        ends = {}
+        for way in ("ray", "gloo"):
+            pair = [
+                remote.options(
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[rank]["NodeID"], soft=False)
+                ).remote(rank, way)
+                for rank in (0, 1)
+            ]
+            peers = {("worker", r): Peer(end, ray.get(end.node.remote())) for r, end in enumerate(pair)}
+            meeting = ray.get(pair[0].meeting.remote())
+            ray.get([end.connect.remote(peers, meeting) for end in pair])
+            ends[way] = pair
+        for size in sizes:
+            for way, (near, far) in ends.items():
+                count = args.repeats + 2
+                answers = far.answer.remote(count)
+                taken = ray.get(near.ask.remote(count, int(size * 1e6)))[2:]
+                ray.get(answers)
+                median = statistics.median(taken)
+                records.append(
+                    {
+                        "kind": "link",
+                        "way": way,
+                        "mb": size,
+                        "median_ms": round(median * 1e3, 2),
+                        "fastest_ms": round(min(taken) * 1e3, 2),
+                        "gbit": round(8e-3 * size / median, 3),
+                    }
+                )
+                _show(records[-1:])
+    finally:
+        ray.shutdown()
+    return records
+
+
+def _path() -> dict[str, Any]:
+    """Actors import this file and kt_ray as this process does."""
+    return {"env_vars": {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}}
+
+
+# -- training ----------------------------------------------------------------------------------
+
+
+def train(
+    hosts: TwoHosts, address: str, rates: Sequence[float | None], args: argparse.Namespace
+) -> list[Record]:
+    """One cluster, loaded once; some steps under each limit, the unlimited ones first and last."""
+    import ray
+
+    from kt_ray.config.compose import compose
+    from kt_ray.modes.prepare import prepare
+    from kt_ray.modes.train import make_cluster
+    from kt_ray.placement.traffic import traffic
+    from kt_ray.tracking import StepMetrics
+    from kt_ray.train.loop import Events, Trainer
+
+    plan_of = [*rates, None]
+    config = compose(
+        [
+            f"model={args.model}",
+            "data=demo",
+            "optim=demo",
+            f"data.max_length={args.max_length}",
+            f"trainer.batch_size={args.batch}",
+            f"trainer.max_steps={(args.steps + 1) * len(plan_of)}",
+            "trainer.eval_every=0",
+            "rule=cpu_1worker_1socket",
+            "rule.ray.strategy=STRICT_SPREAD",
+            f"rule.groups={args.groups}",
+            f"rule.transport={args.transport}",
+            "cluster=ray",
+            f"cluster.address={address}",
+        ]
+    )
+    hosts.limit(None)
+    prepared = prepare(config)
+    cluster = make_cluster(prepared, f"network-{os.getpid()}")
+    records: list[Record] = []
+    try:
+        cluster.connect()
+        cluster.start()
+        taken: list[StepMetrics] = []
+        trainer = Trainer(config, cluster, prepared.schedule, Events(on_step=taken.append))
+        plan = prepared.plan
+        step = 0
+        base = 0.0
+        for rate in plan_of:
+            hosts.limit(rate)
+            trainer.step(step)
+            before, start = sum(hosts.bytes()), len(taken)
+            for i in range(args.steps):
+                trainer.step(step + 1 + i)
+            step += 1 + args.steps
+            seen = (sum(hosts.bytes()) - before) / args.steps
+            measured = taken[start:]
+            seconds = statistics.median(m.seconds for m in measured)
+            tokens = statistics.fmean(m.tokens for m in measured)
+            expected_bytes = traffic(plan, far=[0], tokens=tokens).to_experts(far=True)
+            base = seconds if rate is None and not base else base
+            expected = base + (8 * expected_bytes / (rate * 1e9) if rate else 0.0)
+            records.append(
+                {
+                    "kind": "train",
+                    "limit_gbit": rate,
+                    "groups": plan.groups,
+                    "transport": plan.transport.far,
+                    "tokens": round(tokens),
+                    "seconds": round(seconds, 4),
+                    "tokens_per_s": round(tokens / seconds, 1),
+                    "bytes_expected": round(expected_bytes),
+                    "bytes_on_wire": round(seen),
+                    "seconds_expected": round(expected, 4),
+                    "tokens_per_s_expected": round(tokens / expected, 1),
+                }
+            )
+            _show(records[-1:])
+    finally:
+        cluster.shutdown()
+        if ray.is_initialized():
+            ray.shutdown()
+    return records
+
+
+if __name__ == "__main__":
+    sys.exit(main())

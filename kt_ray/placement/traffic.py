@@ -1,0 +1,129 @@
+"""Bytes that travel in one training step, by who asks whom. Pure functions of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kt_ray.placement.types import Plan
+
+_FLOAT = 4  # y, dy, dx, d(router weights) and router weights travel in float32
+_ID = 4  # expert ids travel as int32
+_KEY = 8  # dropout keys: sample and position
+
+
+def touched(num_experts: int, held: int, experts_per_token: int) -> float:
+    """Expected share of tokens with at least one of `held` experts, balanced routing.
+
+    A token's K experts are different ones, but K is small beside E: 1 - (1 - held / E)^K.
+    """
+    return 1.0 - (1.0 - held / num_experts) ** experts_per_token
+
+
+class Link(NamedTuple):
+    """What one expert actor and the attention workers send each other for one layer in one step, in bytes.
+
+    tokens: expected number of all replicas' tokens. Of the forward: x, ids, weights, keys there, y back; of
+    the backward: dy there, dx and d(router weights) back.
+    """
+
+    layer: int
+    actor: int
+    far: bool
+    tokens: float
+    forward_there: float
+    forward_back: float
+    backward_there: float
+    backward_back: float
+
+    @property
+    def bytes(self) -> float:
+        return sum(self[4:])
+
+
+class Traffic(NamedTuple):
+    """Bytes of one training step of `Plan.tokens_per_step` tokens.
+
+    experts: per MoE layer and expert actor. stages: hidden states and their gradients across each boundary
+    between stages (all replicas), forward and backward together.
+    """
+
+    experts: tuple[Link, ...]
+    stages: tuple[float, ...]
+
+    def to_experts(self, *, far: bool) -> float:
+        """Bytes between workers and expert actors on other nodes (far) or on their own, both directions."""
+        return sum(link.bytes for link in self.experts if link.far == far)
+
+    @property
+    def between_stages(self) -> float:
+        return sum(self.stages)
+
+
+def traffic(plan: Plan, far: Sequence[int] | None = None, tokens: float | None = None) -> Traffic:
+    """Bytes that a training step moves between actors.
+
+    Args:
+        far: ranks of expert actors that do not share their workers' memory, so that only the tokens routed
+            there travel, expected by balanced routing; None = those that the plan puts on another node, or
+            all where the rule forces another way than shared memory.
+        tokens: of one step, all replicas; None = the plan's worst case.
+    """
+    dims = plan.dims
+    count = float(plan.tokens_per_step if tokens is None else tokens)
+    away = far_actors(plan) if far is None else tuple(far)
+    k = dims.experts_per_token
+    width = dims.expert_width
+    x_bytes = 4 if plan.dtype == "float32" else 2
+    links = []
+    for layer in dims.moe_layers:
+        for actor in plan.experts:
+            is_far = actor.rank in away
+            share = touched(dims.num_experts, len(plan.held(layer, actor.rank)), k) if is_far else 1.0
+            n = count * share
+            links.append(
+                Link(
+                    layer=layer,
+                    actor=actor.rank,
+                    far=is_far,
+                    tokens=n,
+                    forward_there=n * (x_bytes * width + (_ID + _FLOAT) * k + _KEY),
+                    forward_back=n * _FLOAT * width,
+                    backward_there=n * _FLOAT * width,
+                    backward_back=n * _FLOAT * (width + k),
+                )
+            )
+    hidden = 2 * count * x_bytes * dims.hidden_size * dims.hidden_streams
+    return Traffic(tuple(links), (hidden,) * (plan.stages - 1))
+
+
+def far_actors(plan: Plan) -> tuple[int, ...]:
+    """Ranks of expert actors that workers reach over the network, or by bytes all the same."""
+    if plan.transport.near != "arena":
+        return tuple(actor.rank for actor in plan.experts)
+    # Attention is on host 0; a plan of one host names none.
+    return tuple(actor.rank for actor in plan.experts if actor.host != 0)
+
+
+def traffic_notes(plan: Plan) -> list[str]:
+    """What a step sends over the network, for people; nothing where all is within shared memory."""
+    links = [link for link in traffic(plan).experts if link.far]
+    if not links:
+        return []
+    share = sum(link.tokens for link in links) / max(1, len(links) * plan.tokens_per_step)
+    return [
+        f"{sum(link.bytes for link in links) / 1e9:.2f} GB per step travel to and from expert actors out of "
+        f"shared memory's reach ({plan.transport.far}): balanced routing sends {100 * share:.0f} % of the "
+        "tokens to each"
+    ]
+
+
+def traffic_dict(plan: Plan) -> dict[str, Any]:
+    """Sums for plan.json, in bytes per step."""
+    moved = traffic(plan)
+    return {
+        "far_actors": list(far_actors(plan)),
+        "experts_near": round(moved.to_experts(far=False)),
+        "experts_far": round(moved.to_experts(far=True)),
+        "stages": round(moved.between_stages),
+    }

@@ -1,0 +1,135 @@
+"""Back to the last committed state after an actor was lost, and what that cost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kt_ray.errors import UserError
+from kt_ray.train.cluster import ActorLost, Cluster
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A state to go back to: after `taken` updates, in a checkpoint (None = built as at the start)."""
+
+    taken: int
+    directory: Path | None = None
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.directory.name}" if self.directory else "the start of the run"
+
+
+class Recovery:
+    """Brings a cluster back, at most `limit` times.
+
+    Args:
+        cluster: whose actors may be lost.
+        limit: `trainer.recoveries`.
+        point: the state that the run begins with.
+        say: takes lines for the user.
+
+    Attributes:
+        point: where a replay would begin.
+        used: recoveries so far.
+        seconds_lost: wall time lost so far: from the last progress before a death to the moment when as much
+            was done again.
+    """
+
+    def __init__(self, cluster: Cluster, limit: int, point: Point, say: Callable[[str], None]) -> None:
+        self.cluster = cluster
+        self.limit = limit
+        self.point = point
+        self.say = say
+        self.used = 0
+        self.seconds_lost = 0.0
+        self._progress = time.monotonic()
+        self._behind = False
+
+    def progressed(self) -> None:
+        """Something was finished that had not been done before."""
+        self._progress = time.monotonic()
+
+    def caught_up(self, taken: int) -> None:
+        """All that was done before the death is done again."""
+        if self._behind:
+            self._behind = False
+            lost = time.monotonic() - self._progress
+            self.seconds_lost += lost
+            self.say(f"as far as before, after step {taken}: {lost:.1f} s lost")
+            self.progressed()
+
+    def bring_back(self, lost: ActorLost, taken: int) -> int:
+        """Actors running again, in a committed state. Returns the number of updates behind it.
+
+        Args:
+            lost: what happened.
+            taken: updates that the driver knows to be committed.
+
+        Raises:
+            UserError: `trainer.recoveries` are used up, or it cannot be done.
+        """
+        while True:
+            if self.used >= self.limit:
+                raise self._given_up(lost) from lost
+            self.used += 1
+            self._behind = True
+            begin = time.monotonic()
+            logger.info("%s", lost.line())
+            self.say(f"{lost.what}: starting it again (recovery {self.used} of {self.limit})")
+            try:
+                back = self._bring_back(taken)
+            except ActorLost as another:
+                lost = another
+                continue
+            except UserError as error:
+                raise self.with_way_on(error) from error
+            self.say(f"back after {time.monotonic() - begin:.1f} s: {self._what_follows(back, taken)}")
+            return back
+
+    def _bring_back(self, taken: int) -> int:
+        survived = self.cluster.recover()
+        if survived == taken:
+            return taken
+        if self.point.directory is None:
+            self.cluster.restart()
+        else:
+            self.cluster.restore(str(self.point.directory), self.point.taken)
+        return self.point.taken
+
+    def _what_follows(self, back: int, taken: int) -> str:
+        if back == taken:
+            return f"nothing committed was lost, on after step {taken}"
+        steps = f"step {back + 1} is" if taken == back + 1 else f"steps {back + 1}-{taken} are"
+        return f"from {self.point}, {steps} repeated"
+
+    def _given_up(self, lost: ActorLost) -> UserError:
+        if not self.limit:
+            return lost
+        return UserError(
+            f"{lost.what}, and all recoveries are used up",
+            observed=lost.observed,
+            required=f"at most {self.limit} (trainer.recoveries)",
+            remedy="an actor that dies again and again usually runs out of memory: look for the kernel's "
+            "out-of-memory killer (dmesg), compare mode=plan with the memory that is free, then "
+            f"{self.way_on}",
+        )
+
+    @property
+    def way_on(self) -> str:
+        """What the user does after an error from which the run does not recover."""
+        if self.point.directory is None:
+            return "start the run again (it had no checkpoint yet: trainer.save_every)"
+        return "continue with trainer.resume=latest"
+
+    def with_way_on(self, error: UserError) -> UserError:
+        """The same error; its remedy ends in how the run goes on."""
+        remedy = f"{error.remedy}; then {self.way_on}" if error.remedy else self.way_on
+        return UserError(
+            error.what, where=error.where, observed=error.observed, required=error.required, remedy=remedy
+        )

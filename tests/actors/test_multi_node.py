@@ -1,0 +1,101 @@
+"""rule.nodes=2 on two Ray nodes: experts on both, attention on the driver's, the bits of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from kt_ray.actors.ray_cluster import RayCluster, RayHandle
+from kt_ray.actors.specs import actor_specs
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+from tests.helpers.hf_reference import build_checkpoint, random_rows
+from tests.helpers.ray_place import head_node, ray_place, second_node
+from tests.helpers.runs import config_for, local_cluster, plan_for, steps
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+BATCHES = [random_rows(8, seed=s) for s in range(2)]
+LAYOUTS = {
+    "one worker": (),
+    "two stages": ("rule.stages=2",),
+    "two replicas": ("rule.replicas=2",),
+    "both": ("rule.stages=2", "rule.replicas=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Two Ray nodes, two CPUs each, as processes on this machine."""
+    logs = tmp_path_factory.mktemp("nodes")
+    with (
+        ray_place(own_token=False) as place,
+        head_node(place, logs / "head", cpus=2),
+        second_node(place, logs / "second", cpus=2),
+    ):
+        yield place.address
+        ray.shutdown()
+
+
+def started(checkpoint: Path, config: Config, run_dir: Path) -> RayCluster:
+    plan = plan_for(checkpoint, config)
+    specs = actor_specs(plan, config, str(checkpoint))
+    return RayCluster(plan, specs, config.cluster, config.rule.ray, "hosts", run_dir=str(run_dir))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_bit_identical_and_in_their_places(tmp_path: Path, address: str, layout: tuple[str, ...]) -> None:
+    checkpoint = build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=4)
+    common = ("rule=multi_node", "rule.device=cpu", "optim.lr=0.02", "lora.dropout=0.1", *layout)
+    config = config_for(checkpoint, *common, "cluster=ray", f"cluster.address={address}")
+    cluster = started(checkpoint, config, tmp_path)
+    try:
+        lines = cluster.connect()
+        assert any(line.startswith("host 1: Ray node") for line in lines)
+        cluster.start()
+        losses = steps(cluster, config, BATCHES, 2)
+        handles = [handle for handle in cluster.handles if isinstance(handle, RayHandle)]
+        nodes = {handle.address: ray.get(handle.actor.node.remote()) for handle in handles}
+        driver = ray.get_runtime_context().get_node_id()
+    finally:
+        cluster.shutdown()
+    assert {node for (kind, _), node in nodes.items() if kind == "worker"} == {driver}
+    hosts = [nodes["experts", actor.rank] for actor in cluster.plan.experts]
+    assert [host == driver for host in hosts] == [actor.host == 0 for actor in cluster.plan.experts]
+    assert len(set(hosts)) == 2
+    assert not list(tmp_path.glob(".kt_ray*"))  # the check of the run directory leaves nothing
+    for local in (config_for(checkpoint, *common), config):  # folded onto this host, and Ray's own plan
+        with local_cluster(checkpoint, local) as here:
+            assert losses == steps(here, local, BATCHES, 2)
+
+
+def test_too_few_nodes_end_before_anything_is_loaded(tmp_path: Path, address: str) -> None:
+    checkpoint = build_checkpoint(tmp_path, "deepseek_v3")
+    config = config_for(
+        checkpoint,
+        "rule=multi_node",
+        "rule.nodes=3",
+        "rule.device=cpu",
+        "cluster=ray",
+        f"cluster.address={address}",
+    )
+    cluster = started(checkpoint, config, tmp_path)
+    try:
+        with pytest.raises(UserError, match="too few nodes") as caught:
+            cluster.connect()
+        assert "2 nodes as planned" in str(caught.value.observed) and not cluster.handles
+    finally:
+        cluster.shutdown()
+
+
+def test_no_cluster_is_no_place_for_several_hosts(tmp_path: Path) -> None:
+    checkpoint = build_checkpoint(tmp_path, "deepseek_v3")
+    config = config_for(
+        checkpoint, "rule=multi_node", "rule.device=cpu", "cluster=ray", "cluster.address=local"
+    )
+    with pytest.raises(UserError, match="no running Ray cluster"):
+        started(checkpoint, config, tmp_path).connect()
+    assert not ray.is_initialized()

@@ -1,0 +1,224 @@
+"""Actors die at every kind of place: losses, evaluations and weights are those of an undisturbed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kt_ray.actors.specs import actor_specs
+from kt_ray.checkpoint.training import Manifest, begin_checkpoint, commit_checkpoint, step_name
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+from kt_ray.train.loop import Events, Schedule, Summary, Trainer
+from tests.helpers.hf_reference import build_checkpoint, random_rows
+from tests.helpers.mortal import Death, MortalCluster
+from tests.helpers.runs import config_for, plan_for, waves_of
+
+BATCHES = [random_rows(8, seed=s) for s in range(3)]
+STEPS = 5
+WORKERS = [("worker", 0), ("worker", 1)]
+EXPERTS = [("experts", 0), ("experts", 1)]
+
+
+class Run:
+    """A whole run with the deaths asked for, and all that it told."""
+
+    def __init__(self, model: Path, root: Path, deaths: list[Death], *settings: str) -> None:
+        self.config: Config = config_for(
+            model, "optim.lr=0.02", "lora.dropout=0.1", "trainer.eval_every=2", *settings
+        )
+        self.root = root
+        self.records: list[Any] = []
+        self.evaluated: list[int] = []
+        self.saved: list[int] = []
+        self.back: list[int] = []
+        self.lines: list[str] = []
+        plan = plan_for(model, self.config)
+        self.cluster = MortalCluster(plan, actor_specs(plan, self.config, str(model)))
+        self.cluster.deaths = deaths
+        self.summary: Summary | None = None
+        self.parameters: dict[str, torch.Tensor] = {}
+
+    def go(self) -> Run:
+        plan = self.cluster.plan
+        schedule = Schedule(
+            total_steps=STEPS,
+            steps_per_epoch=len(BATCHES),
+            train=lambda step: [waves_of(BATCHES[step % len(BATCHES)], self.config, plan)],
+            evaluate=[waves_of(random_rows(4, seed=9), self.config, plan)],
+        )
+        events = Events(
+            on_step=self.records.append,
+            on_eval=lambda taken, _: self.evaluated.append(taken),
+            save=self.save,
+            on_repeat=self.back.append,
+            say=self.lines.append,
+        )
+        try:
+            self.cluster.start()
+            trainer = Trainer(self.config, self.cluster, schedule, events)
+            self.summary = trainer.run()
+            self.parameters = trainer.with_all_steps(self.cluster.parameters)
+        finally:
+            self.cluster.shutdown()
+        return self
+
+    def save(self, taken: int) -> Path:
+        partial = begin_checkpoint(self.root, taken)
+        shards = tuple(self.cluster.save_shards(str(partial)))
+        manifest = Manifest(taken, 0, {}, "", {}, shards)
+        self.saved.append(taken)
+        return commit_checkpoint(partial, self.root / step_name(taken), manifest)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_checkpoint(tmp_path_factory.mktemp("model"), "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    made: dict[str, Run] = {}
+    for rule in ("cpu_2workers_2sockets", "cpu_replicas_2"):
+        made[rule] = Run(model, tmp_path_factory.mktemp("calm"), [], f"rule={rule}").go()
+    return made
+
+
+def passes(step: int) -> int:
+    """Number of the pass of a step (from 1) in an undisturbed run: evaluations before 1, after 2 and 4."""
+    return step + 1 + (step - 1) // 2
+
+
+CASES = {
+    # what happens, trainer.save_every, how often the run goes back further than the step itself
+    "an expert actor in a pass": ([Death(EXPERTS[1], "run_pass", passes(4), 3)], 2, 1),
+    "worker 0 in a pass": ([Death(WORKERS[0], "run_pass", passes(4), 2)], 2, 1),
+    "worker 1 in a pass": ([Death(WORKERS[1], "run_pass", passes(4), 2)], 2, 0),
+    "an expert actor, nothing saved": ([Death(EXPERTS[0], "run_pass", passes(4), 5)], 0, 1),
+    "worker 0, nothing saved": ([Death(WORKERS[0], "run_pass", passes(3), 1)], 0, 1),
+    "in the first step, then in evaluations": (
+        [
+            Death(EXPERTS[0], "run_pass", 1),
+            Death(WORKERS[0], "run_pass", 3, 1),
+            Death(WORKERS[1], "run_pass", 9, 1),
+        ],
+        0,
+        0,
+    ),
+    "in prepare": (
+        [Death(EXPERTS[0], "prepare", 3), Death(WORKERS[0], "prepare", 5), Death(WORKERS[1], "prepare", 7)],
+        2,
+        2,
+    ),
+    "in commit": (
+        [
+            Death(EXPERTS[0], "commit", 2),
+            Death(EXPERTS[1], "commit", 5, "after"),
+            Death(WORKERS[0], "commit", 8, "after"),
+            Death(WORKERS[1], "commit", 10, "before"),
+        ],
+        1,
+        4,
+    ),
+    "two at once": ([Death(EXPERTS[0], "run_pass", 5), Death(WORKERS[1], "run_pass", 5)], 2, 1),
+    "all at once": ([Death(a, "run_pass", passes(4)) for a in (*WORKERS, *EXPERTS)], 2, 1),
+    "while saving": ([Death(EXPERTS[1], "save_shard", 2), Death(WORKERS[0], "save_shard", 4, "after")], 2, 2),
+    "in recoveries": (
+        [
+            Death(WORKERS[0], "run_pass", passes(4), 2),
+            Death(EXPERTS[1], "discard", 1),
+            Death(EXPERTS[0], "load_again", 1),
+            Death(EXPERTS[1], "load_again", 1, "after"),
+            Death(WORKERS[1], "collect_shapes", 2, "after"),
+            Death(EXPERTS[1], "restore", 1),
+            Death(WORKERS[0], "publish", 3),
+        ],
+        2,
+        1,
+    ),
+    "at the very end": ([Death(EXPERTS[0], "parameters", 1), Death(WORKERS[0], "parameters", 2)], 0, 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bit_identical_to_an_undisturbed_run(
+    case: str, model: Path, tmp_path: Path, undisturbed: dict[str, Run]
+) -> None:
+    deaths, save_every, far = CASES[case]
+    run = Run(
+        model,
+        tmp_path,
+        deaths,
+        "rule=cpu_2workers_2sockets",
+        f"trainer.save_every={save_every}",
+        "trainer.recoveries=20",
+    ).go()
+    check(run, undisturbed["cpu_2workers_2sockets"])
+    assert run.cluster.happened == len(deaths), run.lines
+    went_back = [line for line in run.lines if line.startswith("back after") and " from " in line]
+    assert len(went_back) == far, run.lines
+
+
+def test_replicas_too(model: Path, tmp_path: Path, undisturbed: dict[str, Run]) -> None:
+    deaths = [
+        Death(WORKERS[1], "run_pass", passes(2), 2),
+        Death(WORKERS[0], "run_pass", 6, 2),
+        Death(EXPERTS[0], "commit", 8),
+    ]
+    run = Run(model, tmp_path, deaths, "rule=cpu_replicas_2", "trainer.save_every=3").go()
+    check(run, undisturbed["cpu_replicas_2"])
+    assert run.cluster.happened == 3
+
+
+def check(run: Run, expected: Run) -> None:
+    assert run.summary is not None and expected.summary is not None
+    assert run.summary.losses == expected.summary.losses
+    assert run.summary.eval_losses == expected.summary.eval_losses
+    assert run.summary.tokens == expected.summary.tokens
+    assert run.parameters.keys() == expected.parameters.keys()
+    assert all(torch.equal(run.parameters[n], expected.parameters[n]) for n in run.parameters)
+    # Each step, evaluation and checkpoint was told once, in order.
+    assert [m.step for m in run.records] == list(range(1, STEPS + 1))
+    assert [m.grad_norm for m in run.records] == [m.grad_norm for m in expected.records]
+    assert run.evaluated == expected.evaluated == [0, 2, 4, 5]
+    every = run.config.trainer.save_every
+    assert run.saved == [t for t in range(1, STEPS + 1) if t == STEPS or (every and t % every == 0)]
+    # And what it cost was told, too.
+    assert run.summary.recoveries >= 1 and run.summary.seconds_lost > 0
+    assert expected.records[-1].recoveries is None
+    assert sum("s lost" in line for line in run.lines) >= 1
+
+
+def test_no_recovery_was_asked_for(model: Path, tmp_path: Path) -> None:
+    deaths = [Death(EXPERTS[1], "run_pass", 3)]
+    run = Run(model, tmp_path, deaths, "rule=cpu_2workers_2sockets", "trainer.recoveries=0")
+    with pytest.raises(UserError, match=r"^expert actor 1 died; found killed.*trainer\.resume=latest"):
+        run.go()
+    assert run.lines == [] and [m.step for m in run.records] == [1]
+
+
+@pytest.mark.parametrize("save_every", [0, 1])
+def test_recoveries_are_used_up(model: Path, tmp_path: Path, save_every: int) -> None:
+    """An actor that runs out of memory does so again and again."""
+    deaths = [Death(EXPERTS[1], "run_pass", call) for call in range(3, 20)]
+    run = Run(
+        model,
+        tmp_path,
+        deaths,
+        "rule=cpu_2workers_2sockets",
+        "trainer.recoveries=2",
+        f"trainer.save_every={save_every}",
+    )
+    way_on = (
+        r"continue with trainer\.resume=latest$" if save_every else r"start the run again \(.*save_every\)$"
+    )
+    with pytest.raises(
+        UserError,
+        match=r"^expert actor 1 died, and all recoveries are used up; found killed; required at most 2 "
+        rf"\(trainer\.recoveries\)\. To fix: .*out of memory.*dmesg.*{way_on}",
+    ):
+        run.go()
+    assert run.cluster.happened == 3
