@@ -62,7 +62,10 @@ class ExpertActor(PlainActor):
 
     def info(self) -> dict[str, Any]:
         host = self.host
+        lane = host.lane
+        of_lane = {} if lane is None else {"lane": lane.facts(), "notes": lane.notes}
         return {
+            **of_lane,
             "actor": f"experts-{self.rank}",
             "pid": os.getpid(),
             "host": sockets.gethostname(),

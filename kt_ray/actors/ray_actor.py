@@ -10,6 +10,7 @@ import ray
 from kt_ray.actors.attention_worker import AttentionWorker
 from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.gloo_link import Meeting, MeetingPoint
+from kt_ray.actors.gpu import show_own_gpu
 from kt_ray.actors.mailbox import Address
 from kt_ray.actors.ray_port import Packed, Peer, RayPort
 from kt_ray.experts import bind_to_cpus
@@ -32,6 +33,8 @@ class RayActor:
             bind_to_cpus(cpus)
         if kind == "worker" and args[0].is_tight:
             give_back_freed_memory()
+        if kind == "experts":
+            show_own_gpu(args[1])
         self._name = f"{kind}-{rank}"
         self._address: Address = (kind, rank)
         self._meeting_point: MeetingPoint | None = None

@@ -6,8 +6,6 @@ import functools
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -20,12 +18,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray.actors.cluster import ActorCluster, ActorDied, Handle, LoadNote
 from kt_ray.actors.gloo_link import Meeting
+from kt_ray.actors.gpu import VARIABLE, own_lane
 from kt_ray.actors.mailbox import Address
 from kt_ray.actors.ray_actor import RemoteActor
 from kt_ray.actors.ray_address import Running, free_port, running_cluster
 from kt_ray.actors.ray_hosts import Hosts, find_hosts, own_cpus
 from kt_ray.actors.ray_placement import (
     Seats,
+    await_group,
     by_gpu,
     differ,
     gpu_share,
@@ -208,7 +208,8 @@ class RayCluster(ActorCluster):
             )
             gpus = share.get(worker.device, 0.0)
             wanted.append(Wanted(address, worker.cpus, args, reserved[address], gpus))
-        for host in self.specs.experts:
+        for spec in self.specs.experts:
+            host = own_lane(spec, os.environ.get(VARIABLE))
             address = ("experts", host.rank)
             args = (self.plan, host, self.specs.timeout)
             wanted.append(Wanted(address, host.cpus, args, reserved[address], 0.0))
@@ -320,26 +321,10 @@ class RayCluster(ActorCluster):
         else:
             selectors = [self.hosts.selector(host) for host in chosen.host]
             self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
-        self._await_group(bundles)
+        await_group(self._group, bundles, self.config.start_timeout)
         if not differ(self.plan):
             return chosen
         return by_gpu(self.plan, chosen, gpus_behind(self._group, chosen, self.config.start_timeout))
-
-    def _await_group(self, bundles: list[dict[str, float]]) -> None:
-        try:
-            ray.get(self._group.ready(), timeout=self.config.start_timeout)
-        except GetTimeoutError as error:
-            asked = {key: round(sum(b.get(key, 0.0) for b in bundles), 2) for key in ("CPU", "GPU")}
-            have = ray.available_resources()
-            print(_ray_status(), file=sys.stderr)
-            raise UserError(
-                f"Ray did not provide the actors' resources within {self.config.start_timeout:.0f} s",
-                where="placement group " + " ".join(str(b) for b in bundles),
-                observed=f"free now: CPU {have.get('CPU', 0):g}, GPU {have.get('GPU', 0):g}",
-                required=f"CPU {asked['CPU']:g}, GPU {asked['GPU']:g}",
-                remedy="free resources, choose a smaller rule, or lower rule.ray.worker_cpus and "
-                "rule.ray.expert_cpus",
-            ) from error
 
     def _ray_handles(self) -> list[RayHandle]:
         handles = []
@@ -419,20 +404,3 @@ def _dashboard_url(context: Any = None) -> str | None:
 
         url = get_dashboard_url()
     return f"http://{url}" if url and not str(url).startswith("http") else url
-
-
-def _ray_status() -> str:
-    """What `ray status` prints for the connected cluster, and its resources as Ray counts them now."""
-    address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        status = done.stdout or done.stderr
-    except subprocess.TimeoutExpired:
-        status = "ray status: no answer within 60 s\n"
-    # A cluster that has just started has no status yet.
-    total, free = ray.cluster_resources(), ray.available_resources()
-    counted = [
-        f"  {kind}: {free.get(kind, 0):g} of {total[kind]:g} free" for kind in ("CPU", "GPU") if kind in total
-    ]
-    return "\n".join([status.rstrip(), f"Resources of {len(ray.nodes())} node(s):", *counted])

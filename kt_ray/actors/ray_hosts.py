@@ -7,12 +7,10 @@ the first nodes, in the order of their ids, that are as planned and have enough 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +18,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from kt_ray.actors.host_look import Shared, Sight, digest, look, versions
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.errors import UserError
-from kt_ray.placement.hardware import this_host
 from kt_ray.placement.plan import divide_cpus
 from kt_ray.placement.render import counted, gib
-from kt_ray.placement.types import Hardware, Plan
-
-_PACKAGES = ("kt_ray", "torch", "transformers")
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What every host must see: directories and files by what they hold, and the run directory.
-
-    contents: path -> digest (see `digest`). run_dir: None = not checked. mark: name of a file that the
-    driver wrote there for the time of the check.
-    """
-
-    contents: tuple[tuple[str, str], ...]
-    run_dir: str | None = None
-    mark: str = ""
-
-
-@dataclass(frozen=True)
-class Sight:
-    """What the task found on a node. unseen: what is not as it is for the driver, in words."""
-
-    hardware: Hardware
-    versions: tuple[tuple[str, str], ...]
-    unseen: tuple[str, ...]
+from kt_ray.placement.types import Plan
 
 
 @dataclass(frozen=True)
@@ -81,53 +55,6 @@ class Hosts:
             return {"ray.io/node-id": self.nodes[0].id}
         rest = [node.id for i, node in enumerate(self.nodes) if i != host]
         return {"ray.io/node-id": f"!in({','.join([*rest, *self.others])})"}
-
-
-def digest(path: str) -> str:
-    """What lies at `path`, cheaply: a directory's config.json and its weights' names and sizes; a file's
-    size.
-    """
-    place = Path(path)
-    found = hashlib.sha256()
-    if place.is_file():
-        found.update(str(place.stat().st_size).encode())
-    else:
-        found.update((place / "config.json").read_bytes())
-        for file in sorted(place.iterdir()):
-            if file.suffix in (".safetensors", ".gguf"):
-                found.update(f"{file.name} {file.stat().st_size}".encode())
-    return found.hexdigest()
-
-
-def versions() -> tuple[tuple[str, str], ...]:
-    """Versions of the packages that must agree."""
-    found = []
-    for name in _PACKAGES:
-        try:
-            found.append((name, version(name)))
-        except PackageNotFoundError:
-            found.append((name, "not installed"))
-    return tuple(found)
-
-
-def look(shared: Shared) -> Sight:
-    """Runs on a node: its hardware, its packages, and what of `shared` it does not see."""
-    unseen = []
-    for path, wanted in shared.contents:
-        try:
-            if digest(path) != wanted:
-                unseen.append(f"{path} holds something else there")
-        except OSError as error:
-            unseen.append(f"{path} cannot be read there ({error.strerror})")
-    if shared.run_dir is not None:
-        own = Path(shared.run_dir) / f"{shared.mark}-{os.getpid()}-{secrets.token_hex(4)}"
-        try:
-            (Path(shared.run_dir) / shared.mark).read_bytes()
-            own.touch(exist_ok=False)
-            own.unlink()
-        except OSError as error:
-            unseen.append(f"the run directory {shared.run_dir} is not shared with it ({error.strerror})")
-    return Sight(this_host(), versions(), tuple(unseen))
 
 
 def unfit(plan: Plan, host: int, node: Node, cpus: float, own: Sequence[tuple[str, str]]) -> str | None:

@@ -7,11 +7,14 @@ GPUs that Ray is told about.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray.actors.mailbox import Address
@@ -161,3 +164,38 @@ def _own_gpu() -> tuple[str, Gpu | None]:
     ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     gpus = this_host().gpus
     return (ids[0] if ids else "", gpus[0] if gpus else None)
+
+
+def await_group(group: Any, bundles: Sequence[dict[str, float]], timeout: float) -> None:
+    """Wait until Ray has reserved the placement group; else say what is missing, with `ray status`."""
+    try:
+        ray.get(group.ready(), timeout=timeout)
+    except GetTimeoutError as error:
+        asked = {key: round(sum(b.get(key, 0.0) for b in bundles), 2) for key in ("CPU", "GPU")}
+        have = ray.available_resources()
+        print(ray_status(), file=sys.stderr)
+        raise UserError(
+            f"Ray did not provide the actors' resources within {timeout:.0f} s",
+            where="placement group " + " ".join(str(b) for b in bundles),
+            observed=f"free now: CPU {have.get('CPU', 0):g}, GPU {have.get('GPU', 0):g}",
+            required=f"CPU {asked['CPU']:g}, GPU {asked['GPU']:g}",
+            remedy="free resources, choose a smaller rule, or lower rule.ray.worker_cpus and "
+            "rule.ray.expert_cpus",
+        ) from error
+
+
+def ray_status() -> str:
+    """What `ray status` prints for the connected cluster, and its resources as Ray counts them now."""
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        status = done.stdout or done.stderr
+    except subprocess.TimeoutExpired:
+        status = "ray status: no answer within 60 s\n"
+    # A cluster that has just started has no status yet.
+    total, free = ray.cluster_resources(), ray.available_resources()
+    counted = [
+        f"  {kind}: {free.get(kind, 0):g} of {total[kind]:g} free" for kind in ("CPU", "GPU") if kind in total
+    ]
+    return "\n".join([status.rstrip(), f"Resources of {len(ray.nodes())} node(s):", *counted])

@@ -86,6 +86,7 @@ def actor_specs(
             experts_path=config.model.experts_path,
             root=root,
             by_layer=actor.by_layer,
+            lane=actor.lane,
         )
         for actor in plan.experts
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from kt_ray.config.fields import closest, default_of_key, show
 from kt_ray.config.limits import BOUNDS, WORDS
-from kt_ray.config.schema import Config
+from kt_ray.config.schema import Config, ExpertsRule
 from kt_ray.errors import UserError
 
 # Seeds are 64-bit counters of the random streams; the sign bit stays free.
@@ -132,6 +132,7 @@ def _rule(config: Config) -> None:
             "a checkpoint of an earlier run, which holds a histogram",
             "set rule.experts.load=<checkpoint directory>, or rule.experts.placement=auto",
         )
+    _lane(placed, backend)
     if rule.replicas > config.trainer.batch_size:
         raise fault(
             "rule.replicas",
@@ -140,6 +141,29 @@ def _rule(config: Config) -> None:
             f"at most {config.trainer.batch_size}",
             f"set rule.replicas={config.trainer.batch_size} or trainer.batch_size={rule.replicas}",
         )
+
+
+def _lane(rule: ExpertsRule, backend: str) -> None:
+    """Experts on a GPU: where, and what it cannot compute."""
+    if rule.lane_device != "auto" and not _DEVICE.fullmatch(rule.lane_device):
+        raise fault(
+            "rule.experts.lane_device",
+            rule.lane_device or "''",
+            "is not a device",
+            "auto, cuda:0, cuda:1, … or cpu",
+            "set rule.experts.lane_device=auto",
+        )
+    for key, value, off in (("gpu_resident", rule.gpu_resident, 0), ("stream", rule.stream, "off")):
+        if value != off and backend == "AMXINT8":
+            raise fault(
+                f"rule.experts.{key}",
+                value,
+                "clashes with rule.experts.backend=AMXINT8: the engine then multiplies in int8, a GPU would "
+                "multiply the same experts in bfloat16",
+                "a backend that computes in bfloat16 or float32",
+                f"set rule.experts.backend=auto (weights stored as int8 stay so), or "
+                f"rule.experts.{key}={show(off)}",
+            )
 
 
 def _layers(config: Config) -> None:

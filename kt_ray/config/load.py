@@ -21,7 +21,7 @@ import yaml
 from kt_ray.config.checks import check
 from kt_ray.config.fields import closest_key, default_of, groups, hints, show, type_name
 from kt_ray.config.files import hardware_file
-from kt_ray.config.schema import Config, PlanConfig
+from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 
 
@@ -83,7 +83,9 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
         data = dataclasses.replace(data, eval_path=_paths(data.eval_path))
     if plan.hardware is not None:
         known = hardware_file(plan.hardware) if "/" not in plan.hardware else None
-        plan = PlanConfig(hardware=str(known) if known else absolute(plan.hardware))
+        plan = dataclasses.replace(plan, hardware=str(known) if known else absolute(plan.hardware))
+    if plan.rates not in ("auto", "nominal"):
+        plan = dataclasses.replace(plan, rates=absolute(plan.rates))
     if trainer.resume not in (None, "latest"):
         trainer = dataclasses.replace(trainer, resume=_absolute(trainer.resume))
     experts = dataclasses.replace(config.rule.experts, load=_absolute(config.rule.experts.load))

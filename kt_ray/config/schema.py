@@ -327,14 +327,15 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """`mode=plan` only.
+    """`mode=plan`; `rates` for `mode=doctor`, too.
 
     Attributes:
         hardware: YAML file describing other hardware to plan for, or the name of one in
             conf/hardware; None = the rule's nominal hardware if it names GPUs or an ISA that this
             host lacks, else this host.
-        rates: JSON file with measured rates (mode=doctor writes it); "auto" = what mode=doctor stored for
-            this host, else nominal ones.
+        rates: JSON file with measured rates (mode=doctor writes it there); "auto" = what mode=doctor stored
+            for this host, else nominal ones; "nominal" = as if nothing had been measured (mode=doctor then
+            measures nothing).
         reference: show the same terms under the reference system's schedule as well.
     """
 

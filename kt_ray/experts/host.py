@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,11 +20,13 @@ import torch
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, load_experts
 from kt_ray.checkpoint.load_experts import Target
 from kt_ray.config.schema import LoraConfig, OptimConfig
+from kt_ray.experts.lane import DeviceLane, LaneSaved
 from kt_ray.experts.memory import PreferNode, available_memory
+from kt_ray.experts.parts import Kept, as_adapter, first_experts, shapes_of
 from kt_ray.model.lora import init_lora_a, initial_lora
 from kt_ray.native import DropoutSpec, Engine, ExpertFormula, ExpertLora, ExpertWeights, Saved
 from kt_ray.optim import LoraOptimizer, squared_norm
-from kt_ray.placement.types import HoldsExperts
+from kt_ray.placement.types import HoldsExperts, LanePlan
 
 Progress = Callable[[int, int, int], None]  # (layer, bytes done, bytes in total)
 # What a backend of the rule quantises experts to while they are read; the others take them as stored.
@@ -51,6 +54,7 @@ class ExpertHostSpec(HoldsExperts):
             the backend; None = `model_dir`.
         root: module name of the language model, with which the parameters' names begin.
         by_layer: (layer, ids) where the experts held differ from layer to layer.
+        lane: what a GPU computes of them; None = the engine computes all.
     """
 
     rank: int
@@ -69,11 +73,15 @@ class ExpertHostSpec(HoldsExperts):
     experts_path: str | None = None
     root: str = "model"
     by_layer: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    lane: LanePlan | None = None
 
 
 @dataclass
 class HostCounters:
-    """Since the last `take_counters`: seconds in the engine by direction, routed slots, FLOPs' inputs."""
+    """Since the last `take_counters`: seconds in the engine by direction, routed slots, FLOPs' inputs.
+
+    lane_slots: slots of forward and backward that the lane computed, counted in the others as well.
+    """
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
@@ -82,7 +90,8 @@ class HostCounters:
     backward_slots: int = 0
     recomputed_slots: int = 0
     kept_bytes_peak: int = 0
-    tokens_per_expert: dict[int, list[int]] = field(default_factory=dict)  # layer -> per local expert
+    tokens_per_expert: dict[int, list[int]] = field(default_factory=dict)  # layer -> per expert held
+    lane_slots: int = 0
 
     def plus(self, other: HostCounters) -> HostCounters:
         """Both together; of peaks the larger."""
@@ -99,6 +108,7 @@ class HostCounters:
             self.recomputed_slots + other.recomputed_slots,
             max(self.kept_bytes_peak, other.kept_bytes_peak),
             tokens,
+            self.lane_slots + other.lane_slots,
         )
 
 
@@ -113,18 +123,26 @@ class ExpertHost:
             cpus=spec.cpus or None,
             int8_products=spec.backend == "AMXINT8",
         )
+        self.lane: DeviceLane | None = None
+        if spec.lane is not None:
+            self.lane = DeviceLane(spec.lane, spec.threads, recompute=spec.activations == "recompute")
+        # What the engine computes from; a layer whose experts all stay on the lane's device has none.
         self.weights: dict[int, ExpertWeights] = {}
         self.lora: dict[int, ExpertLora] = {}
         self.names: dict[int, list[dict[str, str]]] = {}  # layer -> local expert -> projection -> name prefix
+        # layer -> global id of every local one: ascending, but for those that stay on the lane's device,
+        # which come last, so that the engine's part of every stacked tensor is its beginning.
+        self.order: dict[int, tuple[int, ...]] = {}
         self.counters = HostCounters()
         self.load_seconds = 0.0
         self.weight_bytes = 0
         self._grads: dict[int, ExpertLora] = {}
         # (layer, group) -> what its backward needs, and its routed slots
-        self._saved: dict[tuple[int, int], tuple[Saved, int]] = {}
+        self._saved: dict[tuple[int, int], Kept] = {}
         self._dropout: DropoutSpec | None = None
         self._optimizer: LoraOptimizer | None = None
         self._parameters: dict[int, dict[str, torch.nn.Parameter]] = {}
+        self._shapes: dict[int, dict[str, tuple[int, int]]] = {}  # layer -> projection -> outputs, inputs
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -154,14 +172,23 @@ class ExpertHost:
         done = 0
         with PreferNode(spec.node):
             for layer, ids in held.items():
-                self.weights[layer] = read(
-                    layer,
-                    ids,
-                    formula=spec.formulas.get(layer),
-                    threads=readers,
-                    drop_cache=drop_cache,
-                )
-                self.names[layer] = [layout.names(layer, e, spec.root) for e in ids]
+                stay = () if self.lane is None else self.lane.resident_of(layer)
+                others = tuple(e for e in ids if e not in stay)
+                made = [
+                    read(
+                        layer, some, formula=spec.formulas.get(layer), threads=readers, drop_cache=drop_cache
+                    )
+                    if some
+                    else None
+                    for some in (others, stay)
+                ]
+                if made[0] is not None:
+                    self.weights[layer] = made[0]
+                self.order[layer] = (*others, *stay)
+                if self.lane is not None:
+                    self.lane.add_layer(layer, self.order[layer], *made)
+                self._shapes[layer] = shapes_of(next(weights for weights in made if weights is not None))
+                self.names[layer] = [layout.names(layer, e, spec.root) for e in self.order[layer]]
                 done += len(ids) * layout.expert_bytes[layer]
                 if progress is not None:
                     progress(layer, done, total)
@@ -173,13 +200,13 @@ class ExpertHost:
     def _make_lora(self) -> None:
         spec, rank = self.spec, self.spec.lora.rank
         parameters: list[torch.nn.Parameter] = []
-        for layer, weights in self.weights.items():
+        for layer, named in self.names.items():
             matrices: dict[str, torch.nn.Parameter] = {}
-            for projection in self.names[layer][0]:
-                experts, out_features, in_features = getattr(weights, projection).shape
+            for projection in named[0]:
+                experts, (out_features, in_features) = len(named), self._shapes[layer][projection]
                 # float32 by name: in one process a worker that builds its model changes the default type.
                 a = torch.empty(experts, rank, in_features, dtype=torch.float32)
-                for i, names in enumerate(self.names[layer]):
+                for i, names in enumerate(named):
                     a[i] = init_lora_a(spec.seed, f"{names[projection]}.lora_A.weight", (rank, in_features))
                 matrices[f"{projection}_a"] = torch.nn.Parameter(a)
                 b = torch.zeros(experts, out_features, rank, dtype=torch.float32)
@@ -188,9 +215,11 @@ class ExpertHost:
             parameters.extend(matrices.values())
         self._optimizer = LoraOptimizer(parameters, spec.optim)
         for layer, matrices in self._parameters.items():
-            self.lora[layer] = _adapter({k: p.data for k, p in matrices.items()}, spec.lora.scale)
+            self.lora[layer] = as_adapter({k: p.data for k, p in matrices.items()}, spec.lora.scale)
             grads = {k: p.grad for k, p in matrices.items() if p.grad is not None}
-            self._grads[layer] = _adapter(grads, spec.lora.scale)
+            self._grads[layer] = as_adapter(grads, spec.lora.scale)
+            if self.lane is not None:
+                self.lane.lock(self.lora[layer])
 
     def restart_lora(self) -> None:
         """As `load` left it, in place: initial values, no moments, no gradients, no step taken."""
@@ -216,7 +245,7 @@ class ExpertHost:
 
     def local_ids(self, layer: int, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
         """Global expert ids [T, K] of a layer to local ones; experts held elsewhere become n (no expert)."""
-        held = self.spec.experts_of(layer)
+        held = self.order[layer]
         table = torch.full((num_experts + 1,), len(held), dtype=torch.int64)
         table[list(held)] = torch.arange(len(held))
         return table[ids.long().clamp(max=num_experts)]
@@ -242,29 +271,53 @@ class ExpertHost:
             y [T, H] float32.
         """
         start = time.monotonic()
-        save: bool | Literal["recompute"] = False
-        if keep:
-            save = "recompute" if self.spec.activations == "recompute" else True
-        y, saved = self.engine.forward(
-            self.weights[layer],
-            x,
-            ids,
-            router_weights,
-            lora=self.lora.get(layer),
-            dropout=self._dropout,
-            keys=keys,
-            save=save,
-        )
-        held = len(self.names[layer])
+        held = len(self.order[layer])
         counts = torch.bincount(ids.reshape(-1), minlength=held + 1)[:held].tolist()
+        lora, engine_ids, pending = self.lora.get(layer), ids, None
+        if self.lane is not None:
+            chosen = self.lane.choose(layer, counts, len(x))
+            engine_ids = self._without(layer, ids, chosen)
+            if chosen:
+                pending = self.lane.forward(
+                    layer, chosen, x, ids, router_weights, lora, self._dropout, keys, keep=keep
+                )
+                self.counters.lane_slots += sum(counts[e] for e in chosen)
+        saved: Saved | None = None
+        try:
+            if layer in self.weights:
+                save: bool | Literal["recompute"] = keep
+                if keep and self.spec.activations == "recompute":
+                    save = "recompute"
+                weights = self.weights[layer]
+                y, saved = self.engine.forward(
+                    weights,
+                    x,
+                    engine_ids,
+                    router_weights,
+                    lora=first_experts(lora, weights.E),
+                    dropout=self._dropout,
+                    keys=keys,
+                    save=save,
+                )
+            else:
+                y = torch.zeros(x.shape, dtype=torch.float32)
+        finally:
+            if pending is not None:
+                wait([pending])  # it reads the caller's tensors
+        lane_saved: LaneSaved | None = None
+        if pending is not None:
+            part = pending.result()
+            y.index_add_(0, part.tokens, part.y)
+            lane_saved = part.saved
         self.counters.forward_slots += sum(counts)
-        if saved is not None:
-            self._saved[layer, group] = saved, sum(counts)
-            kept = sum(s.bytes for s, _ in self._saved.values())
+        if keep:
+            self._saved[layer, group] = Kept(saved, lane_saved, sum(counts), ids.shape)
+            kept = sum(k.bytes for k in self._saved.values())
             self.counters.kept_bytes_peak = max(self.counters.kept_bytes_peak, kept)
         seen = self.counters.tokens_per_expert.setdefault(layer, [0] * held)
-        for i, count in enumerate(counts):
-            seen[i] += count
+        place = {e: i for i, e in enumerate(self.spec.experts_of(layer))}
+        for expert, count in zip(self.order[layer], counts, strict=True):
+            seen[place[expert]] += count
         self.counters.forward_seconds += time.monotonic() - start
         return y
 
@@ -274,15 +327,47 @@ class ExpertHost:
         LoRA gradients are added to the ones kept here.
         """
         start = time.monotonic()
-        saved, slots = self._saved.pop((layer, group))
-        dx, dw = self.engine.backward(
-            self.weights[layer], saved, dy, lora=self.lora.get(layer), lora_grads=self._grads.get(layer)
-        )
-        self.counters.backward_slots += slots
+        kept, lora, grads = self._saved.pop((layer, group)), self.lora.get(layer), self._grads.get(layer)
+        pending = None
+        if self.lane is not None and kept.lane is not None:
+            pending = self.lane.backward(layer, kept.lane, dy, lora)
+            self.counters.lane_slots += len(kept.lane.routed.slots)
+        try:
+            if kept.engine is not None:
+                weights = self.weights[layer]
+                dx, dw = self.engine.backward(
+                    weights,
+                    kept.engine,
+                    dy,
+                    lora=first_experts(lora, weights.E),
+                    lora_grads=first_experts(grads, weights.E),
+                )
+            else:
+                dx, dw = torch.zeros_like(dy), torch.zeros(kept.shape, dtype=torch.float32)
+        finally:
+            if pending is not None:
+                wait([pending])
+        if pending is not None:
+            part = pending.result()
+            dx.index_add_(0, part.tokens, part.dx)
+            dw.view(-1)[part.slots] = part.dw
+            # Only now: the engine may touch the gradients of all its experts.
+            for expert, own in part.lora:
+                assert grads is not None
+                for name, tensor in grads.named().items():
+                    tensor[expert] += own[name]
+        self.counters.backward_slots += kept.slots
         if self.spec.activations == "recompute":
-            self.counters.recomputed_slots += slots
+            self.counters.recomputed_slots += kept.slots
         self.counters.backward_seconds += time.monotonic() - start
         return dx, dw
+
+    def _without(self, layer: int, ids: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
+        """Local ids for the engine: experts that the lane computes become "no expert"."""
+        engine = self.weights[layer].E if layer in self.weights else 0
+        table = torch.arange(len(self.order[layer]) + 1).clamp(max=engine)
+        table[list(chosen)] = engine
+        return table[ids]
 
     # -- optimizer ---------------------------------------------------------------------------
 
@@ -331,6 +416,8 @@ class ExpertHost:
 
     def close(self) -> None:
         self._saved.clear()
+        if self.lane is not None:
+            self.lane.close()
         self.engine.close()
 
 
@@ -339,16 +426,3 @@ def bind_to_cpus(cpus: tuple[int, ...]) -> None:
     allowed = set(cpus) & os.sched_getaffinity(0)
     if allowed:
         os.sched_setaffinity(0, allowed)
-
-
-def _adapter(matrices: Mapping[str, torch.Tensor], scale: float) -> ExpertLora:
-    """Experts without a gate have no matrices for it."""
-    return ExpertLora(
-        gate_a=matrices.get("gate_a"),
-        gate_b=matrices.get("gate_b"),
-        up_a=matrices["up_a"],
-        up_b=matrices["up_b"],
-        down_a=matrices["down_a"],
-        down_b=matrices["down_b"],
-        scale=scale,
-    )

@@ -1,4 +1,4 @@
-"""mode=doctor: is this machine ready for this configuration? Pass, warn or fail, and what to do."""
+"""mode=doctor: is this machine ready for this configuration, and how fast is it? Pass, warn or fail."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from rich.table import Table
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.modes import doctor_machine as machine
+from kt_ray.modes import doctor_rates
 from kt_ray.modes import doctor_software as software
 from kt_ray.modes.doctor_check import FAIL, PASS, WARN, Check, failed
 from kt_ray.modes.known_load import known_load
 from kt_ray.modes.plan import model_dims
 from kt_ray.placement.hardware import this_host
 from kt_ray.placement.plan import make_plan
+from kt_ray.placement.rate_files import NOMINAL
 from kt_ray.placement.remedies import shortage
 from kt_ray.placement.render import counted
 from kt_ray.placement.types import Hardware, Plan
@@ -27,7 +29,10 @@ _WIDTH = 120  # where output is no terminal
 
 
 def run(config: Config) -> int:
-    """Examine this machine and print one line per check. Returns 1 when a check fails, else 0."""
+    """Examine this machine, print one line per check, then measure and store its rates.
+
+    Nothing is measured with plan.rates=nominal. Returns 1 when a check fails, else 0.
+    """
     checks = examine(config)
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     table = Table("", "check", "found", "what to do", box=SIMPLE_HEAD, pad_edge=False)
@@ -36,7 +41,36 @@ def run(config: Config) -> int:
     console.print(table)
     counts = {status: sum(1 for check in checks if check.status == status) for status in (PASS, WARN, FAIL)}
     console.print(f"{counts[PASS]} pass, {counts[WARN]} warn, {counts[FAIL]} fail")
+    if config.plan.rates != NOMINAL:
+        _measure(config, console)
     return 1 if counts[FAIL] else 0
+
+
+def _measure(config: Config, console: Console) -> None:
+    """Measure this machine's rates, show and store them.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    hardware = this_host()
+    try:
+        dims = model_dims(config.model)
+    except UserError:  # a check has said so; its shape is then not among those measured
+        dims = None
+    try:
+        import kt_ray.native  # noqa: F401
+    except ImportError:
+        console.print("rates not measured: the native engine is not built", markup=False)
+        return
+
+    def say(text: str) -> None:
+        console.print(f"measuring: {text}", markup=False, soft_wrap=True)
+
+    rates = doctor_rates.measure_rates(config, hardware, dims, say)
+    for line in doctor_rates.show(rates, hardware.sockets[0].cores):
+        console.print(line, markup=False, soft_wrap=True)
+    path = doctor_rates.store(config, hardware, rates)
+    console.print(f"rates stored in {path}: mode=plan predicts with them", markup=False, soft_wrap=True)
 
 
 def _plain(text: str) -> str:
@@ -63,6 +97,7 @@ def examine(config: Config) -> list[Check]:
         software.threads_environment,
         machine.open_files,
         lambda: software.ray_cluster(config.cluster),
+        lambda: software.hosts(config.cluster, config.rule),
         lambda: machine.disk(config, plan),
         lambda: software.model(config.model),
         lambda: plan_check,

@@ -120,7 +120,9 @@ def shared_memory(plan: Plan | None, shm: str | Path = "/dev/shm") -> Check:
     """Arenas between actors are anonymous memory files; Ray's object store lies in /dev/shm."""
     need = 0
     if plan is not None:
-        need = sum(line.bytes for b in plan.budgets for line in b.lines if line.item == "staging")
+        need = sum(
+            line.bytes for b in plan.budgets for line in b.lines if line.item == "staging" and b.host == 0
+        )
     found = f"arenas need {gib(need)}" if plan is not None else "arenas"
     try:
         _try_arena()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from kt_ray.actors.ray_address import address_file, answers
+from kt_ray.actors.ray_address import address_file, answers, running_cluster
 from kt_ray.config.schema import ClusterConfig, ModelConfig, RuleConfig
 from kt_ray.errors import UserError
 from kt_ray.modes.doctor_check import Check, failed, passed, warned
@@ -177,6 +177,25 @@ def ray_cluster(cluster: ClusterConfig, file: Path | None = None) -> Check:
     if address and answers(address):
         return passed("Ray cluster", f"a cluster runs at {address} and will be joined")
     return passed("Ray cluster", "none running: a local one will be started")
+
+
+def hosts(cluster: ClusterConfig, rule: RuleConfig) -> Check:
+    """Whether there is a cluster for a plan of several hosts. What its nodes are like, a run looks at."""
+    if rule.nodes == 1 or cluster.name != "ray":
+        return passed("hosts", "this one")
+    try:
+        running = running_cluster(cluster.address)
+    except UserError as error:
+        return failed("hosts", f"rule.nodes={rule.nodes}: {error.what} ({error.observed})", error.remedy)
+    if running is None:
+        return failed(
+            "hosts",
+            f"rule.nodes={rule.nodes}, but no Ray cluster runs",
+            "ray start --head here, ray start --address=HOST:PORT on the others (docs/multi_node.md)",
+        )
+    return passed(
+        "hosts", f"{rule.nodes} of the cluster at {running.address}; a run looks at each before it loads"
+    )
 
 
 def model(config: ModelConfig) -> Check:

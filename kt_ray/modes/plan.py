@@ -18,6 +18,7 @@ from kt_ray.config.load import from_dict
 from kt_ray.config.schema import Config, ModelConfig, RuleConfig
 from kt_ray.errors import UserError
 from kt_ray.modes.known_load import known_load
+from kt_ray.modes.plan_time import show_time
 from kt_ray.placement.balance import without_load
 from kt_ray.placement.dims import dims_from_config, dims_from_dir
 from kt_ray.placement.formats import plain_storage
@@ -45,6 +46,7 @@ def run(config: Config) -> int:
     _show_head(console, config, plan)
     _show_placement(console, plan)
     _show_memory(console, plan)
+    show_time(console, config, plan)
     if plan.fits:
         console.print(f"This plan fits {hardware.source}.", style="green")
         return FITS
@@ -208,6 +210,7 @@ def _show_placement(console: Console, plan: Plan) -> None:
             "backend",
             "ISA",
             "kept for backward",
+            "lane",
         ),
         title="Expert actors",
         **_PLAIN,

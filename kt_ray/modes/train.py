@@ -14,10 +14,12 @@ from kt_ray.actors.specs import actor_specs
 from kt_ray.config.schema import Config
 from kt_ray.environment import environment
 from kt_ray.errors import UserError
+from kt_ray.modes.plan_time import predicted_run, run_line
 from kt_ray.modes.prepare import Prepared, prepare
 from kt_ray.modes.saving import ResumePoint, go_on_from, resume_point, save_checkpoint, write_adapter
 from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.plan import plan_to_dict
+from kt_ray.placement.rate_files import rates_for
 from kt_ray.placement.render import held_per_layer
 from kt_ray.rundir import RunDir, plain, setup_logging
 from kt_ray.timeline import Activity
@@ -38,7 +40,10 @@ def run(config: Config) -> int:
     rundir = RunDir.create(config, resume.directory if resume else None)
     setup_logging(rundir)
     _announce(prepared, rundir)
-    rundir.write_plan(plan_to_dict(prepared.plan))
+    rates = rates_for(config, prepared.plan.hardware)
+    prediction = predicted_run(config, prepared.plan, rates, prepared.schedule.train(0))
+    _say(run_line(prediction, rates))
+    rundir.write_plan({**plan_to_dict(prepared.plan), "prediction": prediction.to_dict()})
     rundir.write_env(environment())
     progress = LoadProgress(live=config.tracking.progress)
     cluster = make_cluster(prepared, rundir.name, progress, str(rundir.path))
@@ -51,6 +56,8 @@ def run(config: Config) -> int:
                 logger.info("%s", line)
             with progress:
                 facts = cluster.start()
+            for line in (note for actor in facts for note in actor.get("notes", ())):
+                _say(line)
             rundir.write_env({**environment(), "actors": facts, "dashboard": _dashboard(cluster)})
             tracker = make_tracker(config, rundir, extra=_ray_exporter(cluster))
             first_step = 0

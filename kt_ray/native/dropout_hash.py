@@ -64,5 +64,5 @@ def dropout_hash(
         keys & _MASK,
     ):
         row = combine(row, word)
-    element = torch.arange(1, features + 1, dtype=torch.int64)
+    element = torch.arange(1, features + 1, dtype=torch.int64, device=keys.device)
     return fmix((row[:, None] + _multiply(element, _GOLDEN)) & _MASK)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
 from kt_ray.native.dropout_hash import DOWN, GATE, UP, dropout_hash
-from kt_ray.native.types import DropoutSpec, ExpertLora, ExpertWeights, Projection
+from kt_ray.native.types import DropoutSpec, ExpertFormula, ExpertLora, ExpertWeights, Projection
 
 __all__ = ["DOWN", "GATE", "UP", "activate", "dense", "dropout_hash", "moe_reference"]
 
@@ -23,7 +23,7 @@ def dense(projection: Projection, dtype: torch.dtype) -> Tensor:
     return projection.to(dtype) if isinstance(projection, Tensor) else projection.dequantize().to(dtype)
 
 
-def activate(weights: ExpertWeights, gate: Tensor | None, up: Tensor) -> Tensor:
+def activate(weights: ExpertWeights | ExpertFormula, gate: Tensor | None, up: Tensor) -> Tensor:
     """What goes into down, from the outputs of gate and up: the table of `ExpertWeights`."""
     if gate is None:
         return relu(up).square()

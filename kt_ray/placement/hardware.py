@@ -12,6 +12,7 @@ from typing import Any
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.errors import UserError
 from kt_ray.placement.hosts import described_hosts
+from kt_ray.placement.nominal import described
 from kt_ray.placement.types import Gpu, Hardware, Socket
 
 GIB = 1 << 30
@@ -59,10 +60,10 @@ def this_host(root: str | Path = "/") -> Hardware:
 
 def hardware_from_file(path: str | Path) -> Hardware:
     """Hardware described in YAML: sockets [{cores, memory_gib}], gpus [{name, memory_gib, count}], isa;
-    hosts (a number) where several hosts have these sockets.
+    hosts (a number) where several hosts have these sockets; rates (name: {value, source}, see nominal.py).
 
     Raises:
-        UserError: the file is missing, is no YAML mapping, or lacks a figure.
+        UserError: the file is missing, is no YAML mapping, lacks a figure, or has one that is unknown.
     """
     import yaml
 
@@ -116,7 +117,8 @@ def hardware_from_file(path: str | Path) -> Hardware:
             required=", ".join(ISAS),
             remedy=remedy,
         )
-    return Hardware(f"file {file.name}", tuple(sockets), tuple(gpus), _isas_up_to(isa), present=False)
+    found = Hardware(f"file {file.name}", tuple(sockets), tuple(gpus), _isas_up_to(isa), present=False)
+    return replace(found, rates=described(data.get("rates"), found, str(file)))
 
 
 def nominal_hardware(rule: RuleConfig) -> Hardware:
@@ -301,6 +303,17 @@ def _cpu_flags(base: Path) -> set[str]:
     except OSError:
         pass
     return set()
+
+
+def cpu_name(root: str | Path = "/") -> str:
+    """The CPU's name as /proc/cpuinfo has it; "unknown CPU" where it has none."""
+    try:
+        for line in (Path(root) / "proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return "unknown CPU"
 
 
 def _gpus() -> tuple[Gpu, ...]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kt_ray.config.schema import Config, LoraConfig
@@ -32,6 +32,7 @@ from kt_ray.placement.engine_memory import HUGE_PAGE, EngineShape, rounded
 from kt_ray.placement.families import WITHOUT_SDPA
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.placement.hosts import socket_name
+from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
 from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, MemoryLine, ModelDims, WorkerPlan
 
 GIB = 1 << 30
@@ -148,8 +149,14 @@ def budgets(
             add(home, "runtime", WORKER_RUNTIME)
     for actor in experts:
         isa = hardware.isas[-1] if actor.isa == "auto" and hardware.isas else actor.isa
-        for item, size in _expert_actor(dims, config, load, groups, actor, isa).items():
-            add(socket_name(hardware, actor.host, actor.node), item, size)
+        items = _expert_actor(dims, config, load, groups, actor, isa)
+        home = socket_name(hardware, actor.host, actor.node)
+        for device, item, size in _lane(dims, config, load, actor, items["experts"], home):
+            add(device, item, size)
+        held = sum(actor.counts(dims.moe_layers))
+        items["experts"] *= 1 - resident_count(actor) / held
+        for item, size in items.items():
+            add(home, item, size)
     ray = RAY_RUNTIME if config.cluster.name == "ray" else 0
     for host in range(hardware.hosts):
         first = socket_name(hardware, host, hardware.on(host)[0].node)
@@ -274,6 +281,25 @@ def _expert_actor(
         "staging": 2 * load.total * width * 4,
         "runtime": EXPERT_RUNTIME if config.cluster.name == "ray" else 0,
     }
+
+
+def _lane(
+    dims: ModelDims, config: Config, load: Load, actor: ExpertActorPlan, experts: float, home: str
+) -> Iterator[tuple[str, str, float]]:
+    """What an actor's lane adds; experts: bytes of all that the actor holds."""
+    held = sum(actor.counts(dims.moe_layers))
+    shape = engine_shape(dims, config.lora, "reference", actor.backend)
+    size = LaneMemory(
+        expert=experts / held,
+        adapter=4 * expert_lora_params(dims, config.lora),
+        group=load.group,
+        total=load.total,
+        slots=dims.experts_per_token * held / len(dims.moe_layers) / dims.num_experts,
+        runtime=GPU_RUNTIME,
+        float32=shape.float32,
+        plain=dims.expert_format in ("f32", "bf16") and actor.backend in ("auto", "AMXBF16"),
+    )
+    return lane_lines(dims, config, actor, size, home)
 
 
 def engine_shape(dims: ModelDims, lora: LoraConfig, isa: str, backend: str = "auto") -> EngineShape:

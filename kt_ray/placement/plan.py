@@ -12,6 +12,8 @@ from kt_ray.placement.devices import count_stages, resolve_device, shared_device
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.formats import BACKEND_STORAGE
 from kt_ray.placement.hosts import with_hosts
+from kt_ray.placement.lane import LaneRates
+from kt_ray.placement.lane_plan import plan_lanes
 from kt_ray.placement.layer_cost import Ranges
 from kt_ray.placement.memory import budgets
 from kt_ray.placement.render import counted, plan_to_dict
@@ -27,16 +29,23 @@ __all__ = ["make_plan", "plan_to_dict", "resolve_device"]
 GPU_WORKER_THREADS = 4  # a GPU's worker only copies and launches on the host
 
 
-def make_plan(dims: ModelDims, config: Config, hardware: Hardware, load: ExpertLoad | None = None) -> Plan:
+def make_plan(
+    dims: ModelDims,
+    config: Config,
+    hardware: Hardware,
+    load: ExpertLoad | None = None,
+    lane_rates: LaneRates | None = None,
+) -> Plan:
     """Who holds and does what for this model, configuration and host.
 
     Args:
         load: tokens per expert of this model, by which experts may be placed; None = unknown.
+        lane_rates: by which rule.experts.stream=auto decides; None = not known, and nothing is streamed.
 
     Raises:
         UserError: the model cannot be trained (mode=train), or the rule asks for more stages than
             layers, more GPUs than there are, more replicas than rows, an instruction set the host lacks, or
-            experts placed by a load that is not known.
+            experts placed by a load that is not known, or a lane on a GPU that is not there.
     """
     rule = config.rule
     if config.mode == "train" and dims.refusal:
@@ -69,7 +78,8 @@ def make_plan(dims: ModelDims, config: Config, hardware: Hardware, load: ExpertL
     ]
     experts, expert_notes = _experts(dims, rule, hardware, rule.nodes if local else 1)
     experts, expected, placed = place_experts(experts, dims, config, load)
-    expert_notes += placed
+    experts, of_lane = plan_lanes(experts, dims, config, hardware, load, lane_rates)
+    expert_notes += [*placed, *of_lane]
 
     def keeping(activations: str) -> tuple[ExpertActorPlan, ...]:
         return tuple(replace(actor, activations=activations) for actor in experts)

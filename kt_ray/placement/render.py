@@ -65,6 +65,11 @@ def _actor(actor: ExpertActorPlan) -> dict[str, Any]:
     """As values; experts that differ from layer to layer in one line per layer, as ranges of ids."""
     values: dict[str, Any] = _lists(dataclasses.asdict(actor))
     del values["by_layer"]
+    if actor.lane is None:
+        del values["lane"]
+    else:
+        del values["lane"]["visible"]  # found when actors start
+        values["lane"]["resident"] = {str(layer): id_ranges(ids) for layer, ids in actor.lane.resident}
     if actor.by_layer:
         values["by_layer"] = {str(layer): id_ranges(ids) for layer, ids in actor.by_layer}
     return values
@@ -123,7 +128,7 @@ def worker_row(plan: Plan, worker: WorkerPlan) -> tuple[str, ...]:
 
 
 def expert_row(plan: Plan, actor: ExpertActorPlan) -> tuple[str, ...]:
-    """Rank, NUMA node, experts per layer, threads, CPUs, backend, ISA, kept for backward."""
+    """Rank, NUMA node, experts per layer, threads, CPUs, backend, ISA, kept for backward, lane."""
     best = plan.hardware.isas[-1] if plan.hardware.isas else "reference"
     return (
         str(actor.rank),
@@ -134,7 +139,20 @@ def expert_row(plan: Plan, actor: ExpertActorPlan) -> tuple[str, ...]:
         actor.backend,
         f"auto ({best})" if actor.isa == "auto" else actor.isa,
         actor.activations,
+        _lane(actor),
     )
+
+
+def _lane(actor: ExpertActorPlan) -> str:
+    """What a GPU computes: its device, experts that stay there per layer at most, share that is streamed."""
+    lane = actor.lane
+    if lane is None:
+        return "-"
+    stays = max((len(ids) for _, ids in lane.resident), default=0)
+    parts = [f"{stays} stay"] if stays else []
+    if lane.streams:
+        parts.append(f"{max(share for _, share in lane.shares):.0%} streamed")
+    return f"{lane.device}: {', '.join(parts)}"
 
 
 def held_per_layer(plan: Plan, actor: HoldsExperts) -> str:

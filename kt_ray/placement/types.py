@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kt_ray.placement.formats import Storage, plain_storage
+from kt_ray.placement.rates import Figure
 from kt_ray.placement.transport import DEFAULT, Transport
 
 
@@ -143,7 +144,8 @@ class Hardware:
 
     source says where the figures come from ("this host", "rule amx_4gpu (nominal)", a file).
 
-    isas is ordered best last. present is False for hardware that is only described, not there.
+    isas is ordered best last. present is False for hardware that is only described, not there. rates
+    are the figures of a hardware file (nominal.py), by name.
     """
 
     source: str
@@ -151,6 +153,7 @@ class Hardware:
     gpus: tuple[Gpu, ...]
     isas: tuple[str, ...]
     present: bool = True
+    rates: tuple[tuple[str, Figure], ...] = ()
 
     @property
     def hosts(self) -> int:
@@ -199,8 +202,39 @@ class HoldsExperts:
 
 
 @dataclass(frozen=True)
+class LanePlan:
+    """What an expert actor computes on a GPU (docs/gpu_lane.md).
+
+    Attributes:
+        device: "cuda:i" (the plan's ordinal) or "cpu", a stand-in.
+        resident: (layer, global ids) of the actor's experts that stay in the device's memory.
+        shares: (tokens of a call, share) ascending: from that many tokens on this share of the actor's other
+            experts of the layer, those with most tokens, is carried to the device; none below the first.
+        visible: the GPU's name in CUDA_VISIBLE_DEVICES, where the actor has a process of its own; "" = left
+            as it is.
+    """
+
+    device: str
+    resident: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    shares: tuple[tuple[int, float], ...] = ()
+    visible: str = ""
+
+    @property
+    def streams(self) -> bool:
+        """Whether experts are carried to the device at all."""
+        return bool(self.shares)
+
+    def share(self, tokens: int) -> float:
+        """Share of the other experts that is carried for a call of `tokens` tokens."""
+        return next((share for least, share in reversed(self.shares) if tokens >= least), 0.0)
+
+
+@dataclass(frozen=True)
 class ExpertActorPlan(HoldsExperts):
-    """One expert actor. experts and by_layer: see HoldsExperts. node and cpus are numbers of its host."""
+    """One expert actor. experts and by_layer: see HoldsExperts. node and cpus are numbers of its host.
+
+    lane: None = the CPU computes all.
+    """
 
     rank: int
     node: int
@@ -212,6 +246,7 @@ class ExpertActorPlan(HoldsExperts):
     activations: str
     by_layer: tuple[tuple[int, tuple[int, ...]], ...] = ()
     host: int = 0
+    lane: LanePlan | None = None
 
 
 @dataclass(frozen=True)

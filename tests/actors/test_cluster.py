@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from types import SimpleNamespace
 from typing import Any, cast
 
 from kt_ray.actors.cluster import ActorCluster, Handle
+from kt_ray.actors.mailbox import Address
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.placement.types import Plan
 
@@ -40,6 +42,9 @@ class Pretended(ActorCluster):
 
     def _result(self, future: Any) -> Any:
         return future.value
+
+    def _respawn(self, lost: AbstractSet[Address]) -> None:
+        raise AssertionError("nobody dies here")
 
     def _close(self) -> None:
         pass

@@ -38,7 +38,8 @@ def verdict(check: Check, status: str, *words: str) -> None:
 
 
 def test_run_on_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config = compose(["mode=doctor", "cluster=local", f"run.root={tmp_path}"])
+    quick = ["mode=doctor", "cluster=local", "plan.rates=nominal"]  # test_doctor_rates.py measures
+    config = compose([*quick, f"run.root={tmp_path}"])
     checks = doctor.examine(config)
     assert len({check.name for check in checks}) == len(checks) > 20
     assert all(bool(check.remedy) == (check.status != PASS) for check in checks)
@@ -49,8 +50,8 @@ def test_run_on_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 
 
 def test_a_failure_gives_exit_code_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config = compose(["mode=doctor", "cluster=local", f"run.root={tmp_path}", "model.path=/nowhere"])
-    assert doctor.run(config) == 1
+    given = ["mode=doctor", "cluster=local", "plan.rates=nominal", "model.path=/nowhere"]
+    assert doctor.run(compose([*given, f"run.root={tmp_path}"])) == 1
     assert "does not exist" in capsys.readouterr().out
 
 
@@ -205,6 +206,19 @@ def test_threads_environment() -> None:
     verdict(software.threads_environment({"OMP_NUM_THREADS": "1"}), PASS, "overruled")
     verdict(software.threads_environment({"KMP_AFFINITY": "compact"}), WARN, "unset KMP_AFFINITY")
     verdict(software.threads_environment({"OMP_PROC_BIND": "false"}), PASS)
+
+
+def test_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    two = RuleConfig(nodes=2)
+    verdict(software.hosts(ClusterConfig(), RuleConfig()), PASS, "this one")
+    verdict(software.hosts(ClusterConfig("local"), two), PASS, "this one")
+    verdict(software.hosts(ClusterConfig(), two), FAIL, "no Ray cluster runs")
+    verdict(software.hosts(ClusterConfig(address="127.0.0.1:1"), two), FAIL, "no Ray cluster answers")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        verdict(software.hosts(ClusterConfig(address=address), two), PASS, "2 of the cluster")
 
 
 def test_ray_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

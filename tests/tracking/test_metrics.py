@@ -46,6 +46,8 @@ FULL = StepMetrics(
     busy={"worker-0": 0.5, "experts-0": 0.75},
     queue_depth={"experts-0": 1.5},
     actor_load_imbalance=1.25,
+    recoveries=1,
+    seconds_lost=12.5,
     eval_loss=2.25,
 )
 

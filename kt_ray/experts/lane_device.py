@@ -1,0 +1,133 @@
+"""The lane's device: two queues of work on it, transfers between it and the host, page-locked weights.
+
+On a GPU one stream copies and one computes; they wait for each other by events, and the host waits for the
+last event of a call, never for the whole device. On the CPU, the stand-in, everything happens at once and the
+same calls do nothing. The CUDA half is written against torch's documented behaviour; this project's
+development machines have no GPU, so it is **untested on hardware**.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kt_ray.errors import UserError
+
+
+class LaneDevice:
+    """A device with a copying and a computing queue. Used by one thread.
+
+    Args:
+        name: "cpu" or "cuda:i", as this process numbers its GPUs.
+
+    Raises:
+        UserError: this process sees no such GPU.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.device = torch.device(name)
+        self._copying: Any = None
+        self._computing: Any = None
+        if self.device.type == "cuda":
+            have = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            if (self.device.index or 0) >= have:
+                raise UserError(
+                    "the lane's GPU is not there",
+                    where="rule.experts.lane_device, in an expert actor",
+                    observed=f"{have} GPUs visible to torch {torch.__version__}",
+                    required=name,
+                    remedy="install a torch with CUDA on every host that has expert actors, or set "
+                    "rule.experts.lane_device=cpu",
+                )
+            self._copying = torch.cuda.Stream(self.device)
+            self._computing = torch.cuda.Stream(self.device)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def copying(self) -> contextlib.AbstractContextManager[Any]:
+        """Work inside goes to the copying queue."""
+        return torch.cuda.stream(self._copying) if self.is_cuda else contextlib.nullcontext()
+
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        """Work inside goes to the computing queue."""
+        return torch.cuda.stream(self._computing) if self.is_cuda else contextlib.nullcontext()
+
+    def copied(self) -> Any:
+        """A mark after what was given to the copying queue so far."""
+        return self._copying.record_event() if self.is_cuda else None
+
+    def computed(self) -> Any:
+        """A mark after what was given to the computing queue so far."""
+        return self._computing.record_event() if self.is_cuda else None
+
+    def copy_after(self, mark: Any) -> None:
+        """The copying queue goes on once `mark` is reached."""
+        if self.is_cuda and mark is not None:
+            self._copying.wait_event(mark)
+
+    def compute_after(self, mark: Any) -> None:
+        """The computing queue goes on once `mark` is reached."""
+        if self.is_cuda and mark is not None:
+            self._computing.wait_event(mark)
+
+    def finish(self) -> None:
+        """The host waits for the computing queue (for one event of it)."""
+        if self.is_cuda:
+            self._computing.record_event().synchronize()
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """A host tensor on the device, on the current queue; page-locked ones do not hold the host up."""
+        return tensor.to(self.device, non_blocking=True) if self.is_cuda else tensor
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """A host tensor for what is on the device: on a GPU page-locked, and complete after `finish`."""
+        if not self.is_cuda:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+
+class PageLock:
+    """Memory that the GPU reads directly: registered with CUDA, given back at the end.
+
+    Registration may be refused (a limit on locked memory, a kernel that does not allow it); the rest then
+    stays pageable, which copies more slowly and holds the lane's thread up meanwhile, but computes the same.
+    """
+
+    def __init__(self, device: LaneDevice) -> None:
+        self._device = device
+        self._held: list[int] = []
+        self.bytes = 0
+        self.refusal: str | None = None
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Register the storages of these host tensors; nothing on the CPU, nothing after a refusal."""
+        if not self._device.is_cuda:
+            return
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        for address, size in storages.items():
+            if self.refusal is not None or not size or address in self._held:
+                continue
+            error = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+            if error:
+                self.refusal = f"cudaHostRegister of {size} bytes: error {error}"
+                self._forget_error()
+                continue
+            self._held.append(address)
+            self.bytes += size
+
+    def _forget_error(self) -> None:
+        """CUDA remembers a failed call until somebody asks; a launch that asks would fail for it."""
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self._device.device)
+
+    def release(self) -> None:
+        for address in self._held:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._held.clear()

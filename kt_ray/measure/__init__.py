@@ -1,0 +1,18 @@
+"""How fast this machine is: short measurements with the real engine, torch and disk (mode=doctor)."""
+
+from kt_ray.measure.experts import ExpertShape, measure_experts
+from kt_ray.measure.gpu import measure_gpu
+from kt_ray.measure.host import measure_cpu, measure_disk, measure_memory, measure_optimizer
+from kt_ray.measure.local import measure_arena, measure_local_message
+
+__all__ = [
+    "ExpertShape",
+    "measure_arena",
+    "measure_cpu",
+    "measure_disk",
+    "measure_experts",
+    "measure_gpu",
+    "measure_local_message",
+    "measure_memory",
+    "measure_optimizer",
+]

@@ -1,0 +1,96 @@
+"""Speed of what a decoder layer has beside matrix products: adapters, norms, attention's backward.
+
+Each is the code that training runs (PEFT's LoRA layer, an RMS norm as transformers writes it, torch's
+attention), at a size where neither dispatch nor one cache decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kt_ray.placement.rates import BlockRate, Figure
+
+RANK = 8
+Timed = Callable[[Callable[[], object]], float]
+
+
+def measure_blocks(
+    device: torch.device, timed: Timed, source: str, *, tokens: int = 512, hidden: int = 2048, heads: int = 8
+) -> BlockRate:
+    """Rates of one device with the present number of torch threads.
+
+    Args:
+        timed: seconds of a call, waited for.
+        source: of the figures.
+        tokens, hidden, heads: sizes of what is measured.
+    """
+    adapter, adapter_backward = _adapter(device, timed, tokens, hidden)
+    norm, norm_backward = _norm(device, timed, tokens, hidden)
+    _, equal = _attention(device, timed, tokens, heads, 128, 128)
+    unequal = _attention(device, timed, tokens, heads, 192, 128)
+    figures = (adapter, adapter_backward, norm, norm_backward, equal, *unequal)
+    return BlockRate(*(Figure(value, source) for value in figures))
+
+
+def _adapter(device: torch.device, timed: Timed, tokens: int, hidden: int) -> tuple[float, float]:
+    """Elements/s of a LoRA layer's own path: the layer's time without its frozen product's."""
+    import peft
+
+    holder = nn.Sequential(nn.Linear(hidden, hidden, bias=False, dtype=torch.bfloat16, device=device))
+    frozen = holder[0].weight
+    assert isinstance(frozen, Tensor)
+    weight = frozen.requires_grad_(False)
+    adapted = peft.inject_adapter_in_model(peft.LoraConfig(r=RANK, target_modules=["0"]), holder)
+    for name, parameter in adapted.named_parameters():
+        if "lora" in name:
+            parameter.data = torch.ones_like(parameter, dtype=torch.float32)
+            parameter.requires_grad_(True)
+    x = torch.ones(tokens, hidden, dtype=torch.bfloat16, device=device)
+    one = torch.ones_like(x)
+    elements = 2 * x.numel()
+    with torch.no_grad():
+        bare, whole = timed(lambda: F.linear(x, weight)), timed(lambda: adapted(x))
+    leaf = x.clone().requires_grad_()
+    both_bare = timed(lambda: torch.autograd.backward(F.linear(leaf, weight), one))
+    both = timed(lambda: torch.autograd.backward(adapted(leaf), one))
+    forward = max(whole - bare, 1e-9)
+    return elements / forward, elements / max(both - both_bare - forward, 1e-9)
+
+
+def _norm(device: torch.device, timed: Timed, tokens: int, hidden: int) -> tuple[float, float]:
+    weight = torch.ones(hidden, dtype=torch.bfloat16, device=device)
+
+    def norm(x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return weight * wide.to(x.dtype)
+
+    x = torch.ones(tokens, hidden, dtype=torch.bfloat16, device=device)
+    with torch.no_grad():
+        forward = timed(lambda: norm(x))
+    leaf, one = x.clone().requires_grad_(), torch.ones_like(x)
+    both = timed(lambda: torch.autograd.backward(norm(leaf), one))
+    return x.numel() / forward, x.numel() / max(both - forward, 1e-9)
+
+
+def _attention(
+    device: torch.device, timed: Timed, tokens: int, heads: int, keys: int, values: int
+) -> tuple[float, float]:
+    """FLOP/s forward and backward, the forward's FLOP counted for both."""
+    q, k = (torch.ones(1, heads, tokens, keys, dtype=torch.bfloat16, device=device) for _ in range(2))
+    v = torch.ones(1, heads, tokens, values, dtype=torch.bfloat16, device=device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with torch.no_grad():
+        forward = timed(lambda: attend(q, k, v))
+    leaves = tuple(t.clone().requires_grad_() for t in (q, k, v))
+    one = torch.ones_like(v)
+    both = timed(lambda: torch.autograd.grad(attend(*leaves), leaves, one))
+    flop = 2.0 * heads * tokens * tokens * (keys + values)
+    return flop / forward, flop / max(both - forward, 1e-9)

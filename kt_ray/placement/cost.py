@@ -1,0 +1,404 @@
+"""From a plan and rates to the durations that the simulation plays through (kt_ray.placement.simulate).
+
+Who does what in seconds, an actor alone on its cores:
+
+    attention   layer_work.py; with what it copies for the experts and what it adds up of their answers
+    experts     products of gate, up and down over the measured rate at the rows an expert gets, LoRA and
+                elementwise work included in the rate and scaled to this shape; never less than the weights
+                as stored over the socket's memory; activations=recompute adds gate and up again
+    transport   a message's fixed seconds, bytes over shared memory, PCIe or the network (`Carriage`)
+    step's end  gradients to the first worker, norms, AdamW, adapters back
+
+Routing is taken as even, so every expert gets the same number of tokens. Pure functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from kt_ray.config.schema import Config
+from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
+from kt_ray.placement.layer_work import (
+    NORM_PASSES,
+    LayerWork,
+    Work,
+    dispatch_seconds,
+    head_seconds,
+    seconds,
+)
+from kt_ray.placement.memory import expert_lora_params, logit_rows, lora_params
+from kt_ray.placement.rates import DeviceRate, ExpertRate, Rates
+from kt_ray.placement.simulate import Carriage, ExpertClass, Group, Leg, Machine, Micro, Phase, Seat, Wave
+from kt_ray.placement.types import ExpertActorPlan, Plan, Socket
+
+# Operations of dispatch (rates: `operation`) beside the layers themselves.
+BEGIN_OPS = 70.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
+JOIN_OPS = 4.0  # adding an answer to a micro-batch's hidden state
+CALL_OPS = 30.0  # an expert actor's own Python and torch around one engine call
+SUBMIT_OPS = 10.0  # what a worker does to hand a group's tokens over
+PARAMETER_OPS = 2.0  # of the step's end, per LoRA matrix
+PASS_OPS = 300.0  # the driver's calls and reports around a pass or a phase
+SUM_BYTES = 36  # read and written per gradient for its squared norm in float64; a copied byte is two
+
+
+@dataclass(frozen=True, eq=False)
+class PlanDurations:
+    """`Durations` of a plan at given rates.
+
+    Attributes:
+        plan, config, rates: as they are. machine: its seats, see `machine_of`.
+    """
+
+    plan: Plan
+    config: Config
+    rates: Rates
+    machine: Machine
+
+    # -- attention ---------------------------------------------------------------------------
+
+    def attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
+        return _attention(self, kind, layer, group)
+
+    @cached_property
+    def layers(self) -> tuple[LayerWork, ...]:
+        dims, config = self.plan.dims, self.config
+        kind = config.model.attn_implementation
+        return tuple(
+            LayerWork(dims, layer, config.lora, self.plan.dtype, kind) for layer in range(dims.num_layers)
+        )
+
+    @cached_property
+    def device(self) -> DeviceRate:
+        """What attention runs on: the same kind for every worker of a plan."""
+        worker = self.plan.workers[0]
+        if worker.device != "cpu" and self.rates.gpu is not None:
+            return self.rates.gpu
+        return self.rates.cpu_rate(worker.threads)
+
+    @cached_property
+    def host(self) -> DeviceRate:
+        """torch on the worker's host threads: sums of answers, copies."""
+        return self.rates.cpu_rate(self.plan.workers[0].threads)
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        return self.plan.workers[0].device != "cpu"
+
+    def attention_seconds(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
+        """`attention`, computed."""
+        plan, device, dtype = self.plan, self.device, self.plan.dtype
+        work, moe = self.layers[layer], layer in plan.dims.moe_layers
+        tokens = sum(m.tokens for m in group)
+        unequal = work.unequal
+        before = after = 0.0
+        for m in group:
+            positions = m.rows * m.width
+            if kind == "begin":
+                before += dispatch_seconds(BEGIN_OPS, device, self.host)
+            elif kind in ("forward", "recompute"):
+                first, rest = work.forward(m.rows, m.width)
+                grad = kind == "recompute"
+                one = seconds(first, device, self.host, dtype, positions, unequal=unequal, grad=grad)
+                two = seconds(rest, device, self.host, dtype, positions, grad=grad)
+                before, after = (before, after + one + two) if grad else (before + one, after + two)
+            elif kind == "backward":
+                through = work.backward(m.rows, m.width)
+                after += seconds(through, device, self.host, dtype, positions, back=True, unequal=unequal)
+            elif kind == "join":
+                after += seconds(self._joined(positions), device, self.host, dtype, positions)
+            elif kind == "loss":
+                chunk = logit_rows(self.config.trainer.loss_chunk, max(1, m.trained), plan.dims.vocab_size)
+                after += head_seconds(plan.dims, device, self.host, dtype, m.trained, chunk)
+        if moe and kind in ("forward", "recompute"):
+            handed = self._submit(kind, tokens, len(group))
+            # Experts get the whole group at its last micro-batch: shared experts of the others ran before.
+            if kind == "forward" and len(group) > 1:
+                early = after * (len(group) - 1) / len(group)
+                before, after = before + early, after - early
+            before += handed
+        elif kind == "join" or (kind == "backward" and moe):
+            after += self._answers(kind, tokens)
+        return (before, after) if moe or kind == "begin" else (before + after, 0.0)
+
+    def _joined(self, positions: int) -> Work:
+        return Work(passes=5.0 * positions * self.plan.dims.hidden_size, operations=JOIN_OPS)
+
+    def _submit(self, kind: str, tokens: int, micro_batches: int) -> float:
+        """Host seconds to gather a group's tokens (or their gradients) and write them where experts read."""
+        elements = tokens * self.plan.dims.expert_width
+        passes = elements * ((micro_batches > 1) + (kind == "recompute"))
+        size = elements * (ELEMENT_BYTES[self.plan.dtype] if kind == "forward" else 4)
+        gathered = 0.0 if self.on_gpu else passes / self._passes_per_second
+        return gathered + self._written(size) + dispatch_seconds(SUBMIT_OPS, self.host, self.host)
+
+    def _answers(self, kind: str, tokens: int) -> float:
+        """Host seconds to add the actors' answers: the first is copied, the others are added."""
+        dims = self.plan.dims
+        width = dims.expert_width + (dims.experts_per_token if kind == "backward" else 0)
+        return tokens * width * (1 + 1.5 * (len(self.plan.experts) - 1)) / self._passes_per_second
+
+    @property
+    def _passes_per_second(self) -> float:
+        """Elements/s of a pass on the worker's host threads."""
+        return NORM_PASSES * self.host.block.norm.value
+
+    def _written(self, size: float) -> float:
+        """Seconds to copy a message's tensors into shared memory; in one process they are handed over."""
+        return size / self.rates.transport.arena_bytes.value if self._shares_memory else 0.0
+
+    @property
+    def _shares_memory(self) -> bool:
+        return self.config.cluster.name == "ray"
+
+    # -- experts -----------------------------------------------------------------------------
+
+    @lru_cache(maxsize=4096)  # noqa: B019  (the object lives as long as its prediction)
+    def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
+        plan, dims = self.plan, self.plan.dims
+        here = plan.experts[actor]
+        held = len(here.experts_of(layer))
+        rate = self.expert_rate
+        slots = tokens * dims.experts_per_token * held / dims.num_experts
+        if slots == 0:
+            return dispatch_seconds(CALL_OPS, self.host, self.host)
+        rows = max(1.0, slots / held)
+        busy = min(held, slots)
+        threads, rank = here.threads, self.config.lora.rank if self.config.lora.experts else 0
+        forward = self._kernel(rate, "forward", slots, rows, threads, rank)
+        total = (
+            forward if direction == "forward" else self._kernel(rate, "backward", slots, rows, threads, rank)
+        )
+        if direction == "backward" and here.activations == "recompute":
+            total += forward * (2 / 3 if dims.gated else 1 / 2)  # all but down
+        weights = busy * self.expert_weight_bytes
+        memory = self.rates.memory
+        least = weights / (memory.read_all.value if threads > 1 else memory.read_one.value)
+        return max(total, least) + self._around(tokens, direction, threads)
+
+    def _kernel(
+        self, rate: ExpertRate, direction: str, slots: float, rows: float, threads: int, rank: int
+    ) -> float:
+        """Engine seconds. What does not multiply frozen matrices (LoRA, activation, adding to tokens) grows
+        with H + I, the products with H * I: the measured share of it is scaled to this shape."""
+        dims = self.plan.dims
+        hidden, inter = dims.expert_width, dims.expert_intermediate
+        flop = (6.0 if dims.gated else 4.0) * hidden * inter * slots
+        plain = (rate.plain_forward if direction == "forward" else rate.plain_backward).value
+        speed = rate.flops(direction, rows, threads, rank)
+        other = (1 - plain) if rank else 0.0
+        grown = (hidden + inter) / (hidden * inter) * (rate.hidden * rate.inter) / (rate.hidden + rate.inter)
+        return flop / speed * (1 - other + other * grown)
+
+    def _around(self, tokens: int, direction: str, threads: int) -> float:
+        """What the actor does beside the engine: joining messages, writing the answer out."""
+        elements, rate = tokens * self.plan.dims.expert_width, self.rates.cpu_rate(threads)
+        joined = elements / (NORM_PASSES * rate.block.norm.value)
+        return joined + self._written(4 * elements) + dispatch_seconds(CALL_OPS, rate, rate)
+
+    @cached_property
+    def expert_rate(self) -> ExpertRate:
+        dims, actor = self.plan.dims, self.plan.experts[0]
+        storage = BACKEND_STORAGE.get(actor.backend)
+        fmt = storage.format if storage else "q8_0" if actor.backend == "llamafile" else dims.expert_format
+        products = "int8" if actor.backend == "AMXINT8" else "any"
+        return self.rates.expert(actor.isa, fmt, dims.expert_width, dims.expert_intermediate, products)
+
+    @cached_property
+    def expert_weight_bytes(self) -> float:
+        """Bytes of one expert of one layer as held in memory."""
+        dims, backend = self.plan.dims, self.plan.experts[0].backend
+        if dims.experts_file_bytes and backend not in BACKEND_STORAGE:
+            return dims.experts_file_bytes / (dims.num_experts * max(1, len(dims.moe_layers)))
+        return dims.expert_bytes(BACKEND_STORAGE.get(backend)) / max(1, len(dims.moe_layers))
+
+    # -- messages ----------------------------------------------------------------------------
+
+    def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
+        dims, e = self.plan.dims, ELEMENT_BYTES[self.plan.dtype]
+        row = dims.expert_width * (e if direction == "forward" else 4)
+        if direction == "forward":
+            row += dims.experts_per_token * 8 + 8
+        return self._carriage(worker, actors, tokens, row, "out")
+
+    def reply(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
+        dims = self.plan.dims
+        row = dims.expert_width * 4 + (dims.experts_per_token * 4 if direction == "backward" else 0)
+        return self._carriage(worker, actors, tokens, row, "in")
+
+    def stage(self, worker: int, to: int, tokens: int) -> Carriage:
+        dims = self.plan.dims
+        size = tokens * dims.hidden_size * dims.hidden_streams * ELEMENT_BYTES[self.plan.dtype]
+        legs = self._pcie(worker, size, "out") + self._pcie(to, size, "in")
+        return Carriage((*legs, *self._doorbell(worker)))
+
+    def _carriage(self, worker: int, actors: ExpertClass, tokens: int, row: int, way: str) -> Carriage:
+        """Device to host, to the actors; or back. Near ones read shared memory; to far ones go the tokens
+        that have an expert there, once per actor."""
+        transport = self.rates.transport
+        pcie = self._pcie(worker, tokens * row, way)
+        if not actors.far:
+            bell = self._doorbell(worker)
+            return Carriage((*pcie, *bell) if way == "out" else (*bell, *pcie))
+        size = len(actors.actors) * self.routed(actors.actors[0], tokens) * row
+        net = Leg(f"network {way}", size / transport.network_bytes.value)
+        legs = (*pcie, net) if way == "out" else (net, *pcie)
+        return Carriage(legs, transport.call.value + transport.network_latency.value)
+
+    def routed(self, actor: int, tokens: int) -> float:
+        """Tokens of `tokens` that choose an expert of this actor, at even routing."""
+        dims = self.plan.dims
+        share = len(self.plan.experts[actor].experts) / dims.num_experts
+        return float(tokens * (1 - (1 - share) ** dims.experts_per_token))
+
+    def _pcie(self, worker: int, size: float, way: str) -> tuple[Leg, ...]:
+        link = self.rates.link
+        if not self.on_gpu or link is None:
+            return ()
+        rate = link.to_host if way == "out" else link.to_device
+        return (Leg(f"pcie {self.plan.workers[worker].device} {way}", size / rate.value),)
+
+    def _doorbell(self, worker: int) -> tuple[Leg, ...]:
+        """A message between actors of a host takes a core's time: serialised, sent, taken up."""
+        transport = self.rates.transport
+        one = transport.arena if self._shares_memory else transport.local
+        seat = self.machine.workers[worker].resource
+        return (Leg(f"socket {self._home(worker)}" if self.on_gpu else seat, one.value),)
+
+    def _home(self, worker: int) -> int:
+        return self.plan.hardware.sockets[worker % len(self.plan.hardware.sockets)].node
+
+    # -- the step's end ----------------------------------------------------------------------
+
+    def pass_end(self) -> float:
+        return self._driver_seconds
+
+    @cached_property
+    def _driver_seconds(self) -> float:
+        call = self.rates.transport.call if self._shares_memory else self.rates.transport.local
+        one = self.rates.cpu_one
+        return 2 * call.value + dispatch_seconds(PASS_OPS, one, one)
+
+    def phases(self) -> tuple[Phase, ...]:
+        """prepare: gradients and their norms. commit: AdamW, adapters back."""
+        plan, dims, lora, rates = self.plan, self.plan.dims, self.config.lora, self.rates
+        copied, optimizer = rates.memory.copy_one.value, rates.optimizer.value
+        small = dispatch_seconds(PARAMETER_OPS, rates.cpu_one, rates.cpu_one)
+        adapters = [lora_params(dims, lora, layer) for layer in range(dims.num_layers)]
+        total = sum(adapters)
+        matrices = [2 * len(work.modules) for work in self.layers]
+        norms, steps = [], []
+        for worker in plan.workers:
+            own = sum(adapters[slice(*worker.layers)])
+            count = sum(matrices[slice(*worker.layers)])
+            root = worker.rank == 0  # holds the masters of all stages
+            norms.append((own * 8 + (total * (SUM_BYTES / 2 + 4) if root else 0)) / copied + count * small)
+            applied = total * 4 / copied + total / optimizer if root else 0.0
+            steps.append(own * 8 / copied + applied + 2 * count * small)
+        expert_norms, expert_steps = [], []
+        per_expert = expert_lora_params(dims, lora)
+        for c in self.machine.experts:
+            actor = plan.experts[c.actors[0]]
+            held = per_expert * sum(actor.counts(dims.moe_layers))
+            share = min(1.0, actor.threads / max(1, rates.cpu_all.threads))
+            copying = max(copied, rates.memory.copy_all.value * share)
+            count = 6 * len(dims.moe_layers) if held else 0
+            expert_norms.append(held * SUM_BYTES / 2 / copying + 2 * count * small)
+            expert_steps.append(held / (optimizer * share) + held * 2 / copying + 2 * count * small)
+        end = self._driver_seconds
+        return (
+            Phase("norms", tuple(norms), tuple(expert_norms), end),
+            Phase("optimizer", tuple(steps), tuple(expert_steps), end),
+        )
+
+
+@lru_cache(maxsize=65536)
+def _attention(durations: PlanDurations, kind: str, layer: int, group: Group) -> tuple[float, float]:
+    return durations.attention_seconds(kind, layer, group)
+
+
+def machine_of(plan: Plan) -> Machine:
+    """Seats of a plan's actors, those that share cores on the same resource.
+
+    Attention is on host 0; expert actors of other hosts are far, and those that hold as much are one class.
+    """
+    sockets = plan.hardware.sockets
+    capacity = {_socket(s): float(s.cores) for s in sockets}
+    here = [s for s in sockets if _host(s) == 0]
+    workers = []
+    for worker in plan.workers:
+        if worker.device != "cpu":
+            workers.append(Seat(worker.device))
+            continue
+        bound = [s for s in here if worker.cpus and set(worker.cpus) <= set(s.cpus)]
+        socket = bound[0] if bound else here[worker.rank % len(here)]
+        name = _socket(socket)
+        workers.append(Seat(name, min(float(worker.threads), capacity[name])))
+    places = [(_host(actor), actor.node) for actor in plan.experts]
+    classes: dict[tuple[object, ...], list[int]] = {}
+    for actor, place in zip(plan.experts, places, strict=True):
+        # Far sockets with one actor each do the same work at the same time: one stands for all of them.
+        alike = place[0] > 0 and places.count(place) == 1
+        counts = actor.counts(plan.dims.moe_layers)
+        key = (actor.threads, counts, actor.isa) if alike else (actor.rank,)
+        classes.setdefault(key, []).append(actor.rank)
+    experts = []
+    for ranks in classes.values():
+        first = plan.experts[ranks[0]]
+        name = next(_socket(s) for s in sockets if (_host(s), s.node) == (_host(first), first.node))
+        width = min(float(first.threads), capacity[name])
+        experts.append(ExpertClass(tuple(ranks), Seat(name, width), _host(first) > 0))
+    return Machine(capacity, tuple(workers), tuple(experts))
+
+
+def _host(place: Socket | ExpertActorPlan) -> int:
+    return int(getattr(place, "host", 0))
+
+
+def _socket(socket: Socket) -> str:
+    host = _host(socket)
+    return f"host {host} socket {socket.node}" if host else f"socket {socket.node}"
+
+
+def even_waves(plan: Plan, config: Config, row: int) -> tuple[Wave, ...]:
+    """The waves of a step of rows of `row` tokens each, all trained, as kt_ray.data.batches cuts them."""
+    trainer = config.trainer
+    lengths = [(row, row)] * trainer.batch_size
+    return waves_of_rows(lengths, trainer.micro_batch_size, plan.replicas, plan.groups, plan.wave)
+
+
+def waves_of_rows(
+    rows: Sequence[tuple[int, int]], micro_batch_size: int, replicas: int, groups: int, largest: int
+) -> tuple[Wave, ...]:
+    """Rows as (tokens, trained tokens), in order, cut as `kt_ray.data.batches.step_waves` cuts them.
+
+    Args:
+        largest: micro-batches of a replica per wave, at the most.
+    """
+    micro = math.ceil(math.ceil(len(rows) / micro_batch_size) / replicas)
+    waves = max(1, math.ceil(micro / max(1, largest)))
+    count = math.ceil(micro / waves) * micro_batch_size * replicas
+    return tuple(
+        _wave(rows[i : i + count], micro_batch_size, replicas, groups) for i in range(0, len(rows), count)
+    )
+
+
+def _wave(rows: Sequence[tuple[int, int]], size: int, replicas: int, groups: int) -> Wave:
+    parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+    micro = [
+        Micro(len(p), max(t for t, _ in p), sum(t for t, _ in p), sum(trained for _, trained in p))
+        for p in parts
+    ]
+    result = []
+    for replica in range(replicas):
+        own = micro[replica::replicas]
+        small, larger = divmod(len(own), groups)
+        cut, start = [], 0
+        for group in range(groups):
+            stop = start + small + (1 if group < larger else 0)
+            cut.append(tuple(own[start:stop]))
+            start = stop
+        result.append(tuple(cut))
+    return tuple(result)

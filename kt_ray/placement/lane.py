@@ -1,0 +1,187 @@
+"""Which experts a GPU computes beside the CPU: those that stay in its memory, and those carried to it.
+
+Pure functions. Carrying an expert costs its bytes over PCIe, whatever it computes; what it saves the CPU
+grows with the tokens it gets. So the experts with most tokens go, from a number of tokens on, and as many as
+let both sides end together. docs/gpu_lane.md has the arithmetic with figures.
+
+Legend: T tokens of a call, E experts of a layer, n of them in an actor's host memory, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+LEAST_GAIN = 0.05  # of a call's time: below it a lane is not worth its memory and its rounding
+
+
+def streamed_experts(counts: Sequence[int], share: float) -> tuple[int, ...]:
+    """Which experts a call carries to the device: the share with most rows, in ascending order.
+
+    Args:
+        counts: rows of every expert in host memory. share: of their number, rounded to whole experts; those
+            without rows are never carried. Ties go to the lowest id.
+    """
+    wanted = int(share * len(counts) + 0.5)
+    ranked = sorted((e for e, count in enumerate(counts) if count), key=lambda e: (-counts[e], e))
+    return tuple(sorted(ranked[:wanted]))
+
+
+def resident_experts(
+    held: Sequence[Sequence[int]], wanted: int, load: Sequence[int] | None
+) -> tuple[tuple[int, ...], ...]:
+    """Experts of one layer that stay on the device, for each actor, ascending.
+
+    Args:
+        held: global ids of every actor. wanted: experts of the layer, over all actors.
+        load: tokens of every expert; the most used ones stay, ties to the lowest id. None: the first ids of
+            every actor's share, as evenly as they go.
+    """
+    if load is not None:
+        every = sorted((e for ids in held for e in ids), key=lambda e: (-load[e], e))
+        chosen = set(every[:wanted])
+        return tuple(tuple(sorted(e for e in ids if e in chosen)) for ids in held)
+    taken = [0] * len(held)
+    for _ in range(min(wanted, sum(len(ids) for ids in held))):
+        free = [a for a, ids in enumerate(held) if taken[a] < len(ids)]
+        taken[min(free, key=lambda a: (taken[a], a))] += 1
+    return tuple(tuple(sorted(ids)[:n]) for ids, n in zip(held, taken, strict=True))
+
+
+@dataclass(frozen=True)
+class LaneRates:
+    """What the lane's choice divides by, for one expert actor.
+
+    Attributes:
+        link: bytes/s from host memory to the GPU (the actor's part, where actors share the link).
+        gpu: FLOP/s of the GPU on matrices as large as an expert's, decoding its weights included (likewise).
+        cpu: FLOP/s of the actor's engine in this format. memory: bytes/s that its socket reads.
+    """
+
+    link: float
+    gpu: float
+    cpu: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class LaneWork:
+    """One actor's part of one call of a layer, forward or backward.
+
+    Attributes:
+        experts: n, those in host memory that have rows. bytes: of one as stored, its adapter included.
+        flops: of all their rows together. moved: bytes of activations to the device and back, were all
+            computed there.
+    """
+
+    experts: int
+    bytes: float
+    flops: float
+    moved: float
+
+
+@dataclass(frozen=True)
+class Share:
+    """A split of one call: experts carried, and seconds of both sides; plain = seconds without a lane."""
+
+    carried: int
+    share: float
+    cpu: float
+    lane: float
+    plain: float
+
+    @property
+    def seconds(self) -> float:
+        """Until both have ended."""
+        return max(self.cpu, self.lane)
+
+    @property
+    def gain(self) -> float:
+        """Part of the plain time that is saved."""
+        return 1 - self.seconds / self.plain if self.plain else 0.0
+
+
+def split_seconds(work: LaneWork, rates: LaneRates, carried: int) -> Share:
+    """Both sides' seconds with `carried` of the experts on the device.
+
+    The engine multiplies what is left, and is no faster than the socket's memory gives the weights: those
+    carried are read from the same memory. The lane copies and computes at the same time; its first copy and
+    the activations' way back have nothing to hide behind.
+    """
+    part = carried / work.experts if work.experts else 0.0
+    weights = work.experts * work.bytes / rates.memory
+    cpu = max((1 - part) * work.flops / rates.cpu, weights)
+    lane = 0.0
+    if carried:
+        copies = carried * work.bytes / rates.link
+        lane = max(copies, part * work.flops / rates.gpu) + (work.bytes + part * work.moved) / rates.link
+    return Share(carried, part, cpu, lane, max(work.flops / rates.cpu, weights))
+
+
+def best_share(work: LaneWork, rates: LaneRates) -> Share:
+    """The number of carried experts with which the later side ends soonest; of equals the fewest."""
+    return min(
+        (split_seconds(work, rates, n) for n in range(work.experts + 1)), key=lambda s: (s.seconds, s.carried)
+    )
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """What one actor's layer is made of, to count a call's work.
+
+    Attributes:
+        held: n. experts: E. per_token: K. params: of one expert. bytes: of one as stored, adapter included.
+        hidden: H.
+    """
+
+    held: int
+    experts: int
+    per_token: int
+    params: int
+    bytes: float
+    hidden: int
+
+    def work(self, tokens: int) -> LaneWork:
+        """Forward of T tokens with even routing; backward has the same products and as many bytes.
+
+        Of n experts those get no row that no token chose: n (1 - K / E)^T of them.
+        """
+        slots = tokens * self.per_token * self.held / self.experts
+        empty = (1 - self.per_token / self.experts) ** tokens
+        busy = min(self.held, max(1, round(self.held * (1 - empty))))
+        moved = min(1.0, self.per_token * self.held / self.experts) * tokens * self.hidden * 6.0
+        return LaneWork(busy, self.bytes, 2.0 * self.params * slots, moved)
+
+
+def choose_shares(
+    sizes: ExpertSizes, rates: LaneRates, most_tokens: int
+) -> tuple[tuple[tuple[int, float], ...], Share]:
+    """`LanePlan.shares` for calls of up to `most_tokens`, and the split of the largest call.
+
+    One entry per doubling of tokens, from the first power of two at which a lane saves at least LEAST_GAIN;
+    empty where it never does.
+    """
+    steps: list[tuple[int, float]] = []
+    at = [1 << n for n in range(max(1, most_tokens).bit_length()) if 1 << n < most_tokens]
+    for tokens in (*at, max(1, most_tokens)):
+        found = best_share(sizes.work(tokens), rates)
+        share = round(found.carried / sizes.held, 4) if found.gain >= LEAST_GAIN else 0.0
+        if (share or steps) and (not steps or steps[-1][1] != share):
+            steps.append((tokens, share))
+    return tuple(steps), best_share(sizes.work(max(1, most_tokens)), rates)
+
+
+def resident_by_layer(
+    held: Mapping[int, Sequence[Sequence[int]]],
+    wanted: int,
+    loads: Mapping[int, Sequence[int]] | None,
+) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]:
+    """`LanePlan.resident` of every actor. held: layer -> ids of every actor. loads: layer -> tokens."""
+    actors = len(next(iter(held.values())))
+    chosen: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(actors)]
+    for layer, of_layer in held.items():
+        load = None if loads is None else loads[layer]
+        for actor, ids in enumerate(resident_experts(of_layer, wanted, load)):
+            if ids:
+                chosen[actor].append((layer, ids))
+    return tuple(tuple(of_actor) for of_actor in chosen)

@@ -1,0 +1,224 @@
+"""From rule.experts.gpu_resident, stream and lane_device to what each actor's lane does, and its bytes.
+
+Bytes of a lane, all on its device but for the two lines of the socket. Legend as in memory.py; s bytes of a
+stored activation, P parameters of one expert, r LoRA rank.
+    experts           resident experts as stored (on a GPU: taken off the socket)
+    workspace         two buffers for an expert and its adapter; one expert's matrices as numbers, with 16
+                      bytes per element of its largest matrix while quantised ones are decoded; x, dy and dx
+                      of the group (T_g H (s + 8)); one expert's rows, at worst every token of the group:
+                      T_g (24 (H + I)), with dropout 24 bytes per input more
+    runtime           a GPU's: the CUDA context of the expert actor's process
+    kept activations  (socket) the lane's own x, and 24 bytes per row; with a GPU its gates and ups once more,
+                      as torch rounds page-locked blocks up to powers of two
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.placement.formats import BACKEND_STORAGE
+from kt_ray.placement.lane import ExpertSizes, LaneRates, choose_shares, resident_by_layer
+from kt_ray.placement.types import ExpertActorPlan, Hardware, LanePlan, ModelDims
+
+Actors = tuple[ExpertActorPlan, ...]
+
+
+def lane_wanted(config: Config) -> bool:
+    """Whether the rule asks for a lane at all."""
+    return config.rule.experts.gpu_resident > 0 or config.rule.experts.stream != "off"
+
+
+def lane_device(config: Config, hardware: Hardware) -> str:
+    """ "cuda:i" or "cpu": where the lane computes.
+
+    Raises:
+        UserError: a GPU that is not there.
+    """
+    asked = config.rule.experts.lane_device
+    if asked == "cpu":
+        return "cpu"
+    have = [f"cuda:{gpu.index}" for gpu in hardware.gpus]
+    if asked == "auto" and have:
+        return have[0]
+    if asked in have:
+        return asked
+    keys = [
+        f"rule.experts.{key}={value}"
+        for key, value, off in (
+            ("gpu_resident", config.rule.experts.gpu_resident, 0),
+            ("stream", config.rule.experts.stream, "off"),
+        )
+        if value != off
+    ]
+    raise UserError(
+        "experts cannot be computed on a GPU that is not there",
+        where=f"{' and '.join(keys)}, rule.experts.lane_device={asked}",
+        observed=f"GPUs on {hardware.source}: {', '.join(have) or 'none'}",
+        required="a GPU" if asked == "auto" else asked,
+        remedy="set rule.experts.lane_device=cpu for a stand-in with the same numerics, or "
+        "rule.experts.gpu_resident=0 rule.experts.stream=off",
+    )
+
+
+def plan_lanes(
+    actors: Actors,
+    dims: ModelDims,
+    config: Config,
+    hardware: Hardware,
+    load: ExpertLoad | None,
+    rates: LaneRates | None,
+) -> tuple[Actors, list[str]]:
+    """The actors with their lanes, and sentences for the plan's notes.
+
+    Args:
+        load: tokens per expert, by which resident experts are chosen; None = unknown.
+        rates: of one actor's lane, by which stream=auto decides; None = nothing was measured.
+
+    Raises:
+        UserError: a GPU that is not there; more resident experts than a layer has.
+    """
+    rule = config.rule.experts
+    if not lane_wanted(config):
+        unused = rule.lane_device != "auto"
+        note = (
+            f"rule.experts.lane_device={rule.lane_device} changes nothing: no expert is resident or streamed"
+        )
+        return actors, [note] if unused else []
+    if rule.gpu_resident > dims.num_experts:
+        raise UserError(
+            "more experts would stay on the GPU than a layer has",
+            where="rule.experts.gpu_resident",
+            observed=rule.gpu_resident,
+            required=f"at most {dims.num_experts}",
+            remedy=f"set rule.experts.gpu_resident={dims.num_experts} or less",
+        )
+    device, notes = lane_device(config, hardware), []
+    resident: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = ((),) * len(actors)
+    if rule.gpu_resident:
+        held = {layer: [actor.experts_of(layer) for actor in actors] for layer in dims.moe_layers}
+        resident = resident_by_layer(held, rule.gpu_resident, None if load is None else load.slots)
+        chosen_by = (
+            "the first ids of every actor's share: no load is known (rule.experts.load)"
+            if load is None
+            else f"the most used ones of {load.source}"
+        )
+        notes.append(f"{rule.gpu_resident} experts of each MoE layer stay on {device}: {chosen_by}")
+    shares, said = _shares(actors, dims, config, rates, device)
+    made = tuple(
+        replace(actor, lane=LanePlan(device, stays, shares))
+        for actor, stays in zip(actors, resident, strict=True)
+    )
+    if not any(actor.lane is not None and (actor.lane.resident or actor.lane.streams) for actor in made):
+        return actors, notes + said
+    if device == "cpu":
+        said.append(
+            "rule.experts.lane_device=cpu: a stand-in on the same cores, for its numerics, not faster"
+        )
+    return made, notes + said
+
+
+def _shares(
+    actors: Actors, dims: ModelDims, config: Config, rates: LaneRates | None, device: str
+) -> tuple[tuple[tuple[int, float], ...], list[str]]:
+    asked = config.rule.experts.stream
+    if asked == "off":
+        return (), []
+    if not isinstance(asked, str):
+        return ((0, float(asked)),), [
+            f"{float(asked):.0%} of the other experts are streamed to {device} per call"
+        ]
+    if rates is None:
+        return (), ["rule.experts.stream=auto: off, as no rates of the GPU and its link are known"]
+    tokens = config.trainer.batch_size * config.data.max_length
+    shares, split = choose_shares(expert_sizes(actors, dims, config), rates, tokens)
+    if not shares:
+        return (), [
+            f"rule.experts.stream=auto: off; at {tokens:,} tokens per call it would save {split.gain:.0%}"
+        ]
+    return shares, [
+        f"rule.experts.stream=auto: from {shares[0][0]:,} tokens per call on; at {tokens:,} tokens "
+        f"{shares[-1][1]:.0%} of the experts, which saves {split.gain:.0%} of the call"
+    ]
+
+
+def expert_sizes(actors: Actors, dims: ModelDims, config: Config) -> ExpertSizes:
+    """What the fullest actor's layer is made of, resident experts left out."""
+    layers = dims.moe_layers
+    held = max(max(actor.counts(layers)) for actor in actors)
+    held = max(1, held - config.rule.experts.gpu_resident // len(actors))
+    stored = dims.expert_bytes(BACKEND_STORAGE.get(config.rule.experts.backend)) / len(layers)
+    adapter = 4 * (3 if dims.gated else 2) * config.lora.rank * (dims.expert_width + dims.expert_intermediate)
+    return ExpertSizes(
+        held=held,
+        experts=dims.num_experts,
+        per_token=dims.experts_per_token,
+        params=dims.expert_params,
+        bytes=stored + (adapter if config.lora.experts else 0),
+        hidden=dims.expert_width,
+    )
+
+
+@dataclass(frozen=True)
+class LaneMemory:
+    """What the bytes of one actor's lane are counted from.
+
+    Attributes:
+        expert: bytes of one expert of one layer as stored. adapter: of its LoRA.
+        group: T_g. total: T. slots: rows of the actor per token. runtime: bytes of a CUDA context.
+        float32: whether its weights are. plain: whether they are stored as they are multiplied.
+    """
+
+    expert: float
+    adapter: float
+    group: int
+    total: int
+    slots: float
+    runtime: int
+    float32: bool
+    plain: bool
+
+
+def resident_count(actor: ExpertActorPlan) -> int:
+    """Experts, over all layers, whose only place is the lane's GPU; 0 with a stand-in on the CPU."""
+    if actor.lane is None or actor.lane.device == "cpu":
+        return 0
+    return sum(len(ids) for _, ids in actor.lane.resident)
+
+
+def lane_lines(
+    dims: ModelDims, config: Config, actor: ExpertActorPlan, size: LaneMemory, home: str
+) -> Iterator[tuple[str, str, float]]:
+    """(device, item, bytes) of a lane; what a GPU keeps of the experts is to be taken off socket `home`."""
+    lane = actor.lane
+    if lane is None:
+        return
+    width, inter = dims.expert_width, dims.expert_intermediate
+    cuda = lane.device != "cpu"
+    where = lane.device if cuda else home
+    element, layers = 4 if size.float32 else 2, len(dims.moe_layers)
+    matrices = dims.expert_params * element + (0 if size.plain else 16 * width * inter)
+    rows = size.group * 24 * (width + inter)
+    if config.lora.experts and config.lora.dropout > 0:
+        rows += size.group * 24 * (2 * width + inter)
+    buffers = 2 * ((size.expert if lane.streams else 0) + size.adapter)
+    yield where, "workspace", buffers + matrices + size.group * width * (element + 8) + rows
+    if cuda:
+        yield where, "experts", resident_count(actor) * size.expert
+        yield where, "runtime", size.runtime
+    part = min(1.0, _part(dims, actor))
+    kept = size.total * width * element + 24 * part * size.slots * size.total
+    if cuda and actor.activations != "recompute":
+        kept += part * size.slots * size.total * (2 if dims.gated else 1) * inter * element
+    yield home, "kept activations", layers * kept
+
+
+def _part(dims: ModelDims, actor: ExpertActorPlan) -> float:
+    """Part of an actor's rows that its lane computes, routing balanced."""
+    assert actor.lane is not None
+    held = sum(actor.counts(dims.moe_layers))
+    stays = sum(len(ids) for _, ids in actor.lane.resident) / held
+    return stays + (1 - stays) * max((share for _, share in actor.lane.shares), default=0.0)

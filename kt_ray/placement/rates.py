@@ -1,0 +1,377 @@
+"""How fast a machine is: what the prediction of mode=plan divides by. Pure data, each figure with its source.
+
+A `Rates` is measured by mode=doctor, described in a hardware file, or computed from instruction set and
+cores (nominal.py). Units: seconds, bytes, FLOP (a multiply-add is two), per second.
+
+    rates = rates_for(config, hardware)                    # rate_files.py
+    expert = rates.expert("avx512_bf16", "bf16", hidden=2048, inter=1408)
+    seconds = 6 * rows * 2048 * 1408 / expert.flops("forward", rows_per_expert, threads=2)
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+ROWS = (1, 4, 16, 64, 256)  # rows per expert at which experts are measured
+
+# Formats of checkpoints that the engine knows by a shorter name.
+ENGINE_FORMAT = {"fp8_block": "fp8"}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number and where it comes from: "measured", "data sheet: …", "assumed: …", "published: …"."""
+
+    value: float
+    source: str
+
+    def scaled(self, factor: float, why: str) -> Figure:
+        return Figure(self.value * factor, f"{self.source}; {why}")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A rate that depends on a size: straight lines between logarithms, constant outside.
+
+    Attributes:
+        at: sizes, ascending. values: the rate at each. source: as in `Figure`.
+    """
+
+    at: tuple[float, ...]
+    values: tuple[float, ...]
+    source: str
+
+    def __call__(self, size: float) -> float:
+        """The rate at `size`."""
+        if size <= self.at[0] or len(self.at) == 1:
+            return self.values[0]
+        if size >= self.at[-1]:
+            return self.values[-1]
+        i = bisect.bisect_right(self.at, size)
+        low, high = self.at[i - 1], self.at[i]
+        part = math.log(size / low) / math.log(high / low)
+        return self.values[i - 1] ** (1 - part) * self.values[i] ** part
+
+    @property
+    def ample(self) -> float:
+        """The rate at the largest size."""
+        return self.values[-1]
+
+    def scaled(self, factor: float, why: str) -> Curve:
+        return Curve(self.at, tuple(v * factor for v in self.values), f"{self.source}; {why}")
+
+
+def constant(value: float, source: str) -> Curve:
+    """A rate that is the same for every size."""
+    return Curve((1,), (value,), source)
+
+
+@dataclass(frozen=True)
+class ExpertRate:
+    """Speed of one MoE layer's routed experts in one weight format on one instruction set.
+
+    Rates count the products of the frozen matrices only (6 · H · I FLOP per row and direction with a
+    gate, 4 · H · I without), while the time they are taken from includes everything the engine does:
+    decoding, activation, adding to tokens, LoRA of rank `rank` with its gradients, the router's gradient.
+
+    Attributes:
+        isa: instruction set. format: of the weights, as the engine calls it. products: type multiplied in,
+            "bf16", "f32" or "int8" (W8A8).
+        hidden, inter: H and I of the experts the figures were taken from.
+        rank: LoRA rank included.
+        threads: threads of the `all` curves: every core of one socket.
+        forward, backward: FLOP/s of one thread over rows per expert.
+        forward_all, backward_all: FLOP/s of `threads` threads together over rows per expert.
+        plain_forward, plain_backward: time without LoRA as a part of the time with it, at ample rows.
+    """
+
+    isa: str
+    format: str
+    products: str
+    hidden: int
+    inter: int
+    rank: int
+    threads: int
+    forward: Curve
+    backward: Curve
+    forward_all: Curve
+    backward_all: Curve
+    plain_forward: Figure
+    plain_backward: Figure
+
+    def flops(self, direction: str, rows: float, threads: int = 1, rank: int | None = None) -> float:
+        """FLOP/s of `threads` threads of one socket together, products of frozen matrices counted.
+
+        Between one thread and all, the efficiency falls in a straight line; more threads than cores are
+        as fast as all.
+
+        Args:
+            direction: "forward" or "backward".
+            rows: mean rows per expert that has any.
+            threads: engine threads.
+            rank: LoRA rank of the run; None = as measured. LoRA's time is taken as proportional to the
+                rank above the measured one, and as constant below: a narrow panel costs what a full one does.
+        """
+        if direction not in ("forward", "backward"):
+            raise ValueError(f"direction: {direction!r}, required forward or backward")
+        one = (self.forward if direction == "forward" else self.backward)(rows)
+        every = (self.forward_all if direction == "forward" else self.backward_all)(rows)
+        if threads >= self.threads:
+            speed = every
+        else:
+            efficiency = every / (one * self.threads)
+            share = (threads - 1) / max(1, self.threads - 1)
+            # No fewer threads are faster than all of them: memory limits what is left.
+            speed = min(max(one, every), threads * one * (1 + (efficiency - 1) * share))
+        plain = (self.plain_forward if direction == "forward" else self.plain_backward).value
+        if rank == 0:
+            return speed / plain
+        if rank is not None and rank > self.rank > 0:
+            return speed / (plain + (1 - plain) * rank / self.rank)
+        return speed
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        curves = (self.forward, self.backward, self.forward_all, self.backward_all)
+        return tuple(dict.fromkeys(curve.source for curve in curves))
+
+
+@dataclass(frozen=True)
+class BlockRate:
+    """Speed of what a decoder layer has beside matrix products, everything in it included.
+
+    Attributes:
+        adapter, adapter_backward: elements/s of a LoRA layer's own path (rank 8, float32), forward and
+            backward; its elements are the inputs and outputs of its linear layer.
+        norm, norm_backward: elements/s of an RMS norm as transformers computes it (six passes forward).
+        sdpa_backward: FLOP/s of attention's backward, the forward's FLOP counted.
+        unequal, unequal_backward: likewise where keys and values differ in width (multi-head latent
+            attention), for which torch materialises the scores.
+    """
+
+    adapter: Figure
+    adapter_backward: Figure
+    norm: Figure
+    norm_backward: Figure
+    sdpa_backward: Figure
+    unequal: Figure
+    unequal_backward: Figure
+
+
+def blocks_of(memory: Figure, sdpa: Figure) -> BlockRate:
+    """Blocks that nobody measured: bytes that each reads and writes over `memory`, FLOP over `sdpa`."""
+
+    def moving(size: float) -> Figure:
+        return memory.scaled(1 / size, f"{size:g} bytes per element")
+
+    return BlockRate(
+        adapter=moving(20),
+        adapter_backward=moving(40),
+        norm=moving(38),
+        norm_backward=moving(90),
+        sdpa_backward=sdpa.scaled(1 / 2.5, "five products instead of two"),
+        unequal=sdpa.scaled(0.5, "assumed: scores are materialised"),
+        unequal_backward=sdpa.scaled(0.4, "assumed: scores are materialised"),
+    )
+
+
+@dataclass(frozen=True)
+class DeviceRate:
+    """Speed of the attention side: torch on one thread, on all of a socket's, or on a GPU.
+
+    Attributes:
+        name: "cpu, 1 thread", "cpu, 48 threads", "RTX 4090".
+        threads: torch threads; 0 on a GPU.
+        gemm: dtype ("bfloat16", "float32") -> FLOP/s of a matrix product over its rows (tokens).
+        memory: bytes/s read and written by elementwise operations and norms.
+        sdpa: FLOP/s of scaled dot-product attention, forward, all query-key pairs counted (not half
+            of them for a causal mask).
+        softmax: logits per second: float32 log-softmax over a vocabulary, forward and backward together.
+        operation: seconds that an operation costs however small it is (dispatch, or a kernel launch).
+        blocks: what a layer has beside products; None = from memory and sdpa, see `blocks_of`.
+    """
+
+    name: str
+    threads: int
+    gemm: Mapping[str, Curve]
+    memory: Figure
+    sdpa: Figure
+    softmax: Figure
+    operation: Figure
+    blocks: BlockRate | None = None
+
+    @property
+    def block(self) -> BlockRate:
+        """`blocks`, or what memory and sdpa say."""
+        return self.blocks or blocks_of(self.memory, self.sdpa)
+
+
+@dataclass(frozen=True)
+class MemoryRate:
+    """Of one socket, bytes/s: read by one thread and by all; copied (bytes of the source) by one and all;
+    fresh memory written to for the first time (the system hands out zeroed pages)."""
+
+    read_one: Figure
+    read_all: Figure
+    copy_one: Figure
+    copy_all: Figure
+    fresh: Figure
+
+
+@dataclass(frozen=True)
+class LinkRate:
+    """Between host and one GPU, bytes/s each way; page-locked and pageable host memory."""
+
+    to_device: Figure
+    to_host: Figure
+    to_device_pageable: Figure
+    to_host_pageable: Figure
+
+
+@dataclass(frozen=True)
+class TransportRate:
+    """Between actors.
+
+    Attributes:
+        call: seconds of a small Ray message from one actor to another until it can be taken.
+        arena: seconds of a message whose tensors lie in shared memory, the copy not counted.
+        arena_bytes: bytes/s copied into shared memory.
+        ray_bytes: bytes/s of tensors inside Ray calls between two processes of a node.
+        local: seconds of a message between the actors of one process (cluster=local).
+        network_bytes, network_latency: between nodes, bytes/s each way and seconds one way.
+    """
+
+    call: Figure
+    arena: Figure
+    arena_bytes: Figure
+    ray_bytes: Figure
+    local: Figure
+    network_bytes: Figure
+    network_latency: Figure
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Everything the prediction divides by, for one kind of host.
+
+    Attributes:
+        source: where the whole comes from ("measured on …", "conf/hardware/…", "nominal").
+        cpu: the CPU's name. cores: physical cores usable, all sockets. isas: best last.
+        experts: measured or described; `expert` finds the right one.
+        cpu_one, cpu_all: torch on one thread, and on all cores of one socket.
+        gpu: one GPU; None = there is none.
+        link: PCIe of one GPU; None without a GPU.
+        optimizer: parameters/s of AdamW, all threads of one socket.
+        disk: bytes/s read of files that are not in memory.
+        notes: what a reader must know (a refused file, scaled figures).
+    """
+
+    source: str
+    cpu: str
+    cores: int
+    isas: tuple[str, ...]
+    experts: tuple[ExpertRate, ...]
+    memory: MemoryRate
+    cpu_one: DeviceRate
+    cpu_all: DeviceRate
+    transport: TransportRate
+    optimizer: Figure
+    disk: Figure
+    gpu: DeviceRate | None = None
+    link: LinkRate | None = None
+    date: str = ""
+    commit: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+    def expert(
+        self, isa: str, fmt: str, hidden: int = 0, inter: int = 0, products: str = "any"
+    ) -> ExpertRate:
+        """The rate of experts of this instruction set and format, of the nearest shape.
+
+        Args:
+            isa: "auto" = the best.
+            fmt: as ModelDims.expert_format or the engine call it ("fp8_block" is "fp8").
+            hidden, inter: H and I; 0 = any.
+            products: "int8" = W8A8, "any" = whatever the engine multiplies this format in by itself.
+
+        Returns:
+            The exact one, or that of bf16 on the same instruction set, or of the nearest instruction set
+            below, with a source that says so.
+
+        Raises:
+            KeyError: there are no rates of experts at all, or none of W8A8.
+        """
+        isa = self.isas[-1] if isa == "auto" and self.isas else isa
+        fmt = ENGINE_FORMAT.get(fmt, fmt)
+        candidates = [e for e in self.experts if (e.products == "int8") == (products == "int8")]
+        if not candidates:
+            raise KeyError(f"no rates of experts{' in int8 products' if products == 'int8' else ''}")
+        exact = [e for e in candidates if (e.isa, e.format) == (isa, fmt)]
+        if exact:
+            return _nearest(exact, hidden, inter)
+        same_isa = [e for e in candidates if e.isa == isa]
+        found = _nearest(
+            [e for e in same_isa if e.format == "bf16"]
+            or same_isa
+            or [e for e in candidates if e.format == fmt]
+            or candidates,
+            hidden,
+            inter,
+        )
+        why = f"of {found.isa} {found.format}: {isa} {fmt} is not among these rates"
+        return replace(
+            found,
+            isa=isa,
+            format=fmt,
+            forward=found.forward.scaled(1, why),
+            backward=found.backward.scaled(1, why),
+            forward_all=found.forward_all.scaled(1, why),
+            backward_all=found.backward_all.scaled(1, why),
+        )
+
+    def cpu_rate(self, threads: int) -> DeviceRate:
+        """torch on `threads` threads of one socket: between one thread and all by a power law."""
+        one, every = self.cpu_one, self.cpu_all
+        if threads <= one.threads or every.threads <= one.threads:
+            return one
+        if threads >= every.threads:
+            return every
+        part = math.log(threads / one.threads) / math.log(every.threads / one.threads)
+
+        def between(a: Figure, b: Figure) -> Figure:
+            return Figure(a.value ** (1 - part) * b.value**part, f"between {one.name} and {every.name}")
+
+        def curve(a: Curve, b: Curve) -> Curve:
+            at = tuple(sorted({*a.at, *b.at}))
+            values = tuple(a(x) ** (1 - part) * b(x) ** part for x in at)
+            return Curve(at, values, f"between {one.name} and {every.name}")
+
+        return DeviceRate(
+            name=f"cpu, {threads} threads",
+            threads=threads,
+            gemm={name: curve(one.gemm[name], every.gemm.get(name, one.gemm[name])) for name in one.gemm},
+            memory=between(one.memory, every.memory),
+            sdpa=between(one.sdpa, every.sdpa),
+            softmax=between(one.softmax, every.softmax),
+            operation=between(one.operation, every.operation),
+            blocks=BlockRate(
+                **{
+                    f.name: between(getattr(one.block, f.name), getattr(every.block, f.name))
+                    for f in fields(BlockRate)
+                }
+            ),
+        )
+
+
+def _nearest(rates: Sequence[ExpertRate], hidden: int, inter: int) -> ExpertRate:
+    """The one whose H and I are nearest in ratio; the first where none is asked for."""
+    if not hidden or not inter:
+        return rates[0]
+
+    def distance(rate: ExpertRate) -> float:
+        return abs(math.log(rate.hidden / hidden)) + abs(math.log(rate.inter / inter))
+
+    return min(rates, key=distance)

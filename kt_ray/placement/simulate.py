@@ -1,0 +1,529 @@
+"""One training step, played through in events: who computes, who waits, and for what.
+
+A pure function of the plan's programs (kt_ray.placement.order) and of durations. Every actor walks its
+program as it does in a run: attention workers their operations, expert actors the planned calls; messages
+carry tokens between them; a step is one or more passes (waves), each ended by all actors together, and the
+phases of the optimizer.
+
+What computes shares its resource with the others there: while more cores are asked for than the resource
+has, everything on it slows down in proportion (processor sharing, as the kernel's scheduler does it). A
+GPU, a link or a socket that one actor has to itself is the case in which nothing slows down.
+
+Legend: an actor's width is the number of cores (or whatever its resource counts) it keeps busy while it
+computes; durations are those of an actor alone on its resource.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from kt_ray.placement.order import expert_order, worker_program
+from kt_ray.placement.types import Plan
+
+
+class Micro(NamedTuple):
+    """A micro-batch: rows x width positions are computed, `tokens` of them are no padding, `trained` have
+    a loss."""
+
+    rows: int
+    width: int
+    tokens: int
+    trained: int
+
+
+Group = tuple[Micro, ...]  # the micro-batches of one group of one replica
+Wave = tuple[tuple[Group, ...], ...]  # per replica, per group: what one pass takes
+
+
+class Leg(NamedTuple):
+    """A part of a message's way: seconds on a resource of which it takes `width`."""
+
+    resource: str
+    seconds: float
+    width: float = 1.0
+
+
+class Carriage(NamedTuple):
+    """How a message travels: legs one after the other, then `latency` seconds that occupy nothing."""
+
+    legs: tuple[Leg, ...] = ()
+    latency: float = 0.0
+
+
+class Phase(NamedTuple):
+    """A part of a step in which all actors work side by side, and which ends when the last one does.
+
+    workers, experts: seconds of every attention worker and of every expert class; overhead: seconds of the
+    driver afterwards.
+    """
+
+    name: str
+    workers: tuple[float, ...]
+    experts: tuple[float, ...]
+    overhead: float = 0.0
+
+
+class Seat(NamedTuple):
+    """Where an actor computes: its resource and how much of it it takes."""
+
+    resource: str
+    width: float = 1.0
+
+
+class ExpertClass(NamedTuple):
+    """Expert actors that do the same work at the same time, simulated as one. far: on another host."""
+
+    actors: tuple[int, ...]
+    seat: Seat
+    far: bool = False
+
+
+class Machine(NamedTuple):
+    """Who shares what. capacity: of every resource that is not 1."""
+
+    capacity: Mapping[str, float]
+    workers: tuple[Seat, ...]
+    experts: tuple[ExpertClass, ...]
+
+
+class Durations(Protocol):
+    """Seconds of everything, an actor alone on its resource."""
+
+    def attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
+        """An operation of a worker program ("begin" before the first one): seconds before what it sends
+        leaves, and after that."""
+        ...
+
+    def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
+        """A call of expert actor `actor` (the first of its class) for `tokens` tokens of all replicas."""
+        ...
+
+    def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
+        """Tokens of one worker, or their gradients, on the way to a class of expert actors."""
+        ...
+
+    def reply(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
+        """The way back."""
+        ...
+
+    def stage(self, worker: int, to: int, tokens: int) -> Carriage:
+        """Hidden states or their gradients from stage to stage."""
+        ...
+
+    def pass_end(self) -> float:
+        """The driver's seconds between passes."""
+        ...
+
+    def phases(self) -> tuple[Phase, ...]:
+        """What follows the last pass of a step."""
+        ...
+
+
+class Event(NamedTuple):
+    """Something an actor or link did, in seconds from the step's start."""
+
+    actor: str
+    name: str
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A step.
+
+    Attributes:
+        seconds: wall time. pass_seconds: of all passes; the rest are the optimizer's phases.
+        work: seconds that every actor would compute alone on its resource, by its name ("worker 0",
+            "experts 3"; a class has its first actor's name).
+        busy: work / seconds.
+        used: resource -> share of its capacity used over the step.
+        idle: actor -> reason -> seconds.
+        path: seconds of the step's longest chain by what it went through: "attention", "experts", "call"
+            (latency), a link's name, or a phase's. They add up to `seconds`.
+        critical: the resource used most.
+        events: what every actor did, when asked for.
+    """
+
+    seconds: float
+    pass_seconds: float
+    work: Mapping[str, float]
+    busy: Mapping[str, float]
+    used: Mapping[str, float]
+    idle: Mapping[str, Mapping[str, float]]
+    path: Mapping[str, float]
+    critical: str
+    events: tuple[Event, ...] = ()
+
+    def chrome_trace(self) -> list[dict[str, Any]]:
+        """Events for chrome://tracing and Perfetto ("traceEvents"), microseconds."""
+        actors = {actor: i for i, actor in enumerate(dict.fromkeys(e.actor for e in self.events))}
+        names = [
+            {"ph": "M", "name": "process_name", "pid": i, "tid": 0, "args": {"name": actor}}
+            for actor, i in actors.items()
+        ]
+        return names + [
+            {"ph": "X", "name": e.name, "cat": e.kind, "pid": actors[e.actor], "tid": 0,
+             "ts": e.start * 1e6, "dur": (e.end - e.start) * 1e6}
+            for e in self.events
+        ]  # fmt: skip
+
+
+def simulate(
+    plan: Plan, machine: Machine, durations: Durations, waves: Sequence[Wave], *, events: bool = False
+) -> Simulated:
+    """One step of `waves` passes.
+
+    Args:
+        machine: seats of the plan's workers and expert actors.
+        waves: what each pass takes; every one has the plan's replicas and groups.
+        events: keep what every actor did.
+
+    Raises:
+        ValueError: seats or waves do not fit the plan.
+    """
+    seated = sorted(actor for c in machine.experts for actor in c.actors)
+    if len(machine.workers) != len(plan.workers) or seated != list(range(len(plan.experts))):
+        raise ValueError("the machine has other actors than the plan")
+    if not waves or any(len(w) != plan.replicas or any(len(g) != plan.groups for g in w) for w in waves):
+        raise ValueError(f"every wave takes {plan.replicas} replicas of {plan.groups} groups")
+    run = _Step(plan, machine, durations, events)
+    known: dict[Wave, _Stretch] = {}
+    total = _Stretch()
+    for wave in waves:
+        if events or wave not in known:  # equal passes, which share nothing, take equally long
+            known[wave] = run.one_pass(wave, total.seconds)
+        total.add(known[wave])
+    pass_seconds = total.seconds
+    for phase in durations.phases():
+        total.add(run.phase(phase, total.seconds))
+    wall = total.seconds
+    used = {
+        name: value / (wall * machine.capacity.get(name, 1.0)) if wall else 0.0
+        for name, value in sorted(total.used.items())
+    }
+    return Simulated(
+        seconds=wall,
+        pass_seconds=pass_seconds,
+        work=dict(total.work),
+        busy={name: value / wall if wall else 0.0 for name, value in total.work.items()},
+        used=used,
+        idle={name: dict(reasons) for name, reasons in total.idle.items()},
+        path=dict(total.path),
+        critical=max(used, key=lambda name: used[name]) if used else "",
+        events=tuple(sorted(total.events, key=lambda e: (e.start, e.actor, e.end))),
+    )
+
+
+@dataclass
+class _Stretch:
+    """A part of the step that begins and ends with all actors together."""
+
+    seconds: float = 0.0
+    work: dict[str, float] = field(default_factory=dict)
+    used: dict[str, float] = field(default_factory=dict)
+    idle: dict[str, dict[str, float]] = field(default_factory=dict)
+    path: dict[str, float] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+    def add(self, other: _Stretch) -> None:
+        self.seconds += other.seconds
+        for mine, theirs in ((self.work, other.work), (self.used, other.used), (self.path, other.path)):
+            for key, value in theirs.items():
+                mine[key] = mine.get(key, 0.0) + value
+        for actor, reasons in other.idle.items():
+            for reason, value in reasons.items():
+                self.wait(actor, reason, value)
+        self.events += other.events
+
+    def wait(self, actor: str, reason: str, seconds: float) -> None:
+        if seconds > 0:
+            reasons = self.idle.setdefault(actor, {})
+            reasons[reason] = reasons.get(reason, 0.0) + seconds
+
+
+class _Node(NamedTuple):
+    """A stretch of an actor's or message's time and what it followed from."""
+
+    kind: str
+    start: float
+    end: float
+    parent: _Node | None
+
+
+class _Work(NamedTuple):
+    name: str
+    kind: str
+    seconds: float
+
+
+class _Wait(NamedTuple):
+    tag: tuple[Any, ...]
+    reason: str
+
+
+_Program = Generator[_Work | _Wait, None, None]
+
+
+class _Resource:
+    """Tasks that share a capacity: all of them run at rate min(1, capacity / demand).
+
+    `served` is the work that a task present from the start would have got; a task ends when it has grown
+    by its seconds. One rate for all keeps the order of ends a heap's.
+    """
+
+    def __init__(self, capacity: float) -> None:
+        self.capacity = capacity
+        self.demand = 0.0
+        self.served = 0.0
+        self.since = 0.0
+        self.used = 0.0
+        self.version = 0
+        self.tasks: list[tuple[float, int, float, Callable[[], None]]] = []
+
+    @property
+    def rate(self) -> float:
+        return min(1.0, self.capacity / self.demand) if self.demand > self.capacity else 1.0
+
+    def advance(self, now: float) -> None:
+        step = (now - self.since) * self.rate if self.tasks else 0.0
+        self.served += step
+        self.used += step * self.demand
+        self.since = now
+
+    def next_end(self) -> float:
+        return self.since + max(0.0, self.tasks[0][0] - self.served) / self.rate
+
+
+class _Actor:
+    """An actor in the middle of its program."""
+
+    def __init__(self, name: str, seat: Seat, program: _Program) -> None:
+        self.name = name
+        self.seat = seat
+        self.program = program
+        self.node: _Node | None = None
+        self.ended = 0.0
+
+
+class _Step:
+    """The event loop, and the programs of the actors."""
+
+    def __init__(self, plan: Plan, machine: Machine, durations: Durations, events: bool) -> None:
+        self.plan = plan
+        self.machine = machine
+        self.durations = durations
+        self.keep = events
+        self.moe = frozenset(plan.dims.moe_layers)
+
+    # -- stretches ---------------------------------------------------------------------------
+
+    def one_pass(self, wave: Wave, offset: float) -> _Stretch:
+        programs = [self._worker(rank, wave) for rank in range(len(self.plan.workers))]
+        calls = [self._experts(c, wave) for c in self.machine.experts]
+        return self._play(programs, calls, offset, self.durations.pass_end(), "end of pass")
+
+    def phase(self, phase: Phase, offset: float) -> _Stretch:
+        def only(seconds: float) -> _Program:
+            yield _Work(phase.name, phase.name, seconds)
+
+        workers, experts = map(only, phase.workers), map(only, phase.experts)
+        return self._play(list(workers), list(experts), offset, phase.overhead, "optimizer")
+
+    def _play(
+        self, workers: list[_Program], experts: list[_Program], offset: float, overhead: float, ending: str
+    ) -> _Stretch:
+        self.now = 0.0
+        self.order = itertools.count()
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.resources: dict[str, _Resource] = {}
+        self.arrived: set[tuple[Any, ...]] = set()
+        self.waiting: dict[tuple[Any, ...], tuple[_Actor, str, float]] = {}
+        self.stretch = _Stretch()
+        actors = [
+            _Actor(f"worker {rank}", seat, program)
+            for rank, (seat, program) in enumerate(zip(self.machine.workers, workers, strict=True))
+        ] + [
+            _Actor(f"experts {c.actors[0]}", c.seat, program)
+            for c, program in zip(self.machine.experts, experts, strict=True)
+        ]
+        self.offset = offset
+        self.current: _Actor | None = None
+        for actor in actors:
+            self.stretch.work[actor.name] = 0.0
+            self._resume(actor)
+        while self.queue:
+            self.now, _, call = heapq.heappop(self.queue)
+            call()
+        if self.waiting:
+            raise RuntimeError(f"the programs wait for each other: {sorted(map(str, self.waiting))[:4]}")
+        last = max(actors, key=lambda a: a.ended)
+        stretch = self.stretch
+        for actor in actors:
+            stretch.wait(actor.name, ending, last.ended - actor.ended)
+            stretch.wait(actor.name, "driver", overhead)
+        for name, resource in self.resources.items():
+            stretch.used[name] = resource.used
+        stretch.seconds = last.ended + overhead
+        if overhead:
+            stretch.path["driver"] = overhead
+        node = last.node
+        while node is not None:
+            stretch.path[node.kind] = stretch.path.get(node.kind, 0.0) + node.end - node.start
+            node = node.parent
+        return stretch
+
+    # -- programs ----------------------------------------------------------------------------
+
+    def _worker(self, rank: int, wave: Wave) -> _Program:
+        plan, durations = self.plan, self.durations
+        here = plan.workers[rank]
+        replica, stage = here.replica, here.stage
+        groups = wave[replica]
+        tokens = [sum(m.tokens for m in group) for group in groups]
+        for group in groups:
+            yield _Work("begin", "attention", sum(durations.attention("begin", here.layers[0], group)))
+        for kind, layer, g in worker_program(plan, replica, stage, "train"):
+            if kind.startswith("recv"):
+                yield _Wait((kind[5:], replica, stage, g), "other stages")
+            elif kind == "join" or (kind == "backward" and layer in self.moe):
+                direction = "forward" if kind == "join" else "backward"
+                for c in self.machine.experts:
+                    yield _Wait(("reply", direction, layer, g, c.actors[0], replica), "experts")
+            before, after = durations.attention(kind, layer, groups[g])
+            if before:
+                yield _Work(f"{kind} {layer}.{g}", "attention", before)
+            if layer in self.moe and kind in ("forward", "recompute"):
+                direction = "forward" if kind == "forward" else "backward"
+                for c in self.machine.experts:
+                    carriage = durations.request(rank, c, direction, tokens[g])
+                    self._send((direction, layer, g, c.actors[0], replica), carriage)
+                if not plan.overlap:
+                    for c in self.machine.experts:
+                        yield _Wait(("reply", direction, layer, g, c.actors[0], replica), "experts")
+            elif kind.startswith("send"):
+                to = stage + (1 if kind == "send_hidden" else -1)
+                self._send((kind[5:], replica, to, g), durations.stage(rank, rank + to - stage, tokens[g]))
+            if after:
+                yield _Work(f"{kind} {layer}.{g}", "attention", after)
+
+    def _experts(self, c: ExpertClass, wave: Wave) -> _Program:
+        plan, actor = self.plan, c.actors[0]
+        owner = {
+            (w.replica, layer): w.rank
+            for w in plan.workers
+            for layer in range(*w.layers)
+            if layer in self.moe
+        }
+        tokens = [[sum(m.tokens for m in group) for group in groups] for groups in wave]
+        for layer, direction, g in expert_order(plan, "train"):
+            for replica in range(plan.replicas):
+                yield _Wait((direction, layer, g, actor, replica), "attention")
+            together = sum(part[g] for part in tokens)
+            seconds = self.durations.expert(actor, layer, direction, together)
+            yield _Work(f"{direction} {layer}.{g}", "experts", seconds)
+            for replica in range(plan.replicas):
+                worker = owner[replica, layer]
+                carriage = self.durations.reply(worker, c, direction, tokens[replica][g])
+                self._send(("reply", direction, layer, g, actor, replica), carriage)
+
+    # -- events ------------------------------------------------------------------------------
+
+    def _resume(self, actor: _Actor) -> None:
+        """Run an actor until it computes, waits, or is done."""
+        while True:
+            self.current = actor
+            item = next(actor.program, None)
+            if item is None:
+                actor.ended = self.now
+                return
+            if isinstance(item, _Work):
+                if item.seconds <= 0:
+                    continue
+                self.stretch.work[actor.name] += item.seconds
+                self._task(actor.seat.resource, item.seconds, actor.seat.width, self._done(actor, item))
+                return
+            if item.tag not in self.arrived:
+                self.waiting[item.tag] = (actor, item.reason, self.now)
+                return
+
+    def _done(self, actor: _Actor, item: _Work) -> Callable[[], None]:
+        start = self.now
+
+        def done() -> None:
+            actor.node = _Node(item.kind, start, self.now, actor.node)
+            if self.keep:
+                self._note(actor.name, item.name, item.kind, start)
+            self._resume(actor)
+
+        return done
+
+    def _note(self, actor: str, name: str, kind: str, start: float) -> None:
+        self.stretch.events.append(Event(actor, name, kind, self.offset + start, self.offset + self.now))
+
+    def _send(self, tag: tuple[Any, ...], carriage: Carriage) -> None:
+        """Start a message's way; the sender goes on at once."""
+        assert self.current is not None
+        self._travel(tag, carriage, 0, self.now, self.current.node)
+
+    def _travel(
+        self, tag: tuple[Any, ...], carriage: Carriage, at: int, sent: float, node: _Node | None
+    ) -> None:
+        start = self.now
+        if at < len(carriage.legs):
+            leg = carriage.legs[at]
+
+            def carried() -> None:
+                if self.keep:
+                    self._note(leg.resource, " ".join(map(str, tag)), "transfer", start)
+                self._travel(tag, carriage, at + 1, sent, _Node(leg.resource, start, self.now, node))
+
+            if leg.seconds > 0:
+                self._task(leg.resource, leg.seconds, leg.width, carried)
+            else:
+                self._travel(tag, carriage, at + 1, sent, node)
+            return
+
+        def arrive() -> None:
+            self.arrived.add(tag)
+            waiter = self.waiting.pop(tag, None)
+            if waiter is None:
+                return
+            actor, reason, since = waiter
+            self.stretch.wait(actor.name, reason, max(0.0, sent - since))
+            self.stretch.wait(actor.name, "transfer", self.now - max(since, sent))
+            actor.node = _Node("call", start, self.now, node) if self.now > start else node
+            self._resume(actor)
+
+        heapq.heappush(self.queue, (self.now + carriage.latency, next(self.order), arrive))
+
+    def _task(self, name: str, seconds: float, width: float, end: Callable[[], None]) -> None:
+        resource = self.resources.get(name)
+        if resource is None:
+            resource = self.resources[name] = _Resource(self.machine.capacity.get(name, 1.0))
+        resource.advance(self.now)
+        resource.demand += width
+        heapq.heappush(resource.tasks, (resource.served + seconds, next(self.order), width, end))
+        self._plan_end(resource)
+
+    def _plan_end(self, resource: _Resource) -> None:
+        """Foresee the resource's next end of a task; a change before it makes this one void."""
+        resource.version += 1
+        version = resource.version
+
+        def end() -> None:
+            if version != resource.version:
+                return
+            resource.advance(self.now)
+            _, _, width, call = heapq.heappop(resource.tasks)
+            resource.demand = resource.demand - width if resource.tasks else 0.0
+            if resource.tasks:
+                self._plan_end(resource)
+            call()
+
+        heapq.heappush(self.queue, (resource.next_end(), next(self.order), end))

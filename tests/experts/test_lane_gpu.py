@@ -1,0 +1,66 @@
+"""The lane on CUDA against the engine and against the stand-in: run where there is a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kt_ray.experts.lane_device import LaneDevice, PageLock
+from kt_ray.native import allocate
+from tests.experts.test_lane_host import LANES, close_to, results
+from tests.experts.test_lane_math import expected, run_in_lane
+from tests.helpers.hf_reference import build_checkpoint
+from tests.helpers.matrices import VARIANTS
+from tests.helpers.native import Shape, make_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_format(name: str, recompute: bool) -> None:
+    case = expected(name, 0.2)
+    case.check(run_in_lane(case, recompute=recompute, device="cuda:0"))
+
+
+@pytest.mark.parametrize("activations", ["retain", "recompute"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LANES)
+def test_a_lane_changes_nothing_but_rounding(
+    tmp_path: Path, name: str, dtype: torch.dtype, activations: str
+) -> None:
+    path = build_checkpoint(tmp_path, "qwen3_moe", expert_dtype=dtype)
+    lane = replace(LANES[name], device="cuda:0")
+    found, host = results(path, lane, 0.2, activations)
+    host.close()
+    again, host = results(path, lane, 0.2, activations)
+    host.close()
+    plain, host = results(path, None, 0.2, activations)
+    host.close()
+    assert all(torch.equal(found[n], again[n]) for n in found), "not the same bits twice"
+    close_to(found, plain, dtype)
+
+
+def test_weights_are_page_locked_once() -> None:
+    device = LaneDevice("cuda:0")
+    weights, lock = allocate((4 << 20,), torch.uint8), PageLock(device)
+    lock.add([weights[:10], weights[20:]])
+    assert lock.refusal is None and lock.bytes == weights.untyped_storage().nbytes() and weights.is_pinned()
+    lock.release()
+    assert not weights.is_pinned()
+
+
+def test_streams_keep_experts_apart() -> None:
+    """Many experts through two buffers, each large enough that copies and products overlap."""
+    shape = Shape(tokens=512, slots=4, experts=24, hidden=1024, inter=512)
+    case = make_case(shape, torch.bfloat16)
+    first = run_in_lane(case, device="cuda:0")
+    for _ in range(20):
+        again = run_in_lane(case, device="cuda:0")
+        assert all(torch.equal(first[name], again[name]) for name in first)

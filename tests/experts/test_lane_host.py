@@ -1,0 +1,207 @@
+"""An actor's experts with a lane against the same without: whatever is resident or streamed."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kt_ray.config.schema import LoraConfig, OptimConfig
+from kt_ray.experts import ExpertHost, ExpertHostSpec, HostCounters
+from kt_ray.native import ExpertFormula
+from kt_ray.placement.types import LanePlan
+from tests.helpers.hf_reference import build_checkpoint
+from tests.helpers.native import tolerance
+
+HELD = (1, 2, 4, 5, 7)
+SOME = ((0, (2, 7)), (2, (1,)))  # MoE layers are 0 and 2
+ALL = ((0, HELD), (2, HELD))
+LANES = {
+    "resident": LanePlan("cpu", SOME),
+    "streamed": LanePlan("cpu", (), ((0, 0.5),)),
+    "both": LanePlan("cpu", SOME, ((0, 0.5),)),
+    "all resident": LanePlan("cpu", ALL),
+    "all streamed": LanePlan("cpu", (), ((0, 1.0),)),
+    "streamed large calls only": LanePlan("cpu", (), ((20, 0.5),)),
+}
+
+
+def results(
+    path: Path, lane: LanePlan | None, dropout: float, activations: str, tokens: int = 40
+) -> tuple[dict[str, Tensor], ExpertHost]:
+    """Two groups forward and backward, with adapters that do something; gradients by name."""
+    lora = LoraConfig(rank=4, dropout=dropout)
+    spec = ExpertHostSpec(
+        0, str(path), HELD, lora, OptimConfig(), 5, "auto", 1, (), -1, activations, lane=lane
+    )
+    host = ExpertHost(spec)
+    host.load()
+    for name, tensor in host.named("param"):
+        if "lora_B" in name:
+            seed = sum(name.encode())
+            tensor.copy_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)))
+    g = torch.Generator().manual_seed(9)
+    host.begin_pass(3, True)
+    found: dict[str, Tensor] = {}
+    layers = sorted(host.order)[:2]
+    dys = {}
+    for layer in layers:
+        for group in range(2):
+            ids = host.local_ids(layer, torch.randint(0, 9, (tokens, 3), generator=g), 8)
+            x, dy = (torch.randn(tokens, 48, generator=g) for _ in range(2))
+            weights = torch.rand(tokens, 3, generator=g)
+            keys = torch.arange(tokens) + 2**32 * group
+            y = host.forward(layer, group, x, ids, weights, keys, keep=True)
+            found[f"y {layer} {group}"], dys[layer, group] = y, dy
+    for layer, group in sorted(dys, reverse=True):
+        dx, dw = host.backward(layer, group, dys[layer, group])
+        found |= {f"dx {layer} {group}": dx, f"dw {layer} {group}": dw}
+    found |= {name: grad.clone() for name, grad in host.named("grad")}
+    return found, host
+
+
+@functools.cache
+def _plain(path: Path, dropout: float, activations: str) -> tuple[dict[str, Tensor], HostCounters]:
+    found, host = results(path, None, dropout, activations)
+    host.close()
+    return found, host.take_counters()
+
+
+def close_to(
+    found: dict[str, Tensor], plain: dict[str, Tensor], dtype: torch.dtype, depth: int = 400
+) -> None:
+    """Both sides are within the tests' tolerance of the exact value, so within twice that of each other."""
+    assert found.keys() == plain.keys()
+    for name, value in plain.items():
+        limit = 2 * tolerance(dtype, depth, 10)
+        error = float((found[name] - value).norm())
+        assert error <= limit * float(value.norm()), (name, error / float(value.norm()), limit)
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, torch.dtype]:
+    path = tmp_path_factory.mktemp("lane")
+    return build_checkpoint(path, "qwen3_moe", expert_dtype=request.param), request.param
+
+
+@pytest.mark.parametrize("activations", ["retain", "recompute"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("name", LANES)
+def test_a_lane_changes_nothing_but_rounding(
+    checkpoint: tuple[Path, torch.dtype], name: str, dropout: float, activations: str
+) -> None:
+    path, dtype = checkpoint
+    found, host = results(path, LANES[name], dropout, activations)
+    counters = host.take_counters()
+    host.close()
+    plain, reference = _plain(path, dropout, activations)
+    close_to(found, plain, dtype)
+    assert counters.tokens_per_expert == reference.tokens_per_expert
+    assert (counters.forward_slots, counters.backward_slots) == (
+        reference.forward_slots,
+        reference.backward_slots,
+    )
+    share = counters.lane_slots / (counters.forward_slots + counters.backward_slots)
+    assert share == 1 if name.startswith("all") else 0.1 < share < 0.9
+    assert counters.kept_bytes_peak > 0
+
+
+def test_every_run_gives_the_same_bits(checkpoint: tuple[Path, torch.dtype]) -> None:
+    path, _ = checkpoint
+    first, host = results(path, LANES["both"], 0.2, "retain")
+    host.close()
+    second, host = results(path, LANES["both"], 0.2, "retain")
+    host.close()
+    recomputed, host = results(path, LANES["both"], 0.2, "recompute")
+    host.close()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(first[name], recomputed[name]) for name in first)
+
+
+def test_small_calls_stay_with_the_engine(checkpoint: tuple[Path, torch.dtype]) -> None:
+    path, _ = checkpoint
+    found, host = results(path, LANES["streamed large calls only"], 0.0, "retain", tokens=19)
+    assert host.take_counters().lane_slots == 0
+    plain, without = results(path, None, 0.0, "retain", tokens=19)
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+    assert host.lane is not None and host.lane.carried == 0
+    host.close()
+    without.close()
+
+
+def test_int4_experts_quantised_while_they_are_read(tmp_path: Path) -> None:
+    """Residents are quantised like the others, and by themselves."""
+    path = build_checkpoint(tmp_path, "qwen3_moe", hidden_size=64, moe_intermediate_size=64)
+    with pytest.raises(AssertionError):  # the two formats are told apart by this comparison
+        close_to(*(_sized(path, None, backend) for backend in ("auto", "AMXINT4")), torch.bfloat16)
+    close_to(_sized(path, LANES["both"], "AMXINT4"), _sized(path, None, "AMXINT4"), torch.bfloat16)
+
+
+def _sized(path: Path, lane: LanePlan | None, backend: str) -> dict[str, Tensor]:
+    spec = ExpertHostSpec(
+        0,
+        str(path),
+        HELD,
+        LoraConfig(rank=4),
+        OptimConfig(),
+        5,
+        "auto",
+        1,
+        (),
+        -1,
+        "retain",
+        backend,
+        lane=lane,
+    )
+    host = ExpertHost(spec)
+    host.load()
+    g = torch.Generator().manual_seed(9)
+    layer = min(host.order)
+    host.begin_pass(0, True)
+    ids = host.local_ids(layer, torch.randint(0, 9, (40, 3), generator=g), 8)
+    x, dy = torch.randn(40, 64, generator=g), torch.randn(40, 64, generator=g)
+    weights = torch.linspace(0.1, 1, 120).view(40, 3)
+    y = host.forward(layer, 0, x, ids, weights, torch.arange(40), keep=True)
+    dx, dw = host.backward(layer, 0, dy)
+    host.close()
+    return {"y": y, "dx": dx, "dw": dw}
+
+
+def test_formulas_and_biases(tmp_path: Path) -> None:
+    """gpt-oss: interleaved halves, biases, a clamp."""
+    path = build_checkpoint(tmp_path, "gpt_oss")
+    formula = ExpertFormula("swiglu_oai", 1.702, 7.0)
+    made = []
+    for lane in (None, LanePlan("cpu", ((0, (1,)),), ((0, 0.5),))):
+        spec = ExpertHostSpec(
+            0, str(path), (0, 1, 2, 3), LoraConfig(rank=4), OptimConfig(), 5, "auto", 1, (), -1, "retain",
+            formulas={0: formula, 1: formula, 2: formula}, lane=lane,
+        )  # fmt: skip
+        host = ExpertHost(spec)
+        host.load()
+        g = torch.Generator().manual_seed(9)
+        host.begin_pass(0, True)
+        width = next(iter(host.weights.values())).H
+        x, dy = torch.randn(30, width, generator=g), torch.randn(30, width, generator=g)
+        ids, weights = torch.randint(0, 4, (30, 2), generator=g), torch.rand(30, 2, generator=g)
+        y = host.forward(0, 0, x, host.local_ids(0, ids, 8), weights, torch.arange(30), keep=True)
+        dx, dw = host.backward(0, 0, dy)
+        made.append(
+            {"y": y, "dx": dx, "dw": dw} | {n: t.clone() for n, t in host.named("grad") if ".0." in n}
+        )
+        host.close()
+    close_to(made[1], made[0], torch.bfloat16)
+
+
+def test_an_error_in_the_lane_is_the_caller_s(checkpoint: tuple[Path, torch.dtype], monkeypatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr("kt_ray.experts.lane.project_in", broken)
+    with pytest.raises(RuntimeError, match="no device"):
+        results(checkpoint[0], LANES["both"], 0.0, "retain")

@@ -1,0 +1,159 @@
+"""The lane's arithmetic and its copies against the engine's definition: formats, slopes, roundings, rows."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from kt_ray.experts.lane import DeviceLane
+from kt_ray.experts.lane_formats import matrix_values
+from kt_ray.experts.lane_math import slopes
+from kt_ray.experts.lane_routing import add_rows, route
+from kt_ray.experts.lane_weights import expert_tensors, pack
+from kt_ray.native import Engine, ExpertFormula
+from kt_ray.native.reference import activate
+from kt_ray.placement.types import LanePlan
+from tests.helpers.matrices import VARIANTS, quantised_case, random_matrix
+from tests.helpers.native import ACTIVATIONS, ISAS, LAYOUTS, Case, Shape, lay_out, make_case
+from tests.helpers.roundings import with_roundings
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_values_of_a_format_are_its_own(name: str) -> None:
+    matrix = random_matrix(VARIANTS[name], 2, 40, 512, torch.Generator().manual_seed(0))
+    for e, wanted in enumerate(matrix.dequantize()):
+        scales = None if matrix.scales is None else matrix.scales[e]
+        found = matrix_values(matrix.format, matrix.data[e], scales, (40, 512), matrix.scale_block)
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_slopes_are_the_derivatives(name: str) -> None:
+    fields = ACTIVATIONS[name]
+    formula = ExpertFormula(fields.get("activation", "silu"), fields.get("alpha", 1.702), fields.get("limit"))
+    g = torch.Generator().manual_seed(1)
+    up, upstream = (3 * torch.randn(50, 7, generator=g, dtype=torch.float64) for _ in range(2))
+    up.requires_grad_()
+    gate = None
+    if name != "relu2":
+        gate = (3 * torch.randn(50, 7, generator=g, dtype=torch.float64)).requires_grad_()
+    leaves = [up] if gate is None else [up, gate]
+    wanted = torch.autograd.grad(activate(formula, gate, up), leaves, upstream)
+    d_gate, d_up = slopes(formula, None if gate is None else gate.detach(), up.detach(), upstream)
+    torch.testing.assert_close(d_up, wanted[0])
+    if gate is not None:
+        torch.testing.assert_close(d_gate, wanted[1])
+    else:
+        assert d_gate is None
+
+
+def run_in_lane(case: Case, *, recompute: bool = False, device: str = "cpu") -> dict[str, Tensor]:
+    """Forward and backward of a case, every expert streamed through the lane; named as `Case.run` does."""
+    lane = DeviceLane(LanePlan(device, (), ((0, 1.0),)), 1, recompute=recompute)
+    weights, lora = case.weights, case.lora[0] if case.lora else None
+    try:
+        lane.add_layer(weights.layer, weights.expert_ids, weights, None)
+        counts = torch.bincount(case.ids.reshape(-1), minlength=weights.E + 1)[: weights.E].tolist()
+        chosen = lane.choose(weights.layer, counts, len(case.x))
+        y, dx = torch.zeros(len(case.x), weights.H), torch.zeros(len(case.x), weights.H)
+        dw, grads = torch.zeros(case.ids.shape), None if lora is None else lora.zeros_like()
+        if chosen:
+            arguments = case.x, case.ids, case.weights_TK, lora, case.dropout, case.keys
+            forward = lane.forward(weights.layer, chosen, *arguments, keep=True).result()
+            assert forward.saved is not None and bool(forward.saved.ups) != recompute
+            y[forward.tokens] = forward.y
+            back = lane.backward(weights.layer, forward.saved, case.dy, lora).result()
+            dx[back.tokens] = back.dx
+            dw.view(-1)[back.slots] = back.dw
+            for expert, own in back.lora:
+                for name, tensor in own.items():
+                    getattr(grads, name)[expert] += tensor
+    finally:
+        lane.close()
+    named = {} if grads is None else {f"0.{m}": t for m, t in grads.named().items()}
+    return {"y": y, "dx": dx, "dw": dw, **named}
+
+
+@functools.cache
+def expected(name: str, dropout: float) -> Case:
+    multiple = {1: (37, 29), 32: (96, 32), 128: (256, 128), 256: (256, 512)}[VARIANTS[name].multiple]
+    shape = Shape(tokens=19, slots=2, experts=3, hidden=multiple[0], inter=multiple[1], rank=5)
+    return quantised_case(shape, name, dropout=dropout).expect()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_format(name: str, recompute: bool) -> None:
+    """Within the engine's own tolerance of float64 on the dequantised values."""
+    case = expected(name, 0.2)
+    case.check(run_in_lane(case, recompute=recompute))
+
+
+@pytest.mark.parametrize("routing", ["random", "one", "none", "twice", "sparse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_routing(dtype: torch.dtype, routing: str) -> None:
+    case = make_case(Shape(slots=3), dtype, routing=routing, dropout=0.3, x_dtype=torch.float32).expect()
+    case.check(run_in_lane(case))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_activation(dtype: torch.dtype, activation: str, bias: bool) -> None:
+    case = make_case(Shape(), dtype, activation=activation, bias=bias).expect()
+    case.check(run_in_lane(case))
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(layout: str, rank: int) -> None:
+    """Fused, interleaved and transposed experts travel in one piece and are the same experts."""
+    case = make_case(Shape(rank=rank), torch.bfloat16)
+    plain = run_in_lane(case)
+    case.weights = lay_out(case.weights, layout)
+    other = run_in_lane(case)
+    tolerance = {name: 1e-5 * float(value.norm()) for name, value in plain.items()}
+    assert all(float((other[name] - value).norm()) <= tolerance[name] for name, value in plain.items())
+
+
+def test_interleaved_halves_are_copied_once() -> None:
+    case = make_case(Shape(rank=0), torch.bfloat16)
+    separate = pack(expert_tensors(case.weights, 1))
+    together = pack(expert_tensors(lay_out(case.weights, "interleaved"), 1))
+    assert (len(separate.stretches), len(together.stretches)) == (3, 2)
+    # A half stops one element before the other's last; a stretch begins at a multiple of 16 bytes.
+    assert abs(together.carried - separate.carried) <= 2 * 16
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_roundings_are_the_engine_s(isa: str) -> None:
+    """Lane and engine are as near to each other as either is to the listed roundings: no other ones."""
+    case = make_case(Shape(tokens=40, hidden=96, inter=64), torch.bfloat16, dropout=0.2, bias=True)
+    listed = with_roundings(case, products=True)
+    with Engine(isa, threads=1) as engine:
+        engine_s = case.run(engine)
+    lane_s = run_in_lane(case)
+    for name, value in listed.items():
+        size = float(value.norm())
+        errors = [float((r[name].double() - value).norm()) / size for r in (lane_s, engine_s)]
+        # float32 sums in another order, and now and then a value on the boundary of two bfloat16 numbers.
+        assert errors[0] <= max(5e-4, 2 * errors[1]), (name, errors)
+
+
+def test_rows_are_sorted_and_repeats_are_told_apart() -> None:
+    ids = torch.tensor([[2, 0, 2], [1, 3, 0], [0, 0, 0], [3, 3, 3]])
+    weights = torch.arange(12.0).view(4, 3)
+    routed = route(ids, weights, (2, 0), none=3)
+    assert routed.slots.tolist() == [0, 2, 1, 5, 6, 7, 8] and routed.ends == (2, 7)
+    assert routed.tokens.tolist() == [0, 1, 2] and routed.at.tolist() == [0, 0, 0, 1, 2, 2, 2]
+    assert routed.weight.tolist() == [0, 2, 1, 5, 6, 7, 8]
+    first, second = routed.turns
+    assert first is not None and [t.tolist() for t in first] == [[0], [1]]
+    assert second is not None and [t.tolist() for t in second] == [[0, 1, 2], [3], [4]]
+    out = torch.zeros(3, 1)
+    add_rows(out, routed.at[routed.rows(1)], torch.ones(5, 1), second)
+    assert out.flatten().tolist() == [1, 1, 3]
+    assert route(torch.tensor([[0], [1]]), torch.ones(2, 1), (1,), none=2).turns == (None,)
