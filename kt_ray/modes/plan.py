@@ -18,6 +18,7 @@ from kt_ray.config.load import from_dict
 from kt_ray.config.schema import Config, ModelConfig, RuleConfig
 from kt_ray.errors import UserError
 from kt_ray.modes.known_load import known_load
+from kt_ray.modes.plan_reference import show_reference
 from kt_ray.modes.plan_time import show_time
 from kt_ray.placement.balance import without_load
 from kt_ray.placement.dims import dims_from_config, dims_from_dir
@@ -48,6 +49,8 @@ def run(config: Config) -> int:
     _show_placement(console, plan)
     _show_memory(console, plan)
     show_time(console, config, plan)
+    if config.plan.reference:
+        show_reference(console, config, dims, hardware)
     if plan.fits:
         console.print(f"This plan fits {hardware.source}.", style="green")
         return FITS
