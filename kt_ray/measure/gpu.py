@@ -67,7 +67,7 @@ def measure_gpu(
         sdpa=Figure(4 * heads * tokens * tokens * width / attention, MEASURED),
         softmax=Figure(rows * vocabulary / timed(loss), MEASURED),
         operation=Figure(_launch(device), MEASURED),
-        blocks=measure_blocks(device, timed, MEASURED, hidden=hidden),
+        blocks=measure_blocks(device, timed, MEASURED, tokens=tokens, hidden=heads * width),
     )
     return rate, _link(device, size // 4, timed)
 
