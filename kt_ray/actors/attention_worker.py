@@ -78,6 +78,7 @@ class AttentionWorker(PlainActor):
         The same number under Ray and in one process gives the same bits. Events and streams of the layer
         loop are those of the current device, which in one process is another one for each stage.
         """
+        name_thread(f"kt-worker-{self.rank}")  # every time: Ray names it after each call's method
         use_torch_threads(self.here.threads)
         device = torch.device(self.spec.device)
         if device.type == "cuda":
@@ -92,7 +93,6 @@ class AttentionWorker(PlainActor):
 
     def load(self) -> dict[str, Any]:
         """Build the stage, probe its MoE layers. Returns facts about this worker for env.json."""
-        name_thread(f"kt-worker-{self.rank}")
         self._claim_thread()
         self.doing = "loading"
         start = time.monotonic()

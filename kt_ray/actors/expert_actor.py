@@ -91,7 +91,9 @@ class ExpertActor(PlainActor):
         """Serve every item of the planned order. Shapes and steps come with the messages."""
         self.check_restored()
         assert self.port is not None
-        use_torch_threads(self.host.spec.threads)
+        name_thread(f"kt-experts-{self.rank}")  # every time: Ray names it after each call's method
+        # torch only copies and counts here; waiting OpenMP threads would spin on the engine's cores.
+        use_torch_threads(1)
         self.port.release_all()
         self.mailbox.seconds_waited = 0.0
         train = spec.kind == "train"

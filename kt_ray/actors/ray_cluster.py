@@ -91,6 +91,7 @@ class RayCluster(ActorCluster):
         self.rule = rule
         self.namespace = config.namespace or f"kt_ray-{run_name}"
         self.dashboard_url: str | None = None
+        self._joined = False  # a cluster that was there before
         self.connected = False  # to Ray, by this object: it then disconnects, too
         self._group: Any = None
         self._wanted: dict[Address, tuple[int, Wanted]] = {}  # with the number of its bundle
@@ -111,6 +112,7 @@ class RayCluster(ActorCluster):
         running = running_cluster(self.config.address)
         if running is not None:
             self._join(running)
+            self._joined = True
             where = f"{running.address} (from {running.source})"
             return [
                 f"Ray: joined the running cluster at {where}{self._dashboard_hint()}",
@@ -135,6 +137,8 @@ class RayCluster(ActorCluster):
         os.environ.setdefault("RAY_memory_usage_threshold", "0.99")
         # Ray's workers are nice by default; training is what this machine is here for.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # Idle OpenMP threads spin for milliseconds by default, on cores that the engine's threads want.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         context = self._init(
             address="local",
             include_dashboard=self.config.dashboard,
@@ -233,6 +237,8 @@ class RayCluster(ActorCluster):
         """An actor in its bundle of the placement group. Raises ValueError when its name is taken."""
         bundle, one = self._wanted[address]
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        if self._joined:  # that cluster's processes have an environment of their own
+            environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
         runtime_env = {"runtime_env": {"env_vars": environment}} if environment else {}
         factory = RemoteActor.options(
             name=one.name,
