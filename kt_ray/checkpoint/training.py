@@ -50,11 +50,12 @@ def begin_checkpoint(root: str | os.PathLike[str], step: int) -> Path:
             shutil.rmtree(path)
         path.mkdir(parents=True)
     except OSError as error:
-        raise _not_written(path, error) from error
+        raise not_written(path, error) from error
     return path
 
 
-def _not_written(path: Path, error: OSError, size: int | None = None) -> UserError:
+def not_written(path: Path, error: OSError, size: int | None = None) -> UserError:
+    """The disk is full (`size` bytes are needed), or not writable."""
     return UserError(
         "checkpoint cannot be written",
         where=str(path),
@@ -90,7 +91,7 @@ def write_shard(
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise _not_written(path, error, size) from error
+        raise not_written(path, error, size) from error
     return ShardInfo(filename, size, crc, len(tensors))
 
 
@@ -114,7 +115,7 @@ def commit_checkpoint(partial: Path, final: Path, manifest: Manifest) -> Path:
     try:
         _publish(partial, final, manifest)
     except OSError as error:
-        raise _not_written(final, error) from error
+        raise not_written(final, error) from error
     return final
 
 

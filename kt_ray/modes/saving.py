@@ -16,6 +16,7 @@ from kt_ray.checkpoint.training import (
     Manifest,
     begin_checkpoint,
     commit_checkpoint,
+    not_written,
     prune_checkpoints,
     set_aside_later,
     step_name,
@@ -82,9 +83,9 @@ def save_checkpoint(
         return _fill_checkpoint(partial, prepared, rundir, cluster, taken, load)
     except ActorLost:
         raise  # written again after the recovery
-    except UserError:
+    except (UserError, OSError) as error:
         shutil.rmtree(partial, ignore_errors=True)  # on a full disk its space is wanted
-        raise
+        raise (error if isinstance(error, UserError) else not_written(partial, error)) from error
 
 
 def _fill_checkpoint(

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def three_nodes(tmp_path: Path) -> Iterator[Place]:
     """Three Ray nodes as processes on this machine; this process joins at the first."""
     with (
         ray_place(own_token=False) as place,
-        head_node(place, tmp_path / "head", cpus=2),
+        head_node(place, tmp_path / "head", cpus=2, alert=True),
         second_node(place, tmp_path / "second", cpus=2),
         second_node(place, tmp_path / "third", cpus=2),
     ):
@@ -162,7 +163,8 @@ def test_a_killed_node(model: Path, tmp_path: Path, three_nodes: Place) -> None:
         if step == 3:
             name, node = next(pair for pair in sorted(places(run.cluster).items()) if not is_head(pair[1]))
             killed.append(node)
-            kill_in_mid_step(run.pids()[name], then=lambda: kill_node(three_nodes, node))
+            pid = run.pids()[name]
+            kill_in_mid_step(pid, then=lambda: kill_node(three_nodes, node))
 
     try:
         run.cluster.start()
@@ -171,15 +173,14 @@ def test_a_killed_node(model: Path, tmp_path: Path, three_nodes: Place) -> None:
         assert len(where) == 2 and killed[0] not in where
         check(run, summary, parameters, model, 1)
 
-        monkey = run.cluster.config
-        run.cluster.config = type(monkey)(**{**vars(monkey), "start_timeout": 5.0})
-        (last,) = [node for node in where if not is_head(node)]
-        kill_node(three_nodes, last)
+        run.cluster.config = replace(run.cluster.config, start_timeout=15.0)
+        ((name, last),) = [pair for pair in places(run.cluster).items() if not is_head(pair[1])]
+        kill_node(three_nodes, last, run.pids()[name])
         with pytest.raises(UserError, match="died"):
             run.cluster.info()
         with pytest.raises(
             UserError,
-            match=r"^no node has room for .*none came within 5 s; found 1 nodes; free now: CPU .*"
+            match=r"^no node has room for .*none came within 15 s; found 1 nodes; free now: CPU .*"
             r"required CPU .* on one node\. To fix: start a node",
         ):
             run.cluster.recover()
@@ -198,11 +199,13 @@ def is_head(node: str) -> bool:
     return "node:__internal_head__" in entry["Resources"]
 
 
-def kill_node(place: Place, node: str) -> None:
-    """Its raylet and all that belongs to it."""
+def kill_node(place: Place, node: str, *actors: int) -> None:
+    """Its raylet and all that belongs to it, and these actors, whose command lines do not say so."""
     (entry,) = [n for n in ray.nodes() if n["NodeID"] == node]
     of_it = [p for p in place.processes() if any(entry["RayletSocketName"] in part for part in p.cmdline())]
     assert any("raylet" in p.name() for p in of_it)
+    for pid in actors:
+        os.kill(pid, signal.SIGKILL)
     for process in of_it:
         process.kill()
     until(lambda: not any(p.is_running() and p.status() != "zombie" for p in of_it), 20, every=0.1)

@@ -118,10 +118,16 @@ def ray_place(*, own_token: bool = True) -> Iterator[Place]:
 
 
 @contextlib.contextmanager
-def head_node(place: Place, log: Path, cpus: int = 4) -> Iterator[str]:
-    """`ray start --head` in a place; yields its dashboard's URL."""
+def head_node(place: Place, log: Path, cpus: int = 4, *, alert: bool = False) -> Iterator[str]:
+    """`ray start --head` in a place; yields its dashboard's URL.
+
+    alert: a node that is gone counts as dead after two seconds, not twenty.
+    """
     gcs, board, client = free_ports(3)
     how = [f"--port={gcs}", f"--dashboard-port={board}", f"--ray-client-server-port={client}"]
+    if alert:
+        checks = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
+        how.append(f"--system-config={json.dumps({**checks, 'health_check_failure_threshold': 4})}")
     with _node(place, log, "--head", f"--num-cpus={cpus}", "--disable-usage-stats", *how):
         yield f"http://127.0.0.1:{board}"
 
