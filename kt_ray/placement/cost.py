@@ -35,7 +35,8 @@ from kt_ray.placement.simulate import Carriage, ExpertClass, Group, Leg, Machine
 from kt_ray.placement.types import ExpertActorPlan, Plan, Socket
 
 # Operations of dispatch (rates: `operation`) beside the layers themselves.
-BEGIN_OPS = 70.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
+BEGIN_OPS = 90.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
+BEGIN_PASSES = 12.0  # and per element of its hidden state
 JOIN_OPS = 4.0  # adding an answer to a micro-batch's hidden state
 CALL_OPS = 30.0  # an expert actor's own Python and torch around one engine call
 SUBMIT_OPS = 10.0  # what a worker does to hand a group's tokens over
@@ -97,7 +98,8 @@ class PlanDurations:
         for m in group:
             positions = m.rows * m.width
             if kind == "begin":
-                before += dispatch_seconds(BEGIN_OPS, device, self.host)
+                begun = Work(passes=BEGIN_PASSES * positions * plan.dims.hidden_size, operations=BEGIN_OPS)
+                before += seconds(begun, device, self.host, dtype, positions)
             elif kind in ("forward", "recompute"):
                 first, rest = work.forward(m.rows, m.width)
                 grad = kind == "recompute"
@@ -113,7 +115,7 @@ class PlanDurations:
                 chunk = logit_rows(self.config.trainer.loss_chunk, max(1, m.trained), plan.dims.vocab_size)
                 after += head_seconds(plan.dims, device, self.host, dtype, m.trained, chunk)
         if moe and kind in ("forward", "recompute"):
-            handed = self._submit(kind, tokens, len(group))
+            handed = self._submit(kind, tokens)
             # Experts get the whole group at its last micro-batch: shared experts of the others ran before.
             if kind == "forward" and len(group) > 1:
                 early = after * (len(group) - 1) / len(group)
@@ -126,16 +128,18 @@ class PlanDurations:
     def _joined(self, positions: int) -> Work:
         return Work(passes=5.0 * positions * self.plan.dims.hidden_size, operations=JOIN_OPS)
 
-    def _submit(self, kind: str, tokens: int, micro_batches: int) -> float:
-        """Host seconds to gather a group's tokens (or their gradients) and write them where experts read."""
-        elements = tokens * self.plan.dims.expert_width
-        passes = elements * ((micro_batches > 1) + (kind == "recompute"))
-        size = elements * (ELEMENT_BYTES[self.plan.dtype] if kind == "forward" else 4)
-        gathered = 0.0 if self.on_gpu else passes / self._passes_per_second
-        return gathered + self._written(size) + dispatch_seconds(SUBMIT_OPS, self.host, self.host)
+    def _submit(self, kind: str, tokens: int) -> float:
+        """Host seconds to put a group's tokens (or their gradients, in float32) where experts read them."""
+        if self.on_gpu:
+            return dispatch_seconds(SUBMIT_OPS, self.host, self.host)
+        passes = tokens * self.plan.dims.expert_width * (2 if kind == "recompute" else 1)
+        return passes / self._passes_per_second + dispatch_seconds(SUBMIT_OPS, self.host, self.host)
 
     def _answers(self, kind: str, tokens: int) -> float:
-        """Host seconds to add the actors' answers: the first is copied, the others are added."""
+        """Host seconds to add the actors' answers: the first is copied, the others are added. A GPU does both
+        by itself."""
+        if self.on_gpu:
+            return 0.0
         dims = self.plan.dims
         width = dims.expert_width + (dims.experts_per_token if kind == "backward" else 0)
         return tokens * width * (1 + 1.5 * (len(self.plan.experts) - 1)) / self._passes_per_second
@@ -195,7 +199,7 @@ class PlanDurations:
     def _around(self, tokens: int, direction: str, threads: int) -> float:
         """What the actor does beside the engine: joining messages, writing the answer out."""
         elements, rate = tokens * self.plan.dims.expert_width, self.rates.cpu_rate(threads)
-        joined = elements / (NORM_PASSES * rate.block.norm.value)
+        joined = elements / (NORM_PASSES * rate.block.norm.value) if self.plan.replicas > 1 else 0.0
         return joined + self._written(4 * elements) + dispatch_seconds(CALL_OPS, rate, rate)
 
     @cached_property
