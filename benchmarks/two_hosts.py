@@ -40,7 +40,8 @@ class TwoHosts:
             subprocess.run(command, capture_output=True, check=False)
             if gbit is not None:
                 rate = round(gbit * 1e9)
-                burst = max(1 << 18, rate // 8 // 250)  # at least a timer tick's worth
+                # A quarter of a millisecond's worth: a larger one lets what follows a pause pass unlimited.
+                burst = max(1 << 14, rate // 8 // 4000)
                 command = [*prefix, "tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{rate}bit"]
                 _run([*command, "burst", str(burst), "latency", "100ms"])
 

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -238,7 +239,7 @@ class RayCluster(ActorCluster):
             namespace=self.namespace,
             num_cpus=one.cpus,
             num_gpus=one.gpus,
-            max_restarts=0,  # we put a new one in its place: decisions/008
+            max_restarts=0,  # we put a new one in its place: decisions/012
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=bundle
@@ -249,14 +250,22 @@ class RayCluster(ActorCluster):
 
     def _respawn(self, lost: AbstractSet[Address]) -> None:
         """Into the bundles of those lost. Ray moves the bundles of a dead node to one that has room."""
-        for old in self._ray_handles():
-            if old.address in lost:
-                let_go(old.actor)
-        for address in sorted(lost):
-            handles = self.workers if address[0] == "worker" else self.experts
-            make = functools.partial(self._create, address)
-            handles[address[1]] = when_free(make, self.config.start_timeout)
-        self._introduce()
+        timeout = self.config.start_timeout
+        deadline = time.monotonic() + timeout
+        while True:
+            for old in self._ray_handles():
+                if old.address in self._lost | lost:
+                    let_go(old.actor)
+            for address in sorted(self._lost | lost):
+                handles = self.workers if address[0] == "worker" else self.experts
+                handles[address[1]] = when_free(functools.partial(self._create, address), timeout)
+            try:
+                return self._introduce()
+            except ActorLost:
+                # Until Ray has noticed that a node is dead, it starts actors there.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1.0)
 
     def _introduce(self) -> None:
         """Tell every actor its peers; again when some of them were replaced (between passes)."""

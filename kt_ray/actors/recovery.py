@@ -32,6 +32,7 @@ def bring_back(cluster: ActorCluster) -> int | None:
     # Queued behind whatever an actor still computes, so afterwards none of them is in the old pass.
     cluster._gather([(h, "discard", ()) for h in cluster.handles if h.address not in lost], patience)
     cluster._respawn(lost)
+    lost = frozenset(cluster._lost)  # more may have died meanwhile, and were replaced as well
     cluster._load([h for h in cluster.handles if h.address in lost], "load_again")
     cluster._lost -= lost
     holders = [cluster.workers[0], *cluster.experts]

@@ -18,11 +18,13 @@ from kt_ray.config.load import from_dict
 from kt_ray.config.schema import Config, ModelConfig, RuleConfig
 from kt_ray.errors import UserError
 from kt_ray.modes.known_load import known_load
+from kt_ray.modes.plan_reference import show_reference
 from kt_ray.modes.plan_time import show_time
 from kt_ray.placement.balance import without_load
 from kt_ray.placement.dims import dims_from_config, dims_from_dir
 from kt_ray.placement.formats import plain_storage
 from kt_ray.placement.hardware import hardware_for
+from kt_ray.placement.lane_rates import lane_rates
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.remedies import describe, remedies, shortage
 from kt_ray.placement.render import billions, counted, expert_row, gib, memory_table, worker_row
@@ -42,11 +44,13 @@ def run(config: Config) -> int:
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     hardware = hardware_for(config)
     dims = model_dims(config.model)
-    plan = make_plan(dims, config, hardware, known_load(config, dims))
+    plan = make_plan(dims, config, hardware, known_load(config, dims), lane_rates(config, hardware, dims))
     _show_head(console, config, plan)
     _show_placement(console, plan)
     _show_memory(console, plan)
     show_time(console, config, plan)
+    if config.plan.reference:
+        show_reference(console, config, dims, hardware)
     if plan.fits:
         console.print(f"This plan fits {hardware.source}.", style="green")
         return FITS

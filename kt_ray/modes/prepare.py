@@ -29,6 +29,7 @@ from kt_ray.placement.dims import dims_from_dir
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.formats import plain_storage
 from kt_ray.placement.hardware import this_host
+from kt_ray.placement.lane_rates import lane_rates
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.types import ModelDims, Plan
 from kt_ray.train.loop import Schedule
@@ -81,7 +82,9 @@ def prepare(config: Config) -> Prepared:
     dims = dims_from_dir(model_dir)
     load = known_load(config, dims)
     # The plan refuses what cannot be trained, by name, before any file is opened.
-    plan = make_plan(dims, config, this_host(), load)
+    hardware = this_host()
+    rates = lane_rates(config, hardware, dims)
+    plan = make_plan(dims, config, hardware, load, rates)
     _check_isa(config)
     index = CheckpointIndex.open(model_dir)
     layout = ExpertLayout.detect(index)
@@ -96,7 +99,7 @@ def prepare(config: Config) -> Prepared:
         gguf = GgufExperts.open(config.model.experts_path, index, layout)
     stored = _as_stored(dims, layout) if gguf is None else _as_stored(dims, gguf.layout, own_file=True)
     if stored != dims:
-        plan = make_plan(stored, config, this_host(), load)
+        plan = make_plan(stored, config, hardware, load, rates)
     _check_fits(plan)
     whole = build_on_meta(_meta_spec(config, dims, model_dir))
     _check_formulas(layout, whole.formulas)

@@ -56,12 +56,14 @@ class LaneRates:
         link: bytes/s from host memory to the GPU (the actor's part, where actors share the link).
         gpu: FLOP/s of the GPU on matrices as large as an expert's, decoding its weights included (likewise).
         cpu: FLOP/s of the actor's engine in this format. memory: bytes/s that its socket reads.
+        source: where they come from.
     """
 
     link: float
     gpu: float
     cpu: float
     memory: float
+    source: str = ""
 
 
 @dataclass(frozen=True)

@@ -137,11 +137,12 @@ def _shares(
     shares, split = choose_shares(expert_sizes(actors, dims, config), rates, tokens)
     if not shares:
         return (), [
-            f"rule.experts.stream=auto: off; at {tokens:,} tokens per call it would save {split.gain:.0%}"
+            f"rule.experts.stream=auto: off; at {tokens:,} tokens per call it would save {split.gain:.0%} "
+            f"(rates: {rates.source})"
         ]
     return shares, [
         f"rule.experts.stream=auto: from {shares[0][0]:,} tokens per call on; at {tokens:,} tokens "
-        f"{shares[-1][1]:.0%} of the experts, which saves {split.gain:.0%} of the call"
+        f"{shares[-1][1]:.0%} of the experts, which saves {split.gain:.0%} of it (rates: {rates.source})"
     ]
 
 
@@ -192,7 +193,7 @@ def resident_count(actor: ExpertActorPlan) -> int:
 def lane_lines(
     dims: ModelDims, config: Config, actor: ExpertActorPlan, size: LaneMemory, home: str
 ) -> Iterator[tuple[str, str, float]]:
-    """(device, item, bytes) of a lane; what a GPU keeps of the experts is to be taken off socket `home`."""
+    """(device, item, bytes) that a lane adds; a GPU's residents are to be taken off the socket `home`."""
     lane = actor.lane
     if lane is None:
         return

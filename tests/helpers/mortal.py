@@ -104,7 +104,8 @@ class MortalCluster(LocalCluster):
         for kind, rank in lost:
             handles = self.workers if kind == "worker" else self.experts
             old = handles[rank]
-            assert isinstance(old, MortalHandle) and old.dead
+            assert isinstance(old, MortalHandle)
+            old.dead = True  # as under Ray, what only seemed dead is let go
             compute = ThreadPoolExecutor(1)
             if kind == "worker":
                 build = (AttentionWorker, self.plan, rank, specs.stages[rank], specs.optim, specs.timeout)

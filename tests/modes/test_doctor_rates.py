@@ -20,7 +20,6 @@ from kt_ray.placement.nominal import nominal_rates
 from kt_ray.placement.rate_files import rates_for, rates_path, read_rates
 from kt_ray.placement.rates import Curve, ExpertRate, Figure, Rates
 
-
 _FOUND: dict[tuple[str, str, bool], ExpertRate] = {}  # one real measurement serves all tests
 
 

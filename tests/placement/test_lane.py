@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kt_ray.config.checks import check
+from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.placement.dims import dims_from_config
 from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.placement.hardware import hardware_from_file
 from kt_ray.placement.lane import (
     ExpertSizes,
     LaneRates,
@@ -20,7 +23,9 @@ from kt_ray.placement.lane import (
     split_seconds,
     streamed_experts,
 )
+from kt_ray.placement.lane_rates import from_rates, lane_rates
 from kt_ray.placement.memory import GPU_RUNTIME
+from kt_ray.placement.nominal import nominal_rates
 from kt_ray.placement.plan import make_plan, plan_to_dict
 from kt_ray.placement.render import expert_row
 from kt_ray.placement.types import LanePlan, Plan
@@ -177,3 +182,27 @@ def test_refusals_name_the_remedy() -> None:
     )
     note = "rule.experts.lane_device=cpu changes nothing"
     assert any(note in line for line in planned(lane_device="cpu").notes)
+
+
+def test_rates_of_a_described_machine_decide() -> None:
+    """stream=auto with the figures of conf/hardware: actors share the link and the GPU."""
+    hardware = hardware_from_file(Path(__file__).parents[2] / "conf" / "hardware" / "2x4090_2x8488c.yaml")
+    nominal = nominal_rates(hardware)
+    assert nominal.link is not None
+
+    def config(**experts: Any) -> Config:
+        return make_config(
+            rule={"device": "cuda", "stages": 2, "experts": {"stream": "auto", **experts}},
+            trainer={"batch_size": 16, "micro_batch_size": 1},
+            data={"max_length": 1024},
+        )
+
+    two, one = (from_rates(nominal, config(sockets=n), hardware, V3) for n in (2, 1))
+    assert two is not None and one is not None and two.source == nominal.source
+    assert two.link == nominal.link.to_device.value / 2 == one.link / 2 and two.gpu == one.gpu / 2
+    assert two.cpu == one.cpu and two.memory == one.memory
+    plan = make_plan(V3, config(), hardware, None, lane_rates(config(), hardware, V3))
+    assert any(f"rates: {nominal.source}" in note for note in plan.notes)
+    assert lane_rates(config(lane_device="cpu"), hardware, V3) is None
+    assert lane_rates(config(stream=0.5), hardware, V3) is None
+    assert lane_rates(config(), make_hardware(), V3) is None

@@ -1,0 +1,208 @@
+"""SIGKILL of actors and of a node in mid-step under Ray: the run ends as an undisturbed one, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from kt_ray.actors.ray_cluster import RayCluster, RayHandle
+from kt_ray.actors.specs import actor_specs
+from kt_ray.checkpoint.training import Manifest, begin_checkpoint, commit_checkpoint, step_name
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+from kt_ray.train.loop import Events, Schedule, Summary, Trainer
+from tests.helpers.hf_reference import build_checkpoint, random_rows
+from tests.helpers.ray_place import Place, head_node, ray_place, second_node, until
+from tests.helpers.runs import config_for, local_cluster, plan_for, steps, waves_of
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+BATCHES = [random_rows(8, seed=s) for s in range(3)]
+COMMON = (
+    "cluster=ray",
+    "cluster.dashboard=false",
+    "optim.lr=0.02",
+    "lora.dropout=0.1",
+    "trainer.save_every=2",
+)
+Parameters = dict[str, torch.Tensor]
+
+
+class Run:
+    """A run of some steps under Ray; `disturb(step)` may kill while the step's pass is under way."""
+
+    def __init__(self, model: Path, root: Path, config: Config, total: int) -> None:
+        self.config, self.root, self.total = config, root, total
+        plan = plan_for(model, config)
+        specs = actor_specs(plan, config, str(model))
+        self.cluster = RayCluster(plan, specs, config.cluster, config.rule.ray, "recovery")
+        self.lines: list[str] = []
+        self.told: list[int] = []
+        self.seen: set[int] = set()
+
+    def go(self, disturb: Callable[[int], None]) -> tuple[Summary, Parameters]:
+        def train(step: int) -> list[Any]:
+            if step not in self.seen:
+                self.seen.add(step)
+                disturb(step)
+            return [waves_of(BATCHES[step % len(BATCHES)], self.config, self.cluster.plan)]
+
+        def save(taken: int) -> Path:
+            partial = begin_checkpoint(self.root, taken)
+            shards = tuple(self.cluster.save_shards(str(partial)))
+            return commit_checkpoint(
+                partial, self.root / step_name(taken), Manifest(taken, 0, {}, "", {}, shards)
+            )
+
+        events = Events(on_step=lambda m: self.told.append(m.step), save=save, say=self.lines.append)
+        trainer = Trainer(self.config, self.cluster, Schedule(self.total, 3, train), events)
+        summary = trainer.run()
+        return summary, self.cluster.parameters()
+
+    def pids(self) -> dict[str, int]:
+        return {fact["actor"]: fact["pid"] for fact in self.cluster.info()}
+
+
+def kill_in_mid_step(*pids: int, then: Callable[[], None] = lambda: None) -> None:
+    """Stop processes now, so that the step which begins now cannot end; kill them when it is under way."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+
+    def kill() -> None:
+        time.sleep(0.5)
+        then()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=kill).start()
+
+
+def check(run: Run, summary: Summary, parameters: Parameters, model: Path, recoveries: int) -> None:
+    with local_cluster(model, run.config) as local:
+        assert summary.losses == steps(local, run.config, BATCHES, run.total)
+        expected = local.parameters()
+    assert parameters.keys() == expected.keys()
+    assert all(torch.equal(parameters[name], expected[name]) for name in expected)
+    assert run.told == list(range(1, run.total + 1))
+    assert summary.recoveries == recoveries and summary.seconds_lost > 0, run.lines
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    # Wide enough that messages within a node go through shared memory.
+    return build_checkpoint(tmp_path, "deepseek_v3", hidden_size=256)
+
+
+def test_killed_actors(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other: an expert actor, worker 0 with masters and moments, worker 1."""
+    victims = {1: "experts-1", 3: "worker-0", 4: "worker-1"}
+    config = config_for(model, *COMMON, "cluster.address=local", "rule=cpu_2workers_2sockets")
+    with ray_place() as place:
+        monkeypatch.setenv("RAY_TMPDIR", str(place.path))
+        run = Run(model, tmp_path / "saved", config, 6)
+
+        def disturb(step: int) -> None:
+            if step in victims:
+                kill_in_mid_step(run.pids()[victims[step]])
+
+        try:
+            run.cluster.start()
+            before = run.pids()
+            summary, parameters = run.go(disturb)
+            after = run.pids()
+        finally:
+            run.cluster.shutdown()
+        assert place.left() == []
+    assert {name for name in before if before[name] != after[name]} == set(victims.values())
+    back = [line.partition(": ")[2] for line in run.lines if line.startswith("back after")]
+    assert back == [
+        "from the start of the run, step 1 is repeated",
+        "from checkpoint step_000002, step 3 is repeated",
+        "nothing committed was lost, on after step 4",
+    ]
+    check(run, summary, parameters, model, 3)
+
+
+@pytest.fixture
+def three_nodes(tmp_path: Path) -> Iterator[Place]:
+    """Three Ray nodes as processes on this machine; this process joins at the first."""
+    with (
+        ray_place(own_token=False) as place,
+        head_node(place, tmp_path / "head", cpus=2),
+        second_node(place, tmp_path / "second", cpus=2),
+        second_node(place, tmp_path / "third", cpus=2),
+    ):
+        yield place
+        ray.shutdown()
+
+
+def test_a_killed_node(model: Path, tmp_path: Path, three_nodes: Place) -> None:
+    """A spare node takes over what ran on it; with no spare left, the error says what is missing."""
+    config = config_for(
+        model,
+        *COMMON,
+        f"cluster.address={three_nodes.address}",
+        "cluster.start_timeout=60",
+        "rule=cpu_1worker_1socket",
+        "rule.ray.strategy=STRICT_SPREAD",
+    )
+    run = Run(model, tmp_path / "saved", config, 5)
+    killed: list[str] = []
+
+    def disturb(step: int) -> None:
+        if step == 3:
+            name, node = next(pair for pair in sorted(places(run.cluster).items()) if not is_head(pair[1]))
+            killed.append(node)
+            kill_in_mid_step(run.pids()[name], then=lambda: kill_node(three_nodes, node))
+
+    try:
+        run.cluster.start()
+        summary, parameters = run.go(disturb)
+        where = set(places(run.cluster).values())
+        assert len(where) == 2 and killed[0] not in where
+        check(run, summary, parameters, model, 1)
+
+        monkey = run.cluster.config
+        run.cluster.config = type(monkey)(**{**vars(monkey), "start_timeout": 5.0})
+        (last,) = [node for node in where if not is_head(node)]
+        kill_node(three_nodes, last)
+        with pytest.raises(UserError, match="died"):
+            run.cluster.info()
+        with pytest.raises(
+            UserError,
+            match=r"^no node has room for .*none came within 5 s; found 1 nodes; free now: CPU .*"
+            r"required CPU .* on one node\. To fix: start a node",
+        ):
+            run.cluster.recover()
+    finally:
+        run.cluster.shutdown()
+
+
+def places(cluster: RayCluster) -> dict[str, str]:
+    """Node by actor."""
+    handles = [handle for handle in cluster.handles if isinstance(handle, RayHandle)]
+    return {f"{h.address[0]}-{h.address[1]}": ray.get(h.actor.node.remote()) for h in handles}
+
+
+def is_head(node: str) -> bool:
+    (entry,) = [n for n in ray.nodes() if n["NodeID"] == node]
+    return "node:__internal_head__" in entry["Resources"]
+
+
+def kill_node(place: Place, node: str) -> None:
+    """Its raylet and all that belongs to it."""
+    (entry,) = [n for n in ray.nodes() if n["NodeID"] == node]
+    of_it = [p for p in place.processes() if any(entry["RayletSocketName"] in part for part in p.cmdline())]
+    assert any("raylet" in p.name() for p in of_it)
+    for process in of_it:
+        process.kill()
+    until(lambda: not any(p.is_running() and p.status() != "zombie" for p in of_it), 20, every=0.1)
