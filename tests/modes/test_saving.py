@@ -56,7 +56,15 @@ def curve(name: str) -> list[tuple[Any, ...]]:
     return [(r["step"], r["loss"], r["grad_norm"]) for r in map(json.loads, lines)]
 
 
-@pytest.mark.parametrize("file", ["experts-0.safetensors", "worker-0.safetensors", ".manifest.json.partial"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "experts-0.safetensors",
+        "worker-0.safetensors",
+        ".expert_load.json.partial",
+        ".manifest.json.partial",
+    ],
+)
 def test_a_full_disk_ends_the_run_with_a_checkpoint_that_resumes(
     file: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
