@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -118,8 +119,10 @@ def _plan(config: Config, hardware: Hardware) -> tuple[Plan | None, Check]:
     """The plan of this configuration on this host, and whether it holds."""
     try:
         dims = model_dims(config.model)
-        load, rates = known_load(config, dims), lane_rates(config, hardware, dims)
-        plan = make_plan(dims, config, hardware, load, rates)
+        # A file that plan.rates names may be the one that is about to be written.
+        known = config.plan.rates in ("auto", NOMINAL) or Path(config.plan.rates).is_file()
+        rates = lane_rates(config, hardware, dims) if known else None
+        plan = make_plan(dims, config, hardware, known_load(config, dims), rates)
     except UserError as error:
         found = error.what + (f" ({error.observed}; required {error.required})" if error.observed else "")
         return None, failed("plan", found, error.remedy)
