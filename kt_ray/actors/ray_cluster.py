@@ -38,6 +38,7 @@ from kt_ray.actors.ray_placement import (
 )
 from kt_ray.actors.ray_port import Peer
 from kt_ray.actors.ray_recovery import Wanted, let_go, not_started, when_free
+from kt_ray.actors.recovery import NOTICE
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.errors import UserError
@@ -285,22 +286,45 @@ class RayCluster(ActorCluster):
                 self._lost.add(handle.address)
                 raise ActorLost(f"{handle.name} did not start", observed=str(error)) from error
         meeting = self._meeting(peers, timeout)
-        introduced = [
-            handle.actor.connect.remote(peers, self._epoch, meeting) for handle in self._ray_handles()
-        ]
-        for handle, future in zip(self._ray_handles(), introduced, strict=True):
+        self._await_introduced(
+            {
+                handle.actor.connect.remote(peers, self._epoch, meeting): handle
+                for handle in self._ray_handles()
+            },
+            timeout,
+        )
+
+    def _await_introduced(self, waiting: dict[Any, RayHandle], timeout: float) -> None:
+        """Until all have connected. An actor that fails may only have been the first to miss one that died.
+
+        Args:
+            waiting: future -> whose connection it is.
+
+        Raises:
+            ActorLost: one died. UserError: not all are connected after `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        failed: RayTaskError | None = None
+        while waiting:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                break
+            handle = waiting.pop(done[0])
             try:
-                ray.get(future, timeout=timeout)
-            except GetTimeoutError as error:
-                raise UserError(
-                    f"the actors could not be introduced to each other within {timeout:.0f} s",
-                    observed=" | ".join(self._states()),
-                    remedy="raise cluster.start_timeout",
-                ) from error
+                ray.get(done[0])
             except RayTaskError as error:
-                raise _cause(error) from error
+                failed = failed or error
+                deadline = min(deadline, time.monotonic() + NOTICE)
             except RayError as error:
                 raise self._death(handle, ActorDied(" ".join(str(error).split()))) from error
+        if failed is not None:
+            raise _cause(failed) from failed
+        if waiting:
+            raise UserError(
+                f"the actors could not be introduced to each other within {timeout:.0f} s",
+                observed=" | ".join(self._states()),
+                remedy="raise cluster.start_timeout",
+            )
 
     def _meeting(self, peers: Mapping[Address, Peer], timeout: float) -> Meeting | None:
         """Where all actors meet, if tensors travel through gloo.
