@@ -372,6 +372,9 @@ class AttentionWorker(PlainActor):
         """Forget gradients and messages of a step that was given up."""
         self.mailbox.clear()
         self.stage.zero_grad()
+        if self._on_gpu:
+            # Copies out of peers' memory may be under way, which is unmapped when peers were replaced.
+            torch.cuda.synchronize(self.spec.device)
 
     def restart(self) -> None:
         """Back to before the first step; then `hold_masters`, `start_masters` and `publish`."""
