@@ -19,10 +19,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray.actors.cluster import ActorCluster, ActorDied, Handle, LoadNote
 from kt_ray.actors.gloo_link import Meeting
-from kt_ray.actors.gpu import VARIABLE, own_lane
+from kt_ray.actors.gpu import VARIABLE, own_gpu, own_lane
 from kt_ray.actors.mailbox import Address
 from kt_ray.actors.ray_actor import RemoteActor
 from kt_ray.actors.ray_address import Running, free_port, running_cluster
+from kt_ray.actors.ray_dashboard import dashboard_hint, dashboard_url
 from kt_ray.actors.ray_hosts import Hosts, find_hosts, own_cpus
 from kt_ray.actors.ray_placement import (
     Seats,
@@ -106,15 +107,15 @@ class RayCluster(ActorCluster):
             UserError: the cluster named does not answer or refuses, or the dashboard has no port.
         """
         if ray.is_initialized():
-            self.dashboard_url = _dashboard_url()
+            self.dashboard_url = dashboard_url()
             known = "the cluster this process is connected to already"
-            return [f"Ray: {known}{self._dashboard_hint()}", *self._find_hosts()]
+            return [f"Ray: {known}{dashboard_hint(self.dashboard_url)}", *self._find_hosts()]
         running = running_cluster(self.config.address)
         if running is not None:
             self._join(running)
             where = f"{running.address} (from {running.source})"
             return [
-                f"Ray: joined the running cluster at {where}{self._dashboard_hint()}",
+                f"Ray: joined the running cluster at {where}{dashboard_hint(self.dashboard_url)}",
                 *self._find_hosts(),
             ]
         if self.plan.hardware.hosts > 1:
@@ -142,9 +143,9 @@ class RayCluster(ActorCluster):
             dashboard_host=self.config.dashboard_host,
             dashboard_port=port,
         )
-        self.dashboard_url = _dashboard_url(context) if self.config.dashboard else None
+        self.dashboard_url = dashboard_url(context) if self.config.dashboard else None
         why = "no running cluster found, started" if self.config.address == "auto" else "started"
-        return [f"Ray: {why} a local one, which ends with this run{self._dashboard_hint()}"]
+        return [f"Ray: {why} a local one, which ends with this run{dashboard_hint(self.dashboard_url)}"]
 
     def _join(self, running: Running) -> None:
         # Ray looks for this user's token only when it finds the cluster itself; with a named one
@@ -161,7 +162,7 @@ class RayCluster(ActorCluster):
                 "~/.ray/auth_token (or name its file in RAY_AUTH_TOKEN_PATH); use the cluster's "
                 "versions of Ray and Python; or set cluster.address=local",
             ) from error
-        self.dashboard_url = _dashboard_url(context)
+        self.dashboard_url = dashboard_url(context)
 
     def _init(self, **how: Any) -> Any:
         handler = signal.getsignal(signal.SIGTERM)
@@ -186,11 +187,6 @@ class RayCluster(ActorCluster):
         self.specs = own_cpus(self.plan, self.specs, self.hosts)
         return self.hosts.lines
 
-    def _dashboard_hint(self) -> str:
-        if self.dashboard_url is None:
-            return ", without a dashboard"
-        return f"; dashboard {self.dashboard_url}{_token_hint()}"
-
     def _spawn(self) -> None:
         if not ray.is_initialized() or (self.plan.hardware.hosts > 1 and self.hosts is None):
             self.connect()
@@ -203,7 +199,7 @@ class RayCluster(ActorCluster):
             args: tuple[Any, ...] = (
                 self.plan,
                 rank,
-                _own_device(stage),
+                own_gpu(stage),
                 self.specs.optim,
                 self.specs.timeout,
                 self.specs.build_stage,
@@ -398,15 +394,6 @@ class RayCluster(ActorCluster):
                 self.connected = False
 
 
-def _own_device(stage: Any) -> Any:
-    """Inside an actor that owns one GPU, the device is cuda:0 whatever its ordinal in the plan."""
-    if not stage.device.startswith("cuda"):
-        return stage
-    from dataclasses import replace
-
-    return replace(stage, device="cuda:0")
-
-
 def _cluster_cpus() -> float:
     return float(ray.cluster_resources().get("CPU", 1.0))
 
@@ -418,22 +405,3 @@ def _cause(error: RayTaskError) -> BaseException:
     if not isinstance(cause, UserError):
         cause.add_note(str(error))  # the traceback inside the actor
     return cause
-
-
-def _token_hint() -> str:
-    """How to get past the dashboard's question. `ray.init` sets RAY_AUTH_MODE when it turns tokens on."""
-    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-        return ""
-    if os.environ.get("RAY_AUTH_TOKEN"):
-        return " (asks for a token: the value of RAY_AUTH_TOKEN)"
-    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
-    return f" (asks for a token: 'ray get-auth-token' prints it, from {path})"
-
-
-def _dashboard_url(context: Any = None) -> str | None:
-    url = getattr(context, "dashboard_url", None) if context is not None else None
-    if not url:
-        from ray._private.worker import get_dashboard_url
-
-        url = get_dashboard_url()
-    return f"http://{url}" if url and not str(url).startswith("http") else url
