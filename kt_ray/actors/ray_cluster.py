@@ -32,10 +32,9 @@ from kt_ray.actors.ray_placement import (
     differ,
     gpu_share,
     gpus_behind,
-    host_of,
     reservations,
     seats,
-    threads_of,
+    wanted_of_hosts,
 )
 from kt_ray.actors.ray_port import Peer
 from kt_ray.actors.ray_recovery import Wanted, let_go, not_started, when_free
@@ -177,11 +176,7 @@ class RayCluster(ActorCluster):
         """Which node is which host of a plan for several; its expert actors get that host's CPUs."""
         if self.plan.hardware.hosts == 1:
             return ()
-        threads = threads_of(self.plan)
-        needed = [
-            sum(count for address, count in threads.items() if host_of(self.plan, address) == host)
-            for host in range(self.plan.hardware.hosts)
-        ]
+        needed = wanted_of_hosts(self.plan, self.rule)
         timeout = self.config.start_timeout
         self.hosts = find_hosts(self.plan, self.specs, self.run_dir, needed, timeout)
         self.specs = own_cpus(self.plan, self.specs, self.hosts)
