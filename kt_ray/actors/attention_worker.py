@@ -129,6 +129,8 @@ class AttentionWorker(PlainActor):
         assert self.port is not None
         self._claim_thread()
         self.port.release_all()
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.spec.device)
         start = time.monotonic()
         recorder = Recorder(full=spec.timeline)
         exchange = MessageExchange(
