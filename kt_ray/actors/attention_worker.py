@@ -172,8 +172,7 @@ class AttentionWorker(PlainActor):
         total = time.monotonic() - start
         seconds = stage.metrics()["seconds"]
         terms = {
-            # The stage submits in the middle of a layer; what waits there is not attention's.
-            "attention": max(0.0, seconds["attention"] - exchange.seconds_in_forward),
+            "attention": seconds["attention"],
             "head": seconds["loss"],
             "experts": exchange.seconds_waiting,
             "stages": waiting_for_stages,

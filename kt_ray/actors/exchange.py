@@ -63,7 +63,6 @@ class MessageExchange:
         recorder: Recorder | None = None,
     ) -> None:
         self.seconds_waiting = 0.0
-        self.seconds_in_forward = 0.0  # of these, those spent inside `submit_forward`: without overlap
         self._mailbox = mailbox
         self._port = port
         self._replica = replica
@@ -153,10 +152,7 @@ class MessageExchange:
                 leases.append(self._port.send(whole, Message(tag, tensors)))
             self._leases[direction, layer, group] = leases
         if not self._overlap:
-            before = self.seconds_waiting
             self._answers[direction, layer, group] = self._receive(direction, layer, group)
-            if direction == "forward":
-                self.seconds_in_forward += self.seconds_waiting - before
 
     def _join(self, direction: str, layer: int, group: int) -> list[torch.Tensor]:
         if not self._overlap:
