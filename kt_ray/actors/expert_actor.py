@@ -176,9 +176,10 @@ class ExpertActor(PlainActor):
         return time.monotonic() - start
 
     def discard(self) -> None:
-        """Forget gradients and messages of a step that was given up."""
+        """Forget gradients, messages and counts of a step that was given up."""
         self.mailbox.clear()
         self.host.discard_gradients()
+        self.host.take_counters()  # a pass that ended half-way is not to count in the next one's report
 
     def restart(self) -> None:
         """Back to before the first step: initial LoRA, no moments."""
