@@ -28,7 +28,7 @@ def from_rates(rates: Rates, config: Config, hardware: Hardware, dims: ModelDims
     """
     if rates.gpu is None or rates.link is None:
         return None
-    rule, sockets = config.rule.experts, hardware.sockets
+    rule, sockets = config.rule.experts, hardware.on(0)  # a lane uses the GPU of its actor's host
     actors = rule.sockets if isinstance(rule.sockets, int) else min(len(sockets), dims.num_experts)
     neighbours = max(1, -(-actors // len(sockets)))
     threads = rule.threads if isinstance(rule.threads, int) else max(1, sockets[0].cores // neighbours)
