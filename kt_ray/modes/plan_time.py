@@ -14,6 +14,7 @@ from kt_ray.batch import MicroBatch
 from kt_ray.config.schema import Config
 from kt_ray.data.count import count_rows
 from kt_ray.errors import UserError
+from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.predict import Change, Prediction, neighbours, predict
 from kt_ray.placement.rate_files import rates_for
 from kt_ray.placement.rates import Rates
@@ -23,11 +24,16 @@ from kt_ray.placement.types import Plan
 SOURCE_WIDTH = 70  # characters of a rate's source in the table
 
 
-def show_time(console: Console, config: Config, plan: Plan) -> Prediction:
-    """Print the prediction for `plan`, rows as long as data.max_length allows."""
+def show_time(console: Console, config: Config, plan: Plan, load: ExpertLoad | None = None) -> Prediction:
+    """Print the prediction for `plan`, rows as long as data.max_length allows.
+
+    Args:
+        load: tokens per expert that the plan was made with.
+    """
     rates = rates_for(config, plan.hardware)
     prediction = predict(plan, config, rates)
-    changes = neighbours(plan.dims, config, plan.hardware, rates, prediction, config.data.max_length)
+    row = config.data.max_length
+    changes = neighbours(plan.dims, config, plan.hardware, rates, prediction, row, load)
     console.print(_table(prediction))
     for line in (*_summary(config, prediction, rates), *_changes(changes)):
         console.print(line, markup=False, soft_wrap=True)
@@ -102,7 +108,7 @@ def _summary(config: Config, prediction: Prediction, rates: Rates) -> list[str]:
         lines.append(f"rates      {rates.source}" + (f", {rates.date}" if rates.date else ""))
     else:
         lines.append(f"rates      {rates.source}: nothing was measured; run mode=doctor on that machine")
-    return lines + [f"note: {note}" for note in rates.notes]
+    return lines + [f"note: {note}" for note in (*prediction.notes, *rates.notes)]
 
 
 def _data_set(config: Config, prediction: Prediction) -> list[str]:

@@ -21,6 +21,7 @@ from functools import cached_property, lru_cache
 
 from kt_ray.config.schema import Config
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
+from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.layer_work import (
     NORM_PASSES,
     LayerWork,
@@ -29,10 +30,11 @@ from kt_ray.placement.layer_work import (
     head_seconds,
     seconds,
 )
-from kt_ray.placement.memory import expert_lora_params, logit_rows, lora_params
+from kt_ray.placement.memory import expert_lora_params, home_node, logit_rows, lora_params
 from kt_ray.placement.rates import DeviceRate, ExpertRate, Rates
 from kt_ray.placement.simulate import Carriage, ExpertClass, Group, Leg, Machine, Micro, Phase, Seat, Wave
-from kt_ray.placement.types import ExpertActorPlan, Plan, Socket
+from kt_ray.placement.traffic import touched
+from kt_ray.placement.types import Plan
 
 # Operations of dispatch (rates: `operation`) beside the layers themselves.
 BEGIN_OPS = 70.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
@@ -131,27 +133,27 @@ class PlanDurations:
         elements = tokens * self.plan.dims.expert_width
         passes = elements * ((micro_batches > 1) + (kind == "recompute"))
         size = elements * (ELEMENT_BYTES[self.plan.dtype] if kind == "forward" else 4)
-        gathered = 0.0 if self.on_gpu else passes / self._passes_per_second
+        gathered = 0.0 if self.on_gpu else passes / (NORM_PASSES * self.host.block.norm.value)
         return gathered + self._written(size) + dispatch_seconds(SUBMIT_OPS, self.host, self.host)
 
     def _answers(self, kind: str, tokens: int) -> float:
-        """Host seconds to add the actors' answers: the first is copied, the others are added."""
+        """Seconds to add the actors' answers where attention runs: one is copied, the others are added."""
         dims = self.plan.dims
         width = dims.expert_width + (dims.experts_per_token if kind == "backward" else 0)
-        return tokens * width * (1 + 1.5 * (len(self.plan.experts) - 1)) / self._passes_per_second
-
-    @property
-    def _passes_per_second(self) -> float:
-        """Elements/s of a pass on the worker's host threads."""
-        return NORM_PASSES * self.host.block.norm.value
+        speed = NORM_PASSES * self.device.block.norm.value
+        return tokens * width * (1 + 1.5 * (len(self.plan.experts) - 1)) / speed
 
     def _written(self, size: float) -> float:
         """Seconds to copy a message's tensors into shared memory; in one process they are handed over."""
         return size / self.rates.transport.arena_bytes.value if self._shares_memory else 0.0
 
     @property
-    def _shares_memory(self) -> bool:
+    def _under_ray(self) -> bool:
         return self.config.cluster.name == "ray"
+
+    @property
+    def _shares_memory(self) -> bool:
+        return self._under_ray and self.plan.transport.near == "arena"
 
     # -- experts -----------------------------------------------------------------------------
 
@@ -193,9 +195,9 @@ class PlanDurations:
         return flop / speed * (1 - other + other * grown)
 
     def _around(self, tokens: int, direction: str, threads: int) -> float:
-        """What the actor does beside the engine: joining messages, writing the answer out."""
+        """What the actor does beside the engine: joining replicas' messages, writing the answer out."""
         elements, rate = tokens * self.plan.dims.expert_width, self.rates.cpu_rate(threads)
-        joined = elements / (NORM_PASSES * rate.block.norm.value)
+        joined = elements / (NORM_PASSES * rate.block.norm.value) if self.plan.replicas > 1 else 0.0
         return joined + self._written(4 * elements) + dispatch_seconds(CALL_OPS, rate, rate)
 
     @cached_property
@@ -231,27 +233,36 @@ class PlanDurations:
     def stage(self, worker: int, to: int, tokens: int) -> Carriage:
         dims = self.plan.dims
         size = tokens * dims.hidden_size * dims.hidden_streams * ELEMENT_BYTES[self.plan.dtype]
-        legs = self._pcie(worker, size, "out") + self._pcie(to, size, "in")
-        return Carriage((*legs, *self._doorbell(worker)))
+        legs = (*self._pcie(worker, size, "out"), *self._doorbell(worker), *self._pcie(to, size, "in"))
+        if self._under_ray and not self._shares_memory:
+            legs = (*legs, Leg(self._host_seat(worker), size / self.rates.transport.ray_bytes.value))
+        return Carriage(legs)
 
     def _carriage(self, worker: int, actors: ExpertClass, tokens: int, row: int, way: str) -> Carriage:
-        """Device to host, to the actors; or back. Near ones read shared memory; to far ones go the tokens
-        that have an expert there, once per actor."""
+        """Device to host, to the actors; or back. Actors of the worker's host read shared memory; to far
+        ones, and where rule.transport rules shared memory out, go the tokens that have an expert there."""
         transport = self.rates.transport
-        pcie = self._pcie(worker, tokens * row, way)
-        if not actors.far:
-            bell = self._doorbell(worker)
-            return Carriage((*pcie, *bell) if way == "out" else (*bell, *pcie))
-        size = len(actors.actors) * self.routed(actors.actors[0], tokens) * row
-        net = Leg(f"network {way}", size / transport.network_bytes.value)
-        legs = (*pcie, net) if way == "out" else (net, *pcie)
-        return Carriage(legs, transport.call.value + transport.network_latency.value)
+        shared = not actors.far and (self._shares_memory or not self._under_ray)
+        size = row * (tokens if shared else len(actors.actors) * self.routed(actors.actors[0], tokens))
+        # Tokens come to the host once, for all actors: each of their messages takes its part of the copy.
+        crossing = tokens * row / len(self.machine.experts) if way == "out" else size
+        pcie = self._pcie(worker, crossing, way)
+        latency = 0.0
+        if shared:
+            middle = self._doorbell(worker)
+        elif actors.far:
+            middle = (Leg(f"network {way}", size / transport.network_bytes.value),)
+            latency = transport.call.value + transport.network_latency.value
+        else:
+            packer = self._host_seat(worker) if way == "out" else actors.seat.resource
+            middle = (Leg(packer, transport.call.value + size / transport.ray_bytes.value),)
+        return Carriage((*pcie, *middle) if way == "out" else (*middle, *pcie), latency)
 
     def routed(self, actor: int, tokens: int) -> float:
         """Tokens of `tokens` that choose an expert of this actor, at even routing."""
         dims = self.plan.dims
-        share = len(self.plan.experts[actor].experts) / dims.num_experts
-        return float(tokens * (1 - (1 - share) ** dims.experts_per_token))
+        counts = self.plan.experts[actor].counts(dims.moe_layers)
+        return tokens * touched(dims.num_experts, sum(counts) / len(counts), dims.experts_per_token)
 
     def _pcie(self, worker: int, size: float, way: str) -> tuple[Leg, ...]:
         link = self.rates.link
@@ -263,12 +274,17 @@ class PlanDurations:
     def _doorbell(self, worker: int) -> tuple[Leg, ...]:
         """A message between actors of a host takes a core's time: serialised, sent, taken up."""
         transport = self.rates.transport
-        one = transport.arena if self._shares_memory else transport.local
-        seat = self.machine.workers[worker].resource
-        return (Leg(f"socket {self._home(worker)}" if self.on_gpu else seat, one.value),)
+        one = (
+            (transport.arena if self._shares_memory else transport.call)
+            if self._under_ray
+            else transport.local
+        )
+        return (Leg(self._host_seat(worker), one.value),)
 
-    def _home(self, worker: int) -> int:
-        return self.plan.hardware.sockets[worker % len(self.plan.hardware.sockets)].node
+    def _host_seat(self, worker: int) -> str:
+        """The socket whose cores a worker's host side uses."""
+        hardware = self.plan.hardware
+        return socket_name(hardware, 0, home_node(self.plan.workers[worker], hardware))
 
     # -- the step's end ----------------------------------------------------------------------
 
@@ -277,7 +293,7 @@ class PlanDurations:
 
     @cached_property
     def _driver_seconds(self) -> float:
-        call = self.rates.transport.call if self._shares_memory else self.rates.transport.local
+        call = self.rates.transport.call if self._under_ray else self.rates.transport.local
         one = self.rates.cpu_one
         return 2 * call.value + dispatch_seconds(PASS_OPS, one, one)
 
@@ -324,19 +340,16 @@ def machine_of(plan: Plan) -> Machine:
 
     Attention is on host 0; expert actors of other hosts are far, and those that hold as much are one class.
     """
-    sockets = plan.hardware.sockets
-    capacity = {_socket(s): float(s.cores) for s in sockets}
-    here = [s for s in sockets if _host(s) == 0]
+    hardware = plan.hardware
+    capacity = {socket_name(hardware, s.host, s.node): float(s.cores) for s in hardware.sockets}
     workers = []
     for worker in plan.workers:
         if worker.device != "cpu":
             workers.append(Seat(worker.device))
             continue
-        bound = [s for s in here if worker.cpus and set(worker.cpus) <= set(s.cpus)]
-        socket = bound[0] if bound else here[worker.rank % len(here)]
-        name = _socket(socket)
+        name = socket_name(hardware, 0, home_node(worker, hardware))
         workers.append(Seat(name, min(float(worker.threads), capacity[name])))
-    places = [(_host(actor), actor.node) for actor in plan.experts]
+    places = [(actor.host, actor.node) for actor in plan.experts]
     classes: dict[tuple[object, ...], list[int]] = {}
     for actor, place in zip(plan.experts, places, strict=True):
         # Far sockets with one actor each do the same work at the same time: one stands for all of them.
@@ -347,19 +360,10 @@ def machine_of(plan: Plan) -> Machine:
     experts = []
     for ranks in classes.values():
         first = plan.experts[ranks[0]]
-        name = next(_socket(s) for s in sockets if (_host(s), s.node) == (_host(first), first.node))
+        name = socket_name(hardware, first.host, first.node)
         width = min(float(first.threads), capacity[name])
-        experts.append(ExpertClass(tuple(ranks), Seat(name, width), _host(first) > 0))
+        experts.append(ExpertClass(tuple(ranks), Seat(name, width), first.host > 0))
     return Machine(capacity, tuple(workers), tuple(experts))
-
-
-def _host(place: Socket | ExpertActorPlan) -> int:
-    return int(getattr(place, "host", 0))
-
-
-def _socket(socket: Socket) -> str:
-    host = _host(socket)
-    return f"host {host} socket {socket.node}" if host else f"socket {socket.node}"
 
 
 def even_waves(plan: Plan, config: Config, row: int) -> tuple[Wave, ...]:
