@@ -18,6 +18,7 @@ from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.predict import Change, Prediction, neighbours, predict
 from kt_ray.placement.rate_files import rates_for
 from kt_ray.placement.rates import Rates
+from kt_ray.placement.render import counted
 from kt_ray.placement.simulate import Micro, Wave
 from kt_ray.placement.types import Plan
 
@@ -107,7 +108,7 @@ def _summary(config: Config, prediction: Prediction, rates: Rates) -> list[str]:
     if prediction.measured:
         lines.append(f"rates      {rates.source}" + (f", {rates.date}" if rates.date else ""))
     else:
-        lines.append(f"rates      {rates.source}: nothing was measured; run mode=doctor on that machine")
+        lines.append(f"rates      {rates.source}; none was measured there (mode=doctor does that)")
     return lines + [f"note: {note}" for note in (*prediction.notes, *rates.notes)]
 
 
@@ -125,14 +126,15 @@ def _data_set(config: Config, prediction: Prediction) -> list[str]:
     steps = max(1, math.ceil(trainer.epochs * math.ceil(rows / trainer.batch_size)))
     seconds = steps * prediction.simulated.seconds
     return [
-        f"run        {duration(seconds)} for {trainer.epochs:g} epochs of {rows:,} rows: {steps:,} steps, at "
-        "most: shorter rows take less"
+        f"run        at most {duration(seconds)} for {trainer.epochs:g} "
+        f"{'epoch' if trainer.epochs == 1 else 'epochs'} of {rows:,} rows: {counted(steps, 'step')}; "
+        "shorter rows take less"
     ]
 
 
 def _changes(changes: Sequence[Change]) -> list[str]:
     if not changes:
-        return ["no single option tried is predicted to be faster"]
+        return ["no other option that was tried is predicted to be faster by 2 % or more"]
     return [f"  faster with  {c.overrides}  ({c.gain:.2f} times the tokens/s; {c.effect})" for c in changes]
 
 

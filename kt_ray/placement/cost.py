@@ -115,7 +115,7 @@ class PlanDurations:
                 chunk = logit_rows(self.config.trainer.loss_chunk, max(1, m.trained), plan.dims.vocab_size)
                 after += head_seconds(plan.dims, device, self.host, dtype, m.trained, chunk)
         if moe and kind in ("forward", "recompute"):
-            handed = self._submit(kind, tokens, len(group))
+            handed = self._submit(kind, tokens)
             # Experts get the whole group at its last micro-batch: shared experts of the others ran before.
             if kind == "forward" and len(group) > 1:
                 early = after * (len(group) - 1) / len(group)
@@ -128,20 +128,26 @@ class PlanDurations:
     def _joined(self, positions: int) -> Work:
         return Work(passes=5.0 * positions * self.plan.dims.hidden_size, operations=JOIN_OPS)
 
-    def _submit(self, kind: str, tokens: int, micro_batches: int) -> float:
-        """Host seconds to gather a group's tokens (or their gradients) and write them where experts read."""
-        elements = tokens * self.plan.dims.expert_width
-        passes = elements * ((micro_batches > 1) + (kind == "recompute"))
-        size = elements * (ELEMENT_BYTES[self.plan.dtype] if kind == "forward" else 4)
-        gathered = 0.0 if self.on_gpu else passes / (NORM_PASSES * self.host.block.norm.value)
-        return gathered + self._written(size) + dispatch_seconds(SUBMIT_OPS, self.host, self.host)
+    def _submit(self, kind: str, tokens: int) -> float:
+        """Host seconds to put a group's tokens (or their gradients, in float32) where experts read them."""
+        if self.on_gpu:
+            return dispatch_seconds(SUBMIT_OPS, self.host, self.host)
+        passes = tokens * self.plan.dims.expert_width * (2 if kind == "recompute" else 1)
+        return passes / self._passes_per_second + dispatch_seconds(SUBMIT_OPS, self.host, self.host)
 
     def _answers(self, kind: str, tokens: int) -> float:
-        """Seconds to add the actors' answers where attention runs: one is copied, the others are added."""
+        """Host seconds to add the actors' answers: the first is copied, the others are added. A GPU does both
+        by itself."""
+        if self.on_gpu:
+            return 0.0
         dims = self.plan.dims
         width = dims.expert_width + (dims.experts_per_token if kind == "backward" else 0)
-        speed = NORM_PASSES * self.device.block.norm.value
-        return tokens * width * (1 + 1.5 * (len(self.plan.experts) - 1)) / speed
+        return tokens * width * (1 + 1.5 * (len(self.plan.experts) - 1)) / self._passes_per_second
+
+    @property
+    def _passes_per_second(self) -> float:
+        """Elements/s of a pass on the worker's host threads."""
+        return NORM_PASSES * self.host.block.norm.value
 
     def _written(self, size: float) -> float:
         """Seconds to copy a message's tensors into shared memory; in one process they are handed over."""
@@ -195,7 +201,7 @@ class PlanDurations:
         return flop / speed * (1 - other + other * grown)
 
     def _around(self, tokens: int, direction: str, threads: int) -> float:
-        """What the actor does beside the engine: joining replicas' messages, writing the answer out."""
+        """What the actor does beside the engine: joining messages, writing the answer out."""
         elements, rate = tokens * self.plan.dims.expert_width, self.rates.cpu_rate(threads)
         joined = elements / (NORM_PASSES * rate.block.norm.value) if self.plan.replicas > 1 else 0.0
         return joined + self._written(4 * elements) + dispatch_seconds(CALL_OPS, rate, rate)

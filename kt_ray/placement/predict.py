@@ -102,7 +102,7 @@ class Prediction:
         stages, together = self.in_turn
         if stages > 1 and together > used:
             return f"attention: its {stages} stages take turns, {together:.0%} of the step together ({sides})"
-        return f"{name}, used {used:.0%} of the step ({sides})"
+        return f"{_plainly(name)}, used {used:.0%} of the step ({sides})"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values for plan.json."""
@@ -164,6 +164,21 @@ def predict(
     )
 
 
+def _plainly(resource: str) -> str:
+    """A resource of the simulation in words."""
+    kind, _, rest = resource.partition(" ")
+    if kind == "network":
+        return (
+            f"the network {rest}to the driver's host"
+            if rest == "in"
+            else "the network out of the driver's host"
+        )
+    if kind == "pcie":
+        device, _, way = rest.rpartition(" ")
+        return f"PCIe {'to' if way == 'in' else 'from'} {device}"
+    return f"the cores of {resource}" if "socket" in resource else resource
+
+
 def _left_out(plan: Plan, config: Config) -> tuple[str, ...]:
     """What the prediction does not know of this plan."""
     notes = []
@@ -208,7 +223,7 @@ def _terms(
         for layer, direction, g in expert_order(plan, "train"):
             calls[direction] += durations.expert(seat.actors[0], layer, direction, tokens[g])
     device, expert = durations.device, durations.expert_rate
-    on = f"{device.name}: products {_source(device.gemm, plan.dtype)}; memory {device.memory.source}"
+    on = f"{device.name}; products: {_source(device.gemm, plan.dtype)}; memory: {device.memory.source}"
     found = [Term(name, value, on) for name, value in sums.items() if value]
     for direction in ("forward", "backward"):
         curve = expert.forward_all if direction == "forward" else expert.backward_all
