@@ -30,7 +30,7 @@ from kt_ray.placement.layer_work import (
     head_seconds,
     seconds,
 )
-from kt_ray.placement.memory import expert_lora_params, home_node, logit_rows, lora_params
+from kt_ray.placement.memory import expert_lora_params, held_format, home_node, logit_rows, lora_params
 from kt_ray.placement.rates import DeviceRate, ExpertRate, Rates
 from kt_ray.placement.simulate import Carriage, ExpertClass, Group, Leg, Machine, Micro, Phase, Seat, Wave
 from kt_ray.placement.traffic import touched
@@ -209,8 +209,7 @@ class PlanDurations:
     @cached_property
     def expert_rate(self) -> ExpertRate:
         dims, actor = self.plan.dims, self.plan.experts[0]
-        storage = BACKEND_STORAGE.get(actor.backend)
-        fmt = storage.format if storage else "q8_0" if actor.backend == "llamafile" else dims.expert_format
+        fmt = held_format(dims, actor.backend)
         products = "int8" if actor.backend == "AMXINT8" else "any"
         return self.rates.expert(actor.isa, fmt, dims.expert_width, dims.expert_intermediate, products)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kt_ray.config.schema import Config
 from kt_ray.placement.lane import LaneRates
+from kt_ray.placement.memory import held_format
 from kt_ray.placement.rate_files import rates_for
 from kt_ray.placement.rates import Rates
 from kt_ray.placement.types import Hardware, ModelDims
@@ -35,7 +36,7 @@ def from_rates(rates: Rates, config: Config, hardware: Hardware, dims: ModelDims
     rows = config.trainer.batch_size * config.data.max_length * dims.experts_per_token / dims.num_experts
     rank = config.lora.rank if config.lora.experts else 0
     shape = dims.expert_width, dims.expert_intermediate
-    expert = rates.expert(rule.isa, dims.expert_format, *shape)
+    expert = rates.expert(rule.isa, held_format(dims, rule.backend), *shape)
     kind = "float32" if dims.expert_format == "f32" else "bfloat16"
     gemm = rates.gpu.gemm[kind]
     return LaneRates(
