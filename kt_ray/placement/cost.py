@@ -37,7 +37,8 @@ from kt_ray.placement.traffic import touched
 from kt_ray.placement.types import Plan
 
 # Operations of dispatch (rates: `operation`) beside the layers themselves.
-BEGIN_OPS = 70.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
+BEGIN_OPS = 90.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
+BEGIN_PASSES = 12.0  # and per element of its hidden state
 JOIN_OPS = 4.0  # adding an answer to a micro-batch's hidden state
 CALL_OPS = 30.0  # an expert actor's own Python and torch around one engine call
 SUBMIT_OPS = 10.0  # what a worker does to hand a group's tokens over
@@ -99,7 +100,8 @@ class PlanDurations:
         for m in group:
             positions = m.rows * m.width
             if kind == "begin":
-                before += dispatch_seconds(BEGIN_OPS, device, self.host)
+                begun = Work(passes=BEGIN_PASSES * positions * plan.dims.hidden_size, operations=BEGIN_OPS)
+                before += seconds(begun, device, self.host, dtype, positions)
             elif kind in ("forward", "recompute"):
                 first, rest = work.forward(m.rows, m.width)
                 grad = kind == "recompute"
