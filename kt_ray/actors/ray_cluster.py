@@ -237,7 +237,7 @@ class RayCluster(ActorCluster):
             namespace=self.namespace,
             num_cpus=one.cpus,
             num_gpus=one.gpus,
-            max_restarts=0,  # we put a new one in its place: decisions/012
+            max_restarts=0,  # we put a new one in its place: decisions/010
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=bundle

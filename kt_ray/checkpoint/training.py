@@ -104,7 +104,7 @@ def write_beside_shards(path: Path, text: str) -> None:
     try:
         write_text(path, text)
     except OSError as error:
-        raise _not_written(path, error) from error
+        raise not_written(path, error) from error
 
 
 def commit_checkpoint(partial: Path, final: Path, manifest: Manifest) -> Path:

@@ -28,7 +28,7 @@ from kt_ray.placement.layer_work import (
     head_seconds,
     seconds,
 )
-from kt_ray.placement.memory import expert_lora_params, logit_rows, lora_params
+from kt_ray.placement.memory import expert_lora_params, held_format, home_node, logit_rows, lora_params
 from kt_ray.placement.rates import DeviceRate, ExpertRate, Rates
 from kt_ray.placement.simulate_types import Carriage, ExpertClass, Group, Leg, Machine, Phase
 from kt_ray.placement.traffic import touched
@@ -162,8 +162,12 @@ class PlanDurations:
         return size / self.rates.transport.arena_bytes.value if self._shares_memory else 0.0
 
     @property
-    def _shares_memory(self) -> bool:
+    def _under_ray(self) -> bool:
         return self.config.cluster.name == "ray"
+
+    @property
+    def _shares_memory(self) -> bool:
+        return self._under_ray and self.plan.transport.near == "arena"
 
     # -- experts -----------------------------------------------------------------------------
 
@@ -223,8 +227,7 @@ class PlanDurations:
     @cached_property
     def expert_rate(self) -> ExpertRate:
         dims, actor = self.plan.dims, self.plan.experts[0]
-        storage = BACKEND_STORAGE.get(actor.backend)
-        fmt = storage.format if storage else "q8_0" if actor.backend == "llamafile" else dims.expert_format
+        fmt = held_format(dims, actor.backend)
         products = "int8" if actor.backend == "AMXINT8" else "any"
         return self.rates.expert(actor.isa, fmt, dims.expert_width, dims.expert_intermediate, products)
 
@@ -253,29 +256,36 @@ class PlanDurations:
     def stage(self, worker: int, to: int, tokens: int) -> Carriage:
         dims = self.plan.dims
         size = tokens * dims.hidden_size * dims.hidden_streams * ELEMENT_BYTES[self.plan.dtype]
-        legs = self._pcie(worker, size, "out") + self._pcie(to, size, "in")
-        return Carriage((*legs, *self._doorbell(worker)))
+        legs = (*self._pcie(worker, size, "out"), *self._doorbell(worker), *self._pcie(to, size, "in"))
+        if self._under_ray and not self._shares_memory:
+            legs = (*legs, Leg(self._host_seat(worker), size / self.rates.transport.ray_bytes.value))
+        return Carriage(legs)
 
     def _carriage(self, worker: int, actors: ExpertClass, tokens: int, row: int, way: str) -> Carriage:
-        """Device to host, to the actors; or back. Near ones read shared memory; to far ones go the tokens
-        that have an expert there, once per actor."""
+        """Device to host, to the actors; or back. Actors of the worker's host read shared memory; to far
+        ones, and where rule.transport rules shared memory out, go the tokens that have an expert there."""
         transport = self.rates.transport
-        pcie = self._pcie(worker, tokens * row, way)
-        if not actors.far:
-            bell = self._doorbell(worker)
-            return Carriage((*pcie, *bell) if way == "out" else (*bell, *pcie))
-        size = len(actors.actors) * self.routed(actors.actors[0], tokens) * row
-        net = Leg(f"network {way}", size / transport.network_bytes.value)
-        if self.plan.transport.far == "ray":  # inside the calls: serialised and taken apart on a core
-            pcie = (*pcie, Leg(self._doorbell(worker)[0].resource, size / transport.ray_bytes.value))
-        legs = (*pcie, net) if way == "out" else (net, *pcie)
-        return Carriage(legs, transport.call.value + transport.network_latency.value)
+        shared = not actors.far and (self._shares_memory or not self._under_ray)
+        size = row * (tokens if shared else len(actors.actors) * self.routed(actors.actors[0], tokens))
+        # Tokens come to the host once, for all actors: each of their messages takes its part of the copy.
+        crossing = tokens * row / len(self.machine.experts) if way == "out" else size
+        pcie = self._pcie(worker, crossing, way)
+        latency = 0.0
+        if shared:
+            middle = self._doorbell(worker)
+        elif actors.far:
+            middle = (Leg(f"network {way}", size / transport.network_bytes.value),)
+            latency = transport.call.value + transport.network_latency.value
+        else:
+            packer = self._host_seat(worker) if way == "out" else actors.seat.resource
+            middle = (Leg(packer, transport.call.value + size / transport.ray_bytes.value),)
+        return Carriage((*pcie, *middle) if way == "out" else (*middle, *pcie), latency)
 
     def routed(self, actor: int, tokens: int) -> float:
         """Tokens of `tokens` that choose an expert of this actor, at even routing."""
         dims = self.plan.dims
-        held = len(self.plan.experts[actor].experts)
-        return tokens * touched(dims.num_experts, held, dims.experts_per_token)
+        counts = self.plan.experts[actor].counts(dims.moe_layers)
+        return tokens * touched(dims.num_experts, sum(counts) / len(counts), dims.experts_per_token)
 
     def _pcie(self, worker: int, size: float, way: str) -> tuple[Leg, ...]:
         link = self.rates.link
@@ -287,12 +297,17 @@ class PlanDurations:
     def _doorbell(self, worker: int) -> tuple[Leg, ...]:
         """A message between actors of a host takes a core's time: serialised, sent, taken up."""
         transport = self.rates.transport
-        one = transport.arena if self._shares_memory else transport.local
-        seat = self.machine.workers[worker].resource
-        if self.on_gpu:
-            here = self.plan.hardware.on(0)
-            seat = socket_name(self.plan.hardware, 0, here[worker % len(here)].node)
-        return (Leg(seat, one.value),)
+        one = (
+            (transport.arena if self._shares_memory else transport.call)
+            if self._under_ray
+            else transport.local
+        )
+        return (Leg(self._host_seat(worker), one.value),)
+
+    def _host_seat(self, worker: int) -> str:
+        """The socket whose cores a worker's host side uses."""
+        hardware = self.plan.hardware
+        return socket_name(hardware, 0, home_node(self.plan.workers[worker], hardware))
 
     # -- the step's end ----------------------------------------------------------------------
 
@@ -301,7 +316,7 @@ class PlanDurations:
 
     @cached_property
     def _driver_seconds(self) -> float:
-        call = self.rates.transport.call if self._shares_memory else self.rates.transport.local
+        call = self.rates.transport.call if self._under_ray else self.rates.transport.local
         one = self.rates.cpu_one
         return 2 * call.value + dispatch_seconds(PASS_OPS, one, one)
 

@@ -264,7 +264,7 @@ class Rates:
 
     Attributes:
         source: where the whole comes from ("measured on …", "conf/hardware/…", "nominal").
-        cpu: the CPU's name. cores: physical cores usable, all sockets. isas: best last.
+        cpu: the CPU's name. cores: physical cores usable, all sockets of one host. isas: best last.
         experts: measured or described; `expert` finds the right one.
         cpu_one, cpu_all: torch on one thread, and on all cores of one socket.
         gpu: one GPU; None = there is none.
