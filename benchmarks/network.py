@@ -6,8 +6,8 @@
 Two Ray nodes on this machine, the second in a network namespace behind a veth pair that `tc` limits
 (benchmarks/two_hosts.py; needs root). Records:
 
-    link        milliseconds of one message to the other node and its short answer, through Ray's own transfer
-                and through gloo: what decides rule.transport=auto
+    link        milliseconds of one message to the other node and its short answer, through Ray's own
+                transfer and through gloo: what decides rule.transport=auto
     socket      what one plain TCP connection carries over the pair, limited and not
     train       seconds of the fastest step, attention worker on one node, expert actor on the other, and bytes
                 on the wire, beside those of `kt_ray.placement.traffic`. Expected are the seconds without a
