@@ -14,10 +14,8 @@ Routing is taken as even, so every expert gets the same number of tokens. Pure f
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from kt_ray.config.schema import Config
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
@@ -32,7 +30,7 @@ from kt_ray.placement.layer_work import (
 )
 from kt_ray.placement.memory import expert_lora_params, held_format, home_node, logit_rows, lora_params
 from kt_ray.placement.rates import DeviceRate, ExpertRate, Rates
-from kt_ray.placement.simulate import Carriage, ExpertClass, Group, Leg, Machine, Micro, Phase, Seat, Wave
+from kt_ray.placement.simulate_types import Carriage, ExpertClass, Group, Leg, Machine, Phase
 from kt_ray.placement.traffic import touched
 from kt_ray.placement.types import Plan
 
@@ -40,7 +38,7 @@ from kt_ray.placement.types import Plan
 BEGIN_OPS = 90.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
 BEGIN_PASSES = 12.0  # and per element of its hidden state
 JOIN_OPS = 4.0  # adding an answer to a micro-batch's hidden state
-CALL_OPS = 30.0  # an expert actor's own Python and torch around one engine call
+CALL_OPS = 15.0  # an expert actor's own Python and torch around one engine call
 SUBMIT_OPS = 10.0  # what a worker does to hand a group's tokens over
 PARAMETER_OPS = 2.0  # of the step's end, per LoRA matrix
 PASS_OPS = 300.0  # the driver's calls and reports around a pass or a phase
@@ -52,7 +50,7 @@ class PlanDurations:
     """`Durations` of a plan at given rates.
 
     Attributes:
-        plan, config, rates: as they are. machine: its seats, see `machine_of`.
+        plan, config, rates: as they are. machine: its seats, see seats.py.
     """
 
     plan: Plan
@@ -63,7 +61,15 @@ class PlanDurations:
     # -- attention ---------------------------------------------------------------------------
 
     def attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
-        return _attention(self, kind, layer, group)
+        key = (kind, layer, group)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self.attention_seconds(kind, layer, group)
+        return found
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, int, Group], tuple[float, float]]:
+        return {}
 
     @cached_property
     def layers(self) -> tuple[LayerWork, ...]:
@@ -165,8 +171,18 @@ class PlanDurations:
 
     # -- experts -----------------------------------------------------------------------------
 
-    @lru_cache(maxsize=4096)  # noqa: B019  (the object lives as long as its prediction)
     def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
+        key = (actor, layer, direction, tokens)
+        found = self._calls.get(key)
+        if found is None:
+            found = self._calls[key] = self._expert_seconds(actor, layer, direction, tokens)
+        return found
+
+    @cached_property
+    def _calls(self) -> dict[tuple[int, int, str, int], float]:
+        return {}
+
+    def _expert_seconds(self, actor: int, layer: int, direction: str, tokens: int) -> float:
         plan, dims = self.plan, self.plan.dims
         here = plan.experts[actor]
         held = len(here.experts_of(layer))
@@ -259,6 +275,9 @@ class PlanDurations:
             middle = self._doorbell(worker)
         elif actors.far:
             middle = (Leg(f"network {way}", size / transport.network_bytes.value),)
+            if self.plan.transport.far == "ray":  # inside the calls: serialised and taken apart on a core
+                packed = Leg(self._host_seat(worker), size / transport.ray_bytes.value)
+                middle = (packed, *middle) if way == "out" else (*middle, packed)
             latency = transport.call.value + transport.network_latency.value
         else:
             packer = self._host_seat(worker) if way == "out" else actors.seat.resource
@@ -335,81 +354,3 @@ class PlanDurations:
             Phase("norms", tuple(norms), tuple(expert_norms), end),
             Phase("optimizer", tuple(steps), tuple(expert_steps), end),
         )
-
-
-@lru_cache(maxsize=65536)
-def _attention(durations: PlanDurations, kind: str, layer: int, group: Group) -> tuple[float, float]:
-    return durations.attention_seconds(kind, layer, group)
-
-
-def machine_of(plan: Plan) -> Machine:
-    """Seats of a plan's actors, those that share cores on the same resource.
-
-    Attention is on host 0; expert actors of other hosts are far, and those that hold as much are one class.
-    """
-    hardware = plan.hardware
-    capacity = {socket_name(hardware, s.host, s.node): float(s.cores) for s in hardware.sockets}
-    workers = []
-    for worker in plan.workers:
-        if worker.device != "cpu":
-            workers.append(Seat(worker.device))
-            continue
-        name = socket_name(hardware, 0, home_node(worker, hardware))
-        workers.append(Seat(name, min(float(worker.threads), capacity[name])))
-    places = [(actor.host, actor.node) for actor in plan.experts]
-    classes: dict[tuple[object, ...], list[int]] = {}
-    for actor, place in zip(plan.experts, places, strict=True):
-        # Far sockets with one actor each do the same work at the same time: one stands for all of them.
-        alike = place[0] > 0 and places.count(place) == 1
-        counts = actor.counts(plan.dims.moe_layers)
-        key = (actor.threads, counts, actor.isa) if alike else (actor.rank,)
-        classes.setdefault(key, []).append(actor.rank)
-    experts = []
-    for ranks in classes.values():
-        first = plan.experts[ranks[0]]
-        name = socket_name(hardware, first.host, first.node)
-        width = min(float(first.threads), capacity[name])
-        experts.append(ExpertClass(tuple(ranks), Seat(name, width), first.host > 0))
-    return Machine(capacity, tuple(workers), tuple(experts))
-
-
-def even_waves(plan: Plan, config: Config, row: int) -> tuple[Wave, ...]:
-    """The waves of a step of rows of `row` tokens each, all trained, as kt_ray.data.batches cuts them."""
-    trainer = config.trainer
-    lengths = [(row, row)] * trainer.batch_size
-    return waves_of_rows(lengths, trainer.micro_batch_size, plan.replicas, plan.groups, plan.wave)
-
-
-def waves_of_rows(
-    rows: Sequence[tuple[int, int]], micro_batch_size: int, replicas: int, groups: int, largest: int
-) -> tuple[Wave, ...]:
-    """Rows as (tokens, trained tokens), in order, cut as `kt_ray.data.batches.step_waves` cuts them.
-
-    Args:
-        largest: micro-batches of a replica per wave, at the most.
-    """
-    micro = math.ceil(math.ceil(len(rows) / micro_batch_size) / replicas)
-    waves = max(1, math.ceil(micro / max(1, largest)))
-    count = math.ceil(micro / waves) * micro_batch_size * replicas
-    return tuple(
-        _wave(rows[i : i + count], micro_batch_size, replicas, groups) for i in range(0, len(rows), count)
-    )
-
-
-def _wave(rows: Sequence[tuple[int, int]], size: int, replicas: int, groups: int) -> Wave:
-    parts = [rows[i : i + size] for i in range(0, len(rows), size)]
-    micro = [
-        Micro(len(p), max(t for t, _ in p), sum(t for t, _ in p), sum(trained for _, trained in p))
-        for p in parts
-    ]
-    result = []
-    for replica in range(replicas):
-        own = micro[replica::replicas]
-        small, larger = divmod(len(own), groups)
-        cut, start = [], 0
-        for group in range(groups):
-            stop = start + small + (1 if group < larger else 0)
-            cut.append(tuple(own[start:stop]))
-            start = stop
-        result.append(tuple(cut))
-    return tuple(result)

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 from kt_ray.config.checks import check
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
-from kt_ray.placement.cost import PlanDurations, even_waves, machine_of
+from kt_ray.placement.cost import PlanDurations
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.lane_rates import lane_rates
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.rates import Rates
+from kt_ray.placement.seats import even_waves, machine_of
 from kt_ray.placement.simulate import Simulated, Wave, simulate
 from kt_ray.placement.types import Hardware, ModelDims, Plan
 
@@ -330,15 +331,15 @@ def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[str, str, 
             yield f"rule.experts.backend={backend}", "experts quantised", with_experts(backend=backend)
     cores = min(s.cores for s in hardware.on(0))
     if not hardware.gpus or rule.device == "cpu":
-        for threads in {1, max(1, cores // 2)}:
+        for threads in sorted({1, max(1, cores // 2)}):
             if threads != rule.worker_threads:
                 yield f"rule.worker_threads={threads}", same, with_rule(worker_threads=threads)
     sockets = len(hardware.on(0))
-    for count in {1, sockets, 2 * sockets}:
+    for count in sorted({1, sockets, 2 * sockets}):
         if count != rule.experts.sockets:
             yield f"rule.experts.sockets={count}", "same results to rounding", with_experts(sockets=count)
     gpus = len(hardware.gpus)
-    for stages, replicas in {(1, 1), (1, gpus), (gpus, 1), (max(1, gpus // 2), 2)}:
+    for stages, replicas in sorted({(1, 1), (1, gpus), (gpus, 1), (max(1, gpus // 2), 2)}):
         if gpus and replicas >= 1 and (stages, replicas) != (rule.stages, rule.replicas):
             text = f"rule.stages={stages} rule.replicas={replicas}" + (
                 " rule.layers=null" if rule.layers else ""
