@@ -275,6 +275,9 @@ class PlanDurations:
             middle = self._doorbell(worker)
         elif actors.far:
             middle = (Leg(f"network {way}", size / transport.network_bytes.value),)
+            if self.plan.transport.far == "ray":  # inside the calls: serialised and taken apart on a core
+                packed = Leg(self._host_seat(worker), size / transport.ray_bytes.value)
+                middle = (packed, *middle) if way == "out" else (*middle, packed)
             latency = transport.call.value + transport.network_latency.value
         else:
             packer = self._host_seat(worker) if way == "out" else actors.seat.resource

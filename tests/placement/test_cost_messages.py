@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from kt_ray.config.schema import Config
-from kt_ray.placement.cost import PlanDurations, machine_of
+from kt_ray.placement.cost import PlanDurations
 from kt_ray.placement.hosts import with_hosts
 from kt_ray.placement.lane_rates import from_rates
 from kt_ray.placement.memory import held_format
 from kt_ray.placement.nominal import nominal_rates
 from kt_ray.placement.plan import make_plan
-from kt_ray.placement.simulate import Carriage
+from kt_ray.placement.seats import machine_of
+from kt_ray.placement.simulate_types import Carriage
 from kt_ray.placement.types import Hardware, Plan
 from tests.placement.configs import make_config, make_hardware, small_dims
 

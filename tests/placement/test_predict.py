@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from kt_ray.config.schema import Config
-from kt_ray.placement.cost import even_waves
 from kt_ray.placement.dims import dims_from_config
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.hardware import hardware_from_file
 from kt_ray.placement.nominal import nominal_rates
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.predict import Prediction, neighbours, predict
+from kt_ray.placement.seats import even_waves
 from kt_ray.placement.types import Hardware
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
 
