@@ -5,9 +5,9 @@
     python benchmarks/scaling.py --only machines                 # published settings, formats
     python benchmarks/scaling.py --only nodes --plots docs/assets
 
-Tables of docs/prediction.md and docs/scaling.md. Every figure is `mode=plan` on a hardware file, 8,192 tokens
-per step (16 rows of 512, micro-batches of one row): the plan's own order simulated with the file's rates.
-Nothing is measured here.
+Tables of docs/prediction.md and docs/scaling.md. Every figure is `mode=plan` on a hardware file, 8,192
+tokens per step (16 rows of 512, micro-batches of one row): the plan's own order simulated with the file's
+rates. Nothing is measured here.
 """
 
 from __future__ import annotations

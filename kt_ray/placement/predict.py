@@ -22,7 +22,7 @@ from kt_ray.placement.plan import make_plan
 from kt_ray.placement.rates import Rates
 from kt_ray.placement.seats import even_waves, machine_of
 from kt_ray.placement.simulate import Simulated, Wave, simulate
-from kt_ray.placement.types import Hardware, ModelDims, Plan
+from kt_ray.placement.types import Hardware, ModelDims, Plan, WorkerPlan
 
 SHOWN = 3  # changes that are shown
 WORTH = 1.02  # the least gain that is shown
@@ -204,19 +204,12 @@ def _terms(
     simulated: Simulated,
     rates: Rates,
 ) -> tuple[Term, ...]:
-    """Seconds per term of the busiest worker and the busiest expert actor."""
-    busy = simulated.busy
-    names = [f"worker {w.rank}" for w in plan.workers]
-    worker = plan.workers[max(range(len(names)), key=lambda i: busy[names[i]])]
+    """Seconds per term, of the worker that does most of it and of the busiest expert actor."""
     sums = dict.fromkeys((*_ATTENTION.values(), "attention, the rest"), 0.0)
-    for wave in waves:
-        groups = wave[worker.replica]
-        for group in groups:
-            rest = sum(durations.attention("begin", worker.layers[0], group))
-            sums["attention, the rest"] += rest
-        for kind, layer, g in worker_program(plan, worker.replica, worker.stage, "train"):
-            name = _ATTENTION.get(kind, "attention, the rest")
-            sums[name] += sum(durations.attention(kind, layer, groups[g]))
+    for worker in plan.workers:
+        for name, value in _of_worker(plan, durations, waves, worker).items():
+            sums[name] = max(sums[name], value)
+    busy = simulated.busy
     seat = max(durations.machine.experts, key=lambda c: busy[f"experts {c.actors[0]}"])
     calls = {"forward": 0.0, "backward": 0.0}
     for wave in waves:
@@ -249,6 +242,21 @@ def _terms(
     end = simulated.seconds - simulated.pass_seconds
     found.append(Term("step's end", end, rates.optimizer.source))
     return tuple(found)
+
+
+def _of_worker(
+    plan: Plan, durations: PlanDurations, waves: Sequence[Wave], worker: WorkerPlan
+) -> dict[str, float]:
+    """Seconds that one attention worker computes, per term."""
+    sums = dict.fromkeys((*_ATTENTION.values(), "attention, the rest"), 0.0)
+    for wave in waves:
+        groups = wave[worker.replica]
+        for group in groups:
+            sums["attention, the rest"] += sum(durations.attention("begin", worker.layers[0], group))
+        for kind, layer, g in worker_program(plan, worker.replica, worker.stage, "train"):
+            name = _ATTENTION.get(kind, "attention, the rest")
+            sums[name] += sum(durations.attention(kind, layer, groups[g]))
+    return sums
 
 
 def _source(gemm: Any, dtype: str) -> str:
