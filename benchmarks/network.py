@@ -9,8 +9,8 @@ Two Ray nodes on this machine, the second in a network namespace behind a veth p
     link        milliseconds of one message to the other node and its short answer, through Ray's own
                 transfer and through gloo: what decides rule.transport=auto
     socket      what one plain TCP connection carries over the pair, limited and not
-    train       seconds of the fastest step, attention worker on one node, expert actor on the other, and bytes
-                on the wire, beside those of `kt_ray.placement.traffic`. Expected: the seconds without a limit,
+    train       seconds of the fastest step, attention worker and expert actor on different nodes, and bytes
+                on the wire, beside `kt_ray.placement.traffic`. Expected: the seconds without a limit,
                 measured right before, plus expected bytes / rate: right where nothing overlaps
                 (rule.groups=1), an upper bound elsewhere
 
