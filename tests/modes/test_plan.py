@@ -220,7 +220,7 @@ def test_time_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
             "faster with",
             "data.max_length",
         ),
-        "nothing was measured; run mode=doctor",
+        "rates      described: file 2x4090_2x8488c.yaml",
     ):
         assert wanted in text, wanted
     assert re.search(r"faster with  rule\.\S+ .*\(\d+\.\d+ times the tokens/s", text)
