@@ -94,7 +94,7 @@ PLAN: list[Case] = [
     ),
     Case(
         "more memory than there is",
-        TINY + " trainer.batch_size=100000 data.max_length=1000000",
+        TINY + " trainer.batch_size=100000 data.max_length=1000000000",
         ["the plan does not fit", "GB needed", "at most", "mode=plan"],
     ),
     Case(
