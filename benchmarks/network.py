@@ -6,13 +6,13 @@
 Two Ray nodes on this machine, the second in a network namespace behind a veth pair that `tc` limits
 (benchmarks/two_hosts.py; needs root). Records:
 
-    link        milliseconds of one message to the other node and its short answer, through Ray's own transfer
-                and through gloo: what decides rule.transport=auto
+    link        milliseconds of one message to the other node and its short answer, through Ray's own
+                transfer and through gloo: what decides rule.transport=auto
     socket      what one plain TCP connection carries over the pair, limited and not
-    train       seconds per step (of the fastest) with the attention worker on one node and the expert actor
-                on the other, and bytes seen on the wire, beside the bytes of `kt_ray.placement.traffic`; expected seconds are
-                those without a limit, measured right before, plus expected bytes / rate, which is right where
-                nothing overlaps (rule.groups=1) and an upper bound elsewhere
+    train       seconds of the fastest step, attention worker and expert actor on different nodes, and bytes
+                on the wire, beside `kt_ray.placement.traffic`. Expected: the seconds without a limit,
+                measured right before, plus expected bytes / rate: right where nothing overlaps
+                (rule.groups=1), an upper bound elsewhere
 
 Both nodes share this machine's cores, so absolute rates say little; the ratio to the unlimited run does.
 """

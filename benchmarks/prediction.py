@@ -251,7 +251,8 @@ def _show(record: dict[str, Any]) -> None:
     )
     print(
         f"{record['case']:<34} measured {record['measured_tokens_per_s']:8.1f}  predicted "
-        f"{record['predicted_tokens_per_s']:8.1f}  {record['error']:+.0%}   measured/predicted s: {parts}",
+        f"{record['predicted_tokens_per_s']:8.1f}  {record['error']:+.0%}   measured/predicted s: {parts}"
+        f"  others {record['cpus_used_by_others']:.2f} CPUs",
         flush=True,
     )
 

@@ -19,7 +19,9 @@ def tree() -> str:
 
 
 def test_the_readme_tree_has_every_package_and_module_and_nothing_else():
-    named = set(re.findall(r"^  ([\w.]+/?)  ", tree(), re.MULTILINE))
+    listed = re.findall(r"^  ([\w.]+/?)  ", tree(), re.MULTILINE)
+    named = set(listed)
+    assert len(listed) == len(named)
     package = ROOT / "kt_ray"
     # An installed tree has the compiled extension and the conf/ of the wheel beside them.
     present = {f"{p.parent.name}/" for p in package.glob("*/__init__.py")}
@@ -50,6 +52,26 @@ def test_links_lead_somewhere(page):
     assert not missing
 
 
+def test_the_readme_names_every_page_and_benchmarks_every_file():
+    readme = (ROOT / "README.md").read_text()
+    assert {str(p) for p in PAGES if p.name != "README.md"} <= set(
+        re.findall(r"\]\((docs/\w+\.md)\)", readme)
+    )
+    listed = (ROOT / "benchmarks" / "README.md").read_text()
+    assert [p.name for p in (ROOT / "benchmarks").glob("*.py") if f"`{p.name}`" not in listed] == []
+
+
+def test_decisions_have_numbers_of_their_own():
+    files = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    assert len({p.name[:3] for p in files}) == len(files)
+    assert all(p.read_text().startswith(f"# {p.name[:3]} ") for p in files)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_no_merge_is_left_half_done(page):
+    assert not re.search(r"^(<{7} |={7}$|>{7} )", (ROOT / page).read_text(), re.MULTILINE)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_keys_are_options(page):
     groups = "model|rule|data|lora|optim|trainer|tracking|cluster|run"
@@ -57,5 +79,6 @@ def test_keys_are_options(page):
     # `lora.rank=8` or `lora.rank` in code; file names such as optim.py are no keys.
     named = set(re.findall(rf"(?<![\w./])(?:{groups})\.[a-z_]+(?:\.[a-z_]+)?(?![\w/])", text))
     unknown = {k for k in named if not any(f == k or f.startswith(f"{k}.") for f in fields())}
+    unknown -= {k for k in unknown if k.startswith("model.config.")}  # the model's own config.json
     # A file of the tree; the beginning of a module's name in transformers.
     assert not unknown - {"optim.py", "model.layers", "model.language_model.layers"}

@@ -13,6 +13,7 @@ import fcntl
 import math
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -143,7 +144,7 @@ class Arena:
 
 
 class ArenaReader:
-    """Maps peers' segments on first use and keeps them mapped.
+    """Maps peers' segments on first use and keeps them mapped. Any thread may read.
 
     Args:
         lock: page-lock what is mapped, for copies to CUDA; None = do not.
@@ -151,6 +152,8 @@ class ArenaReader:
 
     def __init__(self, lock: PageLock | None = None) -> None:
         self._lock = lock
+        # Messages come in several threads: a segment mapped twice would stay page-locked after it is gone.
+        self._mapping = threading.Lock()
         # By inode, too: a restarted peer may get the same process id and file number again.
         self._maps: dict[tuple[str, int], mmap.mmap] = {}
 
@@ -160,9 +163,10 @@ class ArenaReader:
         Raises:
             RuntimeError: the memory is gone, is another than the one named, or smaller than the tensor needs.
         """
-        mapped = self._maps.get((ref.path, ref.inode))
-        if mapped is None:
-            mapped = self._maps[ref.path, ref.inode] = self._map(ref)
+        with self._mapping:
+            mapped = self._maps.get((ref.path, ref.inode))
+            if mapped is None:
+                mapped = self._maps[ref.path, ref.inode] = self._map(ref)
         if ref.offset < 0 or ref.offset + ref.nbytes > len(mapped):
             raise RuntimeError(
                 f"a peer's message lies outside its shared memory {ref.path}: bytes {ref.offset} to "
@@ -193,9 +197,10 @@ class ArenaReader:
 
     def forget(self) -> None:
         """Unmap everything (what tensors still show goes with them): peers may have been replaced."""
-        if self._lock is not None:
-            self._lock.close()
-        self._maps.clear()
+        with self._mapping:
+            if self._lock is not None:
+                self._lock.close()
+            self._maps.clear()
 
 
 def _address(mapped: mmap.mmap) -> int:

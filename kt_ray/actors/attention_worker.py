@@ -19,7 +19,7 @@ from kt_ray.actors.base import PlainActor
 from kt_ray.actors.exchange import MessageExchange
 from kt_ray.actors.mailbox import Address, Message
 from kt_ray.actors.masters import Masters
-from kt_ray.actors.port import Lease
+from kt_ray.actors.stage_link import StageLink
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
@@ -67,9 +67,6 @@ class AttentionWorker(PlainActor):
         self.load_seconds = 0.0
         self._stage: Stage | None = None
         self._masters: Masters | None = None
-        self._leases: dict[int, Lease] = {}  # group -> its hidden states sent to the next stage
-        self._reads: list[torch.cuda.Event] = []  # ends of copies out of other stages' memory
-        self._recorder = Recorder()
         use_torch_threads(self.here.threads)
 
     def _claim_thread(self) -> None:
@@ -78,6 +75,7 @@ class AttentionWorker(PlainActor):
         The same number under Ray and in one process gives the same bits. Events and streams of the layer
         loop are those of the current device, which in one process is another one for each stage.
         """
+        name_thread(f"kt-worker-{self.rank}")  # every time: Ray names it after each call's method
         use_torch_threads(self.here.threads)
         device = torch.device(self.spec.device)
         if device.type == "cuda":
@@ -92,7 +90,6 @@ class AttentionWorker(PlainActor):
 
     def load(self) -> dict[str, Any]:
         """Build the stage, probe its MoE layers. Returns facts about this worker for env.json."""
-        name_thread(f"kt-worker-{self.rank}")
         self._claim_thread()
         self.doing = "loading"
         start = time.monotonic()
@@ -132,9 +129,10 @@ class AttentionWorker(PlainActor):
         assert self.port is not None
         self._claim_thread()
         self.port.release_all()
-        self._leases.clear()
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.spec.device)
         start = time.monotonic()
-        self._recorder = recorder = Recorder(full=spec.timeline)
+        recorder = Recorder(full=spec.timeline)
         exchange = MessageExchange(
             self.mailbox,
             self.port,
@@ -148,6 +146,15 @@ class AttentionWorker(PlainActor):
             overlap=self.plan.overlap,
             recorder=recorder,
         )
+        link = StageLink(
+            self.mailbox,
+            self.port,
+            rank=self.rank,
+            number=spec.number,
+            timeout=self.timeout,
+            device=self.spec.device,
+            recorder=recorder,
+        )
         stage = self.stage
         with recorder.span("begin", "compute"):
             stage.begin(spec, self.here.replica, exchange)
@@ -156,12 +163,11 @@ class AttentionWorker(PlainActor):
             self.doing = f"pass {spec.number}, {op.kind}, layer {op.layer}, group {op.group}"
             began = time.monotonic()
             with recorder.span(op.kind, "compute", op.layer, op.group):
-                loss_sum += self._run(op, spec)
+                loss_sum += self._run(op, link)
             if op.kind.startswith(("recv", "send")):
                 waiting_for_stages += time.monotonic() - began
         exchange.finish()
-        while self._reads:
-            self._reads.pop().synchronize()
+        link.finish()
         self.doing = "idle"
         total = time.monotonic() - start
         seconds = stage.metrics()["seconds"]
@@ -185,7 +191,7 @@ class AttentionWorker(PlainActor):
             logits=logits,
         )
 
-    def _run(self, op: Op, spec: PassSpec) -> float:
+    def _run(self, op: Op, link: StageLink) -> float:
         stage, group = self.stage, op.group
         if op.kind == "embed":
             stage.embed(group)
@@ -200,62 +206,20 @@ class AttentionWorker(PlainActor):
         elif op.kind == "loss":
             return stage.loss(group)
         elif op.kind == "send_hidden":
-            self._leases[group] = self._send("hidden", spec.number, group, +1, stage.hidden(group))
+            link.send_hidden(group, stage.hidden(group))
         elif op.kind == "recv_hidden":
-            stage.receive_hidden(group, self._receive("hidden", spec.number, group))
+            stage.receive_hidden(group, link.receive_hidden(group))
         elif op.kind == "send_grad":
-            self._send("grad", spec.number, group, -1, stage.grad(group))
+            link.send_grad(group, stage.grad(group))
         elif op.kind == "recv_grad":
-            stage.receive_grad(group, self._receive("grad", spec.number, group))
-            assert self.port is not None
-            # A gradient comes from what was sent: the next stage has read the group's hidden states.
-            self.port.release(self._leases.pop(group))
+            stage.receive_grad(group, link.receive_grad(group))
         else:
             raise ValueError(f"operation {op} is not known to the attention worker")
         return 0.0
 
-    def _send(self, what: str, number: int, group: int, to: int, tensors: list[torch.Tensor]) -> Lease:
-        """Tensors on the stage's device to a neighbouring stage. Gradients' leases end with the pass."""
-        assert self.port is not None
-        address: Address = ("worker", self.rank + to)
-        if self._on_gpu:
-            host = [
-                self.port.alloc(t.shape, t.dtype, pinned=True)
-                if self.port.shares(address)
-                else torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-                for t in tensors
-            ]
-            for target, t in zip(host, tensors, strict=True):
-                target.copy_(t, non_blocking=True)
-            self._mark().synchronize()
-            tensors = host
-        named = {str(i): t for i, t in enumerate(tensors)}
-        with self._recorder.span(f"send {what}", "transfer", group=group):
-            return self.port.send([address], Message((what, number, group), named))
-
-    def _receive(self, what: str, number: int, group: int) -> list[torch.Tensor]:
-        """Copies on the stage's device: what came may lie in memory that its sender uses again."""
-        with self._recorder.span(f"stage {what}", "wait", group=group):
-            message = self.mailbox.take((what, number, group), self.timeout)
-        device = torch.device(self.spec.device)
-        found = [
-            message.tensors[str(i)].to(device, non_blocking=True, copy=True)
-            for i in range(len(message.tensors))
-        ]
-        if self._on_gpu:
-            self._reads.append(self._mark())
-        return found
-
     @property
     def _on_gpu(self) -> bool:
         return torch.device(self.spec.device).type == "cuda"
-
-    @staticmethod
-    def _mark() -> torch.cuda.Event:
-        """An event after all that this stream was given so far."""
-        event = torch.cuda.Event()
-        event.record()
-        return event
 
     # -- a step's end ------------------------------------------------------------------------
 
@@ -371,6 +335,9 @@ class AttentionWorker(PlainActor):
         """Forget gradients and messages of a step that was given up."""
         self.mailbox.clear()
         self.stage.zero_grad()
+        if self._on_gpu:
+            # Copies out of peers' memory may be under way, which is unmapped when peers were replaced.
+            torch.cuda.synchronize(self.spec.device)
 
     def restart(self) -> None:
         """Back to before the first step; then `hold_masters`, `start_masters` and `publish`."""

@@ -91,7 +91,9 @@ class ExpertActor(PlainActor):
         """Serve every item of the planned order. Shapes and steps come with the messages."""
         self.check_restored()
         assert self.port is not None
-        use_torch_threads(self.host.spec.threads)
+        name_thread(f"kt-experts-{self.rank}")  # every time: Ray names it after each call's method
+        # torch only copies and counts here; waiting OpenMP threads would spin on the engine's cores.
+        use_torch_threads(1)
         self.port.release_all()
         self.mailbox.seconds_waited = 0.0
         train = spec.kind == "train"
@@ -174,9 +176,10 @@ class ExpertActor(PlainActor):
         return time.monotonic() - start
 
     def discard(self) -> None:
-        """Forget gradients and messages of a step that was given up."""
+        """Forget gradients, messages and counts of a step that was given up."""
         self.mailbox.clear()
         self.host.discard_gradients()
+        self.host.take_counters()  # a pass that ended half-way is not to count in the next one's report
 
     def restart(self) -> None:
         """Back to before the first step: initial LoRA, no moments."""

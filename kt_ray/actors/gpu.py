@@ -1,4 +1,4 @@
-"""Which GPU the process of an expert actor sees.
+"""Which GPU the process of an actor sees.
 
 Expert actors reserve no GPU of Ray's: what their lane uses of one is counted by the plan, beside the
 attention worker's share. Ray leaves the environment of an actor without GPUs alone or hides them all, by
@@ -12,8 +12,14 @@ import sys
 from dataclasses import replace
 
 from kt_ray.experts import ExpertHostSpec
+from kt_ray.model.spec import StageSpec
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+def own_gpu(spec: StageSpec) -> StageSpec:
+    """The spec for an attention worker's process, which Ray gives one GPU: cuda:0, whatever its ordinal."""
+    return replace(spec, device="cuda:0") if spec.device.startswith("cuda") else spec
 
 
 def own_lane(spec: ExpertHostSpec, visible: str | None) -> ExpertHostSpec:

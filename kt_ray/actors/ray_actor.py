@@ -75,6 +75,8 @@ class RayActor:
     def connect(self, peers: dict[Address, Peer], epoch: int, meeting: Meeting | None) -> None:
         """Meet the peers; again, when some were replaced. Between passes."""
         self._port.connect(self._address, peers, epoch, meeting, ray.util.get_node_ip_address())
+        # Messages of the old epoch may have come, or failed to, since the pass was given up.
+        self.actor.mailbox.clear()
         self.actor.port = self._port
 
     @ray.method(concurrency_group="control")

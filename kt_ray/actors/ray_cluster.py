@@ -19,10 +19,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray.actors.cluster import ActorCluster, ActorDied, Handle, LoadNote
 from kt_ray.actors.gloo_link import Meeting
-from kt_ray.actors.gpu import VARIABLE, own_lane
+from kt_ray.actors.gpu import VARIABLE, own_gpu, own_lane
 from kt_ray.actors.mailbox import Address
 from kt_ray.actors.ray_actor import RemoteActor
 from kt_ray.actors.ray_address import Running, free_port, running_cluster
+from kt_ray.actors.ray_dashboard import dashboard_hint, dashboard_url
 from kt_ray.actors.ray_hosts import Hosts, find_hosts, own_cpus
 from kt_ray.actors.ray_placement import (
     Seats,
@@ -31,13 +32,13 @@ from kt_ray.actors.ray_placement import (
     differ,
     gpu_share,
     gpus_behind,
-    host_of,
     reservations,
     seats,
-    threads_of,
+    wanted_of_hosts,
 )
 from kt_ray.actors.ray_port import Peer
 from kt_ray.actors.ray_recovery import Wanted, let_go, not_started, when_free
+from kt_ray.actors.recovery import NOTICE
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.errors import UserError
@@ -91,6 +92,7 @@ class RayCluster(ActorCluster):
         self.rule = rule
         self.namespace = config.namespace or f"kt_ray-{run_name}"
         self.dashboard_url: str | None = None
+        self._joined = False  # a cluster that was there before
         self.connected = False  # to Ray, by this object: it then disconnects, too
         self._group: Any = None
         self._wanted: dict[Address, tuple[int, Wanted]] = {}  # with the number of its bundle
@@ -105,15 +107,16 @@ class RayCluster(ActorCluster):
             UserError: the cluster named does not answer or refuses, or the dashboard has no port.
         """
         if ray.is_initialized():
-            self.dashboard_url = _dashboard_url()
+            self.dashboard_url = dashboard_url()
             known = "the cluster this process is connected to already"
-            return [f"Ray: {known}{self._dashboard_hint()}", *self._find_hosts()]
+            return [f"Ray: {known}{dashboard_hint(self.dashboard_url)}", *self._find_hosts()]
         running = running_cluster(self.config.address)
         if running is not None:
             self._join(running)
+            self._joined = True
             where = f"{running.address} (from {running.source})"
             return [
-                f"Ray: joined the running cluster at {where}{self._dashboard_hint()}",
+                f"Ray: joined the running cluster at {where}{dashboard_hint(self.dashboard_url)}",
                 *self._find_hosts(),
             ]
         if self.plan.hardware.hosts > 1:
@@ -135,15 +138,17 @@ class RayCluster(ActorCluster):
         os.environ.setdefault("RAY_memory_usage_threshold", "0.99")
         # Ray's workers are nice by default; training is what this machine is here for.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # Idle OpenMP threads spin for milliseconds by default, on cores that the engine's threads want.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         context = self._init(
             address="local",
             include_dashboard=self.config.dashboard,
             dashboard_host=self.config.dashboard_host,
             dashboard_port=port,
         )
-        self.dashboard_url = _dashboard_url(context) if self.config.dashboard else None
+        self.dashboard_url = dashboard_url(context) if self.config.dashboard else None
         why = "no running cluster found, started" if self.config.address == "auto" else "started"
-        return [f"Ray: {why} a local one, which ends with this run{self._dashboard_hint()}"]
+        return [f"Ray: {why} a local one, which ends with this run{dashboard_hint(self.dashboard_url)}"]
 
     def _join(self, running: Running) -> None:
         # Ray looks for this user's token only when it finds the cluster itself; with a named one
@@ -160,7 +165,7 @@ class RayCluster(ActorCluster):
                 "~/.ray/auth_token (or name its file in RAY_AUTH_TOKEN_PATH); use the cluster's "
                 "versions of Ray and Python; or set cluster.address=local",
             ) from error
-        self.dashboard_url = _dashboard_url(context)
+        self.dashboard_url = dashboard_url(context)
 
     def _init(self, **how: Any) -> Any:
         handler = signal.getsignal(signal.SIGTERM)
@@ -175,20 +180,11 @@ class RayCluster(ActorCluster):
         """Which node is which host of a plan for several; its expert actors get that host's CPUs."""
         if self.plan.hardware.hosts == 1:
             return ()
-        threads = threads_of(self.plan)
-        needed = [
-            sum(count for address, count in threads.items() if host_of(self.plan, address) == host)
-            for host in range(self.plan.hardware.hosts)
-        ]
+        needed = wanted_of_hosts(self.plan, self.rule)
         timeout = self.config.start_timeout
         self.hosts = find_hosts(self.plan, self.specs, self.run_dir, needed, timeout)
         self.specs = own_cpus(self.plan, self.specs, self.hosts)
         return self.hosts.lines
-
-    def _dashboard_hint(self) -> str:
-        if self.dashboard_url is None:
-            return ", without a dashboard"
-        return f"; dashboard {self.dashboard_url}{_token_hint()}"
 
     def _spawn(self) -> None:
         if not ray.is_initialized() or (self.plan.hardware.hosts > 1 and self.hosts is None):
@@ -202,7 +198,7 @@ class RayCluster(ActorCluster):
             args: tuple[Any, ...] = (
                 self.plan,
                 rank,
-                _own_device(stage),
+                own_gpu(stage),
                 self.specs.optim,
                 self.specs.timeout,
                 self.specs.build_stage,
@@ -233,13 +229,15 @@ class RayCluster(ActorCluster):
         """An actor in its bundle of the placement group. Raises ValueError when its name is taken."""
         bundle, one = self._wanted[address]
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        if self._joined:  # that cluster's processes have an environment of their own
+            environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
         runtime_env = {"runtime_env": {"env_vars": environment}} if environment else {}
         factory = RemoteActor.options(
             name=one.name,
             namespace=self.namespace,
             num_cpus=one.cpus,
             num_gpus=one.gpus,
-            max_restarts=0,  # we put a new one in its place: decisions/012
+            max_restarts=0,  # we put a new one in its place: decisions/010
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=bundle
@@ -285,22 +283,45 @@ class RayCluster(ActorCluster):
                 self._lost.add(handle.address)
                 raise ActorLost(f"{handle.name} did not start", observed=str(error)) from error
         meeting = self._meeting(peers, timeout)
-        introduced = [
-            handle.actor.connect.remote(peers, self._epoch, meeting) for handle in self._ray_handles()
-        ]
-        for handle, future in zip(self._ray_handles(), introduced, strict=True):
+        self._await_introduced(
+            {
+                handle.actor.connect.remote(peers, self._epoch, meeting): handle
+                for handle in self._ray_handles()
+            },
+            timeout,
+        )
+
+    def _await_introduced(self, waiting: dict[Any, RayHandle], timeout: float) -> None:
+        """Until all have connected. An actor that fails may only have been the first to miss one that died.
+
+        Args:
+            waiting: future -> whose connection it is.
+
+        Raises:
+            ActorLost: one died. UserError: not all are connected after `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        failed: RayTaskError | None = None
+        while waiting:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                break
+            handle = waiting.pop(done[0])
             try:
-                ray.get(future, timeout=timeout)
-            except GetTimeoutError as error:
-                raise UserError(
-                    f"the actors could not be introduced to each other within {timeout:.0f} s",
-                    observed=" | ".join(self._states()),
-                    remedy="raise cluster.start_timeout",
-                ) from error
+                ray.get(done[0])
             except RayTaskError as error:
-                raise _cause(error) from error
+                failed = failed or error
+                deadline = min(deadline, time.monotonic() + NOTICE)
             except RayError as error:
                 raise self._death(handle, ActorDied(" ".join(str(error).split()))) from error
+        if failed is not None:
+            raise _cause(failed) from failed
+        if waiting:
+            raise UserError(
+                f"the actors could not be introduced to each other within {timeout:.0f} s",
+                observed=" | ".join(self._states()),
+                remedy="raise cluster.start_timeout",
+            )
 
     def _meeting(self, peers: Mapping[Address, Peer], timeout: float) -> Meeting | None:
         """Where all actors meet, if tensors travel through gloo.
@@ -374,15 +395,6 @@ class RayCluster(ActorCluster):
                 self.connected = False
 
 
-def _own_device(stage: Any) -> Any:
-    """Inside an actor that owns one GPU, the device is cuda:0 whatever its ordinal in the plan."""
-    if not stage.device.startswith("cuda"):
-        return stage
-    from dataclasses import replace
-
-    return replace(stage, device="cuda:0")
-
-
 def _cluster_cpus() -> float:
     return float(ray.cluster_resources().get("CPU", 1.0))
 
@@ -394,22 +406,3 @@ def _cause(error: RayTaskError) -> BaseException:
     if not isinstance(cause, UserError):
         cause.add_note(str(error))  # the traceback inside the actor
     return cause
-
-
-def _token_hint() -> str:
-    """How to get past the dashboard's question. `ray.init` sets RAY_AUTH_MODE when it turns tokens on."""
-    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-        return ""
-    if os.environ.get("RAY_AUTH_TOKEN"):
-        return " (asks for a token: the value of RAY_AUTH_TOKEN)"
-    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
-    return f" (asks for a token: 'ray get-auth-token' prints it, from {path})"
-
-
-def _dashboard_url(context: Any = None) -> str | None:
-    url = getattr(context, "dashboard_url", None) if context is not None else None
-    if not url:
-        from ray._private.worker import get_dashboard_url
-
-        url = get_dashboard_url()
-    return f"http://{url}" if url and not str(url).startswith("http") else url

@@ -7,6 +7,7 @@ GPUs that Ray is told about.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -64,6 +65,13 @@ def reservations(plan: Plan, rule: RayRule, have: Sequence[float]) -> dict[Addre
         scale = min(1.0, have[host] / peers)
         asked[address] = float(wanted) if wanted != "auto" else max(0.01, int(count * scale * 100) / 100)
     return asked
+
+
+def wanted_of_hosts(plan: Plan, rule: RayRule) -> list[float]:
+    """CPUs that the actors of every host reserve together where there are enough."""
+    hosts = range(plan.hardware.hosts)
+    asked = reservations(plan, rule, [math.inf] * len(hosts))
+    return [sum(cpus for address, cpus in asked.items() if host_of(plan, address) == host) for host in hosts]
 
 
 def gpu_share(plan: Plan) -> dict[str, float]:

@@ -33,7 +33,10 @@ def bring_back(cluster: ActorCluster) -> int | None:
     cluster._gather([(h, "discard", ()) for h in cluster.handles if h.address not in lost], patience)
     cluster._respawn(lost)
     lost = frozenset(cluster._lost)  # more may have died meanwhile, and were replaced as well
-    cluster._load([h for h in cluster.handles if h.address in lost], "load_again")
+    for fact in cluster._load([h for h in cluster.handles if h.address in lost], "load_again"):
+        logger.info("%s is back, process %d", fact["actor"], fact["pid"])
+        for note in fact.get("notes", ()):  # which a run says at its start otherwise
+            logger.warning("%s: %s", fact["actor"], note)
     cluster._lost -= lost
     holders = [cluster.workers[0], *cluster.experts]
     states = set(cluster._gather([(h, "committed", ()) for h in holders], patience))

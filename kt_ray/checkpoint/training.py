@@ -95,6 +95,18 @@ def write_shard(
     return ShardInfo(filename, size, crc, len(tensors))
 
 
+def write_beside_shards(path: Path, text: str) -> None:
+    """A small file of a checkpoint.
+
+    Raises:
+        UserError: the disk is full or not writable.
+    """
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise not_written(path, error) from error
+
+
 def commit_checkpoint(partial: Path, final: Path, manifest: Manifest) -> Path:
     """Write the manifest, rename `partial` to `final` and point `latest` at it.
 

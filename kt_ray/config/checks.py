@@ -1,8 +1,8 @@
 """Every check of a configuration that needs neither files nor hardware.
 
 Two tables (kt_ray/config/limits.py: allowed words, numeric bounds) cover single keys; the functions
-below cover keys that must go together. The first fault found is raised; each names the key, the
-value, the reason and what to write instead.
+below, and layer_checks.py for rule.layers, cover keys that must go together. The first fault found is
+raised; each names the key, the value, the reason and what to write instead.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from kt_ray.config.fields import closest, default_of_key, show
+from kt_ray.config.faults import check_regex, fault
+from kt_ray.config.fields import closest, show
+from kt_ray.config.layer_checks import DEVICE, check_layers
 from kt_ray.config.limits import BOUNDS, WORDS
 from kt_ray.config.schema import Config, ExpertsRule
-from kt_ray.errors import UserError
 
 # Seeds are 64-bit counters of the random streams; the sign bit stays free.
 SEED_LIMIT = 2**63
 
-_RANGE = re.compile(r"(\d+)-(\d+)")
-_DEVICE = re.compile(r"cpu|cuda:\d+")
 _ADDRESS = re.compile(r"auto|local|(ray://)?[^\s/:]+:\d+")
 
 
@@ -34,7 +33,7 @@ def check(config: Config) -> None:
     for key in ("seed", "model.seed"):
         if not 0 <= value_of(config, key) < SEED_LIMIT:
             raise fault(key, value_of(config, key), "is out of range", "at least 0 and less than 2**63")
-    for part in (_model, _rule, _layers, _data, _lora, _optim, _trainer, _cluster, _run):
+    for part in (_model, _rule, check_layers, _data, _lora, _optim, _trainer, _cluster, _run):
         part(config)
 
 
@@ -44,13 +43,6 @@ def value_of(config: Config, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
-
-
-def fault(key: str, value: Any, reason: str, required: object, remedy: str | None = None) -> UserError:
-    """The error for one key; without a remedy, setting the default is proposed."""
-    if remedy is None:
-        remedy = f"set {key}={show(default_of_key(key))} (the default) or another allowed value"
-    return UserError(f"{key}={show(value)} {reason}", required=required, remedy=remedy)
 
 
 def _check_word(key: str, value: Any, words: tuple[str, ...]) -> None:
@@ -145,7 +137,7 @@ def _rule(config: Config) -> None:
 
 def _lane(rule: ExpertsRule, backend: str) -> None:
     """Experts on a GPU: where, and what it cannot compute."""
-    if rule.lane_device != "auto" and not _DEVICE.fullmatch(rule.lane_device):
+    if rule.lane_device != "auto" and not DEVICE.fullmatch(rule.lane_device):
         raise fault(
             "rule.experts.lane_device",
             rule.lane_device or "''",
@@ -164,111 +156,6 @@ def _lane(rule: ExpertsRule, backend: str) -> None:
                 f"set rule.experts.backend=auto (weights stored as int8 stay so), or "
                 f"rule.experts.{key}={show(off)}",
             )
-
-
-def _layers(config: Config) -> None:
-    """rule.layers: counts, ranges or patterns, all entries of one style."""
-    layers = config.rule.layers
-    if layers is None:
-        return
-    styles = (
-        "counts [31,30], ranges ['0-30','31-60'], ranges with devices [{layers: '0-60', device: 'cuda:0'}] "
-        "or patterns [{match: REGEX, device: 'cuda:0'}]"
-    )
-    if not layers:
-        raise fault("rule.layers", layers, "is empty", styles, "set rule.layers=null for a balanced split")
-    if all(isinstance(entry, dict) for entry in layers):
-        _patterns(config, layers)
-        if all("match" in entry for entry in layers):
-            return
-        _ranges([str(entry["layers"]) for entry in layers])
-    elif all(isinstance(entry, int) and not isinstance(entry, bool) for entry in layers):
-        if min(layers) < 1:
-            raise fault("rule.layers", layers, "has a stage without layers", "counts of at least 1")
-    elif all(isinstance(entry, str) for entry in layers):
-        _ranges(layers)
-    else:
-        raise fault("rule.layers", layers, "mixes styles or has entries of no style", styles)
-    stages = config.rule.stages
-    if isinstance(stages, int) and stages != len(layers):
-        raise fault(
-            "rule.layers",
-            layers,
-            f"has {len(layers)} entries for rule.stages={stages}",
-            f"{stages} entries, one per stage",
-            f"set rule.stages={len(layers)} or rule.layers=null",
-        )
-
-
-def _ranges(layers: list[str]) -> None:
-    start = 0
-    for entry in layers:
-        match = _RANGE.fullmatch(entry.strip())
-        if not match:
-            raise fault("rule.layers", layers, f"has the entry '{entry}'", "ranges such as '0-15'")
-        first, last = int(match[1]), int(match[2])
-        if first != start or last < first:
-            raise fault(
-                "rule.layers",
-                layers,
-                f"has the range '{entry}' where layer {start} must begin a range",
-                "ascending ranges from layer 0, both ends included, without gap or overlap",
-                f"begin that range with {start}, or set rule.layers=null for a balanced split",
-            )
-        start = last + 1
-
-
-def _patterns(config: Config, layers: list[dict[str, Any]]) -> None:
-    for entry in layers:
-        key = "layers" if "layers" in layers[0] else "match"
-        if set(entry) != {key, "device"}:
-            raise fault("rule.layers", entry, "is not a pattern", f"exactly the keys {key} and device")
-        if key == "match":
-            _compile("rule.layers", entry["match"])
-        devices = entry["device"] if isinstance(entry["device"], list) else [entry["device"]]
-        if len(devices) != config.rule.replicas and isinstance(entry["device"], list):
-            raise fault(
-                "rule.layers",
-                devices,
-                f"lists {len(devices)} devices for rule.replicas={config.rule.replicas}",
-                f"{config.rule.replicas} devices, one per replica",
-                f"set rule.replicas={len(devices)}, or name one device",
-            )
-        for device in devices:
-            _layer_device(config, entry[key], device)
-
-
-def _layer_device(config: Config, entry: object, device: object) -> None:
-    if not isinstance(device, str) or not _DEVICE.fullmatch(device):
-        raise fault(
-            "rule.layers",
-            device,
-            f"is not a device ({entry})",
-            "cuda:0, cuda:1, … or cpu; or a list of one per replica",
-            "write device: 'cuda:0'",
-        )
-    kind = device.partition(":")[0]
-    if config.rule.device not in ("auto", kind):
-        raise fault(
-            "rule.layers",
-            device,
-            f"clashes with rule.device={config.rule.device}",
-            f"devices of kind {config.rule.device}",
-            f"set rule.device={kind} or rule.layers=null",
-        )
-
-
-def _compile(key: str, pattern: object) -> None:
-    try:
-        re.compile(pattern)  # type: ignore[call-overload]
-    except (re.error, TypeError) as error:
-        raise fault(
-            key,
-            pattern,
-            f"is not a regular expression ({error})",
-            "a Python regular expression",
-            f"correct {key}; in a shell put it in single quotes",
-        ) from None
 
 
 def _data(config: Config) -> None:
@@ -313,7 +200,7 @@ def _lora(config: Config) -> None:
     elif target not in ("auto", "none"):
         if not target:
             raise fault("lora.target_modules", "''", "is empty", "auto, none, names or a regex")
-        _compile("lora.target_modules", target)
+        check_regex("lora.target_modules", target)
     if target == "none" and not config.lora.experts:
         raise fault(
             "lora.target_modules",
@@ -414,4 +301,12 @@ def _run(config: Config) -> None:
             f"has no meaning with mode={config.mode}",
             "mode=plan",
             "set mode=plan, or plan.hardware=null",
+        )
+    if config.plan.reference and config.mode != "plan":
+        raise fault(
+            "plan.reference",
+            True,
+            f"has no meaning with mode={config.mode}",
+            "mode=plan",
+            "set mode=plan, or plan.reference=false",
         )

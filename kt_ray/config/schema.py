@@ -327,7 +327,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """`mode=plan`; `rates` for `mode=doctor`, too.
+    """`mode=plan`; `rates` for `mode=doctor` and the prediction of `mode=train`, too.
 
     Attributes:
         hardware: YAML file describing other hardware to plan for, or the name of one in

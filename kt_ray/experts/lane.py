@@ -198,14 +198,14 @@ class DeviceLane:
     ) -> Future[LaneForward]:
         """Start the forward of `experts` (of `choose`); arguments as `ExpertHost.forward`.
 
-        The tensors must not change before the result is there; with `keep` a bfloat16 x is not copied.
+        The tensors must not change before the result is there.
         """
         routed = route(ids, weights, experts, len(self._layers[layer].ids))
-        chosen = x if len(routed.tokens) == len(x) else x[routed.tokens]
+        whole = len(routed.tokens) == len(x)
         kind = self._layers[layer].kind
-        saved = LaneSaved(
-            routed, chosen.to(kind.compute), keys[routed.tokens], dropout, (ids.shape[0], ids.shape[1])
-        )
+        # What is kept for backward is a copy: the caller's x may lie in memory that its sender uses again.
+        chosen = x.to(kind.compute, copy=keep) if whole else x[routed.tokens].to(kind.compute)
+        saved = LaneSaved(routed, chosen, keys[routed.tokens], dropout, (ids.shape[0], ids.shape[1]))
         return self._pool.submit(self._timed, self._forward, layer, saved, lora, keep)
 
     def backward(

@@ -30,35 +30,44 @@ def measure_blocks(
     """
     adapter, adapter_backward = _adapter(device, timed, tokens, hidden)
     norm, norm_backward = _norm(device, timed, tokens, hidden)
-    _, equal = _attention(device, timed, tokens, heads, 128, 128)
-    unequal = _attention(device, timed, tokens, heads, 192, 128)
-    figures = (adapter, adapter_backward, norm, norm_backward, equal, *unequal)
+    flop, _, equal = _attention(device, timed, tokens, heads, 128, 128)
+    few, *narrow = _attention(device, timed, tokens, heads, 24, 16)
+    many, *wide = _attention(device, timed, tokens, heads, 192, 128)
+    products, scores = [], []
+    for least, most in zip(narrow, wide, strict=True):
+        products.append((many - few) / max(most - least, 1e-9))
+        scores.append(heads * tokens**2 / max(least - few / products[-1], 1e-3 * least))
+    figures = (adapter, adapter_backward, norm, norm_backward, flop / equal, *products, *scores)
     return BlockRate(*(Figure(value, source) for value in figures))
 
 
+class _Free(nn.Linear):
+    """A linear layer whose product costs nothing, so that what LoRA adds to it is timed alone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.weight
+
+
 def _adapter(device: torch.device, timed: Timed, tokens: int, hidden: int) -> tuple[float, float]:
-    """Elements/s of a LoRA layer's own path: the layer's time without its frozen product's."""
+    """Elements/s of a LoRA layer's own path, [tokens, hidden] to the same."""
     import peft
 
-    holder = nn.Sequential(nn.Linear(hidden, hidden, bias=False, dtype=torch.bfloat16, device=device))
-    frozen = holder[0].weight
-    assert isinstance(frozen, Tensor)
-    weight = frozen.requires_grad_(False)
-    adapted = peft.inject_adapter_in_model(peft.LoraConfig(r=RANK, target_modules=["0"]), holder)
+    free = _Free(hidden, hidden, bias=False, dtype=torch.bfloat16, device=device)
+    free.weight = nn.Parameter(torch.ones(tokens, hidden, dtype=torch.bfloat16, device=device), False)
+    adapted = peft.inject_adapter_in_model(peft.LoraConfig(r=RANK, target_modules=["0"]), nn.Sequential(free))
     for name, parameter in adapted.named_parameters():
         if "lora" in name:
-            parameter.data = torch.ones_like(parameter, dtype=torch.float32)
+            parameter.data = torch.ones(
+                *((RANK, hidden) if "lora_A" in name else (hidden, RANK)), dtype=torch.float32, device=device
+            )
             parameter.requires_grad_(True)
     x = torch.ones(tokens, hidden, dtype=torch.bfloat16, device=device)
-    one = torch.ones_like(x)
-    elements = 2 * x.numel()
+    elements, one = 2 * x.numel(), torch.ones_like(x)
     with torch.no_grad():
-        bare, whole = timed(lambda: F.linear(x, weight)), timed(lambda: adapted(x))
+        forward = timed(lambda: adapted(x))
     leaf = x.clone().requires_grad_()
-    both_bare = timed(lambda: torch.autograd.backward(F.linear(leaf, weight), one))
     both = timed(lambda: torch.autograd.backward(adapted(leaf), one))
-    forward = max(whole - bare, 1e-9)
-    return elements / forward, elements / max(both - both_bare - forward, 1e-9)
+    return elements / forward, elements / max(both - forward, 1e-9)
 
 
 def _norm(device: torch.device, timed: Timed, tokens: int, hidden: int) -> tuple[float, float]:
@@ -79,8 +88,8 @@ def _norm(device: torch.device, timed: Timed, tokens: int, hidden: int) -> tuple
 
 def _attention(
     device: torch.device, timed: Timed, tokens: int, heads: int, keys: int, values: int
-) -> tuple[float, float]:
-    """FLOP/s forward and backward, the forward's FLOP counted for both."""
+) -> tuple[float, float, float]:
+    """FLOP of the forward; seconds of forward and backward."""
     q, k = (torch.ones(1, heads, tokens, keys, dtype=torch.bfloat16, device=device) for _ in range(2))
     v = torch.ones(1, heads, tokens, values, dtype=torch.bfloat16, device=device)
 
@@ -93,4 +102,4 @@ def _attention(
     one = torch.ones_like(v)
     both = timed(lambda: torch.autograd.grad(attend(*leaves), leaves, one))
     flop = 2.0 * heads * tokens * tokens * (keys + values)
-    return flop / forward, flop / max(both - forward, 1e-9)
+    return flop, forward, max(both - forward, 1e-9)

@@ -120,7 +120,9 @@ class LayerLoop:
         keys = [m.keys_T for m in state.micro] or [torch.empty(0, dtype=torch.int64)]
         x_TH, ids_TK, weights_TK, keys_T = self._to_host(x, ids, [w.float() for w in weights], keys)
         self.histogram.add(layer, ids_TK)
-        self.exchange.submit_forward(layer, group, x_TH, ids_TK, weights_TK, keys_T, self.train)
+        # In the middle of the layer: without overlap the answer is awaited here.
+        with self.clock.host("experts_wait"):
+            self.exchange.submit_forward(layer, group, x_TH, ids_TK, weights_TK, keys_T, self.train)
 
     def join(self, layer: int, group: int) -> None:
         """Wait for a group's experts and finish the layer."""
@@ -233,7 +235,8 @@ class LayerLoop:
     def _submit_backward(self, layer: int, group: int, dy: list[Tensor], scale: float) -> None:
         parts = [d if scale == 1.0 else d * scale for d in dy]
         (host_TH,) = self._to_host(parts or [torch.empty(0, self.model.hidden_size, dtype=torch.float32)])
-        self.exchange.submit_backward(layer, group, host_TH)
+        with self.clock.host("experts_wait"):
+            self.exchange.submit_backward(layer, group, host_TH)
 
     def backward(self, layer: int, group: int) -> None:
         """Join the experts' gradients and back-propagate through the recomputed layer."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Clock:
-    """Seconds by term.
+    """Seconds by term. Host time inside a span of another term is not counted there.
 
     On CUDA, device work is measured with events, which are read when the figures are asked for; so
     measuring never synchronises. On the CPU it is wall time.
@@ -21,7 +21,8 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self.seconds: dict[str, float] = defaultdict(float)
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event, float]] = []
+        self._inner = [0.0]  # host seconds of finished spans inside each open one
 
     @contextmanager
     def device(self, term: str) -> Iterator[None]:
@@ -32,24 +33,31 @@ class Clock:
             return
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        yield
+        self._inner.append(0.0)
+        try:
+            yield
+        finally:
+            inside = self._inner.pop()
         stop.record()
-        self._events.append((term, start, stop))
+        self._events.append((term, start, stop, inside))
 
     @contextmanager
     def host(self, term: str) -> Iterator[None]:
         """Time the calling thread: waiting, mostly."""
         begun = time.perf_counter()
+        self._inner.append(0.0)
         try:
             yield
         finally:
-            self.seconds[term] += time.perf_counter() - begun
+            took = time.perf_counter() - begun
+            self.seconds[term] += took - self._inner.pop()
+            self._inner[-1] += took
 
     def read(self) -> dict[str, float]:
         """Seconds by term since the last `reset` (waits for the events that were recorded)."""
-        for term, start, stop in self._events:
+        for term, start, stop, inside in self._events:
             stop.synchronize()
-            self.seconds[term] += start.elapsed_time(stop) / 1e3
+            self.seconds[term] += max(0.0, start.elapsed_time(stop) / 1e3 - inside)
         self._events.clear()
         return dict(self.seconds)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -18,6 +19,7 @@ from kt_ray.modes.doctor_check import FAIL, PASS, WARN, Check, failed
 from kt_ray.modes.known_load import known_load
 from kt_ray.modes.plan import model_dims
 from kt_ray.placement.hardware import this_host
+from kt_ray.placement.lane_rates import lane_rates
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.rate_files import NOMINAL
 from kt_ray.placement.remedies import shortage
@@ -117,7 +119,10 @@ def _plan(config: Config, hardware: Hardware) -> tuple[Plan | None, Check]:
     """The plan of this configuration on this host, and whether it holds."""
     try:
         dims = model_dims(config.model)
-        plan = make_plan(dims, config, hardware, known_load(config, dims))
+        # A file that plan.rates names may be the one that is about to be written.
+        known = config.plan.rates in ("auto", NOMINAL) or Path(config.plan.rates).is_file()
+        rates = lane_rates(config, hardware, dims) if known else None
+        plan = make_plan(dims, config, hardware, known_load(config, dims), rates)
     except UserError as error:
         found = error.what + (f" ({error.observed}; required {error.required})" if error.observed else "")
         return None, failed("plan", found, error.remedy)

@@ -44,11 +44,12 @@ def run(config: Config) -> int:
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     hardware = hardware_for(config)
     dims = model_dims(config.model)
-    plan = make_plan(dims, config, hardware, known_load(config, dims), lane_rates(config, hardware, dims))
+    load = known_load(config, dims)
+    plan = make_plan(dims, config, hardware, load, lane_rates(config, hardware, dims))
     _show_head(console, config, plan)
     _show_placement(console, plan)
     _show_memory(console, plan)
-    show_time(console, config, plan)
+    show_time(console, config, plan, load)
     if config.plan.reference:
         show_reference(console, config, dims, hardware)
     if plan.fits:

@@ -14,20 +14,27 @@ from kt_ray.batch import MicroBatch
 from kt_ray.config.schema import Config
 from kt_ray.data.count import count_rows
 from kt_ray.errors import UserError
+from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.predict import Change, Prediction, neighbours, predict
 from kt_ray.placement.rate_files import rates_for
 from kt_ray.placement.rates import Rates
+from kt_ray.placement.render import counted
 from kt_ray.placement.simulate import Micro, Wave
 from kt_ray.placement.types import Plan
 
 SOURCE_WIDTH = 70  # characters of a rate's source in the table
 
 
-def show_time(console: Console, config: Config, plan: Plan) -> Prediction:
-    """Print the prediction for `plan`, rows as long as data.max_length allows."""
+def show_time(console: Console, config: Config, plan: Plan, load: ExpertLoad | None = None) -> Prediction:
+    """Print the prediction for `plan`, rows as long as data.max_length allows.
+
+    Args:
+        load: tokens per expert that the plan was made with.
+    """
     rates = rates_for(config, plan.hardware)
     prediction = predict(plan, config, rates)
-    changes = neighbours(plan.dims, config, plan.hardware, rates, prediction, config.data.max_length)
+    row = config.data.max_length
+    changes = neighbours(plan.dims, config, plan.hardware, rates, prediction, row, load)
     console.print(_table(prediction))
     for line in (*_summary(config, prediction, rates), *_changes(changes)):
         console.print(line, markup=False, soft_wrap=True)
@@ -101,8 +108,8 @@ def _summary(config: Config, prediction: Prediction, rates: Rates) -> list[str]:
     if prediction.measured:
         lines.append(f"rates      {rates.source}" + (f", {rates.date}" if rates.date else ""))
     else:
-        lines.append(f"rates      {rates.source}: nothing was measured; run mode=doctor on that machine")
-    return lines + [f"note: {note}" for note in rates.notes]
+        lines.append(f"rates      {rates.source}; none was measured there (mode=doctor does that)")
+    return lines + [f"note: {note}" for note in (*prediction.notes, *rates.notes)]
 
 
 def _data_set(config: Config, prediction: Prediction) -> list[str]:
@@ -119,14 +126,15 @@ def _data_set(config: Config, prediction: Prediction) -> list[str]:
     steps = max(1, math.ceil(trainer.epochs * math.ceil(rows / trainer.batch_size)))
     seconds = steps * prediction.simulated.seconds
     return [
-        f"run        {duration(seconds)} for {trainer.epochs:g} epochs of {rows:,} rows: {steps:,} steps, at "
-        "most: shorter rows take less"
+        f"run        at most {duration(seconds)} for {trainer.epochs:g} "
+        f"{'epoch' if trainer.epochs == 1 else 'epochs'} of {rows:,} rows: {counted(steps, 'step')}; "
+        "shorter rows take less"
     ]
 
 
 def _changes(changes: Sequence[Change]) -> list[str]:
     if not changes:
-        return ["no single option tried is predicted to be faster"]
+        return ["no other option that was tried is predicted to be faster by 2 % or more"]
     return [f"  faster with  {c.overrides}  ({c.gain:.2f} times the tokens/s; {c.effect})" for c in changes]
 
 

@@ -20,7 +20,7 @@ from kt_ray.checkpoint.training import (
     prune_checkpoints,
     set_aside_later,
     step_name,
-    write_text,
+    write_beside_shards,
 )
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
@@ -92,7 +92,9 @@ def _fill_checkpoint(
     partial: Path, prepared: Prepared, rundir: RunDir, cluster: Cluster, taken: int, load: ExpertLoad
 ) -> Path:
     shards = cluster.save_shards(str(partial))
-    write_text(partial / LOAD_FILE, load.to_json(owners_of(prepared.plan.experts, prepared.plan.dims)))
+    write_beside_shards(
+        partial / LOAD_FILE, load.to_json(owners_of(prepared.plan.experts, prepared.plan.dims))
+    )
     steps_per_epoch = prepared.schedule.steps_per_epoch
     manifest = Manifest(
         step=taken,

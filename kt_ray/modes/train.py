@@ -37,10 +37,10 @@ def run(config: Config) -> int:
     """Train. Returns the exit code; a user's mistake raises UserError before Ray is touched."""
     prepared = prepare(config)
     resume = resume_point(prepared)
+    rates = rates_for(config, prepared.plan.hardware)  # may refuse what plan.rates names
     rundir = RunDir.create(config, resume.directory if resume else None)
     setup_logging(rundir)
     _announce(prepared, rundir)
-    rates = rates_for(config, prepared.plan.hardware)
     prediction = predicted_run(config, prepared.plan, rates, prepared.schedule.train(0))
     _say(run_line(prediction, rates))
     rundir.write_plan({**plan_to_dict(prepared.plan), "prediction": prediction.to_dict()})

@@ -14,13 +14,12 @@ Routing is taken as even, so every expert gets the same number of tokens. Pure f
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from kt_ray.config.schema import Config
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
+from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.layer_work import (
     NORM_PASSES,
     LayerWork,
@@ -29,15 +28,17 @@ from kt_ray.placement.layer_work import (
     head_seconds,
     seconds,
 )
-from kt_ray.placement.memory import expert_lora_params, logit_rows, lora_params
+from kt_ray.placement.memory import expert_lora_params, held_format, home_node, logit_rows, lora_params
 from kt_ray.placement.rates import DeviceRate, ExpertRate, Rates
-from kt_ray.placement.simulate import Carriage, ExpertClass, Group, Leg, Machine, Micro, Phase, Seat, Wave
-from kt_ray.placement.types import ExpertActorPlan, Plan, Socket
+from kt_ray.placement.simulate_types import Carriage, ExpertClass, Group, Leg, Machine, Phase
+from kt_ray.placement.traffic import touched
+from kt_ray.placement.types import Plan
 
 # Operations of dispatch (rates: `operation`) beside the layers themselves.
-BEGIN_OPS = 70.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
+BEGIN_OPS = 90.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
+BEGIN_PASSES = 12.0  # and per element of its hidden state
 JOIN_OPS = 4.0  # adding an answer to a micro-batch's hidden state
-CALL_OPS = 30.0  # an expert actor's own Python and torch around one engine call
+CALL_OPS = 15.0  # an expert actor's own Python and torch around one engine call
 SUBMIT_OPS = 10.0  # what a worker does to hand a group's tokens over
 PARAMETER_OPS = 2.0  # of the step's end, per LoRA matrix
 PASS_OPS = 300.0  # the driver's calls and reports around a pass or a phase
@@ -49,7 +50,7 @@ class PlanDurations:
     """`Durations` of a plan at given rates.
 
     Attributes:
-        plan, config, rates: as they are. machine: its seats, see `machine_of`.
+        plan, config, rates: as they are. machine: its seats, see seats.py.
     """
 
     plan: Plan
@@ -60,7 +61,15 @@ class PlanDurations:
     # -- attention ---------------------------------------------------------------------------
 
     def attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
-        return _attention(self, kind, layer, group)
+        key = (kind, layer, group)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self.attention_seconds(kind, layer, group)
+        return found
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, int, Group], tuple[float, float]]:
+        return {}
 
     @cached_property
     def layers(self) -> tuple[LayerWork, ...]:
@@ -97,7 +106,8 @@ class PlanDurations:
         for m in group:
             positions = m.rows * m.width
             if kind == "begin":
-                before += dispatch_seconds(BEGIN_OPS, device, self.host)
+                begun = Work(passes=BEGIN_PASSES * positions * plan.dims.hidden_size, operations=BEGIN_OPS)
+                before += seconds(begun, device, self.host, dtype, positions)
             elif kind in ("forward", "recompute"):
                 first, rest = work.forward(m.rows, m.width)
                 grad = kind == "recompute"
@@ -113,7 +123,7 @@ class PlanDurations:
                 chunk = logit_rows(self.config.trainer.loss_chunk, max(1, m.trained), plan.dims.vocab_size)
                 after += head_seconds(plan.dims, device, self.host, dtype, m.trained, chunk)
         if moe and kind in ("forward", "recompute"):
-            handed = self._submit(kind, tokens, len(group))
+            handed = self._submit(kind, tokens)
             # Experts get the whole group at its last micro-batch: shared experts of the others ran before.
             if kind == "forward" and len(group) > 1:
                 early = after * (len(group) - 1) / len(group)
@@ -126,16 +136,18 @@ class PlanDurations:
     def _joined(self, positions: int) -> Work:
         return Work(passes=5.0 * positions * self.plan.dims.hidden_size, operations=JOIN_OPS)
 
-    def _submit(self, kind: str, tokens: int, micro_batches: int) -> float:
-        """Host seconds to gather a group's tokens (or their gradients) and write them where experts read."""
-        elements = tokens * self.plan.dims.expert_width
-        passes = elements * ((micro_batches > 1) + (kind == "recompute"))
-        size = elements * (ELEMENT_BYTES[self.plan.dtype] if kind == "forward" else 4)
-        gathered = 0.0 if self.on_gpu else passes / self._passes_per_second
-        return gathered + self._written(size) + dispatch_seconds(SUBMIT_OPS, self.host, self.host)
+    def _submit(self, kind: str, tokens: int) -> float:
+        """Host seconds to put a group's tokens (or their gradients, in float32) where experts read them."""
+        if self.on_gpu:
+            return dispatch_seconds(SUBMIT_OPS, self.host, self.host)
+        passes = tokens * self.plan.dims.expert_width * (2 if kind == "recompute" else 1)
+        return passes / self._passes_per_second + dispatch_seconds(SUBMIT_OPS, self.host, self.host)
 
     def _answers(self, kind: str, tokens: int) -> float:
-        """Host seconds to add the actors' answers: the first is copied, the others are added."""
+        """Host seconds to add the actors' answers: the first is copied, the others are added. A GPU does both
+        by itself."""
+        if self.on_gpu:
+            return 0.0
         dims = self.plan.dims
         width = dims.expert_width + (dims.experts_per_token if kind == "backward" else 0)
         return tokens * width * (1 + 1.5 * (len(self.plan.experts) - 1)) / self._passes_per_second
@@ -150,13 +162,27 @@ class PlanDurations:
         return size / self.rates.transport.arena_bytes.value if self._shares_memory else 0.0
 
     @property
-    def _shares_memory(self) -> bool:
+    def _under_ray(self) -> bool:
         return self.config.cluster.name == "ray"
+
+    @property
+    def _shares_memory(self) -> bool:
+        return self._under_ray and self.plan.transport.near == "arena"
 
     # -- experts -----------------------------------------------------------------------------
 
-    @lru_cache(maxsize=4096)  # noqa: B019  (the object lives as long as its prediction)
     def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
+        key = (actor, layer, direction, tokens)
+        found = self._calls.get(key)
+        if found is None:
+            found = self._calls[key] = self._expert_seconds(actor, layer, direction, tokens)
+        return found
+
+    @cached_property
+    def _calls(self) -> dict[tuple[int, int, str, int], float]:
+        return {}
+
+    def _expert_seconds(self, actor: int, layer: int, direction: str, tokens: int) -> float:
         plan, dims = self.plan, self.plan.dims
         here = plan.experts[actor]
         held = len(here.experts_of(layer))
@@ -195,14 +221,13 @@ class PlanDurations:
     def _around(self, tokens: int, direction: str, threads: int) -> float:
         """What the actor does beside the engine: joining messages, writing the answer out."""
         elements, rate = tokens * self.plan.dims.expert_width, self.rates.cpu_rate(threads)
-        joined = elements / (NORM_PASSES * rate.block.norm.value)
+        joined = elements / (NORM_PASSES * rate.block.norm.value) if self.plan.replicas > 1 else 0.0
         return joined + self._written(4 * elements) + dispatch_seconds(CALL_OPS, rate, rate)
 
     @cached_property
     def expert_rate(self) -> ExpertRate:
         dims, actor = self.plan.dims, self.plan.experts[0]
-        storage = BACKEND_STORAGE.get(actor.backend)
-        fmt = storage.format if storage else "q8_0" if actor.backend == "llamafile" else dims.expert_format
+        fmt = held_format(dims, actor.backend)
         products = "int8" if actor.backend == "AMXINT8" else "any"
         return self.rates.expert(actor.isa, fmt, dims.expert_width, dims.expert_intermediate, products)
 
@@ -231,27 +256,39 @@ class PlanDurations:
     def stage(self, worker: int, to: int, tokens: int) -> Carriage:
         dims = self.plan.dims
         size = tokens * dims.hidden_size * dims.hidden_streams * ELEMENT_BYTES[self.plan.dtype]
-        legs = self._pcie(worker, size, "out") + self._pcie(to, size, "in")
-        return Carriage((*legs, *self._doorbell(worker)))
+        legs = (*self._pcie(worker, size, "out"), *self._doorbell(worker), *self._pcie(to, size, "in"))
+        if self._under_ray and not self._shares_memory:
+            legs = (*legs, Leg(self._host_seat(worker), size / self.rates.transport.ray_bytes.value))
+        return Carriage(legs)
 
     def _carriage(self, worker: int, actors: ExpertClass, tokens: int, row: int, way: str) -> Carriage:
-        """Device to host, to the actors; or back. Near ones read shared memory; to far ones go the tokens
-        that have an expert there, once per actor."""
+        """Device to host, to the actors; or back. Actors of the worker's host read shared memory; to far
+        ones, and where rule.transport rules shared memory out, go the tokens that have an expert there."""
         transport = self.rates.transport
-        pcie = self._pcie(worker, tokens * row, way)
-        if not actors.far:
-            bell = self._doorbell(worker)
-            return Carriage((*pcie, *bell) if way == "out" else (*bell, *pcie))
-        size = len(actors.actors) * self.routed(actors.actors[0], tokens) * row
-        net = Leg(f"network {way}", size / transport.network_bytes.value)
-        legs = (*pcie, net) if way == "out" else (net, *pcie)
-        return Carriage(legs, transport.call.value + transport.network_latency.value)
+        shared = not actors.far and (self._shares_memory or not self._under_ray)
+        size = row * (tokens if shared else len(actors.actors) * self.routed(actors.actors[0], tokens))
+        # Tokens come to the host once, for all actors: each of their messages takes its part of the copy.
+        crossing = tokens * row / len(self.machine.experts) if way == "out" else size
+        pcie = self._pcie(worker, crossing, way)
+        latency = 0.0
+        if shared:
+            middle = self._doorbell(worker)
+        elif actors.far:
+            middle = (Leg(f"network {way}", size / transport.network_bytes.value),)
+            if self.plan.transport.far == "ray":  # inside the calls: serialised and taken apart on a core
+                packed = Leg(self._host_seat(worker), size / transport.ray_bytes.value)
+                middle = (packed, *middle) if way == "out" else (*middle, packed)
+            latency = transport.call.value + transport.network_latency.value
+        else:
+            packer = self._host_seat(worker) if way == "out" else actors.seat.resource
+            middle = (Leg(packer, transport.call.value + size / transport.ray_bytes.value),)
+        return Carriage((*pcie, *middle) if way == "out" else (*middle, *pcie), latency)
 
     def routed(self, actor: int, tokens: int) -> float:
         """Tokens of `tokens` that choose an expert of this actor, at even routing."""
         dims = self.plan.dims
-        share = len(self.plan.experts[actor].experts) / dims.num_experts
-        return float(tokens * (1 - (1 - share) ** dims.experts_per_token))
+        counts = self.plan.experts[actor].counts(dims.moe_layers)
+        return tokens * touched(dims.num_experts, sum(counts) / len(counts), dims.experts_per_token)
 
     def _pcie(self, worker: int, size: float, way: str) -> tuple[Leg, ...]:
         link = self.rates.link
@@ -263,12 +300,17 @@ class PlanDurations:
     def _doorbell(self, worker: int) -> tuple[Leg, ...]:
         """A message between actors of a host takes a core's time: serialised, sent, taken up."""
         transport = self.rates.transport
-        one = transport.arena if self._shares_memory else transport.local
-        seat = self.machine.workers[worker].resource
-        return (Leg(f"socket {self._home(worker)}" if self.on_gpu else seat, one.value),)
+        one = (
+            (transport.arena if self._shares_memory else transport.call)
+            if self._under_ray
+            else transport.local
+        )
+        return (Leg(self._host_seat(worker), one.value),)
 
-    def _home(self, worker: int) -> int:
-        return self.plan.hardware.sockets[worker % len(self.plan.hardware.sockets)].node
+    def _host_seat(self, worker: int) -> str:
+        """The socket whose cores a worker's host side uses."""
+        hardware = self.plan.hardware
+        return socket_name(hardware, 0, home_node(self.plan.workers[worker], hardware))
 
     # -- the step's end ----------------------------------------------------------------------
 
@@ -277,7 +319,7 @@ class PlanDurations:
 
     @cached_property
     def _driver_seconds(self) -> float:
-        call = self.rates.transport.call if self._shares_memory else self.rates.transport.local
+        call = self.rates.transport.call if self._under_ray else self.rates.transport.local
         one = self.rates.cpu_one
         return 2 * call.value + dispatch_seconds(PASS_OPS, one, one)
 
@@ -312,93 +354,3 @@ class PlanDurations:
             Phase("norms", tuple(norms), tuple(expert_norms), end),
             Phase("optimizer", tuple(steps), tuple(expert_steps), end),
         )
-
-
-@lru_cache(maxsize=65536)
-def _attention(durations: PlanDurations, kind: str, layer: int, group: Group) -> tuple[float, float]:
-    return durations.attention_seconds(kind, layer, group)
-
-
-def machine_of(plan: Plan) -> Machine:
-    """Seats of a plan's actors, those that share cores on the same resource.
-
-    Attention is on host 0; expert actors of other hosts are far, and those that hold as much are one class.
-    """
-    sockets = plan.hardware.sockets
-    capacity = {_socket(s): float(s.cores) for s in sockets}
-    here = [s for s in sockets if _host(s) == 0]
-    workers = []
-    for worker in plan.workers:
-        if worker.device != "cpu":
-            workers.append(Seat(worker.device))
-            continue
-        bound = [s for s in here if worker.cpus and set(worker.cpus) <= set(s.cpus)]
-        socket = bound[0] if bound else here[worker.rank % len(here)]
-        name = _socket(socket)
-        workers.append(Seat(name, min(float(worker.threads), capacity[name])))
-    places = [(_host(actor), actor.node) for actor in plan.experts]
-    classes: dict[tuple[object, ...], list[int]] = {}
-    for actor, place in zip(plan.experts, places, strict=True):
-        # Far sockets with one actor each do the same work at the same time: one stands for all of them.
-        alike = place[0] > 0 and places.count(place) == 1
-        counts = actor.counts(plan.dims.moe_layers)
-        key = (actor.threads, counts, actor.isa) if alike else (actor.rank,)
-        classes.setdefault(key, []).append(actor.rank)
-    experts = []
-    for ranks in classes.values():
-        first = plan.experts[ranks[0]]
-        name = next(_socket(s) for s in sockets if (_host(s), s.node) == (_host(first), first.node))
-        width = min(float(first.threads), capacity[name])
-        experts.append(ExpertClass(tuple(ranks), Seat(name, width), _host(first) > 0))
-    return Machine(capacity, tuple(workers), tuple(experts))
-
-
-def _host(place: Socket | ExpertActorPlan) -> int:
-    return int(getattr(place, "host", 0))
-
-
-def _socket(socket: Socket) -> str:
-    host = _host(socket)
-    return f"host {host} socket {socket.node}" if host else f"socket {socket.node}"
-
-
-def even_waves(plan: Plan, config: Config, row: int) -> tuple[Wave, ...]:
-    """The waves of a step of rows of `row` tokens each, all trained, as kt_ray.data.batches cuts them."""
-    trainer = config.trainer
-    lengths = [(row, row)] * trainer.batch_size
-    return waves_of_rows(lengths, trainer.micro_batch_size, plan.replicas, plan.groups, plan.wave)
-
-
-def waves_of_rows(
-    rows: Sequence[tuple[int, int]], micro_batch_size: int, replicas: int, groups: int, largest: int
-) -> tuple[Wave, ...]:
-    """Rows as (tokens, trained tokens), in order, cut as `kt_ray.data.batches.step_waves` cuts them.
-
-    Args:
-        largest: micro-batches of a replica per wave, at the most.
-    """
-    micro = math.ceil(math.ceil(len(rows) / micro_batch_size) / replicas)
-    waves = max(1, math.ceil(micro / max(1, largest)))
-    count = math.ceil(micro / waves) * micro_batch_size * replicas
-    return tuple(
-        _wave(rows[i : i + count], micro_batch_size, replicas, groups) for i in range(0, len(rows), count)
-    )
-
-
-def _wave(rows: Sequence[tuple[int, int]], size: int, replicas: int, groups: int) -> Wave:
-    parts = [rows[i : i + size] for i in range(0, len(rows), size)]
-    micro = [
-        Micro(len(p), max(t for t, _ in p), sum(t for t, _ in p), sum(trained for _, trained in p))
-        for p in parts
-    ]
-    result = []
-    for replica in range(replicas):
-        own = micro[replica::replicas]
-        small, larger = divmod(len(own), groups)
-        cut, start = [], 0
-        for group in range(groups):
-            stop = start + small + (1 if group < larger else 0)
-            cut.append(tuple(own[start:stop]))
-            start = stop
-        result.append(tuple(cut))
-    return tuple(result)

@@ -97,21 +97,26 @@ def plan_lanes(
             remedy=f"set rule.experts.gpu_resident={dims.num_experts} or less",
         )
     device, notes = lane_device(config, hardware), []
-    resident: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = ((),) * len(actors)
+    # GPUs are the first host's; actors of other hosts do not reach them.
+    own = actors if device == "cpu" else tuple(actor for actor in actors if actor.host == 0)
+    if len(own) < len(actors):
+        notes.append(
+            f"expert actors of other hosts compute all their experts on the CPU: {device} is host 0's"
+        )
+    resident: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = ((),) * len(own)
     if rule.gpu_resident:
-        held = {layer: [actor.experts_of(layer) for actor in actors] for layer in dims.moe_layers}
-        resident = resident_by_layer(held, rule.gpu_resident, None if load is None else load.slots)
+        held = {layer: [actor.experts_of(layer) for actor in own] for layer in dims.moe_layers}
+        stay = min(rule.gpu_resident, *(sum(map(len, of_layer)) for of_layer in held.values()))
+        resident = resident_by_layer(held, stay, None if load is None else load.slots)
         chosen_by = (
             "the first ids of every actor's share: no load is known (rule.experts.load)"
             if load is None
             else f"the most used ones of {load.source}"
         )
-        notes.append(f"{rule.gpu_resident} experts of each MoE layer stay on {device}: {chosen_by}")
-    shares, said = _shares(actors, dims, config, rates, device)
-    made = tuple(
-        replace(actor, lane=LanePlan(device, stays, shares))
-        for actor, stays in zip(actors, resident, strict=True)
-    )
+        notes.append(f"{stay} experts of each MoE layer stay on {device}: {chosen_by}")
+    shares, said = _shares(own, dims, config, rates, device)
+    lanes = {actor.rank: LanePlan(device, stays, shares) for actor, stays in zip(own, resident, strict=True)}
+    made = tuple(replace(actor, lane=lanes.get(actor.rank)) for actor in actors)
     if not any(actor.lane is not None and (actor.lane.resident or actor.lane.streams) for actor in made):
         return actors, notes + said
     if device == "cpu":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kt_ray.config.schema import Config
 from kt_ray.placement.lane import LaneRates
+from kt_ray.placement.memory import held_format
 from kt_ray.placement.rate_files import rates_for
 from kt_ray.placement.rates import Rates
 from kt_ray.placement.types import Hardware, ModelDims
@@ -28,14 +29,14 @@ def from_rates(rates: Rates, config: Config, hardware: Hardware, dims: ModelDims
     """
     if rates.gpu is None or rates.link is None:
         return None
-    rule, sockets = config.rule.experts, hardware.sockets
+    rule, sockets = config.rule.experts, hardware.on(0)  # a lane uses the GPU of its actor's host
     actors = rule.sockets if isinstance(rule.sockets, int) else min(len(sockets), dims.num_experts)
     neighbours = max(1, -(-actors // len(sockets)))
     threads = rule.threads if isinstance(rule.threads, int) else max(1, sockets[0].cores // neighbours)
     rows = config.trainer.batch_size * config.data.max_length * dims.experts_per_token / dims.num_experts
     rank = config.lora.rank if config.lora.experts else 0
     shape = dims.expert_width, dims.expert_intermediate
-    expert = rates.expert(rule.isa, dims.expert_format, *shape)
+    expert = rates.expert(rule.isa, held_format(dims, rule.backend), *shape)
     kind = "float32" if dims.expert_format == "f32" else "bfloat16"
     gemm = rates.gpu.gemm[kind]
     return LaneRates(

@@ -30,8 +30,10 @@ LINEAR_OPS = (7.0, 11.0)  # a linear layer with LoRA
 BARE_LINEAR_OPS = (1.0, 1.0)  # a linear layer alone
 LAYER_OPS = (120.0, 127.0)  # norms, rotary embedding, masks, residuals, attention itself
 ROUTER_OPS = (39.0, 52.0)
-AROUND_OP = 3.9  # small operations' time that views and Python take per kernel
-GRAD_OPS = 1.15  # forward under grad over forward without
+# Time of a small operation that views and Python take per kernel; autograd calls kernels without Python.
+AROUND_OP = 4.4
+AROUND_BACK = 3.4
+GRAD_OPS = 1.22  # forward under grad over forward without
 
 HEAD_OPS = 75.0  # norm, logits, loss and gradient of a chunk
 
@@ -39,20 +41,24 @@ NORM_PASSES = 6.0  # passes over its elements that a norm takes, the unit of ele
 HIDDEN_PASSES = (4.0, 4.0)  # per element of the hidden state: residuals
 WIDTH_PASSES = (6.0, 8.0)  # per element of queries, keys and values: slices, rotation, joining them
 GATED_PASSES = (6.0, 13.0)  # per element of an MLP's inner width
-SCORE_PASSES = (40.0, 40.0)  # per token and expert in a router: scores, choice, counts
+ROUTER_PASSES = (120.0, 60.0)  # per token and expert in a router: scores, choice, counts
+
+# Projections of a layer's own input.
+_FIRST = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "kv_proj", "qkv_proj", "in_proj")
 
 
 class Work(NamedTuple):
     """Amounts per micro-batch.
 
     products: FLOP in the layer's type. thin: FLOP in float32 (router). pairs: FLOP of attention forward.
-    adapted: elements through LoRA. normed: elements through norms. passes: elements times passes over them.
-    operations: kernels.
+    scores: that are materialised. adapted: elements through LoRA. normed: elements through norms. passes:
+    elements times passes over them. operations: kernels.
     """
 
     products: float = 0.0
     thin: float = 0.0
     pairs: float = 0.0
+    scores: float = 0.0
     adapted: float = 0.0
     normed: float = 0.0
     passes: float = 0.0
@@ -140,8 +146,12 @@ class LayerWork:
         """Work of autograd through the layer, after it was run under grad."""
         m = rows * width
         total = self._between(m, 1).plus(self._pairs(rows, width)).plus(self._activation(m, 1))
-        for _, n_in, n_out, adapted, _ in self.modules:
-            total = total.plus(self._linear(n_in, n_out, adapted, m, 1))
+        for name, n_in, n_out, adapted, _ in self.modules:
+            work = self._linear(n_in, n_out, adapted, m, 1)
+            if self.layer == 0 and name.rpartition(".")[2] in _FIRST:
+                # Nothing before the first layer trains: its input needs no gradient.
+                work = work._replace(products=0.0, adapted=work.adapted / 2, operations=work.operations / 2)
+            total = total.plus(work)
         return total.plus(self._router(m, 1)) if self.moe else total
 
     # -- parts -------------------------------------------------------------------------------
@@ -164,7 +174,9 @@ class LayerWork:
     def _pairs(self, rows: int, width: int) -> Work:
         """All pairs: a causal mask or a window spares torch's kernels little of them."""
         per_key = self.dims.pair_widths[self.layer][0] if self.dims.pair_widths else sum(self.heads)
-        return Work(pairs=2.0 * rows * float(width) ** 2 * per_key)
+        pairs = rows * float(width) ** 2
+        scores = pairs * self.dims.num_heads if self.unequal else 0.0
+        return Work(pairs=2.0 * pairs * per_key, scores=scores)
 
     def _activation(self, m: int, back: int) -> Work:
         inner = sum(n_in for name, n_in, _, _, of in self.modules if not of and "down" in name)
@@ -174,7 +186,7 @@ class LayerWork:
         """In float32, as most families have it; its weights are widened in every call."""
         dims = self.dims
         matrix = dims.hidden_size * dims.num_experts
-        passes = 2.0 * (matrix + m * dims.hidden_size) + m * dims.num_experts * SCORE_PASSES[back]
+        passes = 2.0 * (matrix + m * dims.hidden_size) + m * dims.num_experts * ROUTER_PASSES[back]
         return Work(thin=2.0 * m * matrix, passes=passes, operations=ROUTER_OPS[back])
 
 
@@ -207,20 +219,24 @@ def seconds(
         work.products / products(m)
         + work.thin / rate.gemm.get("float32", products)(m)
         + work.pairs / attention.value
+        + work.scores / (block.scores_backward if back else block.scores).value
         + work.adapted / adapter.value
         + work.normed / norm.value
         + work.passes / (NORM_PASSES * block.norm.value)
     )
-    return _with_dispatch(device, work.operations * (GRAD_OPS if grad else 1.0), rate, host)
+    return _with_dispatch(device, work.operations * (GRAD_OPS if grad else 1.0), rate, host, back=back)
 
 
-def dispatch_seconds(operations: float, rate: DeviceRate, host: DeviceRate) -> float:
-    """Seconds that `operations` kernels cost however small they are."""
-    return operations * (rate.operation.value + AROUND_OP * host.operation.value)
+def dispatch_seconds(operations: float, rate: DeviceRate, host: DeviceRate, *, back: bool = False) -> float:
+    """Seconds that `operations` kernels cost however small they are; back: called by autograd."""
+    around = AROUND_BACK if back else AROUND_OP
+    return operations * (rate.operation.value + around * host.operation.value)
 
 
-def _with_dispatch(device: float, operations: float, rate: DeviceRate, host: DeviceRate) -> float:
-    dispatch = dispatch_seconds(operations, rate, host)
+def _with_dispatch(
+    device: float, operations: float, rate: DeviceRate, host: DeviceRate, *, back: bool = False
+) -> float:
+    dispatch = dispatch_seconds(operations, rate, host, back=back)
     return max(device, dispatch) if rate.threads == 0 else device + dispatch
 
 

@@ -33,6 +33,7 @@ from kt_ray.placement.families import WITHOUT_SDPA
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
+from kt_ray.placement.nominal import FORMAT_BYTES
 from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, MemoryLine, ModelDims, WorkerPlan
 
 GIB = 1 << 30
@@ -118,6 +119,19 @@ def expert_lora_params(dims: ModelDims, lora: LoraConfig) -> int:
 def expert_file_estimate(dims: ModelDims) -> float:
     """Bytes of all routed experts in a GGUF file that is not there: Q8_0, 34 bytes for 32 values."""
     return dims.routed_params * 34 / 32
+
+
+def held_format(dims: ModelDims, backend: str) -> str:
+    """Format in which an actor holds its routed experts; of experts in a file of their own the nearest by
+    size."""
+    storage = BACKEND_STORAGE.get(backend)
+    if storage is not None:
+        return storage.format
+    if backend != "llamafile" and not dims.experts_file_bytes:
+        return dims.expert_format
+    size = (dims.experts_file_bytes or expert_file_estimate(dims)) / dims.routed_params
+    # Of formats of one size GGUF's.
+    return min(FORMAT_BYTES, key=lambda name: (abs(FORMAT_BYTES[name] - size), name[0] != "q"))
 
 
 def budgets(

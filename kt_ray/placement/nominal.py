@@ -186,7 +186,7 @@ def nominal_rates(hardware: Hardware) -> Rates:
     return Rates(
         source=f"{given}: {hardware.source}",
         cpu=hardware.source,
-        cores=sum(s.cores for s in hardware.sockets),
+        cores=sum(s.cores for s in hardware.on(0)),
         isas=isas,
         experts=tuple(experts),
         memory=MemoryRate(

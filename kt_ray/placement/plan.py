@@ -108,6 +108,10 @@ def make_plan(
         transport=choose_transport(rule),
         expected_load=expected,
     )
+    if local:
+        if rule.transport != "auto":
+            notes.append(f"rule.transport={rule.transport} changes nothing with cluster=local")
+        return replace(plan, notes=tuple(notes))
     return replace(plan, notes=(*notes, *traffic_notes(plan)))
 
 

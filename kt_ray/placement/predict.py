@@ -11,14 +11,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from kt_ray.config.checks import check
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
-from kt_ray.placement.cost import PlanDurations, even_waves, machine_of
+from kt_ray.placement.cost import PlanDurations
+from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.placement.lane_rates import lane_rates
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.rates import Rates
+from kt_ray.placement.seats import even_waves, machine_of
 from kt_ray.placement.simulate import Simulated, Wave, simulate
-from kt_ray.placement.types import Hardware, ModelDims, Plan
+from kt_ray.placement.types import Hardware, ModelDims, Plan, WorkerPlan
 
 SHOWN = 3  # changes that are shown
 WORTH = 1.02  # the least gain that is shown
@@ -54,7 +58,7 @@ class Prediction:
         simulated: the step. tokens: of it, padding not counted. terms: see Term.
         source: where the rates come from; measured: whether they were measured on such a host.
         rows: what was assumed about tokens per row. load_seconds: reading the weights from disk.
-        changes: the best neighbours, the best first.
+        changes: the best neighbours, the best first. notes: what is predicted otherwise than it runs.
     """
 
     simulated: Simulated
@@ -66,6 +70,15 @@ class Prediction:
     load_seconds: float
     load_source: str
     changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
+    stages: int = 1  # of a replica, ranks one after the other
+
+    @property
+    def in_turn(self) -> tuple[int, float]:
+        """Stages of the replica that computes most, and the share of the step that they add up to."""
+        busy = [v for name, v in self.simulated.busy.items() if name.startswith("worker")]
+        replicas = [busy[i : i + self.stages] for i in range(0, len(busy), self.stages)]
+        return self.stages, max(map(sum, replicas), default=0.0)
 
     @property
     def tokens_per_s(self) -> float:
@@ -87,7 +100,10 @@ class Prediction:
         """What limits the step, with how busy it is."""
         name, used = self.simulated.critical, self.simulated.used.get(self.simulated.critical, 0.0)
         sides = f"attention busy {self.side_busy('attention'):.0%}, experts {self.side_busy('experts'):.0%}"
-        return f"{name}, used {used:.0%} of the step ({sides})"
+        stages, together = self.in_turn
+        if stages > 1 and together > used:
+            return f"attention: its {stages} stages take turns, {together:.0%} of the step together ({sides})"
+        return f"{_plainly(name)}, used {used:.0%} of the step ({sides})"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values for plan.json."""
@@ -107,6 +123,7 @@ class Prediction:
             "longest_chain": dict(simulated.path),
             "load_seconds": self.load_seconds,
             "changes": [change._asdict() for change in self.changes],
+            "notes": list(self.notes),
         }
 
 
@@ -137,31 +154,62 @@ def predict(
     return Prediction(
         simulated=simulated,
         tokens=tokens,
-        terms=_terms(plan, durations, waves, simulated, rates),
+        terms=_terms(plan, config, durations, waves, simulated, rates),
         source=rates.source,
         measured=rates.source.startswith("measured"),
         rows=rows,
         load_seconds=load,
         load_source=load_source,
+        notes=_left_out(plan, config),
+        stages=plan.stages,
     )
 
 
+def _plainly(resource: str) -> str:
+    """A resource of the simulation in words."""
+    kind, _, rest = resource.partition(" ")
+    if kind == "network":
+        return (
+            f"the network {rest}to the driver's host"
+            if rest == "in"
+            else "the network out of the driver's host"
+        )
+    if kind == "pcie":
+        device, _, way = rest.rpartition(" ")
+        return f"PCIe {'to' if way == 'in' else 'from'} {device}"
+    return f"the cores of {resource}" if "socket" in resource else resource
+
+
+def _left_out(plan: Plan, config: Config) -> tuple[str, ...]:
+    """What the prediction does not know of this plan."""
+    notes = []
+    if any(actor.lane is not None for actor in plan.experts):
+        notes.append("predicted as without the GPU lane: every routed expert on the CPU (docs/gpu_lane.md)")
+    if plan.hardware.hosts > 1:
+        notes.append(
+            "messages between hosts are predicted at the network's rate; packing them is not counted"
+        )
+    if config.cluster.name == "ray" and plan.transport.near == "gloo":
+        notes.append(
+            "rule.transport=gloo is predicted at the rate of tensors inside Ray calls: its own is not known"
+        )
+    return tuple(notes)
+
+
 def _terms(
-    plan: Plan, durations: PlanDurations, waves: Sequence[Wave], simulated: Simulated, rates: Rates
+    plan: Plan,
+    config: Config,
+    durations: PlanDurations,
+    waves: Sequence[Wave],
+    simulated: Simulated,
+    rates: Rates,
 ) -> tuple[Term, ...]:
-    """Seconds per term of the busiest worker and the busiest expert actor."""
-    busy = simulated.busy
-    names = [f"worker {w.rank}" for w in plan.workers]
-    worker = plan.workers[max(range(len(names)), key=lambda i: busy[names[i]])]
+    """Seconds per term, of the worker that does most of it and of the busiest expert actor."""
     sums = dict.fromkeys((*_ATTENTION.values(), "attention, the rest"), 0.0)
-    for wave in waves:
-        groups = wave[worker.replica]
-        for group in groups:
-            rest = sum(durations.attention("begin", worker.layers[0], group))
-            sums["attention, the rest"] += rest
-        for kind, layer, g in worker_program(plan, worker.replica, worker.stage, "train"):
-            name = _ATTENTION.get(kind, "attention, the rest")
-            sums[name] += sum(durations.attention(kind, layer, groups[g]))
+    for worker in plan.workers:
+        for name, value in _of_worker(plan, durations, waves, worker).items():
+            sums[name] = max(sums[name], value)
+    busy = simulated.busy
     seat = max(durations.machine.experts, key=lambda c: busy[f"experts {c.actors[0]}"])
     calls = {"forward": 0.0, "backward": 0.0}
     for wave in waves:
@@ -169,7 +217,7 @@ def _terms(
         for layer, direction, g in expert_order(plan, "train"):
             calls[direction] += durations.expert(seat.actors[0], layer, direction, tokens[g])
     device, expert = durations.device, durations.expert_rate
-    on = f"{device.name}: products {_source(device.gemm, plan.dtype)}; memory {device.memory.source}"
+    on = f"{device.name}; products: {_source(device.gemm, plan.dtype)}; memory: {device.memory.source}"
     found = [Term(name, value, on) for name, value in sums.items() if value]
     for direction in ("forward", "backward"):
         curve = expert.forward_all if direction == "forward" else expert.backward_all
@@ -187,10 +235,28 @@ def _terms(
         if parts:
             found.append(Term(f"{kind}, busiest link", max(parts), source))
     waited = max((reasons.get("transfer", 0.0) for reasons in simulated.idle.values()), default=0.0)
-    found.append(Term("waiting for messages", waited, rates.transport.call.source))
+    under_ray = config.cluster.name == "ray"
+    shared = rates.transport.arena if plan.transport.near == "arena" else rates.transport.call
+    message = shared if under_ray else rates.transport.local
+    found.append(Term("waiting for messages", waited, message.source))
     end = simulated.seconds - simulated.pass_seconds
     found.append(Term("step's end", end, rates.optimizer.source))
     return tuple(found)
+
+
+def _of_worker(
+    plan: Plan, durations: PlanDurations, waves: Sequence[Wave], worker: WorkerPlan
+) -> dict[str, float]:
+    """Seconds that one attention worker computes, per term."""
+    sums = dict.fromkeys((*_ATTENTION.values(), "attention, the rest"), 0.0)
+    for wave in waves:
+        groups = wave[worker.replica]
+        for group in groups:
+            sums["attention, the rest"] += sum(durations.attention("begin", worker.layers[0], group))
+        for kind, layer, g in worker_program(plan, worker.replica, worker.stage, "train"):
+            name = _ATTENTION.get(kind, "attention, the rest")
+            sums[name] += sum(durations.attention(kind, layer, groups[g]))
+    return sums
 
 
 def _source(gemm: Any, dtype: str) -> str:
@@ -202,26 +268,34 @@ def _load_seconds(plan: Plan, rates: Rates) -> tuple[float, str]:
     """Reading all weights once; hosts read their own experts side by side."""
     weights = {"experts", "weights", "embedding and head"}
     total = sum(line.bytes for b in plan.budgets for line in b.lines if line.item in weights)
-    hosts = len({getattr(s, "host", 0) for s in plan.hardware.sockets})
-    return total / hosts / rates.disk.value, rates.disk.source
+    return total / plan.hardware.hosts / rates.disk.value, rates.disk.source
 
 
 # -- what would help -----------------------------------------------------------------------------
 
 
 def neighbours(
-    dims: ModelDims, config: Config, hardware: Hardware, rates: Rates, base: Prediction, row: int
+    dims: ModelDims,
+    config: Config,
+    hardware: Hardware,
+    rates: Rates,
+    base: Prediction,
+    row: int,
+    load: ExpertLoad | None = None,
 ) -> tuple[Change, ...]:
-    """The changes of one option that are predicted to help most, among those that fit.
+    """The changes of one option that are predicted to help most, among those that are allowed and fit.
 
     Args:
         base: the present prediction at rows of `row` tokens.
         row: tokens per row.
+        load: tokens per expert, as the present plan was made with.
     """
     found = []
-    for overrides, effect, changed in _candidates(config, hardware):
+    for overrides, effect, candidate in _candidates(config, hardware):
+        changed = replace(candidate, mode="plan")
         try:
-            plan = make_plan(dims, replace(changed, mode="plan"), hardware)
+            check(changed)
+            plan = make_plan(dims, changed, hardware, load, lane_rates(changed, hardware, dims))
         except UserError:
             continue
         if not plan.fits:
@@ -263,17 +337,19 @@ def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[str, str, 
     for backend in ("AMXINT8", "AMXINT4"):
         if backend != rule.experts.backend and config.model.experts_path is None:
             yield f"rule.experts.backend={backend}", "experts quantised", with_experts(backend=backend)
-    cores = min(s.cores for s in hardware.sockets)
+    cores = min(s.cores for s in hardware.on(0))
     if not hardware.gpus or rule.device == "cpu":
-        for threads in {1, max(1, cores // 2)}:
+        for threads in sorted({1, max(1, cores // 2)}):
             if threads != rule.worker_threads:
                 yield f"rule.worker_threads={threads}", same, with_rule(worker_threads=threads)
-    sockets = len(hardware.sockets)
-    for count in {1, sockets, 2 * sockets}:
+    sockets = len(hardware.on(0))
+    for count in sorted({1, sockets, 2 * sockets}):
         if count != rule.experts.sockets:
             yield f"rule.experts.sockets={count}", "same results to rounding", with_experts(sockets=count)
     gpus = len(hardware.gpus)
-    for stages, replicas in {(1, 1), (1, gpus), (gpus, 1), (max(1, gpus // 2), 2)}:
+    for stages, replicas in sorted({(1, 1), (1, gpus), (gpus, 1), (max(1, gpus // 2), 2)}):
         if gpus and replicas >= 1 and (stages, replicas) != (rule.stages, rule.replicas):
-            text = f"rule.stages={stages} rule.replicas={replicas}"
+            text = f"rule.stages={stages} rule.replicas={replicas}" + (
+                " rule.layers=null" if rule.layers else ""
+            )
             yield text, "same results to rounding", with_rule(stages=stages, replicas=replicas, layers=None)

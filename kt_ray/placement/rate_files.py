@@ -71,7 +71,7 @@ def rates_for(config: Config, hardware: Hardware) -> Rates:
 
 def mismatch(rates: Rates, hardware: Hardware) -> tuple[str, str] | None:
     """What the rates were measured on and what `hardware` is, where they differ; None = they agree."""
-    cores = sum(socket.cores for socket in hardware.sockets)
+    cores = sum(socket.cores for socket in hardware.on(0))  # rates are of one host, all hosts are alike
     have = (cpu_name(), cores, hardware.isas)
     of = (rates.cpu, rates.cores, rates.isas)
     if of == have:
@@ -87,7 +87,7 @@ def mismatch(rates: Rates, hardware: Hardware) -> tuple[str, str] | None:
 def rates_path(hardware: Hardware | None = None) -> Path:
     """Where mode=doctor stores this host's rates: one file per CPU, number of cores and instruction sets."""
     hardware = this_host() if hardware is None else hardware
-    cores = sum(socket.cores for socket in hardware.sockets)
+    cores = sum(socket.cores for socket in hardware.on(0))
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = "".join(c if c.isalnum() else "-" for c in cpu_name().lower()).strip("-")
     key = sha256(" ".join(hardware.isas).encode()).hexdigest()[:8]

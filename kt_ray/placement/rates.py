@@ -148,8 +148,9 @@ class BlockRate:
             backward; its elements are the inputs and outputs of its linear layer.
         norm, norm_backward: elements/s of an RMS norm as transformers computes it (six passes forward).
         sdpa_backward: FLOP/s of attention's backward, the forward's FLOP counted.
-        unequal, unequal_backward: likewise where keys and values differ in width (multi-head latent
-            attention), for which torch materialises the scores.
+        unequal, unequal_backward: FLOP/s of attention where keys and values differ in width (multi-head
+            latent attention), for which torch materialises the scores; what the scores cost not counted.
+        scores, scores_backward: scores/s (query, key, head) that this costs besides.
     """
 
     adapter: Figure
@@ -159,6 +160,8 @@ class BlockRate:
     sdpa_backward: Figure
     unequal: Figure
     unequal_backward: Figure
+    scores: Figure
+    scores_backward: Figure
 
 
 def blocks_of(memory: Figure, sdpa: Figure) -> BlockRate:
@@ -173,8 +176,10 @@ def blocks_of(memory: Figure, sdpa: Figure) -> BlockRate:
         norm=moving(38),
         norm_backward=moving(90),
         sdpa_backward=sdpa.scaled(1 / 2.5, "five products instead of two"),
-        unequal=sdpa.scaled(0.5, "assumed: scores are materialised"),
-        unequal_backward=sdpa.scaled(0.4, "assumed: scores are materialised"),
+        unequal=sdpa,
+        unequal_backward=sdpa.scaled(1 / 2, "four products instead of two"),
+        scores=moving(24),
+        scores_backward=moving(24),
     )
 
 
@@ -259,7 +264,7 @@ class Rates:
 
     Attributes:
         source: where the whole comes from ("measured on …", "conf/hardware/…", "nominal").
-        cpu: the CPU's name. cores: physical cores usable, all sockets. isas: best last.
+        cpu: the CPU's name. cores: physical cores usable, all sockets of one host. isas: best last.
         experts: measured or described; `expert` finds the right one.
         cpu_one, cpu_all: torch on one thread, and on all cores of one socket.
         gpu: one GPU; None = there is none.

@@ -109,7 +109,7 @@ PUBLISHED = (
 
 def published_for(dims: ModelDims, hardware: Hardware) -> Published | None:
     """The published step of this model on such a machine; None = there is none."""
-    cores, gpus = sum(socket.cores for socket in hardware.sockets), hardware.gpus
+    cores, gpus = sum(socket.cores for socket in hardware.on(0)), hardware.gpus
     for step in PUBLISHED:
         shape = (step.experts, step.hidden, step.moe_layers)
         same_model = shape == (dims.num_experts, dims.hidden_size, len(dims.moe_layers))
@@ -142,7 +142,7 @@ def reference_terms(dims: ModelDims, config: Config, hardware: Hardware, rates: 
     terms += work.attention()
     if config.lora.experts:
         adapters = expert_lora_params(dims, config.lora) * dims.num_experts * len(dims.moe_layers)
-        seconds = adapters / (rates.optimizer.value * len(hardware.sockets))
+        seconds = adapters / (rates.optimizer.value * len(hardware.on(0)))
         terms.append(ReferenceTerm("optimizer", seconds, f"AdamW on experts' LoRA: {rates.optimizer.source}"))
     if step is not None and step.tokens:
         rest = step.seconds - sum(term.seconds for term in terms)
@@ -199,7 +199,7 @@ class _Work:
     @property
     def _memory(self) -> float:
         """Bytes/s of all sockets: experts are sharded over them."""
-        return self.rates.memory.read_all.value * len(self.hardware.sockets)
+        return self.rates.memory.read_all.value * len(self.hardware.on(0))
 
     @property
     def _touched(self) -> float:
@@ -213,7 +213,7 @@ class _Work:
         dims = self.dims
         slots = self.tokens * dims.experts_per_token * self._layers * dims.expert_width
         slots *= dims.expert_intermediate
-        cores = sum(socket.cores for socket in self.hardware.sockets)
+        cores = sum(socket.cores for socket in self.hardware.on(0))
         if self.isa == "amx":
             rate = _TFLOPS[direction] * cores / _CORES
             of = "" if cores == _CORES else f", {cores} of {_CORES} cores"

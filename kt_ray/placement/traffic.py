@@ -12,7 +12,7 @@ _ID = 4  # expert ids travel as int32
 _KEY = 8  # dropout keys: sample and position
 
 
-def touched(num_experts: int, held: int, experts_per_token: int) -> float:
+def touched(num_experts: int, held: float, experts_per_token: int) -> float:
     """Expected share of tokens with at least one of `held` experts, balanced routing.
 
     A token's K experts are different ones, but K is small beside E: 1 - (1 - held / E)^K.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kt_ray.config.schema import RuleConfig
 from kt_ray.errors import UserError
 
-FASTER = "gloo"  # of "ray" and "gloo" between nodes (docs/decisions/008-between-nodes.md)
+FASTER = "gloo"  # of "ray" and "gloo" between nodes (docs/decisions/009-between-nodes.md)
 
 
 class Transport(NamedTuple):

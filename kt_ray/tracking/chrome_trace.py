@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from kt_ray.timeline import Activity, Event
 
+_Item = dict[str, Any]  # one entry of the trace
 _COLOURS = {"compute": "good", "wait": "terrible", "transfer": "bad"}  # names of Chrome's palette
 
 
@@ -61,22 +62,19 @@ def chrome_trace(activities: Sequence[Activity], about: dict[str, Any] | None = 
 def _arrows(placed: Iterable[tuple[Activity, Event, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Flow events: every submission to every engine call of its layer, group and direction; replies in order.
 
-    An expert actor answers replicas in their order, which is also the workers' order here.
+    What has the same layer, group and direction once more belongs to the step's next wave. An expert actor
+    answers replicas in their order, which is also the workers' order here.
     """
-    ends: dict[tuple[str, ...], dict[str, list[dict[str, Any]]]] = {}
+    ends: dict[tuple[str, ...], dict[str, dict[str, list[_Item]]]] = {}
     for activity, event, item in placed:
         side, what = _end_of_message(activity.actor, event)
         if side:
             key = (*what, str(event.layer), str(event.group))
-            ends.setdefault(key, {"from": [], "to": []})[side].append(item)
+            of_side = ends.setdefault(key, {"from": {}, "to": {}})[side]
+            of_side.setdefault(activity.actor, []).append(item)
     arrows: list[dict[str, Any]] = []
     for key, sides in ends.items():
-        pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]
-        if key[0] == "request":
-            pairs = itertools.product(sides["from"], sides["to"])
-        else:
-            pairs = zip(sides["from"], sides["to"], strict=False)
-        for start, end in pairs:
+        for start, end in _pairs(key[0], list(sides["from"].values()), list(sides["to"].values())):
             common = {"name": key[0], "cat": "message", "id": len(arrows) // 2}
             leaves = start["ts"] + start["dur"] / 2
             # A call begins with its request; a wait ends with its reply.
@@ -86,6 +84,19 @@ def _arrows(placed: Iterable[tuple[Activity, Event, dict[str, Any]]]) -> list[di
                 {"ph": "f", "bp": "e", **common, "ts": arrives, "pid": end["pid"], "tid": end["tid"]}
             )
     return arrows
+
+
+def _pairs(
+    what: str, senders: Sequence[Sequence[_Item]], receivers: Sequence[Sequence[_Item]]
+) -> Iterator[tuple[_Item, _Item]]:
+    """(start, end) of every message of one kind; each inner list is one actor's, wave after wave."""
+    if what == "request":
+        for sent, taken in itertools.product(senders, receivers):
+            yield from zip(sent, taken, strict=False)
+        return
+    for replies in senders:
+        for replica, waits in enumerate(receivers):
+            yield from zip(replies[replica :: len(receivers)], waits, strict=False)
 
 
 def _end_of_message(actor: str, event: Event) -> tuple[str, tuple[str, ...]]:

@@ -51,7 +51,7 @@ class StepMetrics:
         expert_tflops_backward_reference: the same time, with the reference system's count (10 k T H I).
         host_rss_bytes: resident memory by kind of process ("driver", "worker", "expert"), summed over
             its processes; shared memory counts in each process that maps it.
-        gpu_memory_bytes: peak allocated bytes of the step by device ("cuda:0").
+        gpu_memory_bytes: peak allocated bytes of the step's passes by device ("cuda:0").
         expert_load_imbalance: see `expert_load_imbalance`.
         busy: share of the step's wall time that each actor computed, by actor. "experts-0": CPU time of its
             engine threads inside kernels / (seconds * threads); "worker-0": CPU time of its compute thread

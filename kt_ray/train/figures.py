@@ -78,12 +78,21 @@ def step_metrics(
             expert_flops_reference(slots_backward, *sizes, "backward"), backward
         ),
         host_rss_bytes=rss,
-        gpu_memory_bytes={plan.workers[w.rank].device: w.gpu_bytes for w in report.workers if w.gpu_bytes},
+        gpu_memory_bytes=_gpu_memory(plan, report),
         expert_load_imbalance=expert_load_imbalance(counts.values()),
         actor_load_imbalance=_actor_imbalance(plan, counts),
         busy=busy_fractions(plan, report, seconds),
         queue_depth={e.activity.actor: e.activity.queue_mean for e in report.experts},
     )
+
+
+def _gpu_memory(plan: Plan, report: PassReport) -> dict[str, int]:
+    """Peak bytes by device: each process that uses it counts once, with all that it allocated there."""
+    peaks = {(plan.workers[w.rank].device, w.pid): w.gpu_bytes for w in report.workers if w.gpu_bytes}
+    devices: dict[str, int] = {}
+    for (device, _), peak in peaks.items():
+        devices[device] = devices.get(device, 0) + peak
+    return devices
 
 
 def _actor_imbalance(plan: Plan, counts: Mapping[int, Sequence[int]]) -> float | None:

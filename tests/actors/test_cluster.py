@@ -7,10 +7,17 @@ from collections.abc import Set as AbstractSet
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+from ray.exceptions import RayActorError, RayTaskError
+
+from kt_ray.actors import ray_cluster
 from kt_ray.actors.cluster import ActorCluster, Handle
 from kt_ray.actors.mailbox import Address
+from kt_ray.actors.ray_cluster import RayCluster, RayHandle
 from kt_ray.actors.specs import ActorSpecs
+from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.placement.types import Plan
+from kt_ray.train.cluster import ActorLost
 
 
 class Loading(Handle):
@@ -60,3 +67,27 @@ def test_load_progress_is_told_once_per_change() -> None:
     assert cluster._gather([(h, "load", ()) for h in cluster.handles], 10, cluster._note_load) == ["load"] * 2
     for rank in (0, 1):
         assert [n[1:] for n in notes if n[0] == f"expert actor {rank}"] == [(1, 5, 10), (2, 10, 10)]
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_who_fails_to_connect_may_have_missed_one_that_died(
+    dies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With gloo all actors connect to each other: a dead one is the cause, whoever complains first."""
+    ends = {
+        "complains": RayTaskError("connect", "traceback", RuntimeError("connection reset by peer")),
+        "fine": None,
+        "last": RayActorError() if dies else None,
+    }
+
+    def get(future: str) -> None:
+        if (error := ends[future]) is not None:
+            raise error
+
+    pretended = SimpleNamespace(get=get, wait=lambda futures, **_: (futures[:1], futures[1:]))
+    monkeypatch.setattr(ray_cluster, "ray", pretended)
+    cluster = RayCluster(cast(Plan, None), cast(ActorSpecs, None), ClusterConfig(), RayRule(), "test")
+    waiting = {name: RayHandle(("experts", rank), None) for rank, name in enumerate(ends)}
+    with pytest.raises(ActorLost if dies else RuntimeError, match="died" if dies else "connection reset"):
+        cluster._await_introduced(waiting, 5.0)
+    assert cluster._lost == ({("experts", 2)} if dies else set())

@@ -63,6 +63,13 @@ class _ArenaCluster(LocalCluster):
     [
         ["rule=cpu_1worker_1socket"],
         ["rule.device=cpu", "rule.stages=2", "rule.replicas=2", "rule.experts.sockets=2", "rule.groups=2"],
+        # Several waves per step, attention and experts in turn.
+        [
+            *("rule.device=cpu", "rule.stages=2", "rule.experts.sockets=2", "rule.groups=2", "rule.wave=3"),
+            *("trainer.batch_size=8", "trainer.micro_batch_size=1", "rule.overlap=false"),
+        ],
+        # A lane that gets every token, and keeps what it needs for backward.
+        ["rule.device=cpu", "rule.experts.lane_device=cpu", "rule.experts.gpu_resident=8", "rule.groups=2"],
     ],
 )
 def test_no_block_is_read_after_release(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -58,6 +61,25 @@ def test_a_reader_registers_what_it_maps_and_forgets_it() -> None:
     assert not cuda.live
     assert torch.equal(reader.read(refs[1]), torch.ones(1000))
     assert cuda.calls == 2
+
+
+def test_threads_that_read_at_once_map_a_segment_once() -> None:
+    """Ray delivers in two threads; a second mapping would be registered and then thrown away."""
+
+    class Slow(FakeCudart):
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            time.sleep(0.2)
+            return super().cudaHostRegister(address, size, flags)
+
+    writer, cuda = Arena("test"), Slow()
+    reader = ArenaReader(PageLock(cuda))
+    refs = [writer.write(torch.full((1000,), float(i)))[0] for i in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        seen = list(pool.map(reader.read, refs))
+    assert [float(tensor[0]) for tensor in seen] == [0.0, 1.0]
+    assert cuda.calls == 1 and list(cuda.live.values()) == [writer.bytes]
+    reader.forget()
+    assert not cuda.live
 
 
 def test_a_refusal_says_what_to_do() -> None:

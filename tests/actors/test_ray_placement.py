@@ -10,7 +10,15 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from kt_ray.actors.ray_placement import by_gpu, differ, gpu_share, gpus_behind, reservations, seats
+from kt_ray.actors.ray_placement import (
+    by_gpu,
+    differ,
+    gpu_share,
+    gpus_behind,
+    reservations,
+    seats,
+    wanted_of_hosts,
+)
 from kt_ray.config.schema import RayRule
 from kt_ray.errors import UserError
 from kt_ray.placement.memory import GIB
@@ -39,6 +47,9 @@ def test_reservations_scale_down_to_what_there_is() -> None:
     assert reservations(apart, RayRule(), [4.0, 4.0]) == {
         ("worker", 0): 2.0, ("experts", 0): 2.0, ("experts", 1): 4.0
     }  # fmt: skip
+    # What a node must have free to be one of them.
+    assert wanted_of_hosts(apart, RayRule()) == [8.0, 4.0]
+    assert wanted_of_hosts(apart, RayRule(expert_cpus=1.5)) == [5.5, 1.5]
 
 
 def test_a_bundle_per_actor_and_per_gpu() -> None:

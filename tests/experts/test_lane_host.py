@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,37 @@ def test_formulas_and_biases(tmp_path: Path) -> None:
         )
         host.close()
     close_to(made[1], made[0], torch.bfloat16)
+
+
+@pytest.mark.parametrize("activations", ["retain", "recompute"])
+def test_what_is_kept_is_the_host_s_own(checkpoint: tuple[Path, torch.dtype], activations: str) -> None:
+    """Under Ray a forward reads tensors in their sender's memory, which is used again before the backward."""
+    path, _ = checkpoint
+    made = []
+    lanes = (None, LANES["all streamed"])
+    for lane, used_again in itertools.product(lanes, (False, True)):
+        spec = ExpertHostSpec(
+            0, str(path), HELD, LoraConfig(rank=4, dropout=0.2), OptimConfig(), 5, "auto", 1, (), -1,
+            activations, lane=lane,
+        )  # fmt: skip
+        host = ExpertHost(spec)
+        host.load()
+        g = torch.Generator().manual_seed(9)
+        layer = min(host.order)
+        host.begin_pass(0, True)
+        # Every token has an expert here, so the lane takes x as a whole.
+        ids = torch.tensor(HELD)[torch.randint(0, len(HELD), (30, 3), generator=g)]
+        x, dy = (torch.randn(30, 48, generator=g).to(checkpoint[1]) for _ in range(2))
+        given = [x, host.local_ids(layer, ids, 8), torch.rand(30, 3, generator=g), torch.arange(30)]
+        host.forward(layer, 0, *given, keep=True)
+        if used_again:
+            for tensor in given:
+                tensor.zero_()
+        dx, dw = host.backward(layer, 0, dy.float())
+        made.append({"dx": dx, "dw": dw} | {name: grad.clone() for name, grad in host.named("grad")})
+        host.close()
+    for before, after in (made[:2], made[2:]):
+        assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_an_error_in_the_lane_is_the_caller_s(checkpoint: tuple[Path, torch.dtype], monkeypatch) -> None:

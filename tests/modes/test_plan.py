@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,11 @@ from kt_ray.config.compose import compose
 from kt_ray.config.files import option_names
 from kt_ray.errors import UserError
 from kt_ray.modes.plan import model_dims, other_rules, run
+from kt_ray.placement.hardware import hardware_for
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.predict import predict
+from kt_ray.placement.rate_files import rates_for
+from kt_ray.placement.rates import Figure
 from tests.placement.configs import SMALL, make_config
 
 
@@ -191,3 +198,70 @@ def test_the_reference_stands_beside_the_plan_on_request(capsys: pytest.CaptureF
     assert "KTransformers" in text and "overhead, not explained" in text and "40.4 tokens/s" in text
     _, text = output(capsys, *wanted)
     assert "overhead, not explained" not in text
+
+
+def test_time_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every term with its rate's source, tokens/s, the limit, the run's length, what would help."""
+    _, text = output(
+        capsys,
+        "model=deepseek_v3",
+        "plan.hardware=2x4090_2x8488c",
+        "trainer.batch_size=16",
+        "data.max_length=512",
+    )
+    for wanted in (
+        *("attention, forward", "attention, recomputed", "attention, backward", "experts, forward"),
+        *("experts, backward", "head and loss", "pcie, busiest link", "step's end", "data sheet of RTX 4090"),
+        *(
+            "tokens/s",
+            "s per step of 8,192 tokens",
+            "limited by",
+            "loading",
+            "faster with",
+            "data.max_length",
+        ),
+        "rates      described: file 2x4090_2x8488c.yaml",
+    ):
+        assert wanted in text, wanted
+    assert re.search(r"faster with  rule\.\S+ .*\(\d+\.\d+ times the tokens/s", text)
+
+
+def test_hours_are_those_of_the_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"instruction": str(i), "output": "x"}) + "\n" for i in range(100)))
+    given = (
+        "model=demo",
+        "data=jsonl",
+        f"data.path={rows}",
+        "trainer.max_steps=null",
+        "trainer.batch_size=8",
+    )
+    _, text = output(capsys, *given, "trainer.epochs=2", "data.eval_fraction=0.1")
+    assert "for 2 epochs of 90 rows: 24 steps" in text
+    _, text = output(capsys, *given, "trainer.max_steps=7")
+    assert "for 7 steps (trainer.max_steps)" in text
+    _, text = output(capsys, *given[:2], f"data.path={tmp_path}/absent.jsonl", "trainer.max_steps=null")
+    assert "run        length unknown: the data file does not exist" in text
+
+
+def test_faster_links_are_predicted_faster() -> None:
+    """More network, more tokens/s, until something else limits."""
+    config = compose(["mode=plan", "model=deepseek_v3", "plan.hardware=2x4090_2x8488c", "rule.nodes=2"])
+    hardware = hardware_for(config)
+    plan = make_plan(model_dims(config.model), config, hardware)
+    rates = rates_for(config, hardware)
+    found = []
+    for speed in (1e8, 1e9, 1e10, 1e13, 1e14):
+        network = dataclasses.replace(rates.transport, network_bytes=Figure(speed, "test"))
+        found.append(predict(plan, config, dataclasses.replace(rates, transport=network)).tokens_per_s)
+    assert found[0] < found[1] < found[2] < found[3] and found[4] == pytest.approx(found[3], rel=1e-3)
+
+
+def test_a_prediction_goes_into_plan_json() -> None:
+    config = compose(["mode=plan", "model=demo", "plan.rates=nominal"])
+    hardware = hardware_for(config)
+    plan = make_plan(model_dims(config.model), config, hardware)
+    values = json.loads(json.dumps(predict(plan, config, rates_for(config, hardware)).to_dict()))
+    assert values["tokens_per_s"] == pytest.approx(values["tokens_per_step"] / values["seconds_per_step"])
+    assert sum(values["longest_chain"].values()) == pytest.approx(values["seconds_per_step"])
+    assert not values["measured"] and all(term["source"] for term in values["terms"])

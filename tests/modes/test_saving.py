@@ -57,7 +57,13 @@ def curve(name: str) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    "file", ["experts-0.safetensors", ".expert_load.json.partial", ".manifest.json.partial"]
+    "file",
+    [
+        "experts-0.safetensors",
+        "worker-0.safetensors",
+        ".expert_load.json.partial",
+        ".manifest.json.partial",
+    ],
 )
 def test_a_full_disk_ends_the_run_with_a_checkpoint_that_resumes(
     file: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

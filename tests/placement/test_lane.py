@@ -120,6 +120,21 @@ def test_plans() -> None:
     assert planned(gpus=2, gpu_resident=1, lane_device="cuda:1").experts[0].lane.device == "cuda:1"
 
 
+def test_a_gpu_serves_the_actors_of_its_host() -> None:
+    rule = {"nodes": 2, "device": "cpu", "experts": {"sockets": 1, "gpu_resident": 5, "stream": 0.5}}
+    made = make_plan(small_dims(), make_config(rule=rule), make_hardware(gpus=1))
+    (lane, none), layers = (actor.lane for actor in made.experts), small_dims().moe_layers
+    assert [actor.host for actor in made.experts] == [0, 1] and none is None
+    assert lane is not None and lane.streams
+    assert lane.resident == tuple((layer, (0, 1, 2, 3)) for layer in layers)  # all that the actor holds
+    assert any("4 experts of each MoE layer stay on cuda:0" in note for note in made.notes)
+    assert any("other hosts compute all their experts on the CPU" in note for note in made.notes)
+    assert all("cuda" not in b.device for b in made.budgets if b.host == 1)
+    stand_in = {**rule, "experts": {**rule["experts"], "lane_device": "cpu"}}
+    made = make_plan(small_dims(), make_config(rule=stand_in), make_hardware())
+    assert all(actor.lane is not None and actor.lane.resident for actor in made.experts)
+
+
 def test_stream_auto_asks_the_rates() -> None:
     plan = planned(gpus=1, stream="auto")
     assert plan.experts[0].lane is None and any("off, as no rates" in note for note in plan.notes)

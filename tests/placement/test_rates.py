@@ -16,6 +16,7 @@ from kt_ray.config.schema import Config, PlanConfig
 from kt_ray.errors import UserError
 from kt_ray.placement import rate_files
 from kt_ray.placement.hardware import hardware_from_file, this_host
+from kt_ray.placement.hosts import with_hosts
 from kt_ray.placement.nominal import FORMAT_BYTES, defaults, nominal_rates
 from kt_ray.placement.rate_files import rates_for, rates_path, read_rates, to_dict, write_rates
 from kt_ray.placement.rates import ROWS, Curve, Figure, Rates
@@ -247,6 +248,7 @@ def test_stored_rates_are_used_on_their_own_host_only(cache: Path) -> None:
     assert cache in rates_path(host).parents
     assert rates_for(with_plan(), host).source == "measured on a test"
     assert rates_for(with_plan(rates="nominal"), host).source.startswith("nominal")
+    assert rates_for(with_plan(), with_hosts(host, 3)).source == "measured on a test"  # hosts like this one
     other = hardware_from_file(PROFILES[0])
     assert rates_for(with_plan(), other).source.startswith("described")
 

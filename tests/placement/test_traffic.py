@@ -61,7 +61,9 @@ def test_stages_and_transports_in_the_plan(tmp_path: Path) -> None:
     forced = plan_for(path, config_for(path, "rule.device=cpu", "rule.transport=gloo"))
     assert forced.transport == Transport("gloo", "gloo")
     assert traffic(forced).to_experts(far=False) == 0 and "(gloo)" in traffic_notes(forced)[0]
-    assert any("(gloo)" in note for note in forced.notes)
+    assert "rule.transport=gloo changes nothing with cluster=local" in forced.notes
+    under_ray = plan_for(path, config_for(path, "cluster=ray", "rule.device=cpu", "rule.transport=gloo"))
+    assert any("(gloo)" in note for note in under_ray.notes)
 
 
 def test_shared_memory_alone_is_refused_for_several_nodes(tmp_path: Path) -> None:

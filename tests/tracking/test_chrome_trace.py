@@ -64,6 +64,35 @@ def test_arrows_lead_from_submission_to_call_and_from_reply_to_join() -> None:
     assert all(starts[i]["ts"] <= ends[i]["ts"] for i in starts)
 
 
+def test_arrows_stay_within_their_wave() -> None:
+    """Two replicas, two waves: the same layer and group four times at the expert actor's door."""
+
+    def worker(rank: int) -> Activity:
+        later = 0.1 * rank
+        events = []
+        for start in (10.0, 20.0):
+            events.append(Event("submit forward", "transfer", start + later, start + later + 0.01, 2, 0))
+            events.append(Event("experts-0 forward", "wait", start + 1, start + 5 + later, 2, 0))
+        return activity(f"worker-{rank}", "a", 0.0, *events)
+
+    events = []
+    for start in (11.0, 21.0):
+        events.append(Event("forward", "compute", start, start + 2, 2, 0))
+        events += [Event("reply forward", "transfer", start + r, start + r + 0.1, 2, 0) for r in (2, 3)]
+    trace = chrome_trace([worker(0), worker(1), activity("experts-0", "a", 0.0, *events)])["traceEvents"]
+    starts = {e["id"]: e for e in trace if e["ph"] == "s"}
+    ends = {e["id"]: e for e in trace if e["ph"] == "f"}
+    assert len(starts) == len(ends) == 8
+    found = sorted(
+        (starts[i]["name"], starts[i]["tid"], ends[i]["tid"], ends[i]["ts"] - starts[i]["ts"]) for i in starts
+    )
+    assert [arrow[:3] for arrow in found] == [
+        *([("reply", 2, 0)] * 2 + [("reply", 2, 1)] * 2),
+        *([("request", 0, 2)] * 2 + [("request", 1, 2)] * 2),
+    ]
+    assert all(0 < arrow[3] < 3e6 for arrow in found)
+
+
 def test_a_written_timeline_loads(tmp_path: Path) -> None:
     file = write_timeline(tmp_path / "timelines", 10, [WORKER, NEAR], {"run": "x"})
     assert file.name == "step_000010.json"

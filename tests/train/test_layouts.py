@@ -1,11 +1,14 @@
 """One loss curve, whatever the layout: stages, replicas, expert actors, micro-batches; and resume."""
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kt_ray.experts import ExpertHost
 from tests.helpers.hf_reference import build_checkpoint, random_rows
-from tests.helpers.runs import config_for, local_cluster, steps
+from tests.helpers.runs import config_for, local_cluster, one_pass, steps, waves_of
 
 STEPS = 20
 BATCHES = [random_rows(8, seed=s) for s in range(3)]
@@ -51,6 +54,25 @@ def test_overlap_changes_no_bit(tmp_path: Path) -> None:
     for layout in ([], ["rule.stages=2", "rule.replicas=2", "rule.experts.sockets=2", "rule.groups=3"]):
         waiting = curve(path, *layout, "rule.overlap=false", stop=3)
         assert waiting == curve(path, *layout, stop=3)
+
+
+def test_without_overlap_waiting_is_the_experts_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are submitted in the middle of a layer, and the answer is awaited there."""
+    path = build_checkpoint(tmp_path, "deepseek_v3")
+    config = config_for(path, "rule=cpu_1worker_1socket", "rule.overlap=false")
+    forward, calls = ExpertHost.forward, []
+
+    def slow(self: ExpertHost, layer: int, *args: Any, **more: Any) -> Any:
+        calls.append(layer)
+        time.sleep(0.5)
+        return forward(self, layer, *args, **more)
+
+    monkeypatch.setattr(ExpertHost, "forward", slow)
+    with local_cluster(path, config) as cluster:
+        report = cluster.run_pass(one_pass(cluster, waves_of(BATCHES[0], config, cluster.plan), "eval"))
+    (worker,) = report.workers
+    assert calls and worker.terms["experts"] >= 0.5 * len(calls)
+    assert worker.terms["attention"] <= worker.seconds - 0.5 * len(calls)
 
 
 def test_dropout_changes_the_curve_and_repeats(tmp_path: Path) -> None:

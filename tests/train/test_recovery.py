@@ -6,13 +6,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kt_ray.actors.specs import actor_specs
 from kt_ray.checkpoint.training import Manifest, begin_checkpoint, commit_checkpoint, step_name
 from kt_ray.config.schema import Config
+from kt_ray.data.batches import step_waves
+from kt_ray.data.types import Row as DataRow
 from kt_ray.errors import UserError
+from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.train.loop import Events, Schedule, Summary, Trainer
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.mortal import Death, MortalCluster
@@ -41,6 +45,7 @@ class Run:
         self.cluster = MortalCluster(plan, actor_specs(plan, self.config, str(model)))
         self.cluster.deaths = deaths
         self.summary: Summary | None = None
+        self.load = ExpertLoad()
         self.parameters: dict[str, torch.Tensor] = {}
 
     def go(self) -> Run:
@@ -48,7 +53,16 @@ class Run:
         schedule = Schedule(
             total_steps=STEPS,
             steps_per_epoch=len(BATCHES),
-            train=lambda step: [waves_of(BATCHES[step % len(BATCHES)], self.config, plan)],
+            train=lambda step: step_waves(
+                [
+                    DataRow(np.array(r.ids), np.array(r.labels), r.sample)
+                    for r in BATCHES[step % len(BATCHES)]
+                ],
+                self.config.trainer.micro_batch_size,
+                plan.replicas,
+                plan.groups,
+                plan.wave,
+            ),
             evaluate=[waves_of(random_rows(4, seed=9), self.config, plan)],
         )
         events = Events(
@@ -63,6 +77,7 @@ class Run:
             trainer = Trainer(self.config, self.cluster, schedule, events)
             self.summary = trainer.run()
             self.parameters = trainer.with_all_steps(self.cluster.parameters)
+            self.load = trainer.load
         finally:
             self.cluster.shutdown()
         return self
@@ -174,6 +189,28 @@ def test_replicas_too(model: Path, tmp_path: Path, undisturbed: dict[str, Run]) 
     assert run.cluster.happened == 3
 
 
+def test_waves_a_lane_and_no_overlap_too(model: Path, tmp_path: Path) -> None:
+    """A death in a step's second wave gives the first one up as well."""
+    settings = (
+        *("rule=cpu_2workers_2sockets", "trainer.batch_size=8", "trainer.micro_batch_size=1"),
+        *("rule.wave=4", "rule.groups=2"),
+        *("rule.experts.lane_device=cpu", "rule.experts.gpu_resident=2", "rule.experts.stream=0.5"),
+        *("rule.overlap=false", "trainer.save_every=2"),
+    )
+    calm = Run(model, tmp_path / "calm", [], *settings).go()
+    assert calm.cluster.plan.wave == 4
+    # Two passes per step: in the second ones of steps 1, 3 and 4, evaluations before the first and after the
+    # second step included.
+    deaths = [
+        Death(EXPERTS[1], "run_pass", 3, 3),
+        Death(WORKERS[1], "run_pass", 10, 2),
+        Death(EXPERTS[0], "run_pass", 14, 5),
+    ]
+    run = Run(model, tmp_path / "run", deaths, *settings).go()
+    assert run.cluster.happened == 3
+    check(run, calm)
+
+
 def check(run: Run, expected: Run) -> None:
     assert run.summary is not None and expected.summary is not None
     assert run.summary.losses == expected.summary.losses
@@ -184,6 +221,11 @@ def check(run: Run, expected: Run) -> None:
     # Each step, evaluation and checkpoint was told once, in order.
     assert [m.step for m in run.records] == list(range(1, STEPS + 1))
     assert [m.grad_norm for m in run.records] == [m.grad_norm for m in expected.records]
+    # What a pass that was given up had counted is not counted again.
+    assert run.load == expected.load and run.load.least_slots() > 0
+    assert [m.expert_load_imbalance for m in run.records] == [
+        m.expert_load_imbalance for m in expected.records
+    ]
     assert run.evaluated == expected.evaluated == [0, 2, 4, 5]
     every = run.config.trainer.save_every
     assert run.saved == [t for t in range(1, STEPS + 1) if t == STEPS or (every and t % every == 0)]
