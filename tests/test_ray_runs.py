@@ -105,8 +105,9 @@ def test_an_interrupted_run_leaves_no_process(place: Place, tmp_path: Path, whol
 
 def test_a_run_survives_a_killed_actor(place: Place, tmp_path: Path) -> None:
     """kill -9 from outside in mid-step: exit code 0, each step once, the adapter of an undisturbed run."""
-    arguments = ["data.limit=40", "run.name=a", "trainer.max_steps=5", "trainer.save_every=2"]
-    arguments += ["trainer.eval_every=0"]
+    # So many steps that a loaded machine has not done them all by the time it looks.
+    arguments = ["data.limit=40", "run.name=a", "trainer.max_steps=40", "trainer.save_every=5"]
+    arguments += ["trainer.eval_every=0", "trainer.batch_size=2"]
     log = tmp_path / "output"
     process = place.launch(*arguments, log=log)
     run = place.path / "runs" / "a"
@@ -135,7 +136,7 @@ def test_a_run_survives_a_killed_actor(place: Place, tmp_path: Path) -> None:
     same = ("step", "loss", "grad_norm", "lr", "tokens")
     expected = [[r[key] for key in same] for r in _records(tmp_path / "a")]
     records = _records(run)
-    assert [[r[key] for key in same] for r in records] == expected and len(expected) == 5
+    assert [[r[key] for key in same] for r in records] == expected and len(expected) == 40
     assert "recoveries" not in records[0]
     own, local = (p / "adapter" / "adapter_model.safetensors" for p in (run, tmp_path / "a"))
     assert own.read_bytes() == local.read_bytes()
