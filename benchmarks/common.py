@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -102,6 +103,13 @@ def wait_quiet(seconds: float, below: float = 0.2, window: float = 20.0) -> bool
             return True
         if time.monotonic() >= deadline:
             return False
+
+
+def quiet_machine(seconds: float) -> dict[str, Any]:
+    """`machine()`, after waiting up to `seconds` for an idle one (--wait-quiet; 0 = at once)."""
+    if seconds and not wait_quiet(seconds):
+        print("the machine did not get quiet: see load_before", file=sys.stderr)
+    return machine()
 
 
 def tree() -> list[psutil.Process]:

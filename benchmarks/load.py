@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from child import Child
-from common import add_common_arguments, machine, wait_quiet, write_json
+from common import add_common_arguments, quiet_machine, write_json
 
 Result = dict[str, Any]
 CONDITIONS = ("cold", "warm")
@@ -44,9 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     layout = ExpertLayout.detect(index)
     if args.actors > layout.num_experts:
         sys.exit(f"--actors {args.actors}: the checkpoint has {layout.num_experts} experts per layer")
-    if args.wait_quiet and not wait_quiet(args.wait_quiet):
-        print("the machine did not get quiet: see load_before", file=sys.stderr)
-    about = machine()
+    about = quiet_machine(args.wait_quiet)
     records = []
     for condition in args.conditions.split(","):
         prepare = drop if condition == "cold" else fill

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import add_common_arguments, kilobytes, machine, wait_quiet, write_json
+from common import add_common_arguments, kilobytes, quiet_machine, write_json
 
 DUTY = 0.05  # of a core, for sampling
 RUN_LINE = "run directory"  # what launch.py prints before the path
@@ -87,9 +87,7 @@ class Samples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
-    if args.wait_quiet and not wait_quiet(args.wait_quiet):
-        print("the machine did not get quiet: see load_before", file=sys.stderr)
-    about = machine()
+    about = quiet_machine(args.wait_quiet)
     record = measure(args.command, args.interval, args.run_dir)
     record = {"impl": args.impl, "note": args.note, **record}
     print(json.dumps(record, indent=2))

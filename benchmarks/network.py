@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from common import add_common_arguments, machine, wait_quiet, write_json
+from common import add_common_arguments, quiet_machine, write_json
 from two_hosts import TwoHosts, two_hosts, two_ray_nodes
 
 Record = dict[str, Any]
@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     if os.geteuid() != 0:
         sys.exit("benchmarks/network.py makes a network namespace: run it as root")
-    if args.wait_quiet and not wait_quiet(args.wait_quiet):
-        print("the machine did not get quiet: see load_before", file=sys.stderr)
-    about = machine()
+    about = quiet_machine(args.wait_quiet)
     rates = [None, *(float(rate) for rate in args.gbit.split(",") if rate)]
     os.environ.setdefault("RAY_worker_niceness", str(os.nice(0)))  # else Ray's workers are nicer still
     with two_hosts() as hosts:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import add_common_arguments, machine, wait_quiet, write_json
+from common import add_common_arguments, quiet_machine, write_json
 from train_child import RULES, Job
 from train_layers import long_rows
 from train_step import JobFailed, run_job
@@ -87,9 +87,7 @@ CASES = [
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
-    if args.wait_quiet and not wait_quiet(args.wait_quiet):
-        print("the machine did not get quiet: see load_before", file=sys.stderr)
-    about = machine()
+    about = quiet_machine(args.wait_quiet)
     args.scratch.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     records: list[dict[str, Any]] = []

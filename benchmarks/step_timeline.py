@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import add_common_arguments, machine, wait_quiet, write_json
+from common import add_common_arguments, quiet_machine, write_json
 from step_timeline_child import Job
 from train_layers import CHARACTERS, long_rows
 from train_step import JobFailed, _end, _watch
@@ -48,9 +48,7 @@ Result = dict[str, Any]
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
-    if args.wait_quiet and not wait_quiet(args.wait_quiet):
-        print("the machine did not get quiet: see load_before", file=sys.stderr)
-    about = machine()
+    about = quiet_machine(args.wait_quiet)
     results: dict[tuple[str, str], list[Result]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         rows = Path(scratch) / "rows.jsonl"

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import add_common_arguments, machine, wait_quiet, write_json
+from common import add_common_arguments, quiet_machine, write_json
 from train_child import Job
 from train_step import JobFailed, make_record, run_job
 
@@ -53,9 +53,7 @@ Result = dict[str, Any]
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
-    if args.wait_quiet and not wait_quiet(args.wait_quiet):
-        print("the machine did not get quiet: see load_before", file=sys.stderr)
-    about = machine()
+    about = quiet_machine(args.wait_quiet)
     model_dir = str(args.model_dir.resolve())
     results: dict[str, list[Result]] = {impl: [] for impl in args.parties}
     failed: dict[str, str] = {}

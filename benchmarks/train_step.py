@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import add_common_arguments, machine, wait_quiet, write_json
+from common import add_common_arguments, quiet_machine, write_json
 from train_child import RULES, Job
 
 PEERS = ("hf", "peft", "hf_factored")
@@ -50,9 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     impls = _implementations(args)
     overrides, data = _configuration(args)
     model_dir = _model_dir(overrides)
-    if args.wait_quiet and not wait_quiet(args.wait_quiet):
-        print("the machine did not get quiet: see load_before", file=sys.stderr)
-    about = machine()
+    about = quiet_machine(args.wait_quiet)
     results: dict[str, list[Result]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(args.rounds):

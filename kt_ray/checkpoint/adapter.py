@@ -90,6 +90,17 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
 
+def adapter_not_written(path: Path, layout: AdapterLayout, error: OSError) -> UserError:
+    """The disk is full, or not writable."""
+    return UserError(
+        "adapter cannot be written",
+        where=str(path),
+        observed=error,
+        required=f"{layout.size} bytes of free space",
+        remedy="free space, or set run.root to another disk",
+    )
+
+
 def create_adapter(directory: str | os.PathLike[str], layout: AdapterLayout) -> None:
     """Reserve the file and write its header. The driver calls this before the actors write."""
     path = Path(directory)
@@ -101,13 +112,7 @@ def create_adapter(directory: str | os.PathLike[str], layout: AdapterLayout) -> 
             _reserve(file.fileno(), layout.size)
             file.write(layout.header)
     except OSError as error:
-        raise UserError(
-            "adapter cannot be written",
-            where=str(path),
-            observed=error,
-            required=f"{layout.size} bytes of free space",
-            remedy="free space, or set run.root to another disk",
-        ) from error
+        raise adapter_not_written(path, layout, error) from error
 
 
 def _reserve(fd: int, size: int) -> None:

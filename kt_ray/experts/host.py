@@ -296,10 +296,8 @@ class ExpertHost:
 
     def apply_gradients(self, lr: float, clip: float) -> None:
         """Clip, AdamW, zero the gradients."""
-        start = time.monotonic()
         if self._optimizer is not None:
             self._optimizer.apply(lr, clip)
-        self.counters.optimizer_seconds += time.monotonic() - start
 
     def discard_gradients(self) -> None:
         if self._optimizer is not None:

@@ -62,7 +62,6 @@ class HostCounters:
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    optimizer_seconds: float = 0.0
     forward_slots: int = 0
     backward_slots: int = 0
     recomputed_slots: int = 0
@@ -79,7 +78,6 @@ class HostCounters:
         return HostCounters(
             self.forward_seconds + other.forward_seconds,
             self.backward_seconds + other.backward_seconds,
-            self.optimizer_seconds + other.optimizer_seconds,
             self.forward_slots + other.forward_slots,
             self.backward_slots + other.backward_slots,
             self.recomputed_slots + other.recomputed_slots,

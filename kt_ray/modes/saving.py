@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kt_ray.checkpoint.adapter import adapter_layout, create_adapter, finish_adapter
+from kt_ray.checkpoint.adapter import adapter_layout, adapter_not_written, create_adapter, finish_adapter
 from kt_ray.checkpoint.peft_config import INTERLEAVED, AdapterInfo
 from kt_ray.checkpoint.training import (
     Manifest,
@@ -144,13 +144,7 @@ def write_adapter(prepared: Prepared, directory: Path, cluster: Cluster, notes: 
         cluster.write_adapter(str(directory), layout)
         return finish_adapter(directory, layout, info, modules=prepared.module_names)
     except OSError as error:
-        raise UserError(
-            "adapter cannot be written",
-            where=str(directory),
-            observed=error,
-            required=f"{layout.size} bytes of free space",
-            remedy="free space, or set run.root to another disk",
-        ) from error
+        raise adapter_not_written(directory, layout, error) from error
 
 
 def _fields(prepared: Prepared) -> dict[str, Any]:

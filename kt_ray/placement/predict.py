@@ -58,7 +58,7 @@ class Prediction:
         simulated: the step. tokens: of it, padding not counted. terms: see Term.
         source: where the rates come from; measured: whether they were measured on such a host.
         rows: what was assumed about tokens per row. load_seconds: reading the weights from disk.
-        changes: the best neighbours, the best first. notes: what is predicted otherwise than it runs.
+        notes: what is predicted otherwise than it runs.
     """
 
     simulated: Simulated
@@ -69,7 +69,6 @@ class Prediction:
     rows: str
     load_seconds: float
     load_source: str
-    changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
     stages: int = 1  # of a replica, ranks one after the other
 
@@ -122,7 +121,6 @@ class Prediction:
             "idle": {actor: dict(reasons) for actor, reasons in simulated.idle.items()},
             "longest_chain": dict(simulated.path),
             "load_seconds": self.load_seconds,
-            "changes": [change._asdict() for change in self.changes],
             "notes": list(self.notes),
         }
 

@@ -40,8 +40,6 @@ _OF_PEAK = {
 }
 _ZEN4 = "kt-kernel 0.7.2 measured on Zen4, its part of the bf16 peak"
 
-RECOMPUTED = 2  # passes over a layer on the GPU before its backward: forward, recomputation
-
 
 class ReferenceTerm(NamedTuple):
     """One kind of work of a step.
