@@ -4,9 +4,9 @@ Every duration is taken from the recording (kt_ray.timeline) instead of from rat
 worker took before and after its message left, each engine call, each message's way. What is then different is
 the schedule's fault: who waits for whom, in which order, and who shares cores. No torch, no Ray.
 
-A message's way is known only where its receiver was waiting already: from the end of the sender's span (or the
-receiver's waking, if that came first) to the end of the wait. Elsewhere it is the median of the known ones, and
-never longer than the recording allows.
+A message's way is known only where its receiver had to wait for it: from the end of the sender's span (or
+the receiver's waking, if that came first) to the end of the wait. Elsewhere it is the median of those whose
+receiver waited from before they were sent, and never longer than the recording allows.
 
 Legend: rank, actor: of a worker, of an expert actor. Times in seconds.
 """
@@ -14,7 +14,7 @@ Legend: rank, actor: of a worker, of an expert actor. Times in seconds.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ Key = tuple[Any, ...]
 Lanes = Mapping[str, Sequence[Event]]  # by actor: "worker-0", "experts-1", "driver"
 ANSWERED = {"forward": "forward", "recompute": "backward"}  # operations that submit -> the call's direction
 EMPTY = Micro(0, 0, 0, 0)
+GLANCE = 1e-4  # seconds: a wait that is shorter found its message there
 
 
 def lanes_of_trace(trace: Mapping[str, Any]) -> dict[str, list[Event]]:
@@ -41,9 +42,7 @@ def lanes_of_trace(trace: Mapping[str, Any]) -> dict[str, list[Event]]:
         if item["ph"] == "X":
             start, args = item["ts"] * 1e-6, item["args"]
             end = start + item["dur"] * 1e-6
-            event = Event(
-                item["name"], item["cat"], start, end, args.get("layer", -1), args.get("group", -1)
-            )
+            event = Event(item["name"], item["cat"], start, end, args.get("layer", -1), args.get("group", -1))
             lanes.setdefault(names[item["pid"], item["tid"]], []).append(event)
     return lanes
 
@@ -112,7 +111,9 @@ class _Reader:
 
     def __init__(self, plan: Plan, lanes: Lanes) -> None:
         self.plan = plan
-        self.lanes = {actor: sorted(events, key=lambda e: (e.start, -e.end)) for actor, events in lanes.items()}
+        self.lanes = {
+            actor: sorted(events, key=lambda e: (e.start, -e.end)) for actor, events in lanes.items()
+        }
         self.moe = frozenset(plan.dims.moe_layers)
         self.terms = Terms()
         self.busy: dict[str, float] = {}
@@ -151,7 +152,9 @@ class _Reader:
 
     def _first(self, actor: str) -> Event:
         if not self.lanes.get(actor):
-            raise ValueError(f"the recording has no events of {actor}: another plan, or trainer.timeline_every=0")
+            raise ValueError(
+                f"the recording has no events of {actor}: another plan, or trainer.timeline_every=0"
+            )
         return self.lanes[actor][0]
 
     # -- workers -----------------------------------------------------------------------------
@@ -193,7 +196,9 @@ class _Reader:
             what, _, direction = e.name.partition(" ")
             if what == "submit":
                 direction = ANSWERED[op.name]
-                waits = {a.rank: self._wait(f"experts-{a.rank}", f"wait {direction}", op) for a in plan.experts}
+                waits = {
+                    a.rank: self._wait(f"experts-{a.rank}", f"wait {direction}", op) for a in plan.experts
+                }
                 sent = min(e.end, *(wait.end for wait in waits.values()))
                 for actor, wait in waits.items():
                     key = ("request", rank, actor, direction, op.layer, op.group)
@@ -206,7 +211,9 @@ class _Reader:
                 self.messages[direction, rank, to, "", -1, op.group] = (sent, wait.start, wait.end)
                 return sent
         if op.name.startswith("send") or (op.layer in self.moe and op.name in ANSWERED):
-            raise ValueError(f"worker-{rank}: {op.name} of layer {op.layer} sent nothing (stage {here.stage})")
+            raise ValueError(
+                f"worker-{rank}: {op.name} of layer {op.layer} sent nothing (stage {here.stage})"
+            )
         return None
 
     def _wait(self, actor: str, name: str, like: Event) -> Event:
@@ -254,16 +261,19 @@ class _Reader:
             if key[0] == "request":
                 last[key[2:]] = max(last.get(key[2:], sent), sent)
         known: dict[str, list[float]] = {}
+        blocked: dict[str, list[float]] = {}
         guessed: list[tuple[Key, float]] = []
         for key, (sent, waits, ends) in self.messages.items():
-            if waits <= sent and (key[0] != "request" or sent == last[key[2:]]):
+            binding = key[0] != "request" or sent == last[key[2:]]
+            if binding and (waits <= sent or ends - waits > GLANCE):
                 self.terms.ways[key] = self.terms.ways.get(key, 0.0) + ends - sent
-                known.setdefault(key[0], []).append(ends - sent)
+                (known if waits <= sent else blocked).setdefault(key[0], []).append(ends - sent)
             else:
                 guessed.append((key, ends - sent))
         for key, most in guessed:
-            usual = statistics.median(known[key[0]]) if key[0] in known else 0.0
-            self.terms.ways[key] = self.terms.ways.get(key, 0.0) + min(usual, most)
+            values = known.get(key[0]) or blocked.get(key[0]) or [0.0]
+            usual = min(statistics.median(values), most)
+            self.terms.ways[key] = self.terms.ways.get(key, 0.0) + usual
         return len(guessed) / max(1, len(self.messages))
 
 
@@ -276,21 +286,23 @@ def read_pass(plan: Plan, lanes: Lanes) -> Recorded:
     return _Reader(plan, lanes).read()
 
 
-def mean_terms(several: Sequence[Terms]) -> Terms:
-    """The mean of every duration over passes of equal work."""
+def typical_terms(
+    several: Sequence[Terms], middle: Callable[[Sequence[float]], float] = statistics.fmean
+) -> Terms:
+    """The mean, or whatever `middle` is, of every duration over passes of equal work."""
 
-    def mean(key: str) -> dict[Any, Any]:
+    def typical(key: str) -> dict[Any, Any]:
         parts = [getattr(terms, key) for terms in several]
         found: dict[Any, Any] = {}
         for name in parts[0]:
             values = [part[name] for part in parts]
             if isinstance(values[0], tuple):
-                found[name] = tuple(map(statistics.fmean, zip(*values, strict=True)))
+                found[name] = tuple(middle(column) for column in zip(*values, strict=True))
             else:
-                found[name] = statistics.fmean(values)
+                found[name] = middle(values)
         return found
 
-    return Terms(mean("begin"), mean("operations"), mean("calls"), mean("ways"))
+    return Terms(typical("begin"), typical("operations"), typical("calls"), typical("ways"))
 
 
 class _Marked(tuple[Micro, ...]):
@@ -303,8 +315,8 @@ class _Marked(tuple[Micro, ...]):
 class MeasuredDurations:
     """`Durations` of one pass of `plan` from `terms`.
 
-    Messages and calls are not named when the simulator asks for them, but every actor asks in the order of its
-    program.
+    Messages and calls have no names when the simulator asks for them, but every actor asks in the order of
+    its program.
     """
 
     def __init__(self, plan: Plan, terms: Terms) -> None:
@@ -324,7 +336,9 @@ class MeasuredDurations:
                 for op in program
                 if op.kind in ANSWERED and op.layer in plan.dims.moe_layers
             ]
-            answered = [(d, layer, g) for layer, d, g in order if worker.layers[0] <= layer < worker.layers[1]]
+            answered = [
+                (d, layer, g) for layer, d, g in order if worker.layers[0] <= layer < worker.layers[1]
+            ]
             self._stages[worker.rank] = iter([op for op in program if op.kind.startswith("send")])
             for actor in plan.experts:
                 self._requests[worker.rank, actor.rank] = iter(asked)
@@ -380,7 +394,7 @@ class MeasuredDurations:
 
 
 def apart(plan: Plan) -> Machine:
-    """Every actor on a resource of its own: recorded durations hold already what others took of their cores."""
+    """Every actor on a resource of its own: what others took of its cores is in the recorded durations."""
     return Machine(
         {},
         tuple(Seat(f"worker {w.rank}") for w in plan.workers),
