@@ -190,7 +190,17 @@ def compare(plan: Any, steps: Sequence[Sequence[Recorded]]) -> dict[str, Any]:
         "unread_s": sum(p.unread for p in every) / len(steps),
         "guessed": statistics.fmean(p.guessed for p in every),
         "pass_s": sum(p.makespan for p in every) / len(steps),
+        "ways_s": _ways(every),
     }
+
+
+def _ways(passes: Sequence[Recorded]) -> dict[str, float]:
+    """Median seconds of a message, by what it is."""
+    found: dict[str, list[float]] = {}
+    for one in passes:
+        for key, value in one.terms.ways.items():
+            found.setdefault(key[0], []).append(value)
+    return {kind: statistics.median(values) for kind, values in found.items()}
 
 
 def from_serial(
