@@ -269,11 +269,11 @@ class RayCluster(ActorCluster):
         """Tell every actor its peers; again when some of them were replaced (between passes)."""
         self._epoch += 1
         timeout = self.config.start_timeout
-        nodes = [handle.actor.node.remote() for handle in self._ray_handles()]
+        places = [handle.actor.place.remote() for handle in self._ray_handles()]
         peers: dict[Address, Peer] = {}
-        for handle, future in zip(self._ray_handles(), nodes, strict=True):
+        for handle, future in zip(self._ray_handles(), places, strict=True):
             try:
-                peers[handle.address] = Peer(handle.actor, ray.get(future, timeout=timeout))
+                peers[handle.address] = Peer(handle.actor, *ray.get(future, timeout=timeout))
             except GetTimeoutError as error:
                 bundle = self._wanted[handle.address][1].bundle
                 raise not_started(handle.name, self._group, bundle, timeout) from error
