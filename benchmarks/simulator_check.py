@@ -15,6 +15,12 @@ timeline is taken apart (replay.py) and its passes simulated with the recorded d
              order, waiting and the sharing of cores are simulated, against the median step with overlap. The
              two runs follow each other, so this one wants a quiet machine
 
+    flipped  `each` under the schedule of the other rule.overlap: how far off a wrong schedule would be
+
+"driver" is the driver's part of a pass beyond the actors' spans; "unread" what expert actors did between an
+answer's leaving and their next wait, "late" by how much the last actor began after the first: none of the three
+is simulated. "guessed" is the share of messages whose way the recording does not tell.
+
 --run checks `each` and `mean` of the timelines that a run directory holds. Aim: the makespan within 5 % where
 every actor has a core, within 10 % elsewhere.
 """
@@ -22,6 +28,7 @@ every actor has a core, within 10 % elsewhere.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -177,6 +184,7 @@ def compare(plan: Any, steps: Sequence[Sequence[Recorded]]) -> dict[str, Any]:
     ]
     alike = [list(passes) for passes in zip(*steps, strict=True)]
     every = [p for step in steps for p in step]
+    flipped = dataclasses.replace(plan, overlap=not plan.overlap)
     return {
         "each": {
             "error": statistics.median(errors),
@@ -185,6 +193,7 @@ def compare(plan: Any, steps: Sequence[Sequence[Recorded]]) -> dict[str, Any]:
             **_sums([p for step in each for p in step], every, len(steps)),
         },
         "mean": summed([(replay(plan, typical_terms([p.terms for p in a])), a) for a in alike]),
+        "flipped": sum(replay(flipped, p.terms).seconds for p in every) / sum(p.makespan for p in every) - 1,
         "driver_s": sum(p.driver for p in every) / len(steps),
         "late_s": max(p.late for p in every),
         "unread_s": sum(p.unread for p in every) / len(steps),
@@ -281,6 +290,7 @@ def _show(record: Mapping[str, Any]) -> None:
         print(
             f"{record['case']:<32}{'' if key == 'overlap' else 'serial':<8}{part['pass_s']:8.3f} s  "
             f"each {each['error']:+6.1%} (worst {each['worst']:+6.1%})  mean {mean['error']:+6.1%}  "
+            f"flipped {part['flipped']:+5.0%}  "
             + (f"serial {serial['error']:+6.1%}  " if serial else " " * 16)
             + f"driver {part['driver_s'] * 1e3:.1f} ms, unread {part['unread_s'] * 1e3:.1f} ms, late "
             f"{part['late_s'] * 1e3:.1f} ms, guessed {part['guessed']:.0%}; {gaps}",

@@ -149,6 +149,15 @@ def test_terms_decide(bench: Any) -> None:
     assert tool.replay(plan, halves).seconds == pytest.approx(found.seconds + 2.5)
 
 
+def test_another_schedule_is_noticed(bench: Any) -> None:
+    """The same durations without overlap take longer: an error of the schedule would show."""
+    tool = bench("replay")
+    plan = small(2)
+    found = simulate(plan, apart(plan), Given(), [wave_of(plan)], events=True)
+    terms = tool.read_pass(plan, tool.passes_of(recording(plan, found))[0]).terms
+    assert tool.replay(dataclasses.replace(plan, overlap=False), terms).seconds > 1.1 * found.seconds
+
+
 def test_a_recording_of_another_plan_is_refused(bench: Any) -> None:
     tool = bench("replay")
     plan = small(2)
