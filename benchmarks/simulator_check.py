@@ -18,8 +18,8 @@ timeline is taken apart (replay.py) and its passes simulated with the recorded d
     flipped  `each` under the schedule of the other rule.overlap: how far off a wrong schedule would be
 
 "driver" is the driver's part of a pass beyond the actors' spans; "unread" what expert actors did between an
-answer's leaving and their next wait, "late" by how much the last actor began after the first: none of the three
-is simulated. "guessed" is the share of messages whose way the recording does not tell.
+answer's leaving and their next wait, "late" by how much the last actor began after the first: none of them is
+simulated. "guessed" is the share of messages whose way the recording does not tell.
 
 --run checks `each` and `mean` of the timelines that a run directory holds. Aim: the makespan within 5 % where
 every actor has a core, within 10 % elsewhere.
