@@ -6,7 +6,8 @@
     python benchmarks/simulator_check.py --run runs/NAME          # a run with trainer.timeline_every
 
 Each case runs in a process of its own, twice: as it is, and with rule.overlap=false. Every measured step's
-timeline is taken apart (replay.py) and its passes simulated with the recorded durations in place of rates:
+timeline is taken apart (recorded.py) and its passes simulated (replay.py) with the recorded durations in place
+of rates:
 
     each     every pass with its own durations, every actor on cores of its own (what others took of its cores
              is in the recording): only order and waiting are simulated
@@ -40,7 +41,8 @@ from typing import Any
 
 from common import add_common_arguments, quiet_machine, write_json
 from prediction import MODELS, _options
-from replay import Recorded, Replayed, lanes_of_trace, passes_of, read_pass, replay, typical_terms
+from recorded import Recorded, lanes_of_trace, passes_of, read_pass
+from replay import Replayed, replay, typical_terms
 from step_timeline import run_job
 from step_timeline_child import Job
 from train_step import JobFailed

@@ -1,4 +1,4 @@
-"""replay.py and simulator_check.py: a recording with a known answer replays exactly; a real run is read."""
+"""replay.py and its like: a recording with a known answer replays exactly; a real run is read."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def test_a_recording_with_a_known_answer_replays_exactly(
     tool = bench("replay")
     plan = plan_of(rule={**rule, "groups": groups, "overlap": overlap}, trainer={"batch_size": 8})
     found = simulate(plan, apart(plan), Given(), [wave_of(plan)], events=True)
-    (one,) = tool.passes_of(recording(plan, found))
-    read = tool.read_pass(plan, one)
+    (one,) = bench("recorded").passes_of(recording(plan, found))
+    read = bench("recorded").read_pass(plan, one)
     assert read.makespan == pytest.approx(found.seconds) and read.driver == pytest.approx(2.0)
     again = tool.replay(plan, read.terms)
     assert again.seconds == pytest.approx(found.seconds)
@@ -139,7 +139,7 @@ def test_terms_decide(bench: Any) -> None:
     tool = bench("replay")
     plan = small(1)
     found = simulate(plan, apart(plan), Given(), [wave_of(plan)], events=True)
-    terms = tool.read_pass(plan, tool.passes_of(recording(plan, found))[0]).terms
+    terms = bench("recorded").read_pass(plan, bench("recorded").passes_of(recording(plan, found))[0]).terms
     forward = 0.7 + REQUEST + 1.3 + REPLY + 0.08  # the shared expert's 0.4 is over before the answer comes
     backward = 0.2 + max(1.1, REQUEST + 1.3 + REPLY) + 1.9
     assert found.seconds == pytest.approx(0.1 + 0.08 + 4 * forward + 0.08 + 4 * backward)
@@ -154,30 +154,28 @@ def test_another_schedule_is_noticed(bench: Any) -> None:
     tool = bench("replay")
     plan = small(2)
     found = simulate(plan, apart(plan), Given(), [wave_of(plan)], events=True)
-    terms = tool.read_pass(plan, tool.passes_of(recording(plan, found))[0]).terms
+    terms = bench("recorded").read_pass(plan, bench("recorded").passes_of(recording(plan, found))[0]).terms
     assert tool.replay(dataclasses.replace(plan, overlap=False), terms).seconds > 1.1 * found.seconds
 
 
 def test_a_recording_of_another_plan_is_refused(bench: Any) -> None:
-    tool = bench("replay")
     plan = small(2)
     found = simulate(plan, apart(plan), Given(), [wave_of(plan)], events=True)
-    (one,) = tool.passes_of(recording(plan, found))
+    (one,) = bench("recorded").passes_of(recording(plan, found))
     with pytest.raises(ValueError, match="another plan"):
-        tool.read_pass(small(1), one)
+        bench("recorded").read_pass(small(1), one)
     with pytest.raises(ValueError, match="no events of experts-0"):
-        tool.read_pass(plan, {**one, "experts-0": []})
+        bench("recorded").read_pass(plan, {**one, "experts-0": []})
 
 
 def test_lanes_of_a_trace_are_those_of_the_activities(bench: Any) -> None:
-    tool = bench("replay")
     events = (Event("begin", "compute", 10.0, 10.5), Event("forward", "compute", 10.5, 11.0, 3, 1))
     activities = [
         Activity("worker-0", "host", 10.0, 11.0, 5.0, {}, events=events),
         Activity("driver", "host", 9.5, 11.5, 5.0, {}, events=(Event("pass", "wait", 9.75, 11.25),)),
     ]
-    lanes = tool.lanes_of_trace(chrome_trace(activities))
-    for actor, mine in tool.lanes_of(activities).items():
+    lanes = bench("recorded").lanes_of_trace(chrome_trace(activities))
+    for actor, mine in bench("recorded").lanes_of(activities).items():
         for ours, theirs in zip(mine, lanes[actor], strict=True):
             assert ours._replace(start=0, end=0) == theirs._replace(start=0, end=0)
             assert ours.start - 9.5 == pytest.approx(theirs.start)
