@@ -6,7 +6,7 @@
     python benchmarks/simulator_check.py --run runs/NAME          # a run with trainer.timeline_every
 
 Each case runs in a process of its own, twice: as it is, and with rule.overlap=false. Every measured step's
-timeline is taken apart (recorded.py) and its passes simulated (replay.py) with the recorded durations in place
+timeline is taken apart (recorded.py) and its passes simulated (replay.py) with recorded durations in place
 of rates:
 
     each     every pass with its own durations, every actor on cores of its own (what others took of its cores
