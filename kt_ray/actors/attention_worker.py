@@ -19,11 +19,13 @@ from kt_ray.actors.base import PlainActor
 from kt_ray.actors.exchange import MessageExchange
 from kt_ray.actors.mailbox import Address, Message
 from kt_ray.actors.masters import Masters
+from kt_ray.actors.serving import Outbox, ServeReport, WorkerSession
 from kt_ray.actors.stage_link import StageLink
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.config.schema import OptimConfig
+from kt_ray.generate.requests import SessionSpec, Token
 from kt_ray.model.lora import initial_lora
 from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
@@ -65,6 +67,7 @@ class AttentionWorker(PlainActor):
         self._build_stage = build_stage
         super().__init__(f"attention worker {rank}", timeout)
         self.load_seconds = 0.0
+        self.outbox = Outbox()
         self._stage: Stage | None = None
         self._masters: Masters | None = None
         use_torch_threads(self.here.threads)
@@ -216,6 +219,28 @@ class AttentionWorker(PlainActor):
         else:
             raise ValueError(f"operation {op} is not known to the attention worker")
         return 0.0
+
+    # -- generation --------------------------------------------------------------------------
+
+    def serve(self, spec: SessionSpec) -> ServeReport:
+        """One session of generation, until the driver ends it."""
+        self.check_restored()
+        self._claim_thread()
+        report = WorkerSession(self, spec).run()
+        self.doing = "idle"
+        return report
+
+    def open_outbox(self) -> None:
+        """Before a session."""
+        self.outbox.open()
+
+    def tokens(self, timeout: float) -> tuple[list[Token], bool]:
+        """What was generated since the last call, and whether more can come (from another thread)."""
+        return self.outbox.take(timeout)
+
+    def abort(self, reason: str) -> None:
+        super().abort(reason)
+        self.outbox.close()
 
     @property
     def _on_gpu(self) -> bool:

@@ -64,6 +64,9 @@ class RayHandle(Handle):
     def control(self, method: str, *args: Any) -> Any:
         return self.actor.control.remote(method, *args)
 
+    def listen(self, method: str, *args: Any) -> Any:
+        return self.actor.listen.remote(method, *args)
+
 
 class RayCluster(ActorCluster):
     """`cluster=ray`.

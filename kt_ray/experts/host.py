@@ -180,13 +180,14 @@ class ExpertHost:
         *,
         keep: bool,
         alloc: Alloc = new_memory,
+        adapter: bool = True,
     ) -> torch.Tensor:
         """Weighted sum over this host's experts.
 
         Args:
             x: [T, H] float32 or bfloat16. ids: [T, K] local ids. router_weights: [T, K] float32.
             keys: [T] int64 dropout keys. keep: a backward of (layer, group) follows.
-            alloc: where y is to lie.
+            alloc: where y is to lie. adapter: False = without LoRA.
 
         Returns:
             y [T, H] float32.
@@ -194,7 +195,7 @@ class ExpertHost:
         start = time.monotonic()
         held = len(self.order[layer])
         counts = torch.bincount(ids.reshape(-1), minlength=held + 1)[:held].tolist()
-        lora, engine_ids, pending = self.lora.get(layer), ids, None
+        lora, engine_ids, pending = self.lora.get(layer) if adapter else None, ids, None
         if self.lane is not None:
             chosen = self.lane.choose(layer, counts, len(x))
             engine_ids = self._without(layer, ids, chosen)
