@@ -25,6 +25,7 @@ from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.config.schema import OptimConfig
+from kt_ray.generate.adapter import AdapterReader
 from kt_ray.generate.requests import SessionSpec, Token
 from kt_ray.model.lora import initial_lora
 from kt_ray.model.spec import StageSpec
@@ -417,6 +418,12 @@ class AttentionWorker(PlainActor):
                 directory, {f"{what}/{name}": tensor for name, tensor in self._masters.named(what)}
             )
         self._masters.optimizer.set_step(step)
+
+    def load_adapter(self, directory: str) -> int:
+        """Worker 0: take the masters of all stages from a PEFT adapter; then `publish`. Returns their number."""
+        if self._masters is None:
+            return 0
+        return AdapterReader(directory, self.spec.model_dir).read_into(self._masters.named("param"), self.spec.lora.scale)
 
     def write_adapter(self, directory: str, layout: Any) -> int:
         """Write this stage's byte ranges of the adapter file (replica 0). Returns the number of tensors."""

@@ -24,6 +24,7 @@ from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.experts import ExpertHost, ExpertHostSpec
 from kt_ray.experts.parts import Alloc, new_memory
+from kt_ray.generate.adapter import AdapterReader
 from kt_ray.generate.requests import SessionSpec
 from kt_ray.optim import use_torch_threads
 from kt_ray.placement.order import expert_order
@@ -257,6 +258,10 @@ class ExpertActor(PlainActor):
         self.discard()
         self._committed = step - 1
         self.reborn = False
+
+    def load_adapter(self, directory: str) -> int:
+        """Take this actor's experts' LoRA from a PEFT adapter. Returns the number of tensors."""
+        return AdapterReader(directory, self.host.spec.model_dir).read_into(self.host.named("param"), self.host.spec.lora.scale)
 
     def write_adapter(self, directory: str, layout: Any) -> int:
         """Write this actor's byte ranges of the adapter file. Returns the number of tensors."""

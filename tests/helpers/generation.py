@@ -21,10 +21,12 @@ def random_prompts(lengths: Sequence[int], vocab: int = 96, seed: int = 0) -> li
     return [tuple(rng.integers(3, vocab, length).tolist()) for length in lengths]
 
 
-def hugging_face(path: Path, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:
+def hugging_face(
+    path: Path, prompts: Sequence[Sequence[int]], *, attention: str = "sdpa", **settings: Any
+) -> list[list[int]]:
     """New tokens of each prompt alone, by transformers' `generate` (greedy unless told otherwise)."""
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, experts_implementation="eager", attn_implementation="sdpa"
+        path, dtype=torch.float32, experts_implementation="eager", attn_implementation=attention
     ).eval()
     answers = []
     for prompt in prompts:
