@@ -420,10 +420,12 @@ class AttentionWorker(PlainActor):
         self._masters.optimizer.set_step(step)
 
     def load_adapter(self, directory: str) -> int:
-        """Worker 0: take the masters of all stages from a PEFT adapter; then `publish`. Returns their number."""
+        """Worker 0: take all stages' masters from a PEFT adapter; then `publish`. Returns their number."""
         if self._masters is None:
             return 0
-        return AdapterReader(directory, self.spec.model_dir).read_into(self._masters.named("param"), self.spec.lora.scale)
+        return AdapterReader(directory, self.spec.model_dir).read_into(
+            self._masters.named("param"), self.spec.lora.scale
+        )
 
     def write_adapter(self, directory: str, layout: Any) -> int:
         """Write this stage's byte ranges of the adapter file (replica 0). Returns the number of tensors."""

@@ -294,7 +294,9 @@ class ActorCluster(ABC):
         plan = self.plan
         return [plan.worker(replica, plan.stages - 1).rank for replica in range(plan.replicas)]
 
-    def order(self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None) -> None:
+    def order(
+        self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
+    ) -> None:
         """Send a coordinator a "request", "cancel" or "stop"; returns at once."""
         facts = {} if request is None else {"request": request}
         self.workers[rank].control("deliver", Message((kind, session, number), {}, facts))

@@ -261,7 +261,9 @@ class ExpertActor(PlainActor):
 
     def load_adapter(self, directory: str) -> int:
         """Take this actor's experts' LoRA from a PEFT adapter. Returns the number of tensors."""
-        return AdapterReader(directory, self.host.spec.model_dir).read_into(self.host.named("param"), self.host.spec.lora.scale)
+        return AdapterReader(directory, self.host.spec.model_dir).read_into(
+            self.host.named("param"), self.host.spec.lora.scale
+        )
 
     def write_adapter(self, directory: str, layout: Any) -> int:
         """Write this actor's byte ranges of the adapter file. Returns the number of tensors."""

@@ -93,7 +93,9 @@ class WorkerSession:
         self.mailbox = actor.mailbox
         self.report = ServeReport(actor.rank)
         plan, here = actor.plan, actor.here
-        self.stages: list[Address] = [("worker", plan.worker(here.replica, s).rank) for s in range(plan.stages)]
+        self.stages: list[Address] = [
+            ("worker", plan.worker(here.replica, s).rank) for s in range(plan.stages)
+        ]
         self.coordinates = here.stage == plan.stages - 1
         self.decoder = actor.stage.decoder()
         self.recorder = Recorder()

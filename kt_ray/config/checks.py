@@ -74,7 +74,9 @@ def _model(config: Config) -> None:
             "set model.path=<directory>, or model.experts_path=null",
         )
     if model.path is None and model.build is None:
-        if config.mode in ("train", "predict", "chat") or (config.mode == "preview" and model.tokenizer is None):
+        if config.mode in ("train", "predict", "chat") or (
+            config.mode == "preview" and model.tokenizer is None
+        ):
             raise fault(
                 "model.path",
                 None,
@@ -277,7 +279,9 @@ def _generate(config: Config) -> None:
         )
     if generate.adapter == "" or not all(generate.stop):
         key = "generate.adapter" if generate.adapter == "" else "generate.stop"
-        raise fault(key, "''", "is empty", "a directory" if key.endswith("adapter") else "strings", "leave it out")
+        raise fault(
+            key, "''", "is empty", "a directory" if key.endswith("adapter") else "strings", "leave it out"
+        )
     if generate.adapter is None and generate.answer in ("adapter", "both"):
         raise fault(
             "generate.answer",

@@ -72,7 +72,9 @@ class AdapterReader:
         )
 
     def _halves(self, pair: Pair) -> bool:
-        prefix = next((p for (p, role), known in self.lora.fused.items() if known is pair and role == "gate_up"), None)
+        prefix = next(
+            (p for (p, role), known in self.lora.fused.items() if known is pair and role == "gate_up"), None
+        )
         if prefix is None:
             return False
         down = self.lora.fused.get((prefix, "down"))

@@ -25,6 +25,7 @@ from kt_ray.generate.requests import Request, SessionSpec, Token
 from kt_ray.generate.text import TextStream
 
 _POLL = 1.0  # seconds that one question for tokens waits; nothing depends on it
+_NOTICE = 60.0  # seconds that a session gets to end when its coordinator does not answer
 _sessions = itertools.count(1)
 
 
@@ -233,9 +234,10 @@ class Generator:
             try:
                 tokens, more = self.cluster.tokens(rank, _POLL)
             except BaseException as error:
+                self._threads[0].join(_NOTICE)  # the session's own error says more
                 if self._error is None:
                     self._error = error
-                self._fail(error)
+                self._fail(self._error)
                 return
             for token in tokens:
                 with self._lock:

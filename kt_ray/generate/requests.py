@@ -121,7 +121,8 @@ class SessionSpec:
     Attributes:
         number: increases by one with every session of a cluster: part of messages' tags.
         max_rows: rows of one replica that run at the same time.
-        prefill_tokens: tokens, padding included, that one step reads in at the most (one prompt may be longer).
+        prefill_tokens: tokens, padding included, that one step reads in at the most (a single prompt may
+            be longer).
         pad_id: an id to fill padding with; what it is does not matter.
     """
 

@@ -230,7 +230,9 @@ class Decoder:
             for index in self.model.layers:
                 held = vars(cohort.cache.layers[index]).values()
                 tensors = [v for v in held if isinstance(v, Tensor)]
-                tensors += [t for v in held if isinstance(v, dict) for t in v.values() if isinstance(t, Tensor)]
+                tensors += [
+                    t for v in held if isinstance(v, dict) for t in v.values() if isinstance(t, Tensor)
+                ]
                 total += sum(t.numel() * t.element_size() for t in tensors)
         return total
 

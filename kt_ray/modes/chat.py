@@ -124,7 +124,10 @@ class Chat:
             answer.result()
         seconds = time.monotonic() - start
         rate = (len(answer.tokens) - 1) / max(seconds - first, 1e-9)
-        self._say(f"\n[{len(answer.tokens)} tokens, first after {first:.2f} s, then {rate:.1f} per s, {answer.finish}]")
+        self._say(
+            f"\n[{len(answer.tokens)} tokens, first after {first:.2f} s, "
+            f"then {rate:.1f} per s, {answer.finish}]"
+        )
         if answer.text.strip():
             self.messages = [*messages, {"role": "assistant", "content": answer.text}]
 

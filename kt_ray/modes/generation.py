@@ -23,6 +23,7 @@ from kt_ray.generate.adapter import AdapterReader, adapter_directory
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request, Sampling
 from kt_ray.model.build import build_on_meta
+from kt_ray.model.caches import can_join
 from kt_ray.model.spec import StageSpec
 from kt_ray.native import ExpertFormula
 from kt_ray.placement.dims import dims_from_dir
@@ -78,7 +79,7 @@ class Setup:
             raise UserError(
                 "prompt and answer are longer than the model's context",
                 where=where,
-                observed=f"{len(prompt)} tokens of prompt and generate.max_new_tokens={generate.max_new_tokens}",
+                observed=f"{len(prompt)} tokens and generate.max_new_tokens={generate.max_new_tokens}",
                 required=f"at most {self.context} tokens together",
                 remedy="lower generate.max_new_tokens or shorten the prompt",
             )
@@ -135,6 +136,7 @@ def setup(config: Config) -> Setup:
     )
     check_non_experts(index, whole.causal, layout=layout)
     check_content(index)
+    can_join(whole.base.config)  # refuses a family without a cache
     context = getattr(whole.base.config, "max_position_embeddings", None)
     return Setup(
         config=config,
@@ -163,7 +165,9 @@ def _ends(model_dir: str, encoder: ChatEncoder) -> tuple[int, ...]:
         found.add(int(encoder.tokenizer.eos_token_id))
     messages: tuple[Message, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
     ids, labels = encoder.encode(Conversation(messages, 0, "a conversation of two turns"))
-    last = next((int(token) for token, label in zip(ids[::-1], labels[::-1], strict=True) if label >= 0), None)
+    last = next(
+        (int(token) for token, label in zip(ids[::-1], labels[::-1], strict=True) if label >= 0), None
+    )
     if last is not None and last in encoder.tokenizer.added_tokens_decoder:
         found.add(last)
     return tuple(sorted(found))

@@ -1,7 +1,8 @@
 """mode=predict: answers to the held-out questions, one line of predictions.jsonl each.
 
-    runs/<run.name or MODEL-predict>/predictions.jsonl   {"id", "prompt", "label", "predict"[, "base"], "finish", "tokens"}
-                                     predictions.json    the settings that they were made with
+    runs/<run.name or MODEL-predict>/
+        predictions.jsonl   {"id", "prompt", "label", "predict"[, "base"], "finish", "tokens"}
+        predictions.json    the settings that they were made with
 
 A line is written when its answer is there, so a run that ended early goes on where it stopped.
 """
@@ -110,7 +111,15 @@ def _who(made: Setup) -> tuple[bool, ...]:
 def _settings(made: Setup, questions: list[Question]) -> dict[str, Any]:
     """What predictions depend on: those of other settings are not gone on with."""
     generate = made.config.generate
-    names = ("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    names = (
+        "max_new_tokens",
+        "min_new_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+    )
     rows = hashlib.sha256("\n".join(f"{q.id} {q.ids}" for q in questions).encode()).hexdigest()
     return {
         "model": made.fingerprint,

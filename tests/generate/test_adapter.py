@@ -57,7 +57,9 @@ def test_what_was_written_is_read_again(tmp_path: Path, family: str) -> None:
     lora = AdapterReader(directory, str(path)).config
     assert (lora.rank, lora.alpha, lora.experts) == (config.lora.rank, config.lora.alpha, True)
     targets = f"lora.target_modules=[{','.join(lora.target_modules)}]"
-    again = config_for(path, f"lora.rank={lora.rank}", f"lora.alpha={lora.alpha}", targets, "seed=9", attention)
+    again = config_for(
+        path, f"lora.rank={lora.rank}", f"lora.alpha={lora.alpha}", targets, "seed=9", attention
+    )
     with local_cluster(path, again) as cluster:
         before = cluster.parameters()
         assert set(before) == set(values)
@@ -94,8 +96,9 @@ def test_smaller_ranks_and_other_scales_compute_the_same(adapter: tuple[Path, Pa
     (directory / "adapter_config.json").write_text(json.dumps(config))
     reader = AdapterReader(str(directory), str(path))
     plain = key.removeprefix("base_model.model.")
-    a, b = torch.ones(4, tensors[f"{key}.lora_A.weight"].shape[1]), torch.ones(
-        tensors[f"{key}.lora_B.weight"].shape[0], 4
+    a, b = (
+        torch.ones(4, tensors[f"{key}.lora_A.weight"].shape[1]),
+        torch.ones(tensors[f"{key}.lora_B.weight"].shape[0], 4),
     )
     assert reader.read_into([(f"{plain}.lora_A.weight", a), (f"{plain}.lora_B.weight", b)], 2.0) == len(small)
     expected = 10 / 2 * tensors[f"{key}.lora_B.weight"] @ tensors[f"{key}.lora_A.weight"]
@@ -104,13 +107,12 @@ def test_smaller_ranks_and_other_scales_compute_the_same(adapter: tuple[Path, Pa
 
 def test_adapters_that_do_not_fit_are_refused(adapter: tuple[Path, Path], tmp_path: Path) -> None:
     path, directory = adapter
-    with local_cluster(path, config_for(path, "lora.rank=2")) as cluster:
-        with pytest.raises(UserError, match="does not fit"):
-            cluster.load_adapter(str(directory))
+    small = local_cluster(path, config_for(path, "lora.rank=2"))
+    with small as cluster, pytest.raises(UserError, match="does not fit"):
+        cluster.load_adapter(str(directory))
     other = checkpoint(tmp_path / "other", "qwen3_moe")
-    with local_cluster(other, config_for(other)) as cluster:
-        with pytest.raises(UserError, match="lacks parameters"):
-            cluster.load_adapter(str(directory))
+    with local_cluster(other, config_for(other)) as cluster, pytest.raises(UserError, match="lacks"):
+        cluster.load_adapter(str(directory))
     shutil.rmtree(directory)
     with pytest.raises(UserError, match="no such directory"):
         adapter_directory(str(directory))

@@ -12,20 +12,22 @@ from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request, Sampling
 from tests.helpers.generation import answers, hugging_face, random_prompts
-from tests.helpers.hf_reference import FAMILIES, build_checkpoint
-from tests.helpers.runs import config_for, local_cluster
+from tests.helpers.hf_reference import FAMILIES, Row, build_checkpoint, random_rows
+from tests.helpers.runs import by_row, config_for, local_cluster, one_pass, steps, waves_of
 from tests.helpers.tiny_families import tiny_family
 
 LENGTHS = (5, 9, 3, 12, 7)
 NEW = 16
 TWO = ("rule.stages=2", "rule.experts.sockets=2")
 EAGER = ("gpt_oss", "deepseek_v4")
+# Windows shorter than the prompts; one layer of four with full attention.
+CHANGES: dict[str, dict[str, int]] = {"gpt_oss": {"sliding_window": 6}, "qwen3_next": {"num_hidden_layers": 4}}
 
 
 def checkpoint(root: Path, family: str) -> Path:
     if family in FAMILIES:
         return build_checkpoint(root, family)
-    return tiny_family(root, family, **({"num_hidden_layers": 4} if family == "qwen3_next" else {}))
+    return tiny_family(root, family, **CHANGES.get(family, {}))
 
 
 @pytest.mark.parametrize("layout", [(), TWO, ("rule.replicas=2",)], ids=["one", "two", "replicas"])
@@ -59,6 +61,21 @@ def test_other_kinds_of_caches_and_layers(tmp_path: Path, family: str) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_checkpoint(tmp_path_factory.mktemp("model"), "deepseek_v3")
+
+
+def test_the_cache_changes_nothing(model: Path) -> None:
+    """Teacher-forced logits of a whole pass have each generated token as their maximum."""
+    prompts = random_prompts((4, 11), seed=2)
+    config = config_for(model)
+    with local_cluster(model, config) as cluster:
+        got = answers(cluster, prompts, Sampling(max_new_tokens=NEW))
+        rows = [Row([*p, *a], [*p, *a], n) for n, (p, a) in enumerate(zip(prompts, got, strict=True))]
+        waves = waves_of(rows, config, cluster.plan)
+        report = cluster.run_pass(one_pass(cluster, waves, "eval", logits=True))
+        logits = by_row(report.workers[0].logits, waves[0])
+        for number, (prompt, answer) in enumerate(zip(prompts, got, strict=True)):
+            best = logits[number].argmax(-1).tolist()
+            assert best[len(prompt) - 1 : -1] == answer
 
 
 def test_ends_penalties_and_least_lengths_as_hugging_face(model: Path) -> None:
@@ -99,9 +116,6 @@ def test_the_adapter_is_on_or_off_for_each_request(model: Path) -> None:
 
 def test_a_cluster_trains_and_generates_in_turn(model: Path) -> None:
     """Sessions leave nothing behind: adapters on, mailboxes empty, the next step's loss the same."""
-    from tests.helpers.hf_reference import random_rows
-    from tests.helpers.runs import steps
-
     prompts, sampling = random_prompts((5, 3)), Sampling(max_new_tokens=4)
     config = config_for(model)
     with local_cluster(model, config) as cluster:

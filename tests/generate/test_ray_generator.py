@@ -34,7 +34,9 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
         monkeypatch.setenv("RAY_TMPDIR", str(place.path))
         config = config_for(path, *RAY, "trainer.step_timeout=60")
         plan = plan_for(path, config)
-        cluster = RayCluster(plan, actor_specs(plan, config, str(path)), config.cluster, config.rule.ray, "gen")
+        cluster = RayCluster(
+            plan, actor_specs(plan, config, str(path)), config.cluster, config.rule.ray, "gen"
+        )
         try:
             cluster.start()
             yield path, config, cluster

@@ -33,7 +33,9 @@ def hugging_face(
         ids = torch.tensor([prompt])
         with torch.no_grad():
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), **{"do_sample": False, "pad_token_id": 0, **settings}
+                ids,
+                attention_mask=torch.ones_like(ids),
+                **{"do_sample": False, "pad_token_id": 0, **settings},
             )
         answers.append(out[0, len(prompt) :].tolist())
     return answers

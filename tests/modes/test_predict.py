@@ -39,7 +39,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(model: Path, *overrides: str) -> int:
-    return cli.main(["mode=predict", "data=demo", f"model.path={model}", "run.name=p", *SMALL, *SHORT, *overrides])
+    return cli.main(
+        ["mode=predict", "data=demo", f"model.path={model}", "run.name=p", *SMALL, *SHORT, *overrides]
+    )
 
 
 def lines() -> list[dict[str, Any]]:
@@ -60,7 +62,9 @@ def test_predictions_go_on_where_they_stopped(
     Path("runs/p/predictions.jsonl").write_text("".join(text[:3]) + text[3][:20])
     asked: list[Any] = []
     submit = Generator.submit
-    monkeypatch.setattr(Generator, "submit", lambda self, request: asked.append(request) or submit(self, request))
+    monkeypatch.setattr(
+        Generator, "submit", lambda self, request: asked.append(request) or submit(self, request)
+    )
     assert run(model) == 0
     assert len(asked) == len(whole) - 3
     assert sorted(lines(), key=lambda row: row["id"]) == whole
@@ -80,7 +84,13 @@ def test_other_settings_are_not_gone_on_with(model: Path, capsys: pytest.Capture
 
 
 def test_before_and_after_an_adapter(model: Path) -> None:
-    train = ["trainer.max_steps=2", "trainer.batch_size=4", "optim.lr=0.05", "trainer.eval_every=0", "run.name=t"]
+    train = [
+        "trainer.max_steps=2",
+        "trainer.batch_size=4",
+        "optim.lr=0.05",
+        "trainer.eval_every=0",
+        "run.name=t",
+    ]
     assert cli.main(["data=demo", f"model.path={model}", *SMALL, *SHORT[1:], *train]) == 0
     assert run(model, "generate.limit=4", "generate.answer=both", "generate.adapter=runs/t") == 0
     both = sorted(lines(), key=lambda row: row["id"])
@@ -108,9 +118,13 @@ def test_what_cannot_be_is_refused(
 
 
 def test_a_chat(model: Path) -> None:
-    config = compose(["mode=chat", f"model.path={model}", *SMALL, "generate.max_new_tokens=8", "generate.system=Be"])
+    config = compose(
+        ["mode=chat", f"model.path={model}", *SMALL, "generate.max_new_tokens=8", "generate.system=Be"]
+    )
     made, out = setup(config), io.StringIO()
-    script = iter(["hello", "/adapter on", "/adapter", "again", "/nothing", "", "/reset", "hello", "/exit", "not read"])
+    script = iter(
+        ["hello", "/adapter on", "/adapter", "again", "/nothing", "", "/reset", "hello", "/exit", "not read"]
+    )
     with generating(made, "chat") as generator:
         chat = Chat(made, generator, out)
         chat.run(lambda: next(script, None))
