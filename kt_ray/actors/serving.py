@@ -19,6 +19,7 @@ from kt_ray.actors.exchange import MessageExchange
 from kt_ray.actors.mailbox import Address, Message
 from kt_ray.actors.port import Lease
 from kt_ray.actors.stage_link import StageLink
+from kt_ray.experts.parts import new_memory
 from kt_ray.generate.requests import SessionSpec, Step, Token
 from kt_ray.generate.schedule import Schedule
 from kt_ray.timeline import Recorder
@@ -273,7 +274,6 @@ class ExpertSession:
         if lease is not None:
             port.release(lease)
         given = message.tensors
-        alloc = {"alloc": port.alloc} if port.shares(asker) else {}
         y = actor.host.forward(
             layer,
             group,
@@ -283,7 +283,7 @@ class ExpertSession:
             given["keys"],
             keep=False,
             adapter=message.facts.get("adapter", True),
-            **alloc,
+            alloc=port.alloc if port.shares(asker) else new_memory,
         )
         tag = ("reply", "forward", number, layer, group, actor.rank)
         self._leases[asker, group] = port.send([asker], Message(tag, {"y": y}))

@@ -52,6 +52,7 @@ class ExpertHost:
         # layer -> global id of every local one: ascending, but for those that stay on the lane's device,
         # which come last, so that the engine's part of every stacked tensor is its beginning.
         self.order: dict[int, tuple[int, ...]] = {}
+        self._local: dict[int, torch.Tensor] = {}  # layer -> global id to local one
         self.counters = HostCounters()
         self.load_seconds = 0.0
         self.weight_bytes = 0
@@ -164,9 +165,11 @@ class ExpertHost:
 
     def local_ids(self, layer: int, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
         """Global expert ids [T, K] of a layer to local ones; experts held elsewhere become n (no expert)."""
-        held = self.order[layer]
-        table = torch.full((num_experts + 1,), len(held), dtype=torch.int64)
-        table[list(held)] = torch.arange(len(held))
+        table = self._local.get(layer)
+        if table is None:  # made once: for a single token it would cost as much as the experts
+            held = self.order[layer]
+            table = self._local[layer] = torch.full((num_experts + 1,), len(held), dtype=torch.int64)
+            table[list(held)] = torch.arange(len(held))
         return table[ids.long().clamp(max=num_experts)]
 
     def forward(

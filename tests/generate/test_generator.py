@@ -21,7 +21,10 @@ NEW = 16
 TWO = ("rule.stages=2", "rule.experts.sockets=2")
 EAGER = ("gpt_oss", "deepseek_v4")
 # Windows shorter than the prompts; one layer of four with full attention.
-CHANGES: dict[str, dict[str, int]] = {"gpt_oss": {"sliding_window": 6}, "qwen3_next": {"num_hidden_layers": 4}}
+CHANGES: dict[str, dict[str, int]] = {
+    "gpt_oss": {"sliding_window": 6},
+    "qwen3_next": {"num_hidden_layers": 4},
+}
 
 
 def checkpoint(root: Path, family: str) -> Path:
