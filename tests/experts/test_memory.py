@@ -1,4 +1,4 @@
-"""What oneDNN keeps of compiled products: bounded before a process's first one, a user's setting respected."""
+"""What oneDNN keeps of compiled products: bounded before a first one, while a user's setting stays."""
 
 from __future__ import annotations
 
