@@ -259,7 +259,7 @@ class TransportRate:
 
     Attributes:
         call: seconds of a small Ray message from one actor to another until it can be taken.
-        arena: seconds of a message whose tensors lie in shared memory, the copy not counted.
+        arena: seconds of a message through the doorbell, its tensors in shared memory, the copy not counted.
         arena_bytes: bytes/s copied into shared memory.
         ray_bytes: bytes/s of tensors inside Ray calls between two processes of a node.
         local: seconds of a message between the actors of one process (cluster=local).

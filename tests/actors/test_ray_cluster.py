@@ -114,6 +114,15 @@ def test_a_killed_expert_actor_ends_the_step_with_one_error(started: tuple[Confi
     assert time.monotonic() - begin < 50
 
 
+def taken_by_doorbell(pid: int) -> int:
+    """How often the thread that listens for peers has waited for the next frame."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        status = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines())
+        if status["Name"] == "kt-doorbell":
+            return int(status["voluntary_ctxt_switches"])
+    return 0
+
+
 def test_shutdown_leaves_no_process(checkpoint: Path, place: Place) -> None:
     config = config_for(checkpoint, *COMMON, "rule=cpu_1worker_1socket")
     cluster = ray_cluster(checkpoint, config, "test-end")
@@ -121,6 +130,7 @@ def test_shutdown_leaves_no_process(checkpoint: Path, place: Place) -> None:
     steps(cluster, config, BATCHES, 1)
     opened = {fact["actor"]: shared_memory(fact["pid"]) for fact in cluster.info()}
     assert opened == {name: {"worker-0", "experts-0"} for name in ("worker-0", "experts-0")}
+    assert all(taken_by_doorbell(fact["pid"]) > 5 for fact in cluster.info())
     assert len(place.processes()) > 4
     cluster.shutdown()
     cluster.shutdown()
