@@ -329,7 +329,7 @@ def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[str, str, 
         changed = replace(config, trainer=replace(trainer, batch_size=rows))
         yield f"trainer.batch_size={rows}", "a larger step: fewer updates per epoch", changed
     for size in (trainer.micro_batch_size * 2, trainer.micro_batch_size // 2):
-        if 1 <= size <= math.ceil(trainer.batch_size / rule.replicas):
+        if 1 <= size <= math.ceil(trainer.batch_size / rule.replica_count):
             changed = replace(config, trainer=replace(trainer, micro_batch_size=size))
             yield f"trainer.micro_batch_size={size}", "same results to rounding", changed
     for backend in ("AMXINT8", "AMXINT4"):
