@@ -38,18 +38,21 @@ class Model:
     """What is trained: a built-in model, or a random checkpoint (model, layers, format, further options).
 
     rows: "demo", "nekoqa" (KT_RAY_TEST_DATA) or tokens per row of long ones.
+    warmup: steps at least before the measured ones; torch prepares its products anew for each length of row
+        that it has not seen.
     """
 
     options: tuple[str, ...]
     rows: str | int
     batch: int
     checkpoint: tuple[str, ...] = ()
+    warmup: int = 0
 
 
 SMALL_VOCABULARY = ("--set", "vocab_size=4096")
 MODELS = {
-    "demo": Model(("model=demo",), "demo", 8),
-    "mini": Model(("model=mini", "data.max_length=256"), "nekoqa", 8),
+    "demo": Model(("model=demo",), "demo", 8, warmup=24),
+    "mini": Model(("model=mini", "data.max_length=256"), "nekoqa", 8, warmup=24),
     "v2lite_2_bf16": Model((), 256, 4, ("deepseek_v2_lite", "2", "bf16", *SMALL_VOCABULARY)),
     "v2lite_4_fp8": Model((), 256, 4, ("deepseek_v2_lite", "4", "fp8", *SMALL_VOCABULARY)),
     "v2lite_8_fp8": Model((), 512, 4, ("deepseek_v2_lite", "8", "fp8")),
@@ -173,19 +176,20 @@ def _rates(args: argparse.Namespace, name: str, options: Sequence[str]) -> Path:
 
 
 def _case(args: argparse.Namespace, case: str, options: Sequence[str], rates: Path) -> dict[str, Any]:
-    _, _, layout = case.partition(".")
+    name, _, layout = case.partition(".")
     impl, further = LAYOUTS[layout]
+    warmup = max(args.warmup, MODELS[name].warmup)
     overrides = [*options, *further]
     results = []
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(args.rounds):
-            job = Job(impl, overrides, _model_dir(overrides), args.warmup, args.steps, args.threads)
+            job = Job(impl, overrides, _model_dir(overrides), warmup, args.steps, args.threads)
             try:
                 results.append(run_job(job, Path(scratch), f"{case} {number + 1}/{args.rounds}"))
             except JobFailed as error:
                 return {"case": case, "failed": str(error)}
-    steps = [(i, s) for r in results for i, s in enumerate(r["steps"]) if i >= args.warmup]
-    record = predicted([*overrides, *RULES[impl]], rates, args.warmup, args.steps)
+    steps = [(i, s) for r in results for i, s in enumerate(r["steps"]) if i >= warmup]
+    record = predicted([*overrides, *RULES[impl]], rates, warmup, args.steps)
     # Steps differ in length: both sides are sums over the same steps.
     median = {i: statistics.median(s["seconds"] for j, s in steps if j == i) for i, _ in steps}
     tokens = {i: s["tokens"] for i, s in steps}

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kt_ray import openmp
+
 Step = Callable[[int], dict[str, float]]
 
 
@@ -58,6 +60,8 @@ def main(job_file: str, result_file: str) -> None:
     # Before torch: its pools take their size from here, and the plan counts these CPUs.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job.threads])
     os.environ["OMP_NUM_THREADS"] = str(job.threads)
+    if job.impl.startswith("kt_ray"):
+        openmp.apply()  # as the command line does; peers run as their users start them
     begun = time.monotonic()
     with _opened(job) as (step, facts):
         loaded = time.monotonic() - begun

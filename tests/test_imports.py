@@ -24,6 +24,7 @@ HEAVY = {
     "filetypes": ("torch", "transformers", "peft", "numpy"),
     "batch": ("torch", "transformers", "peft"),
     "cli": ("torch", "transformers", "peft", "numpy"),
+    "openmp": ("torch", "transformers", "peft", "numpy"),
 }
 
 # Packages of kt_ray that a package may import, itself included. Those not listed here may import any.
@@ -34,7 +35,8 @@ ALLOWED = {
     "native": {"native"},
     "config": {"config", "errors"},
     "placement": {"placement", "config", "errors", "batch", "filetypes"},
-    "cli": {"cli", "config", "errors", "modes"},
+    "openmp": {"openmp"},
+    "cli": {"cli", "config", "errors", "modes", "openmp"},
 }
 
 # Pieces that must not know the Ray layer, even indirectly.

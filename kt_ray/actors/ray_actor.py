@@ -8,6 +8,7 @@ from typing import Any
 import ray
 
 from kt_ray.actors.attention_worker import AttentionWorker
+from kt_ray.actors.doorbell import DoorbellAddress
 from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.gloo_link import Meeting, MeetingPoint
 from kt_ray.actors.gpu import show_own_gpu
@@ -63,6 +64,11 @@ class RayActor:
     @ray.method(concurrency_group="control")
     def node(self) -> str:
         return _node_id()
+
+    @ray.method(concurrency_group="control")
+    def place(self) -> tuple[str, DoorbellAddress | None]:
+        """The node, and where peers on it may ring."""
+        return _node_id(), self._port.listen()
 
     @ray.method(concurrency_group="control")
     def meeting(self) -> Meeting:

@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from kt_ray import openmp
 from kt_ray.actors.cluster import ActorCluster, ActorDied, Handle, LoadNote
 from kt_ray.actors.gloo_link import Meeting
 from kt_ray.actors.gpu import VARIABLE, own_gpu, own_lane
@@ -138,8 +139,7 @@ class RayCluster(ActorCluster):
         os.environ.setdefault("RAY_memory_usage_threshold", "0.99")
         # Ray's workers are nice by default; training is what this machine is here for.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        # Idle OpenMP threads spin for milliseconds by default, on cores that the engine's threads want.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        openmp.apply()
         context = self._init(
             address="local",
             include_dashboard=self.config.dashboard,
@@ -230,7 +230,7 @@ class RayCluster(ActorCluster):
         bundle, one = self._wanted[address]
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         if self._joined:  # that cluster's processes have an environment of their own
-            environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
+            environment |= openmp.settings(os.environ)
         runtime_env = {"runtime_env": {"env_vars": environment}} if environment else {}
         factory = RemoteActor.options(
             name=one.name,
@@ -269,11 +269,11 @@ class RayCluster(ActorCluster):
         """Tell every actor its peers; again when some of them were replaced (between passes)."""
         self._epoch += 1
         timeout = self.config.start_timeout
-        nodes = [handle.actor.node.remote() for handle in self._ray_handles()]
+        places = [handle.actor.place.remote() for handle in self._ray_handles()]
         peers: dict[Address, Peer] = {}
-        for handle, future in zip(self._ray_handles(), nodes, strict=True):
+        for handle, future in zip(self._ray_handles(), places, strict=True):
             try:
-                peers[handle.address] = Peer(handle.actor, ray.get(future, timeout=timeout))
+                peers[handle.address] = Peer(handle.actor, *ray.get(future, timeout=timeout))
             except GetTimeoutError as error:
                 bundle = self._wanted[handle.address][1].bundle
                 raise not_started(handle.name, self._group, bundle, timeout) from error

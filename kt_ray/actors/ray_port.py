@@ -1,11 +1,14 @@
-"""The port of a Ray actor: shared memory, bytes inside the Ray call, or gloo, as the plan says per peer.
+"""The port of a Ray actor: shared memory, bytes inside the message, or gloo, as the plan says per peer.
 
-A Ray call is then only a doorbell that carries where the tensors lie, or under which tags they come; small
-messages always carry their bytes inside the call. A message is packed once for each way it goes.
+What is sent then only says where the tensors lie, or under which tags they come; small messages carry their
+bytes. Between actors that share memory it goes through the peer's doorbell (doorbell.py), else, and whenever
+the doorbell does not take it, as a Ray call. A message is packed once for each way it goes.
 """
 
 from __future__ import annotations
 
+import logging
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +17,17 @@ import numpy as np
 import torch
 
 from kt_ray.actors.arena import Arena, ArenaReader, Block, TensorRef
+from kt_ray.actors.doorbell import Doorbell, DoorbellAddress, Ringer
 from kt_ray.actors.gloo_link import GlooLink, Meeting
 from kt_ray.actors.mailbox import Address, Message, Tag
 from kt_ray.actors.page_lock import PageLock
 from kt_ray.actors.port import Lease
 from kt_ray.placement.transport import Transport
 
+logger = logging.getLogger(__name__)
+
 INLINE_BYTES = 16 * 1024  # below this a message is cheaper inside the call than by any other way
+RUNG_BYTES = 2 * 1024  # the same for the doorbell, whose frames are small
 
 
 @dataclass
@@ -69,10 +76,11 @@ def unpack(packed: Packed, reader: ArenaReader) -> Message:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another actor: its Ray handle and the node it runs on."""
+    """Another actor: its Ray handle, the node it runs on, and where to ring there (None = nowhere)."""
 
     handle: Any
     node: str
+    doorbell: DoorbellAddress | None = None
 
 
 class RayPort:
@@ -110,6 +118,8 @@ class RayPort:
         self._node = ""
         self._ranks: dict[Address, int] = {}
         self._link: GlooLink | None = None
+        self._doorbell: Doorbell | None = None
+        self._ringers: dict[Address, Ringer] = {}
         self.epoch = -1
         self._arena = Arena(name)
         self._reader = ArenaReader(PageLock() if pinned else None)
@@ -118,6 +128,14 @@ class RayPort:
         self._next: Lease = 1
 
     # -- peers -------------------------------------------------------------------------------
+
+    def listen(self) -> DoorbellAddress | None:
+        """Where peers may ring; None if none of them shares memory with this actor."""
+        if self._transport.near != "arena":
+            return None
+        if self._doorbell is None:
+            self._doorbell = Doorbell(lambda frame: self.receive(pickle.loads(frame)), self._lost)
+        return self._doorbell.address
 
     def connect(
         self,
@@ -147,8 +165,20 @@ class RayPort:
         self._me, self._peers, self.epoch = me, dict(peers), epoch
         self._node = peers[me].node
         self._ranks = {address: rank for rank, address in enumerate(sorted(peers))}
+        self._find_doorbells()
         if meeting is not None and len(peers) > 1:
             self._link = GlooLink(meeting, self._ranks[me], len(peers), host, self._timeout, self._lost)
+
+    def _find_doorbells(self) -> None:
+        while self._ringers:
+            self._ringers.popitem()[1].close()
+        for address, peer in self._peers.items():
+            if address == self._me or peer.doorbell is None or not self.shares(address):
+                continue
+            try:
+                self._ringers[address] = Ringer(peer.doorbell)
+            except OSError as error:
+                logger.warning("messages to %s-%d go through Ray: %s", *address, error)
 
     def way(self, address: Address) -> str:
         """ "arena", "ray" or "gloo": how a large message gets to that actor."""
@@ -185,7 +215,8 @@ class RayPort:
         size = sum(t.numel() * t.element_size() for t in message.tensors.values())
         by_way: dict[str, list[Address]] = {}
         for address in to:
-            by_way.setdefault(self.way(address) if size > INLINE_BYTES else "ray", []).append(address)
+            limit = min(RUNG_BYTES, INLINE_BYTES) if address in self._ringers else INLINE_BYTES
+            by_way.setdefault(self.way(address) if size > limit else "inline", []).append(address)
         for way, addresses in by_way.items():
             if way == "arena":
                 packed = Packed(message.tag, message.facts)
@@ -205,8 +236,13 @@ class RayPort:
 
     def _ring(self, addresses: Sequence[Address], packed: Packed) -> None:
         packed.epoch = self.epoch
+        frame = b""
         for address in addresses:
-            self._peers[address].handle.deliver.remote(packed)
+            ringer = self._ringers.get(address)
+            if ringer is not None:
+                frame = frame or pickle.dumps(packed, pickle.HIGHEST_PROTOCOL)
+            if ringer is None or not ringer.ring(frame):
+                self._peers[address].handle.deliver.remote(packed)
 
     def _through_gloo(self, address: Address, message: Message) -> Packed:
         assert self._link is not None, "connect() without a meeting"
@@ -234,7 +270,7 @@ class RayPort:
     # -- receiving ---------------------------------------------------------------------------
 
     def receive(self, packed: Packed) -> None:
-        """Take a message from a peer's call, from any thread; gloo is waited for elsewhere."""
+        """Take a message from a peer, from any thread; gloo is waited for elsewhere."""
         if packed.epoch != self.epoch:
             return  # of a pass that was given up when an actor died
         message = unpack(packed, self._reader)
@@ -266,6 +302,11 @@ class RayPort:
         return self._arena.bytes
 
     def close(self) -> None:
+        if self._doorbell is not None:
+            self._doorbell.close()
+            self._doorbell = None
+        while self._ringers:
+            self._ringers.popitem()[1].close()
         if self._link is not None:
             self._link.close()
             self._link = None

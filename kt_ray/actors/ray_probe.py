@@ -1,4 +1,4 @@
-"""How long Ray takes: a small message, one whose tensors lie in shared memory, one that carries them."""
+"""How long messages under Ray take: a small call, one that carries tensors, one in shared memory."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import logging
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 import torch
 
-from kt_ray.actors.arena import ArenaReader
-from kt_ray.actors.mailbox import Mailbox, Message
+from kt_ray.actors.doorbell import DoorbellAddress
+from kt_ray.actors.mailbox import Address, Mailbox, Message
 from kt_ray.actors.ray_address import running_cluster
-from kt_ray.actors.ray_port import INLINE_BYTES, Packed, Peer, RayPort, pack_inline, unpack
+from kt_ray.actors.ray_port import INLINE_BYTES, Packed, Peer, RayPort
 from kt_ray.placement.rates import Figure
 from kt_ray.placement.transport import Transport
 
@@ -23,47 +24,51 @@ _SMALL, _LARGE = 64, 8 << 20  # bytes of tensors in a message
 
 
 class Probe:
-    """One end of the measurement; takes messages while it waits, as the real actors do."""
+    """One end of the measurement; takes messages while it waits, as the real actors do.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._reader = ArenaReader()
-        self._mailbox = Mailbox(name)
+    Args:
+        rank: 0 asks, 1 answers.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._me, self._other = ("worker", rank), ("worker", 1 - rank)
+        self._mailbox = Mailbox(f"probe {rank}")
+        put, fail = self._mailbox.put, self._mailbox.fail
+        self._ports = {
+            near: RayPort("probe", put, fail, transport=Transport(near, "ray")) for near in ("arena", "ray")
+        }
 
     @ray.method(concurrency_group="control")
-    def node(self) -> str:
-        return str(ray.get_runtime_context().get_node_id())
+    def place(self) -> tuple[str, DoorbellAddress | None]:
+        return str(ray.get_runtime_context().get_node_id()), self._ports["arena"].listen()
+
+    @ray.method(concurrency_group="control")
+    def connect(self, peers: dict[Address, Peer]) -> None:
+        for port in self._ports.values():
+            port.connect(self._me, peers)
 
     @ray.method(concurrency_group="control")
     def deliver(self, packed: Packed) -> None:
-        self._mailbox.put(unpack(packed, self._reader))
+        self._ports["ray"].receive(packed)
 
     @ray.method(concurrency_group="compute")
-    def answer(self, peer: Peer, rounds: int) -> None:
-        """Answer `rounds` messages with small ones."""
+    def answer(self, near: str, rounds: int) -> None:
+        """Answer `rounds` messages with small ones, through shared memory ("arena") or calls ("ray")."""
         for i in range(rounds):
             self._mailbox.take(("ask", i), WAIT)
-            peer.handle.deliver.remote(Packed(("answer", i), {}))
+            self._ports[near].send([self._other], Message(("answer", i)))
 
     @ray.method(concurrency_group="compute")
-    def ask(self, peer: Peer, size: int, shared: bool, rounds: int) -> float:
+    def ask(self, near: str, size: int, rounds: int) -> float:
         """Median seconds until a message with `size` bytes of tensors was answered."""
-        tensor = torch.ones(size, dtype=torch.uint8)
-        port = RayPort(self._name, self._mailbox.put, self._mailbox.fail, transport=Transport("arena", "ray"))
-        me = ("worker", 0)
-        port.connect(me, {me: Peer(None, peer.node), ("experts", 0): peer})
+        port, tensor = self._ports[near], torch.ones(size, dtype=torch.uint8)
         times = []
         for i in range(rounds):
-            message = Message(("ask", i), {"x": tensor})
             start = time.perf_counter()
-            if shared:
-                lease = port.send([("experts", 0)], message)
-            else:
-                peer.handle.deliver.remote(pack_inline(message))
+            lease = port.send([self._other], Message(("ask", i), {"x": tensor}))
             self._mailbox.take(("answer", i), WAIT)
             times.append(time.perf_counter() - start)
-            if shared:
-                port.release(lease)
+            port.release(lease)
         return statistics.median(times[len(times) // 5 :])  # the first ones start connections
 
 
@@ -77,29 +82,36 @@ def probe_ray(rounds: int = 100, arena_bytes: float = float("inf")) -> dict[str,
         rounds: of small messages; a tenth of it of large ones.
         arena_bytes: bytes/s of the copy into shared memory, which "arena" leaves out.
     """
-    here, there = _Remote.options(num_cpus=0).remote("here"), _Remote.options(num_cpus=0).remote("there")
+    pair = [_Remote.options(num_cpus=0).remote(rank) for rank in (0, 1)]
     try:
-        nodes = ray.get([here.node.remote(), there.node.remote()], timeout=WAIT)
-        ends = [Peer(handle, node) for handle, node in zip((here, there), nodes, strict=True)]
-
-        def round_trip(size: int, shared: bool, count: int) -> float:
-            done = there.answer.remote(ends[0], count)
-            took = ray.get(here.ask.remote(ends[1], size, shared, count), timeout=WAIT * 2)
-            ray.get(done, timeout=WAIT)
-            return float(took)
-
-        small = round_trip(_SMALL, False, rounds) / 2
-        few = max(5, rounds // 10)
-        carried = max(round_trip(_LARGE, False, few) - 2 * small, 1e-9)
+        one_node = introduce(pair)
+        small = round_trip(pair, "ray", _SMALL, rounds) / 2
+        carried = max(round_trip(pair, "ray", _LARGE, max(5, rounds // 10)) - 2 * small, 1e-9)
         figures = {"call": Figure(small, "measured"), "ray_bytes": Figure(_LARGE / carried, "measured")}
-        if nodes[0] == nodes[1]:
-            size = 8 * INLINE_BYTES
-            one_way = round_trip(size, True, rounds) - small - size / arena_bytes
+        if one_node:
+            size = 8 * INLINE_BYTES  # a message there in shared memory, and a small one back
+            one_way = (round_trip(pair, "arena", size, rounds) - size / arena_bytes) / 2
             figures["arena"] = Figure(max(one_way, 1e-6), "measured")
         return figures
     finally:
-        for handle in (here, there):
+        for handle in pair:
             ray.kill(handle)
+
+
+def introduce(pair: Sequence[Any]) -> bool:
+    """Connect two probes; whether both are on one node."""
+    places = ray.get([handle.place.remote() for handle in pair], timeout=WAIT)
+    peers = {("worker", r): Peer(h, *at) for r, (h, at) in enumerate(zip(pair, places, strict=True))}
+    ray.get([handle.connect.remote(peers) for handle in pair], timeout=WAIT)
+    return bool(places[0][0] == places[1][0])
+
+
+def round_trip(pair: Sequence[Any], near: str, size: int, rounds: int) -> float:
+    """`Probe.ask` of two that were introduced."""
+    done = pair[1].answer.remote(near, rounds)
+    took = ray.get(pair[0].ask.remote(near, size, rounds), timeout=WAIT * 2)
+    ray.get(done, timeout=WAIT)
+    return float(took)
 
 
 def measure_ray(address: str, rounds: int = 100, arena_bytes: float = float("inf")) -> dict[str, Figure]:

@@ -47,22 +47,7 @@ def actor_specs(
             on meta.
         root: module name of the language model (`StageModel.root`).
     """
-    dtype = config.model.dtype if config.model.dtype != "auto" else plan.dims.dtype
-    stages = tuple(
-        StageSpec(
-            model_dir=model_dir,
-            layers=worker.layers,
-            num_layers=plan.dims.num_layers,
-            device=worker.device,
-            dtype=dtype,
-            attn_implementation=config.model.attn_implementation,
-            seed=config.seed,
-            lora=config.lora,
-            loss_chunk=config.trainer.loss_chunk,
-            keep_quantized=config.model.keep_quantized,
-        )
-        for worker in plan.workers
-    )
+    stages = stage_specs(plan, config, model_dir)
     if formulas is None:
         whole = replace(stages[0], layers=(0, plan.dims.num_layers))
         built = build_on_meta(whole)
@@ -96,4 +81,24 @@ def actor_specs(
         optim=config.optim,
         timeout=config.trainer.step_timeout,
         load_timeout=config.cluster.load_timeout,
+    )
+
+
+def stage_specs(plan: Plan, config: Config, model_dir: str) -> tuple[StageSpec, ...]:
+    """What each attention worker of `plan` builds, by rank."""
+    dtype = config.model.dtype if config.model.dtype != "auto" else plan.dims.dtype
+    return tuple(
+        StageSpec(
+            model_dir=model_dir,
+            layers=worker.layers,
+            num_layers=plan.dims.num_layers,
+            device=worker.device,
+            dtype=dtype,
+            attn_implementation=config.model.attn_implementation,
+            seed=config.seed,
+            lora=config.lora,
+            loss_chunk=config.trainer.loss_chunk,
+            keep_quantized=config.model.keep_quantized,
+        )
+        for worker in plan.workers
     )

@@ -3,6 +3,7 @@
 from kt_ray.measure.experts import ExpertShape, measure_experts
 from kt_ray.measure.gpu import measure_gpu
 from kt_ray.measure.host import measure_cpu, measure_disk, measure_memory, measure_optimizer
+from kt_ray.measure.layers import measure_layers
 from kt_ray.measure.local import measure_arena, measure_local_message
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "measure_disk",
     "measure_experts",
     "measure_gpu",
+    "measure_layers",
     "measure_local_message",
     "measure_memory",
     "measure_optimizer",

@@ -10,12 +10,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kt_ray.config.schema import Config
+from kt_ray.demo import resolve_model_dir
 from kt_ray.environment import environment
 from kt_ray.errors import UserError
+from kt_ray.placement.cost import layer_works
+from kt_ray.placement.dims import dims_from_dir
 from kt_ray.placement.hardware import cpu_name
+from kt_ray.placement.layer_rates import merged
 from kt_ray.placement.nominal import nominal_rates
+from kt_ray.placement.plan import make_plan
 from kt_ray.placement.rate_files import mismatch, rates_path, read_rates, write_rates
-from kt_ray.placement.rates import ENGINE_FORMAT, ROWS, DeviceRate, ExpertRate, Figure, LinkRate, Rates
+from kt_ray.placement.rates import (
+    ENGINE_FORMAT,
+    ROWS,
+    DeviceRate,
+    ExpertRate,
+    Figure,
+    LayerRate,
+    LinkRate,
+    Rates,
+)
 from kt_ray.placement.types import Hardware, ModelDims
 
 if TYPE_CHECKING:  # brings torch and the engine
@@ -25,6 +39,7 @@ Say = Callable[[str], None]
 MAIN_FORMATS = ("bf16", "fp8", "int8", "int4", "mxfp4", "f32")
 GGUF_FORMATS = ("q8_0", "q6_k", "q4_k", "q4_0")
 FEW_ROWS = (1, 16, 256)
+WIDTHS = (16, 64, 256, 1024)  # positions of a row at which a model's layers are measured
 BUDGET = 150.0  # seconds after which formats that are left are not measured any more
 DISTURBED = 0.1  # CPUs that others may use before the figures are called disturbed
 
@@ -82,7 +97,8 @@ def store(config: Config, hardware: Hardware, rates: Rates) -> Path:
         if old is not None and mismatch(old, hardware) is None:
             new = {_key(e) for e in rates.experts}
             kept = [e for e in old.experts if _key(e) not in new and _is_measured(e)]
-            rates = dataclasses.replace(rates, experts=(*rates.experts, *kept))
+            layers = merged(rates.layers, old.layers)
+            rates = dataclasses.replace(rates, experts=(*rates.experts, *kept), layers=layers)
     write_rates(rates, path)
     return path
 
@@ -120,6 +136,7 @@ def _measure(config: Config, hardware: Hardware, dims: ModelDims | None, say: Sa
     if disk is None:
         notes.append("no disk was measured: neither the model's files nor a directory to write to")
     experts = _experts(config, hardware, dims, say, notes)
+    layers = _layers(config, hardware, say, notes) if dims else ()
     gpu, link = nominal.gpu, nominal.link
     if hardware.gpus and config.rule.device != "cpu":
         gpu, link = _gpu(say, notes) or (gpu, link)
@@ -141,6 +158,7 @@ def _measure(config: Config, hardware: Hardware, dims: ModelDims | None, say: Sa
         transport=dataclasses.replace(nominal.transport, **found),
         optimizer=optimizer,
         disk=disk or nominal.disk,
+        layers=layers,
         notes=tuple(notes),
     )
 
@@ -210,6 +228,26 @@ def _experts(
     if skipped:
         notes.append(f"not measured for want of time: experts of {'; '.join(skipped)}")
     return rates
+
+
+def _layers(config: Config, hardware: Hardware, say: Say, notes: list[str]) -> tuple[LayerRate, ...]:
+    """The configured model's own layers, where its weights are at hand: as the workers would run them, and on
+    one thread and on all."""
+    from kt_ray.actors.specs import stage_specs
+    from kt_ray.measure import measure_layers
+
+    try:
+        model_dir = os.path.abspath(resolve_model_dir(config.model))
+        plan = make_plan(dims_from_dir(model_dir), config, hardware)
+        works = layer_works(plan, config)
+        threads = sorted({1, plan.workers[0].threads, hardware.sockets[0].cores})
+        longest = max(WIDTHS[0], config.data.max_length)
+        widths = [*(w for w in WIDTHS if w < longest), min(longest, 4 * WIDTHS[-1])]
+        spec = stage_specs(plan, config, model_dir)[0]
+        return measure_layers(spec, works, threads, widths, lambda what: say(f"the model's {what}"))
+    except UserError as error:
+        notes.append(f"the model's own layers were not measured: {error.what} ({error.where})")
+        return ()
 
 
 def _own_shape(dims: ModelDims | None) -> ExpertShape | None:
@@ -292,6 +330,15 @@ def show(rates: Rates, threads: int) -> list[str]:
             f"{_gb(device.memory)}, log-softmax {device.softmax.value / 1e6:,.0f} M logits/s, "
             f"small operation {device.operation.value * 1e6:.1f} us"
         )
+    for layer in rates.layers:
+        took = ", ".join(
+            f"{kind} {at / curve(at) * 1e3:,.3g} ms"
+            for kind, curve in layer.kinds.items()
+            for at in curve.at[-1:]
+        )
+        on = f"{layer.threads} threads" if layer.threads else "the GPU"
+        length = max((curve.at[-1] for curve in layer.kinds.values()), default=0)
+        lines.append(f"layers    {layer.name} on {on}, {length:.0f} positions: {took}")
     for rate in rates.experts:
         if not _is_measured(rate):
             continue

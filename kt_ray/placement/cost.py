@@ -2,7 +2,8 @@
 
 Who does what in seconds, an actor alone on its cores:
 
-    attention   layer_work.py; with what it copies for the experts and what it adds up of their answers
+    attention   layer_work.py, corrected where mode=doctor ran the model's layers; with what it copies for the
+                experts and what it adds up of their answers
     experts     products of gate, up and down over the measured rate at the rows an expert gets, LoRA and
                 elementwise work included in the rate and scaled to this shape; never less than the weights
                 as stored over the socket's memory; activations=recompute adds gate and up again
@@ -20,6 +21,7 @@ from functools import cached_property
 from kt_ray.config.schema import Config
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.placement.hosts import socket_name
+from kt_ray.placement.layer_rates import ENDS, KINDS, Corrections, ends_signature, layer_signature, nearest
 from kt_ray.placement.layer_work import (
     NORM_PASSES,
     LayerWork,
@@ -30,7 +32,7 @@ from kt_ray.placement.layer_work import (
 )
 from kt_ray.placement.memory import expert_lora_params, held_format, home_node, logit_rows, lora_params
 from kt_ray.placement.rates import DeviceRate, ExpertRate, Rates
-from kt_ray.placement.simulate_types import Carriage, ExpertClass, Group, Leg, Machine, Phase
+from kt_ray.placement.simulate_types import Carriage, ExpertClass, Group, Leg, Machine, Micro, Phase
 from kt_ray.placement.traffic import touched
 from kt_ray.placement.types import Plan
 
@@ -43,6 +45,14 @@ SUBMIT_OPS = 10.0  # what a worker does to hand a group's tokens over
 PARAMETER_OPS = 2.0  # of the step's end, per LoRA matrix
 PASS_OPS = 300.0  # the driver's calls and reports around a pass or a phase
 SUM_BYTES = 36  # read and written per gradient for its squared norm in float64; a copied byte is two
+
+
+def layer_works(plan: Plan, config: Config) -> tuple[LayerWork, ...]:
+    """The counted work of every layer of the plan's model."""
+    kind = config.model.attn_implementation
+    return tuple(
+        LayerWork(plan.dims, layer, config.lora, plan.dtype, kind) for layer in range(plan.dims.num_layers)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +83,7 @@ class PlanDurations:
 
     @cached_property
     def layers(self) -> tuple[LayerWork, ...]:
-        dims, config = self.plan.dims, self.config
-        kind = config.model.attn_implementation
-        return tuple(
-            LayerWork(dims, layer, config.lora, self.plan.dtype, kind) for layer in range(dims.num_layers)
-        )
+        return layer_works(self.plan, self.config)
 
     @cached_property
     def device(self) -> DeviceRate:
@@ -98,40 +104,74 @@ class PlanDurations:
 
     def attention_seconds(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
         """`attention`, computed."""
-        plan, device, dtype = self.plan, self.device, self.plan.dtype
-        work, moe = self.layers[layer], layer in plan.dims.moe_layers
-        tokens = sum(m.tokens for m in group)
-        unequal = work.unequal
+        moe = layer in self.plan.dims.moe_layers
         before = after = 0.0
         for m in group:
-            positions = m.rows * m.width
-            if kind == "begin":
-                begun = Work(passes=BEGIN_PASSES * positions * plan.dims.hidden_size, operations=BEGIN_OPS)
-                before += seconds(begun, device, self.host, dtype, positions)
-            elif kind in ("forward", "recompute"):
-                first, rest = work.forward(m.rows, m.width)
-                grad = kind == "recompute"
-                one = seconds(first, device, self.host, dtype, positions, unequal=unequal, grad=grad)
-                two = seconds(rest, device, self.host, dtype, positions, grad=grad)
-                before, after = (before, after + one + two) if grad else (before + one, after + two)
-            elif kind == "backward":
-                through = work.backward(m.rows, m.width)
-                after += seconds(through, device, self.host, dtype, positions, back=True, unequal=unequal)
-            elif kind == "join":
-                after += seconds(self._joined(positions), device, self.host, dtype, positions)
-            elif kind == "loss":
-                chunk = logit_rows(self.config.trainer.loss_chunk, max(1, m.trained), plan.dims.vocab_size)
-                after += head_seconds(plan.dims, device, self.host, dtype, m.trained, chunk)
+            one, two = self._counted(kind, layer, m, self.device, self.host)
+            factor = self._correction(kind, layer, m)
+            before, after = before + one * factor, after + two * factor
         if moe and kind in ("forward", "recompute"):
-            handed = self._submit(kind, tokens)
             # Experts get the whole group at its last micro-batch: shared experts of the others ran before.
             if kind == "forward" and len(group) > 1:
                 early = after * (len(group) - 1) / len(group)
                 before, after = before + early, after - early
-            before += handed
+            before += self._submit(kind, sum(m.tokens for m in group))
         elif kind == "join" or (kind == "backward" and moe):
-            after += self._answers(kind, tokens)
+            after += self._answers(kind, sum(m.tokens for m in group))
         return (before, after) if moe or kind == "begin" else (before + after, 0.0)
+
+    def _counted(
+        self, kind: str, layer: int, m: Micro, device: DeviceRate, host: DeviceRate
+    ) -> tuple[float, float]:
+        """One micro-batch's seconds until the experts get their tokens, and after that, by layer_work.py."""
+        plan, dtype, work = self.plan, self.plan.dtype, self.layers[layer]
+        positions = m.rows * m.width
+        if kind == "begin":
+            begun = Work(passes=BEGIN_PASSES * positions * plan.dims.hidden_size, operations=BEGIN_OPS)
+            return seconds(begun, device, host, dtype, positions), 0.0
+        if kind in ("forward", "recompute"):
+            first, rest = work.forward(m.rows, m.width)
+            grad = kind == "recompute"
+            one = seconds(first, device, host, dtype, positions, unequal=work.unequal, grad=grad)
+            two = seconds(rest, device, host, dtype, positions, grad=grad)
+            return (0.0, one + two) if grad else (one, two)
+        if kind == "backward":
+            through = work.backward(m.rows, m.width)
+            return 0.0, seconds(through, device, host, dtype, positions, back=True, unequal=work.unequal)
+        if kind == "join":
+            return 0.0, seconds(self._joined(positions), device, host, dtype, positions)
+        if kind == "loss":
+            chunk = logit_rows(self.config.trainer.loss_chunk, max(1, m.trained), plan.dims.vocab_size)
+            return 0.0, head_seconds(plan.dims, device, host, dtype, m.trained, chunk)
+        return 0.0, 0.0
+
+    def _correction(self, kind: str, layer: int, m: Micro) -> float:
+        """measured / counted, where the model's layers were measured on this machine."""
+        if kind in KINDS:
+            return self._corrections(layer_signature(self.layers[layer]), layer, kind, m.rows * m.width)
+        if kind in ENDS and (m.trained or kind == "begin"):
+            size = m.trained if kind == "loss" else m.rows * m.width
+            return self._corrections(ends_signature(self.layers[0]), 0, kind, size)
+        return 1.0
+
+    @cached_property
+    def corrected(self) -> bool:
+        """Whether a layer of this model was measured."""
+        threads = 0 if self.on_gpu else self.plan.workers[0].threads
+        return any(nearest(self.rates.layers, layer_signature(w), threads) for w in self.layers)
+
+    @cached_property
+    def _corrections(self) -> Corrections:
+        def counted(layer: int, kind: str, width: int, threads: int) -> float:
+            """What measure/layers.py times: it hands tokens over, and gets no answers to add up."""
+            host = self.rates.cpu_rate(threads) if threads else self.host
+            device = host if threads else self.device
+            total = sum(self._counted(kind, layer, Micro(1, width, width, width), device, host))
+            moe = layer in self.plan.dims.moe_layers
+            return total + (self._submit(kind, width) if moe and kind in ("forward", "recompute") else 0.0)
+
+        threads = 0 if self.on_gpu else self.plan.workers[0].threads
+        return Corrections(self.rates.layers, threads, counted)
 
     def _joined(self, positions: int) -> Work:
         return Work(passes=5.0 * positions * self.plan.dims.hidden_size, operations=JOIN_OPS)

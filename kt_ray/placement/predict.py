@@ -215,7 +215,10 @@ def _terms(
         for layer, direction, g in expert_order(plan, "train"):
             calls[direction] += durations.expert(seat.actors[0], layer, direction, tokens[g])
     device, expert = durations.device, durations.expert_rate
-    on = f"{device.name}; products: {_source(device.gemm, plan.dtype)}; memory: {device.memory.source}"
+    layers = "; layers: measured" if durations.corrected else ""
+    on = (
+        f"{device.name}{layers}; products: {_source(device.gemm, plan.dtype)}; memory: {device.memory.source}"
+    )
     found = [Term(name, value, on) for name, value in sums.items() if value]
     for direction in ("forward", "backward"):
         curve = expert.forward_all if direction == "forward" else expert.backward_all

@@ -3,7 +3,7 @@
 A `Rates` is measured by mode=doctor, described in a hardware file, or computed from instruction set and
 cores (nominal.py). Units: seconds, bytes, FLOP (a multiply-add is two), per second.
 
-    rates = rates_for(config, hardware)                    # rate_files.py
+    rates = rates_for(config, hardware)  # rate_files.py
     expert = rates.expert("avx512_bf16", "bf16", hidden=2048, inter=1408)
     seconds = 6 * rows * 2048 * 1408 / expert.flops("forward", rows_per_expert, threads=2)
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 
 ROWS = (1, 4, 16, 64, 256)  # rows per expert at which experts are measured
 
@@ -215,6 +215,23 @@ class DeviceRate:
 
 
 @dataclass(frozen=True)
+class LayerRate:
+    """What one kind of decoder layer of one model took, its experts left out (layer_rates.py).
+
+    Attributes:
+        signature: of all layers that cost the same. name: for readers, "deepseek_v3 layer 3".
+        threads: of torch; 0 on a GPU.
+        kinds: "forward" (no grad), "recompute" (under grad), "backward"; of a model's ends "begin", "loss" ->
+            positions/s of one row over its positions.
+    """
+
+    signature: str
+    name: str
+    threads: int
+    kinds: Mapping[str, Curve]
+
+
+@dataclass(frozen=True)
 class MemoryRate:
     """Of one socket, bytes/s: read by one thread and by all; copied (bytes of the source) by one and all;
     fresh memory written to for the first time (the system hands out zeroed pages)."""
@@ -271,6 +288,7 @@ class Rates:
         link: PCIe of one GPU; None without a GPU.
         optimizer: parameters/s of AdamW, all threads of one socket.
         disk: bytes/s read of files that are not in memory.
+        layers: whole layers of models, measured.
         notes: what a reader must know (a refused file, scaled figures).
     """
 
@@ -289,7 +307,8 @@ class Rates:
     link: LinkRate | None = None
     date: str = ""
     commit: str = ""
-    notes: tuple[str, ...] = field(default=())
+    layers: tuple[LayerRate, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def expert(
         self, isa: str, fmt: str, hidden: int = 0, inter: int = 0, products: str = "any"

@@ -1,0 +1,152 @@
+"""Speed of a model's own layers beside the experts: real weights, the worker's own layer loop.
+
+One layer of each kind is loaded (kt_ray.model.Stage) and run with an exchange that answers zeros at once, so
+that what is timed is all that a worker does for a micro-batch but waiting for experts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kt_ray.batch import MicroBatch, PassSpec
+from kt_ray.measure.timing import torch_threads
+from kt_ray.model.spec import StageSpec
+from kt_ray.model.stage import Stage
+from kt_ray.placement.layer_rates import ENDS, KINDS, ends_signature, layer_signature, rate_of
+from kt_ray.placement.layer_work import LayerWork
+from kt_ray.placement.rates import LayerRate
+
+REPEATS = 5  # of which the median counts
+TOO_LONG = 1.0  # seconds of a forward beyond which no longer rows are tried
+
+
+class Zeros:
+    """An `Exchange` (kt_ray.model.exchange) whose experts answer zeros at once."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[tuple[int, int], tuple[int, int, int]] = {}
+
+    def alloc(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def submit_forward(
+        self,
+        layer: int,
+        group: int,
+        x_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        keys_T: Tensor,
+        keep: bool,
+    ) -> None:
+        self._sizes[layer, group] = (x_TH.shape[0], x_TH.shape[1], weights_TK.shape[1])
+
+    def join_forward(self, layer: int, group: int) -> Tensor:
+        tokens, width, _ = self._sizes[layer, group]
+        return torch.zeros(tokens, width)
+
+    def submit_backward(self, layer: int, group: int, dy_TH: Tensor) -> None:
+        return
+
+    def join_backward(self, layer: int, group: int) -> tuple[Tensor, Tensor]:
+        tokens, width, k = self._sizes[layer, group]
+        return torch.zeros(tokens, width), torch.zeros(tokens, k)
+
+
+def measure_layers(
+    spec: StageSpec,
+    works: Sequence[LayerWork],
+    threads: Sequence[int],
+    widths: Sequence[int],
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[LayerRate, ...]:
+    """Positions/s of one layer of each kind that the model has, and of its head.
+
+    Args:
+        spec: of any stage of the model.
+        works: every layer's counted work: layers of one signature are measured once.
+        threads: torch threads to measure with; ignored on a GPU.
+        widths: positions of one row, ascending; longer ones are left out where a forward takes a second.
+
+    Raises:
+        UserError: the model cannot be built or loaded.
+    """
+    last = len(works) - 1
+    # The last layer of each kind: the last of all comes with the head.
+    kinds = {layer_signature(work): number for number, work in enumerate(works)}
+    found: list[LayerRate] = []
+    for signature, layer in kinds.items():
+        say(f"layer {layer} of {works[layer].dims.model_type}")
+        stage = Stage(replace(spec, layers=(layer, layer + 1)))
+        for count in threads if stage.device.type == "cpu" else (0,):
+            seconds: dict[str, dict[int, float]] = {kind: {} for kind in (*KINDS, *ENDS)}
+            with torch_threads(count or torch.get_num_threads()):
+                for width in widths:
+                    took = _median(stage, layer, width)
+                    for kind, value in took.items():
+                        seconds[kind][width] = value
+                    if took["forward"] > TOO_LONG:
+                        break
+            name = f"{works[layer].dims.model_type} layer {layer}"
+            found.append(rate_of(signature, name, count, {k: seconds[k] for k in KINDS}))
+            if layer == last:
+                ends = {k: seconds[k] for k in ENDS}
+                found.append(
+                    rate_of(ends_signature(works[0]), f"{name[: name.index(' ')]} ends", count, ends)
+                )
+        del stage
+    return tuple(found)
+
+
+def _median(stage: Stage, layer: int, width: int) -> dict[str, float]:
+    once: list[dict[str, float]] = []
+    for repeat in range(REPEATS + 1):
+        once.append(_pass(stage, layer, width, repeat))
+        if repeat >= 1 and sum(map(sum, (o.values() for o in once))) > 4 * TOO_LONG:
+            break
+    later = once[1:]
+    return {kind: sorted(o[kind] for o in later)[len(later) // 2] for kind in later[0]}
+
+
+def _pass(stage: Stage, layer: int, width: int, number: int) -> dict[str, float]:
+    """Seconds by kind of one row of `width` positions through the layer and back."""
+    rng = np.random.default_rng(number)
+    ids = rng.integers(0, stage.vocab_size, (1, width))
+    row = MicroBatch(ids, ids, np.array([width]), np.array([number]))
+    spec = PassSpec(number, number, "train", 0, (((row,),),), width)
+    seconds: dict[str, float] = {}
+
+    def timed(kind: str, call: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        call()
+        if stage.device.type == "cuda":
+            torch.cuda.synchronize(stage.device)
+        seconds[kind] = time.perf_counter() - start
+
+    def state() -> list[Tensor]:
+        values = torch.randn(1, width, *stage.state_shape, generator=torch.Generator().manual_seed(number))
+        return [values.to(stage.device, stage.dtype)]
+
+    timed("begin", lambda: stage.begin(spec, 0, Zeros()))
+    if stage.first:
+        stage.embed(0)
+    else:
+        stage.receive_hidden(0, state())
+    timed("forward", lambda: stage.forward(layer, 0))
+    if layer in stage.moe_layers:
+        stage.join(layer, 0)
+    if stage.last:
+        timed("loss", lambda: stage.loss(0))
+    else:
+        stage.hidden(0)
+        stage.receive_grad(0, state())
+    timed("recompute", lambda: stage.recompute(layer, 0))
+    timed("backward", lambda: stage.backward(layer, 0))
+    stage.zero_grad()
+    return seconds

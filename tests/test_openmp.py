@@ -1,0 +1,49 @@
+"""How long torch's idle threads spin: our values where the user has none, before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kt_ray import cli, openmp
+
+
+def test_our_values_where_the_user_has_none() -> None:
+    environment = {"OMP_NUM_THREADS": "4"}
+    openmp.apply(environment)
+    assert environment == {"OMP_NUM_THREADS": "4", **openmp.SETTINGS}
+
+
+@pytest.mark.parametrize("name", sorted(openmp.SETTINGS))
+def test_any_of_the_users_keeps_all_of_ours_out(name: str) -> None:
+    """A policy of the user's with our count would be neither's."""
+    environment = {name: "x"}
+    openmp.apply(environment)
+    assert environment == {name: "x"}
+
+
+def test_the_command_line_sets_them_before_torch() -> None:
+    """No import of the command line brings torch, which reads them once."""
+    code = "import sys, kt_ray.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_dispatch_sets_them_before_the_mode_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Mode:
+        @staticmethod
+        def run(config: object) -> int:
+            order.append("run")
+            return 0
+
+    def imported(name: str) -> type[Mode]:
+        order.append("import")
+        return Mode
+
+    monkeypatch.setattr(openmp, "apply", lambda: order.append("set"))
+    monkeypatch.setattr("importlib.import_module", imported)
+    assert cli.dispatch(type("C", (), {"mode": "plan"})()) == 0  # type: ignore[arg-type]
+    assert order == ["set", "import", "run"]
