@@ -26,12 +26,12 @@ def run(config: Config) -> int:
     bundle = load_data(config, named or resolve_model_dir(model), config.seed)
     console = Console(file=sys.stdout)
     print_preview(preview_rows(bundle.train, bundle.tokenizer, config.trainer.preview or 3), console)
-    for line in (*bundle.report.lines(), *_layout(config)):
+    for line in (*bundle.report.lines(), *layout_lines(config)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
-def _layout(config: Config) -> list[str]:
+def layout_lines(config: Config) -> list[str]:
     """Where these rows would be trained; mode=plan says more."""
     try:
         hardware = hardware_for(config)

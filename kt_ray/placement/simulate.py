@@ -207,7 +207,12 @@ class _Step:
     def one_pass(self, wave: Wave, offset: float) -> _Stretch:
         programs = [self._worker(rank, wave) for rank in range(len(self.plan.workers))]
         calls = [self._experts(c, wave) for c in self.machine.experts]
-        return self._play(programs, calls, offset, self.durations.pass_end(), "end of pass")
+        lanes = [(c, self._lane(c, wave)) for c in self.machine.experts if self._lane_device(c)]
+        return self._play(programs, calls, offset, self.durations.pass_end(), "end of pass", lanes)
+
+    def _lane_device(self, c: ExpertClass) -> str | None:
+        lane = self.plan.experts[c.actors[0]].lane
+        return lane.device if lane is not None and lane.device != "cpu" else None
 
     def phase(self, phase: Phase, offset: float) -> _Stretch:
         def only(seconds: float) -> _Program:
@@ -217,7 +222,13 @@ class _Step:
         return self._play(list(workers), list(experts), offset, phase.overhead, "optimizer")
 
     def _play(
-        self, workers: list[_Program], experts: list[_Program], offset: float, overhead: float, ending: str
+        self,
+        workers: list[_Program],
+        experts: list[_Program],
+        offset: float,
+        overhead: float,
+        ending: str,
+        lanes: Sequence[tuple[ExpertClass, _Program]] = (),
     ) -> _Stretch:
         self.now = 0.0
         self.order = itertools.count()
@@ -233,6 +244,8 @@ class _Step:
             _Actor(f"experts {c.actors[0]}", c.seat, program)
             for c, program in zip(self.machine.experts, experts, strict=True)
         ]
+        for c, program in lanes:
+            actors.append(_Actor(f"lane {c.actors[0]}", Seat(self._lane_device(c) or ""), program))
         self.offset = offset
         self.current: _Actor | None = None
         for actor in actors:
@@ -307,11 +320,36 @@ class _Step:
                 yield _Wait((direction, layer, g, actor, replica), "attention")
             together = sum(part[g] for part in tokens)
             seconds = self.durations.expert(actor, layer, direction, together)
+            lane = self.durations.lane(actor, layer, direction, together)
+            if lane is not None:
+                self._send(("lane", layer, direction, g, actor), Carriage())
             yield _Work(f"{direction} {layer}.{g}", "experts", seconds)
+            if lane is not None:
+                yield _Wait(("lane done", layer, direction, g, actor), "lane")
             for replica in range(plan.replicas):
                 worker = owner[replica, layer]
                 carriage = self.durations.reply(worker, c, direction, tokens[replica][g])
                 self._send(("reply", direction, layer, g, actor, replica), carriage)
+
+    def _lane(self, c: ExpertClass, wave: Wave) -> _Program:
+        """The thread that has a GPU compute its part of the actor's calls."""
+        actor = c.actors[0]
+        tokens = [sum(m.tokens for part in wave for m in part[g]) for g in range(self.plan.groups)]
+        for layer, direction, g in expert_order(self.plan, "train"):
+            call = self.durations.lane(actor, layer, direction, tokens[g])
+            if call is None:
+                continue
+            about = (layer, direction, g, actor)
+            into, back = f"pcie {call.device} in", f"pcie {call.device} out"
+            yield _Wait(("lane", *about), "experts")
+            self._send(("lane ahead", *about), Carriage((Leg(into, call.ahead),)))
+            yield _Wait(("lane ahead", *about), "transfer")
+            self._send(("lane copies", *about), Carriage((Leg(into, call.copies),)))
+            self._send(("lane kernels", *about), Carriage((Leg(c.seat.resource, call.dispatch),)))
+            yield _Work(f"{direction} {layer}.{g}", "lane", call.products)
+            yield _Wait(("lane copies", *about), "transfer")
+            yield _Wait(("lane kernels", *about), "dispatch")
+            self._send(("lane done", *about), Carriage((Leg(back, call.back),)))
 
     # -- events ------------------------------------------------------------------------------
 
