@@ -21,7 +21,7 @@ from functools import cached_property
 from kt_ray.config.schema import Config
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.placement.hosts import socket_name
-from kt_ray.placement.lane_seconds import LaneSeconds
+from kt_ray.placement.lane_seconds import LaneCall, LaneSeconds
 from kt_ray.placement.layer_rates import ENDS, KINDS, Corrections, ends_signature, layer_signature, nearest
 from kt_ray.placement.layer_work import (
     NORM_PASSES,
@@ -33,16 +33,7 @@ from kt_ray.placement.layer_work import (
 )
 from kt_ray.placement.memory import expert_lora_params, held_format, home_node, logit_rows, lora_params
 from kt_ray.placement.rates import DeviceRate, ExpertRate, Rates
-from kt_ray.placement.simulate_types import (
-    Carriage,
-    ExpertClass,
-    Group,
-    LaneCall,
-    Leg,
-    Machine,
-    Micro,
-    Phase,
-)
+from kt_ray.placement.simulate_types import Carriage, ExpertClass, Group, Leg, Machine, Micro, Phase
 from kt_ray.placement.traffic import touched
 from kt_ray.placement.types import Plan
 

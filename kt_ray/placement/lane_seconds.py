@@ -19,6 +19,8 @@ from kt_ray.placement.rates import Rates
 from kt_ray.placement.simulate_types import LaneCall
 from kt_ray.placement.types import ExpertActorPlan, Plan
 
+__all__ = ["LaneCall", "LaneSeconds"]
+
 # Kernels per expert (kt_ray.experts.lane_math with LoRA, gate, up and down; views not counted).
 KERNELS = {"forward": 40.0, "backward": 80.0}
 KERNELS_AGAIN = 24.0  # gate and up once more: activations=recompute
