@@ -32,6 +32,7 @@ class Job:
         threads: CPUs of the process tree.
         paced: replace attention by waits (benchmarks/paced_stage.py).
         trace: where the last step's trace goes; None = nowhere.
+        traces: directory for a trace of every measured step; None = nowhere.
     """
 
     label: str
@@ -41,6 +42,7 @@ class Job:
     threads: int
     paced: bool = False
     trace: str | None = None
+    traces: str | None = None
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
@@ -105,6 +107,9 @@ def run(job: Job) -> dict[str, Any]:
         trace = Path(job.trace)
         written = write_timeline(trace.parent, total, measured[-1][1], {"label": job.label})
         written.replace(trace)
+    if job.traces:
+        for index, (_, activities) in enumerate(measured, start=job.warmup):
+            write_timeline(Path(job.traces), index + 1, activities, {"label": job.label})
     plan = prepared.plan
     return {
         "steps": [figures(m, activities, job.paced) for m, activities in measured],

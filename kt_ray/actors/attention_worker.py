@@ -24,6 +24,7 @@ from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.config.schema import OptimConfig
+from kt_ray.experts.memory import bound_compiled_products
 from kt_ray.model.lora import initial_lora
 from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
@@ -67,6 +68,7 @@ class AttentionWorker(PlainActor):
         self.load_seconds = 0.0
         self._stage: Stage | None = None
         self._masters: Masters | None = None
+        bound_compiled_products(tight=plan.is_tight)  # before the first product in this process
         use_torch_threads(self.here.threads)
 
     def _claim_thread(self) -> None:

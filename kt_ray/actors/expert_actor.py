@@ -22,6 +22,7 @@ from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.experts import ExpertHost, ExpertHostSpec
+from kt_ray.experts.parts import Alloc, new_memory
 from kt_ray.optim import use_torch_threads
 from kt_ray.placement.order import expert_order
 from kt_ray.placement.types import Plan
@@ -110,20 +111,32 @@ class ExpertActor(PlainActor):
                     self.mailbox.take((direction, spec.number, layer, group, replica), self.timeout)
                     for replica in range(self.plan.replicas)
                 ]
+            # A replica's next request of the group proves that the reply before it was read.
+            for replica in range(self.plan.replicas):
+                if (replica, group) in leases:
+                    self.port.release(leases.pop((replica, group)))
             with recorder.span("gather", "transfer", layer, group):
                 # A single part is read where it lies: the engine keeps copies of its own, and the sender
                 # leaves the memory alone until it has the answer.
                 joined = {name: _joined([p.tensors[name] for p in parts]) for name in parts[0].tensors}
+            alloc = self._answers(layer)
             with recorder.span(direction, "compute", layer, group):
                 if direction == "forward":
                     ids = self.host.local_ids(layer, joined["ids"], self.plan.dims.num_experts)
                     results = {
                         "y": self.host.forward(
-                            layer, group, joined["x"], ids, joined["weights"], joined["keys"], keep=train
+                            layer,
+                            group,
+                            joined["x"],
+                            ids,
+                            joined["weights"],
+                            joined["keys"],
+                            keep=train,
+                            alloc=alloc,
                         )
                     }
                 else:
-                    dx, dw = self.host.backward(layer, group, joined["dy"])
+                    dx, dw = self.host.backward(layer, group, joined["dy"], alloc=alloc)
                     results = {"dx": dx, "dw": dw}
             begin = 0
             for replica, part in enumerate(parts):
@@ -131,9 +144,6 @@ class ExpertActor(PlainActor):
                 mine = {name: tensor[begin : begin + rows] for name, tensor in results.items()}
                 begin += rows
                 with recorder.span(f"reply {direction}", "transfer", layer, group):
-                    # This replica's next request of the group proves that the reply before it was read.
-                    if (replica, group) in leases:
-                        self.port.release(leases[replica, group])
                     reply = Message(("reply", direction, spec.number, layer, group, self.rank), mine)
                     leases[replica, group] = self.port.send([self._asker(layer, replica)], reply)
         self.doing = "idle"
@@ -149,6 +159,13 @@ class ExpertActor(PlainActor):
                 f"experts-{self.rank}", self.host_name, engine.threads, engine.busy_seconds - busy
             ),
         )
+
+    def _answers(self, layer: int) -> Alloc:
+        """Where an answer is computed: where it is sent from, if one replica alone reads it there."""
+        assert self.port is not None
+        if self.plan.replicas == 1 and self.port.shares(self._asker(layer, 0)):
+            return self.port.alloc
+        return new_memory
 
     def _asker(self, layer: int, replica: int) -> Address:
         for worker in self.plan.workers:

@@ -20,7 +20,7 @@ from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, load_e
 from kt_ray.checkpoint.load_experts import Target
 from kt_ray.experts.lane import DeviceLane, LaneSaved
 from kt_ray.experts.memory import PreferNode, available_memory
-from kt_ray.experts.parts import Kept, as_adapter, first_experts, shapes_of
+from kt_ray.experts.parts import Alloc, Kept, as_adapter, first_experts, new_memory, shapes_of
 from kt_ray.experts.spec import ExpertHostSpec, HostCounters
 from kt_ray.model.lora import init_lora_a, initial_lora
 from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights, Saved
@@ -179,12 +179,14 @@ class ExpertHost:
         keys: torch.Tensor,
         *,
         keep: bool,
+        alloc: Alloc = new_memory,
     ) -> torch.Tensor:
         """Weighted sum over this host's experts.
 
         Args:
             x: [T, H] float32 or bfloat16. ids: [T, K] local ids. router_weights: [T, K] float32.
             keys: [T] int64 dropout keys. keep: a backward of (layer, group) follows.
+            alloc: where y is to lie.
 
         Returns:
             y [T, H] float32.
@@ -217,9 +219,10 @@ class ExpertHost:
                     dropout=self._dropout,
                     keys=keys,
                     save=save,
+                    out=alloc(x.shape, torch.float32),
                 )
             else:
-                y = torch.zeros(x.shape, dtype=torch.float32)
+                y = alloc(x.shape, torch.float32).zero_()
         finally:
             if pending is not None:
                 wait([pending])  # it reads the caller's tensors
@@ -240,13 +243,19 @@ class ExpertHost:
         self.counters.forward_seconds += time.monotonic() - start
         return y
 
-    def backward(self, layer: int, group: int, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(
+        self, layer: int, group: int, dy: torch.Tensor, *, alloc: Alloc = new_memory
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the forward of (layer, group): dx [T, H] and d(router weights) [T, K], float32.
 
         LoRA gradients are added to the ones kept here.
+
+        Args:
+            alloc: where dx and dw are to lie.
         """
         start = time.monotonic()
         kept, lora, grads = self._saved.pop((layer, group)), self.lora.get(layer), self._grads.get(layer)
+        out = alloc(dy.shape, torch.float32), alloc(kept.shape, torch.float32)
         pending = None
         if self.lane is not None and kept.lane is not None:
             pending = self.lane.backward(layer, kept.lane, dy, lora)
@@ -260,9 +269,10 @@ class ExpertHost:
                     dy,
                     lora=first_experts(lora, weights.E),
                     lora_grads=first_experts(grads, weights.E),
+                    out=out,
                 )
             else:
-                dx, dw = torch.zeros_like(dy), torch.zeros(kept.shape, dtype=torch.float32)
+                dx, dw = out[0].zero_(), out[1].zero_()
         finally:
             if pending is not None:
                 wait([pending])

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kt_ray.experts.lane import LaneSaved
 from kt_ray.native import ExpertLora, ExpertWeights, Saved
+
+Alloc = Callable[[Sequence[int], torch.dtype], torch.Tensor]  # memory for a result, any content
+
+
+def new_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype)
 
 
 @dataclass(frozen=True)

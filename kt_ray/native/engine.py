@@ -53,6 +53,18 @@ def _optional_arg(name: str, tensor: Tensor | None) -> _native.TensorArg | None:
     return None if tensor is None else _arg(name, tensor)
 
 
+def _result(name: str, given: Tensor | None, shape: Sequence[int]) -> Tensor:
+    """The caller's memory for a result, or new memory."""
+    if given is None:
+        return torch.empty(tuple(shape), dtype=torch.float32)
+    if given.dtype != torch.float32 or tuple(given.shape) != tuple(shape) or not given.is_contiguous():
+        raise ValueError(
+            f"{name}: {str(given.dtype).removeprefix('torch.')} {list(given.shape)}, "
+            f"required contiguous float32 {list(shape)}"
+        )
+    return given
+
+
 def _check_per_channel_int8(weights: ExpertWeights) -> None:
     """What `int8_products` takes."""
     for name in ("gate", "up", "down"):
@@ -204,6 +216,7 @@ class Engine:
         keys: Tensor | None = None,
         save: SaveMode = True,
         check_finite: bool = False,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, _native.Saved | None]:
         """The weighted sum of the chosen experts of every token.
 
@@ -221,6 +234,7 @@ class Engine:
             save: True keeps x, gate and up for backward; "recompute" keeps x and computes the rest
                 again in backward; False keeps nothing. All three give the same results.
             check_finite: look for NaN and infinity in x and y.
+            out: contiguous float32 [T, H] to write y to; None = new memory.
 
         Returns:
             (y [T, H] float32, what backward needs or None).
@@ -235,7 +249,7 @@ class Engine:
         if self.int8_products:
             _check_per_channel_int8(weights)
         x_arg = _arg("x", x)
-        y = torch.empty(x.shape, dtype=torch.float32)
+        y = _result("out", out, x.shape)
         saved = self._engine.forward(
             _weights_arg(weights),
             x_arg,
@@ -260,6 +274,7 @@ class Engine:
         lora: Lora = None,
         lora_grads: LoraGrads = None,
         check_finite: bool = False,
+        out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Gradients of `forward`.
 
@@ -270,6 +285,7 @@ class Engine:
             lora: as in the forward.
             lora_grads: gradients are added to these; an adapter whose entry is None gets none.
             check_finite: look for NaN and infinity in dy, dx and the adapters' gradients.
+            out: contiguous float32 [T, H] and [T, K] to write the results to; None = new memory.
 
         Returns:
             (dx [T, H] float32, gradient of weights_TK [T, K] float32; 0 where there is no expert).
@@ -282,8 +298,9 @@ class Engine:
         if self.int8_products:
             _check_per_channel_int8(weights)
         weights_arg, dy_arg = _weights_arg(weights), _arg("dy", dy)
-        dx = torch.empty((saved.tokens, weights.H), dtype=torch.float32)
-        dw = torch.empty((saved.tokens, saved.slots), dtype=torch.float32)
+        given = (None, None) if out is None else out
+        dx = _result("out[0]", given[0], (saved.tokens, weights.H))
+        dw = _result("out[1]", given[1], (saved.tokens, saved.slots))
         self._engine.backward(
             weights_arg,
             saved,

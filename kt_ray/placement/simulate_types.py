@@ -88,7 +88,10 @@ class LaneCall(NamedTuple):
 
 
 class Durations(Protocol):
-    """Seconds of everything, an actor alone on its resource."""
+    """Seconds of everything, an actor alone on its resource.
+
+    Asked for in the order of every actor's own program, once for each operation, call and message.
+    """
 
     def attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
         """An operation of a worker program ("begin" before the first one): seconds before what it sends
