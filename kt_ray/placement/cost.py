@@ -21,6 +21,7 @@ from functools import cached_property
 from kt_ray.config.schema import Config
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.placement.hosts import socket_name
+from kt_ray.placement.lane_seconds import LaneCall, LaneSeconds
 from kt_ray.placement.layer_rates import ENDS, KINDS, Corrections, ends_signature, layer_signature, nearest
 from kt_ray.placement.layer_work import (
     NORM_PASSES,
@@ -219,6 +220,13 @@ class PlanDurations:
         return found
 
     @cached_property
+    def lanes(self) -> LaneSeconds:
+        return LaneSeconds(self.plan, self.config, self.rates)
+
+    def lane(self, actor: int, layer: int, direction: str, tokens: int) -> LaneCall | None:
+        return self.lanes.call(actor, layer, direction, tokens)
+
+    @cached_property
     def _calls(self) -> dict[tuple[int, int, str, int], float]:
         return {}
 
@@ -231,7 +239,9 @@ class PlanDurations:
         if slots == 0:
             return dispatch_seconds(CALL_OPS, self.host, self.host)
         rows = max(1.0, slots / held)
-        busy = min(held, slots)
+        resident, carried = self.lanes.part(actor, layer, tokens)
+        busy = min(held, slots) * (1 - resident)  # carried experts are read from the same memory
+        slots *= 1 - resident - carried
         threads, rank = here.threads, self.config.lora.rank if self.config.lora.experts else 0
         forward = self._kernel(rate, "forward", slots, rows, threads, rank)
         total = (
