@@ -29,6 +29,7 @@ from kt_ray.placement.layer_work import (
     Work,
     dispatch_seconds,
     head_seconds,
+    layer_works,
     seconds,
 )
 from kt_ray.placement.memory import expert_lora_params, held_format, home_node, logit_rows, lora_params
@@ -46,14 +47,6 @@ SUBMIT_OPS = 10.0  # what a worker does to hand a group's tokens over
 PARAMETER_OPS = 2.0  # of the step's end, per LoRA matrix
 PASS_OPS = 300.0  # the driver's calls and reports around a pass or a phase
 SUM_BYTES = 36  # read and written per gradient for its squared norm in float64; a copied byte is two
-
-
-def layer_works(plan: Plan, config: Config) -> tuple[LayerWork, ...]:
-    """The counted work of every layer of the plan's model."""
-    kind = config.model.attn_implementation
-    return tuple(
-        LayerWork(plan.dims, layer, config.lora, plan.dtype, kind) for layer in range(plan.dims.num_layers)
-    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -280,14 +280,13 @@ class Rates:
     """Everything the prediction divides by, for one kind of host.
 
     Attributes:
-        source: where the whole comes from ("measured on …", "conf/hardware/…", "nominal").
+        source: of the whole: "measured on …", "conf/hardware/…", "nominal".
         cpu: the CPU's name. cores: physical cores usable, all sockets of one host. isas: best last.
         experts: measured or described; `expert` finds the right one.
         cpu_one, cpu_all: torch on one thread, and on all cores of one socket.
         gpu: one GPU; None = there is none.
         link: PCIe of one GPU; None without a GPU.
-        optimizer: parameters/s of AdamW, all threads of one socket.
-        disk: bytes/s read of files that are not in memory.
+        optimizer: parameters/s of AdamW, all of a socket. disk: bytes/s of files not in memory.
         layers: whole layers of models, measured.
         notes: what a reader must know (a refused file, scaled figures).
     """
