@@ -10,7 +10,7 @@ number of rows, over the gaps between tokens of all rounds:
     median_s, p10_s, p90_s  from one token to the next as the driver gets them, rows together
     first_s                 from submit to the first token, median of rounds
     terms_s                 per step, as workers and expert actors count them, medians of rounds
-    cpu_s                   CPU seconds of all processes per step: other work on the machine does not change it
+    cpu_s                   CPU seconds of all processes per step, which other work disturbs little
     ray_per_layer_s         under Ray: what median_s is more than in one process, per MoE layer
     ray_per_layer_p10_s     the same of p10_s, which other work on the machine disturbs least
 """
