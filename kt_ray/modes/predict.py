@@ -1,7 +1,7 @@
 """mode=predict: answers to the held-out questions, one line of predictions.jsonl each.
 
     runs/<run.name or MODEL-predict>/
-        predictions.jsonl   {"id", "prompt", "label", "predict"[, "base"], "finish", "tokens"}
+        predictions.jsonl   {"id", "prompt", "label", "predict"[, "base"], "finish", "tokens"[, "error"]}
         predictions.json    the settings that they were made with
 
 A line is written when its answer is there, so a run that ended early goes on where it stopped.
@@ -197,6 +197,10 @@ def _write(file: TextIO, question: Question, answers: list[Answer]) -> None:
         "finish": answers[0].finish,
         "tokens": len(answers[0].tokens),
     }
+    wrong = [answer for answer in answers if answer.finish == "error"]
+    if wrong:
+        row["error"] = wrong[0].error
+        _say(f"{question.where}: its answer ended with an error: {wrong[0].error}")
     file.write(json.dumps(row, ensure_ascii=False) + "\n")
     file.flush()
     os.fsync(file.fileno())
