@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for record in records:
         _show(record)
     if args.json:
+        if args.note:
+            about["note"] = args.note
         about["load_after"] = round(os.getloadavg()[0], 2)
         common.write_json(args.json, records, about)
     return 0
@@ -65,6 +67,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--warmup", type=int, default=16, help="tokens of each answer before")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--note", help="kept in the file, about the machine")
     parser.add_argument("--child", choices=list(KINDS), help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", help="of the configuration")
     common.add_common_arguments(parser)
