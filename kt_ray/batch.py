@@ -53,6 +53,7 @@ class PassSpec:
         loss_tokens: the divisor of the loss: all trained tokens of the step, over all replicas.
         return_logits: eval only: workers of the last stage hand back float32 logits (tests, small runs).
         timeline: actors report every span of the pass, not only their sums (kt_ray.timeline).
+        profile: attention workers write a torch.profiler trace of the pass into this directory; None = none.
     """
 
     number: int
@@ -63,6 +64,7 @@ class PassSpec:
     loss_tokens: int
     return_logits: bool = False
     timeline: bool = False
+    profile: str | None = None
 
     @property
     def tokens(self) -> int:

@@ -102,6 +102,7 @@ class GroupState:
         routes: MoE layer -> experts chosen.
         graphs: layer -> recomputed graph of each.
         logits: float32 [b, s, V] of each, on the CPU, when asked for.
+        losses: summed token losses of each, after `loss`.
     """
 
     micro: list[MicroState]
@@ -112,6 +113,7 @@ class GroupState:
     routes: dict[int, Routes] = field(default_factory=dict)
     graphs: dict[int, list[Graph]] = field(default_factory=dict)
     logits: list[Tensor] | None = None
+    losses: list[float] = field(default_factory=list)
 
     @property
     def sizes(self) -> list[int]:

@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 
 from kt_ray.batch import MicroBatch, PassSpec
 from kt_ray.config.schema import Config
-from kt_ray.errors import UserError
+from kt_ray.errors import BadStep, UserError
 from kt_ray.optim import learning_rate
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.timeline import Activity, Recorder
 from kt_ray.train.cluster import ActorLost, Cluster
 from kt_ray.train.figures import step_metrics, tokens_per_expert
+from kt_ray.train.guard import judge
 from kt_ray.train.recovery import Point, Recovery
 from kt_ray.train.reports import PassReport, merged
 
@@ -55,13 +56,17 @@ class Schedule:
 class Summary:
     """What a run came to. Losses are token means in nats; eval_losses maps steps taken -> held-out loss.
 
-    Steps that were repeated after a recovery count once.
+    Steps that were repeated after a recovery count once. Those passed over (trainer.bad_steps=skip) are in
+    `losses` and `grad_norms` too, as what they were. stopped: why the run ended early, "" = it did not.
     """
 
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    skipped: int = 0
+    stopped: str = ""
     eval_losses: dict[int, float] = field(default_factory=dict)
     recoveries: int = 0
     seconds_lost: float = 0.0
@@ -73,7 +78,8 @@ class Events:
 
     on_step gets the metrics of each step, on_eval (steps taken, loss), save (steps taken), which returns
     where it lies, timeline (steps taken, what every actor and the driver did) every trainer.timeline_every
-    steps. After a recovery: on_repeat gets the number of steps that the run is back at, then those of every
+    steps. best (steps taken, loss): the checkpoint just saved has the lowest held-out loss so far. After a
+    recovery: on_repeat gets the number of steps that the run is back at, then those of every
     repeated step; say takes lines for the user.
     """
 
@@ -83,6 +89,7 @@ class Events:
     timeline: Callable[[int, Sequence[Activity]], None] = lambda *_: None
     on_repeat: Callable[[int], None] = lambda _: None
     say: Callable[[str], None] = lambda _: None
+    best: Callable[[int, float], None] = lambda *_: None
 
 
 class Trainer:
@@ -96,6 +103,12 @@ class Trainer:
         first_step: number of steps already taken (resume).
         resumed_from: the checkpoint that they come from.
         load: tokens per expert in those; `self.load` goes on from it, with every step that was applied.
+        profile: directory of the traces of trainer.profile_steps.
+        began: time.monotonic() of the command's start, which trainer.max_hours counts from; None = now.
+        best: the checkpoint with the lowest held-out loss of the run resumed: steps taken and that loss.
+
+    Attributes:
+        best: the lowest held-out loss so far, and after how many steps.
     """
 
     def __init__(
@@ -108,6 +121,9 @@ class Trainer:
         first_step: int = 0,
         resumed_from: Path | None = None,
         load: ExpertLoad | None = None,
+        profile: Path | None = None,
+        began: float | None = None,
+        best: tuple[int, float] | None = None,
     ) -> None:
         self.config = config
         self.cluster = cluster
@@ -116,6 +132,11 @@ class Trainer:
         self.first_step = first_step
         self.load = load or ExpertLoad()
         self.summary = Summary()
+        self.best = best
+        self._profile = profile
+        self._began = time.monotonic() if began is None else began
+        self._longest = 0.0  # seconds of a step
+        self._last = schedule.total_steps
         self._passes = 0
         self._taken = first_step  # updates behind the cluster's state
         self._done = first_step  # steps that were taken at least once
@@ -151,15 +172,35 @@ class Trainer:
         """From the state that the cluster is in to the last step. What was evaluated or saved stays so."""
         trainer, total = self.config.trainer, self.schedule.total_steps
         while True:
-            taken, last = self._taken, self._taken == total
+            taken = self._taken
             moved = taken > self.first_step
-            if self._evaluates and (taken == 0 or (moved and (last or taken % trainer.eval_every == 0))):
+            if self._evaluates and (
+                taken == 0 or (moved and (taken == total or taken % trainer.eval_every == 0))
+            ):
                 self._evaluate(taken)
-            if moved and (last or (trainer.save_every and taken % trainer.save_every == 0)):
+            if moved and taken < self._last:
+                self._consider_stopping(taken)
+            if moved and (taken == self._last or (trainer.save_every and taken % trainer.save_every == 0)):
                 self._save(taken)
-            if taken >= total:
+            if taken >= self._last:
                 return
             self.step(taken)
+
+    def _consider_stopping(self, taken: int) -> None:
+        """Make `taken` the last step when time or patience is over."""
+        trainer = self.config.trainer
+        after = [step for step in self.summary.eval_losses if self.best is None or step > self.best[0]]
+        hours = (time.monotonic() - self._began + self._longest) / 3600
+        reason = ""
+        if trainer.max_hours is not None and hours >= trainer.max_hours:
+            reason = f"trainer.max_hours={trainer.max_hours:g} would pass in the next step"
+        elif trainer.early_stopping and len(after) >= trainer.early_stopping:
+            reason = f"{len(after)} evaluations without a lower held-out loss (trainer.early_stopping)"
+        if reason:
+            self._last = taken
+            self.summary.stopped = f"stopped after step {taken} of {self.schedule.total_steps}: {reason}"
+            logger.info("%s", self.summary.stopped)
+            self.events.say(self.summary.stopped)
 
     def _save(self, taken: int) -> None:
         if taken <= self._saved:
@@ -191,11 +232,49 @@ class Trainer:
             waves=waves,
             loss_tokens=loss_tokens,
             timeline=timeline,
+            profile=self._profile_of(step, kind),
         )
         return spec, self.cluster.run_pass(spec)
 
+    def _profile_of(self, step: int, kind: str) -> str | None:
+        if self._profile is None or kind != "train" or step + 1 not in self.config.trainer.profile_steps:
+            return None
+        return str(self._profile)
+
     def step(self, step: int) -> None:
-        """Optimizer step `step` (0-based): pass, prepare, commit."""
+        """Optimizer step `step` (0-based): pass, prepare, commit; or what trainer.bad_steps says.
+
+        Raises:
+            BadStep: it must not be applied, and was not.
+        """
+        try:
+            self._step(step)
+        except BadStep as bad:
+            self.cluster.discard()
+            if self.config.trainer.bad_steps != "skip":
+                raise
+            self._skip(step, bad)
+
+    def _skip(self, step: int, bad: BadStep) -> None:
+        """Go on without a step: it counts as taken, its rows are not trained on."""
+        self.cluster.skip(step)
+        self._taken = step + 1
+        logger.warning("%s", bad.line())
+        if step < self._done:
+            self._repeated(step, math.nan)
+            return
+        self._done = step + 1
+        self.events.say(f"step {step + 1} skipped: {bad.what}; at {bad.where}")
+        self.summary.skipped += 1
+        if len(self.summary.losses) == step - self.first_step:  # it broke off before its loss was known
+            self._note(math.nan, math.nan)
+        self.recovery.progressed()
+
+    def _note(self, loss: float, norm: float) -> None:
+        self.summary.losses.append(loss)
+        self.summary.grad_norms.append(norm)
+
+    def _step(self, step: int) -> None:
         optim = self.config.optim
         start = time.monotonic()
         every = self.config.trainer.timeline_every
@@ -210,15 +289,16 @@ class Trainer:
                 passes.append(self._pass(step, "train", wave, loss_tokens, timeline))
         report = merged([report for _, report in passes])
         tokens = sum(spec.tokens for spec, _ in passes)
-        if not math.isfinite(report.loss):
-            self.cluster.discard()
-            raise _not_finite("loss", report.loss, step)
         passed = time.monotonic()
         with recorder.span("prepare", "wait"):
             norm = math.sqrt(self.cluster.prepare(step))
-        if not math.isfinite(norm):
-            self.cluster.discard()
-            raise _not_finite("gradient norm", norm, step)
+        known = step - self.first_step
+        losses, norms = self.summary.losses[:known], self.summary.grad_norms[:known]
+        bad = judge(self.cluster, step, waves, report, norm, losses, norms, self.config.trainer.spike)
+        if step >= self._done:
+            self._note(report.loss, norm)
+        if bad is not None:
+            raise bad
         clip = 1.0
         if optim.max_grad_norm > 0 and norm > optim.max_grad_norm:
             clip = optim.max_grad_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
@@ -234,7 +314,7 @@ class Trainer:
         self.load = self.load.plus(tokens_per_expert(self.cluster.plan, report))
         self.summary.steps += 1
         self.summary.tokens += tokens
-        self.summary.losses.append(report.loss)
+        self._longest = max(self._longest, now - start)
         metrics = step_metrics(
             self.cluster.plan,
             self.config,
@@ -286,18 +366,15 @@ class Trainer:
         self.summary.eval_losses[taken] = loss
         logger.info("after step %d: held-out loss %.6f over %d tokens", taken, loss, tokens)
         self.events.on_eval(taken, loss)
+        trainer = self.config.trainer
+        if self.best is None or loss < self.best[1] - trainer.early_stopping_threshold:
+            self.best = taken, loss
+            if trainer.save_best and taken > self.first_step:
+                self._save(taken)
+                self.events.best(taken, loss)
         self.recovery.progressed()
 
 
 def trained_tokens(waves: Waves) -> int:
     """Tokens of a pass that contribute to the loss."""
     return sum(mb.loss_tokens for wave in waves for group in wave for mb in group)
-
-
-def _not_finite(what: str, value: float, step: int) -> UserError:
-    return UserError(
-        f"the {what} of step {step + 1} is {value}; the step was not applied",
-        required="a finite number",
-        remedy="lower optim.lr or optim.max_grad_norm and continue from the last checkpoint with "
-        "trainer.resume=latest; if it is the first step, look at the data with mode=preview",
-    )
