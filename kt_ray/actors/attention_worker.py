@@ -183,6 +183,7 @@ class AttentionWorker(PlainActor):
         }
         groups = range(len(spec.waves[self.here.replica]))
         logits = [stage.logits(group) for group in groups] if spec.return_logits and stage.last else []
+        wanted = spec.return_logps or spec.objective is not None
         losses = [stage.losses(group) for group in groups] if stage.last else []
         return WorkerPassReport(
             rank=self.rank,
@@ -195,6 +196,8 @@ class AttentionWorker(PlainActor):
             activity=recorder.activity(f"worker-{self.rank}", self.host_name, self.here.threads),
             logits=logits,
             losses=losses,
+            routing=stage.routing() if spec.routing else None,
+            logps=[stage.logps(group) for group in groups] if stage.last and wanted else [],
         )
 
     def _run(self, op: Op, link: StageLink) -> float:

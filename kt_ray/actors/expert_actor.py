@@ -98,7 +98,7 @@ class ExpertActor(PlainActor):
         self.port.release_all()
         self.mailbox.seconds_waited = 0.0
         train = spec.kind == "train"
-        self.host.begin_pass(spec.step, train)
+        self.host.begin_pass(spec.step, spec.dropout, spec.adapters)
         leases: dict[tuple[int, int], Lease] = {}
         engine = self.host.engine
         start, busy = time.monotonic(), engine.busy_seconds

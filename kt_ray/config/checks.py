@@ -298,7 +298,27 @@ def _optim(config: Config) -> None:
         )
 
 
+def _preference(config: Config) -> None:
+    stage, own = config.trainer.stage, config.preference
+    if own.label_smoothing and (stage != "dpo" or own.loss not in ("sigmoid", "robust")):
+        raise fault(
+            "preference.label_smoothing",
+            own.label_smoothing,
+            f"has no meaning for trainer.stage={stage} with preference.loss={own.loss}",
+            "0, or trainer.stage=dpo with preference.loss=sigmoid or robust",
+        )
+    if stage in ("dpo", "kto") and config.lora.init.startswith("pissa"):
+        raise fault(
+            "trainer.stage",
+            stage,
+            f"takes the model without adapters as its reference, which lora.init={config.lora.init} changes",
+            "lora.init=default or gaussian",
+            "set lora.init=default, or trainer.stage=orpo (no reference)",
+        )
+
+
 def _trainer(config: Config) -> None:
+    _preference(config)
     trainer = config.trainer
     for key, wanted in (("early_stopping", trainer.early_stopping), ("save_best", trainer.save_best)):
         if wanted and not trainer.eval_every:

@@ -253,6 +253,8 @@ class TrainerConfig:
     """The loop.
 
     Attributes:
+        stage: what is learned: "sft" (answers), "pt" (continued pre-training: every token), or
+            from preferences "dpo", "orpo" (pairs) or "kto" (single rows, wanted or not); see PreferenceConfig.
         epochs: passes over the data; ignored when max_steps is set.
         max_steps: optimizer steps; None = from epochs.
         batch_size: rows per optimizer step, over all replicas.
@@ -271,6 +273,9 @@ class TrainerConfig:
             a death ends the run.
         timeline_every: steps between timelines (Chrome trace of all actors, under timelines/ of the run
             directory); 0 = never.
+        aux_loss: coefficient of the routers' load-balancing loss, as transformers computes it over the whole
+            step; costs a forward pass more. Routers stay frozen: its gradient reaches the LoRA before them. 0 =
+            off.
         max_hours: the run stops with a checkpoint before this many hours have passed since the command
             began; null = no limit.
         early_stopping: evaluations in a row without a lower held-out loss after which the run stops; 0 =
@@ -285,6 +290,7 @@ class TrainerConfig:
             profile/ of the run directory.
     """
 
+    stage: str = "sft"
     epochs: float = 1.0
     max_steps: int | None = None
     batch_size: int = 8
@@ -299,6 +305,7 @@ class TrainerConfig:
     log_every: int = 1
     recoveries: int = 3
     timeline_every: int = 0
+    aux_loss: float = 0.0
     max_hours: float | None = None
     early_stopping: int = 0
     early_stopping_threshold: float = 0.0
@@ -306,6 +313,25 @@ class TrainerConfig:
     spike: float = 0.0
     bad_steps: str = "stop"
     profile_steps: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PreferenceConfig:
+    """Losses of trainer.stage=dpo, orpo and kto, as trl defines them.
+
+    Attributes:
+        loss: of dpo: "sigmoid", "hinge", "ipo" or "robust".
+        beta: dpo and kto: strength of the reference (ipo: its tau); orpo: weight of the odds ratio.
+        label_smoothing: of dpo's sigmoid and robust: share of pairs taken to be the wrong way round; below 0.5.
+        desirable_weight: of kto: weight of wanted rows.
+        undesirable_weight: of kto: weight of unwanted rows.
+    """
+
+    loss: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -406,6 +432,7 @@ class Config:
         lora: see LoraConfig.
         optim: see OptimConfig.
         trainer: see TrainerConfig.
+        preference: see PreferenceConfig.
         tracking: see TrackingConfig.
         cluster: see ClusterConfig.
         plan: see PlanConfig.
@@ -420,6 +447,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)

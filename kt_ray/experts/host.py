@@ -59,6 +59,7 @@ class ExpertHost:
         # (layer, group) -> what its backward needs, and its routed slots
         self._saved: dict[tuple[int, int], Kept] = {}
         self._dropout: DropoutSpec | None = None
+        self._adapters = True
         self._optimizer: LoraOptimizer | None = None
         self._parameters: dict[int, dict[str, torch.nn.Parameter]] = {}
         self._shapes: dict[int, dict[str, tuple[int, int]]] = {}  # layer -> projection -> outputs, inputs
@@ -156,12 +157,13 @@ class ExpertHost:
 
     # -- computing ---------------------------------------------------------------------------
 
-    def begin_pass(self, step: int, train: bool) -> None:
-        """Forget kept activations; dropout is on in training passes only."""
+    def begin_pass(self, step: int, dropout: bool, adapters: bool = True) -> None:
+        """Forget kept activations. dropout: whether LoRA's is on. adapters: False = without LoRA."""
         self._saved.clear()
+        self._adapters = adapters
         p = self.spec.lora.dropout
         self._dropout = (
-            DropoutSpec(p=p, seed=self.spec.seed, step=step) if train and p > 0 and self.lora else None
+            DropoutSpec(p=p, seed=self.spec.seed, step=step) if dropout and p > 0 and self.lora else None
         )
 
     def local_ids(self, layer: int, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -196,7 +198,8 @@ class ExpertHost:
         start = time.monotonic()
         held = len(self.order[layer])
         counts = torch.bincount(ids.reshape(-1), minlength=held + 1)[:held].tolist()
-        lora, engine_ids, pending = self.lora.get(layer), ids, None
+        lora = self.lora.get(layer) if self._adapters else None
+        engine_ids, pending = ids, None
         if self.lane is not None:
             chosen = self.lane.choose(layer, counts, len(x))
             engine_ids = self._without(layer, ids, chosen)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,9 +25,11 @@ from kt_ray.model.loop import LayerLoop
 from kt_ray.model.lora import initial_lora, inject_lora, resolve_targets
 from kt_ray.model.loss import Head
 from kt_ray.model.metrics import Clock, Histogram
+from kt_ray.model.objective import preference_loss
 from kt_ray.model.pissa import relative_to_weights
 from kt_ray.model.probe import probe_layer
 from kt_ray.model.recording import RecordedCall, check_carry, check_family
+from kt_ray.model.routing import RouterWatch
 from kt_ray.model.spec import StageSpec
 from kt_ray.model.state import GroupState, MicroState
 
@@ -95,6 +98,8 @@ class Stage:
         self._clock = Clock(self.device)
         self._histogram = Histogram(self.num_experts)
         self._groups: list[GroupState] = []
+        self._adapters_on = True
+        self._watch: RouterWatch | None = None
         self._loop: LayerLoop | None = None
         self._spec: PassSpec | None = None
         self.zero_grad()
@@ -165,6 +170,13 @@ class Stage:
         self._histogram.reset()
         self._spec = spec
         self._groups = []
+        self._switch_adapters(spec.adapters)
+        wanted = spec.routing or spec.router_slopes is not None
+        if wanted and self._watch is None:
+            model = self.model
+            self._watch = RouterWatch(model.causal, model.layers, self.top_k, self.num_experts)
+        if self._watch is not None:
+            self._watch.reset(wanted)
         with self._clock.device("attention"):
             for group in spec.waves[replica]:
                 self._groups.append(
@@ -180,7 +192,20 @@ class Stage:
             self._clock,
             self._histogram,
             self.device,
+            self._watch,
         )
+
+    def _switch_adapters(self, on: bool) -> None:
+        """PEFT's layers with or without their adapters; gradients are wanted of both kinds of pass."""
+        if on == self._adapters_on:
+            return
+        for layer in self.model.layers.values():
+            for module in layer.modules():
+                if hasattr(module, "enable_adapters"):
+                    module.enable_adapters(on)
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(True)
+        self._adapters_on = on
 
     def _record(self, micro: MicroState) -> MicroState:
         ids = torch.from_numpy(micro.batch.input_ids)
@@ -236,11 +261,18 @@ class Stage:
             raise RuntimeError(f"loss of group {group} came before its last layer")
         scale = 1.0 / max(spec.loss_tokens, 1) if spec.kind == "train" else None
         values: list[float] = []
+        logps: list[np.ndarray] = []
         grads, logits = [], []
         with self._clock.device("loss"):
             for micro, h in zip(state.micro, hidden, strict=True):
-                labels = torch.from_numpy(micro.batch.labels).to(self.device)
-                value, grad = self._head.loss(h, labels, scale)
+                if spec.objective is not None or spec.return_logps:
+                    value, grad, of_rows = preference_loss(
+                        self._head, h, micro.batch, spec.objective, scale is not None
+                    )
+                    logps.append(of_rows)
+                else:
+                    labels = torch.from_numpy(micro.batch.labels).to(self.device)
+                    value, grad = self._head.loss(h, labels, scale)
                 values.append(value)
                 if grad is not None:
                     grads.append(grad)
@@ -255,7 +287,7 @@ class Stage:
         state.hidden = None
         state.grads = grads if spec.kind == "train" else None
         state.logits = logits if spec.return_logits else None
-        state.losses = values
+        state.losses, state.logps = values, logps
         return total
 
     def _not_finite(self, total: float, group: int, values: list[float]) -> UserError:
@@ -277,6 +309,16 @@ class Stage:
             remedy="lower optim.lr or optim.max_grad_norm and continue from the last checkpoint with "
             "trainer.resume=latest; if it is the first step, look at these rows with mode=preview",
         )
+
+    def logps(self, group: int) -> list[np.ndarray]:
+        """Last stage: float64 [b] log-probabilities of each micro-batch's rows, when asked for."""
+        return self._groups[group].logps
+
+    def routing(self) -> np.ndarray | None:
+        """After a pass with `routing`: float64 [2, E], how often experts were chosen and their probabilities."""
+        if self._watch is None or self._spec is None or not self._spec.routing:
+            return None
+        return np.stack([self._watch.counts, self._watch.probabilities])
 
     def losses(self, group: int) -> list[float]:
         """Last stage: the summed token losses of each of a group's micro-batches."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from kt_ray.checkpoint.training import (
     write_beside_shards,
 )
 from kt_ray.config.schema import Config
+from kt_ray.data.batches import flat
 from kt_ray.errors import UserError
 from kt_ray.model.family import read_family
 from kt_ray.model.pissa import doubled_shape
@@ -34,6 +35,7 @@ from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.formats import BACKEND_STORAGE
 from kt_ray.rundir import RunDir, checkpoint_to_resume
 from kt_ray.train.cluster import ActorLost, Cluster
+from kt_ray.train.preference import STAGES
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,7 @@ def _fields(prepared: Prepared) -> dict[str, Any]:
         "lora.target_modules": lora.target_modules,
         "lora.experts": lora.experts,
         **({} if lora.init == "default" else {"lora.init": lora.init}),
+        **_stage_fields(config),
         "optim.name": config.optim.name,
         "trainer.batch_size": config.trainer.batch_size,
         "data.shuffle": config.data.shuffle,
@@ -197,10 +200,20 @@ def _fields(prepared: Prepared) -> dict[str, Any]:
     }
 
 
+def _stage_fields(config: Config) -> dict[str, Any]:
+    """Of what is not supervised fine-tuning; a checkpoint without them is of that."""
+    stage = config.trainer.stage
+    if stage == "sft":
+        return {}
+    return {"trainer.stage": stage} | ({"preference": asdict(config.preference)} if stage in STAGES else {})
+
+
 def _digest(prepared: Prepared) -> str:
     digest = hashlib.sha256()
-    for row in prepared.data.train:
+    for row in flat(prepared.data.train)[0]:
         digest.update(np.int64(row.sample_id).tobytes())
+        if row.sign:
+            digest.update(np.int64(row.sign).tobytes())
         digest.update(np.ascontiguousarray(row.input_ids).tobytes())
         digest.update(np.ascontiguousarray(row.labels).tobytes())
     return digest.hexdigest()[:16]

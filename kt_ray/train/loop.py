@@ -17,15 +17,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from kt_ray.batch import MicroBatch, PassSpec
 from kt_ray.config.schema import Config
+from kt_ray.data.types import Row
 from kt_ray.errors import BadStep, UserError
+from kt_ray.model.routing import balance
 from kt_ray.optim import learning_rate
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.timeline import Activity, Recorder
 from kt_ray.train.cluster import ActorLost, Cluster
 from kt_ray.train.figures import step_metrics, tokens_per_expert
 from kt_ray.train.guard import judge
+from kt_ray.train.preference import STAGES, Preference
 from kt_ray.train.recovery import Point, Recovery
 from kt_ray.train.reports import PassReport, merged
 
@@ -44,12 +49,14 @@ class Schedule:
         steps_per_epoch: for the epoch figure.
         train: step (0-based) -> the step's waves, each the micro-batches per replica and group.
         evaluate: the held-out passes, each as waves; empty = no evaluation.
+        cut: any rows as waves, like those of a step (KTO).
     """
 
     total_steps: int
     steps_per_epoch: int
     train: Callable[[int], Sequence[Waves]]
     evaluate: Sequence[Waves] = ()
+    cut: Callable[[Sequence[Row]], Sequence[Waves]] | None = None
 
 
 @dataclass
@@ -141,6 +148,9 @@ class Trainer:
         self._taken = first_step  # updates behind the cluster's state
         self._done = first_step  # steps that were taken at least once
         self._saved = first_step
+        self._preference: Preference | None = None
+        if config.trainer.stage in STAGES:
+            self._preference = Preference(config, cluster.plan, self._log_probabilities, schedule.cut)
         # Steps taken elsewhere can be had again from their checkpoint only.
         limit = config.trainer.recoveries if resumed_from or not first_step else 0
         self.recovery = Recovery(cluster, limit, Point(first_step, resumed_from), self.events.say)
@@ -220,8 +230,23 @@ class Trainer:
     def _evaluates(self) -> bool:
         return bool(self.config.trainer.eval_every) and bool(self.schedule.evaluate)
 
+    def _balance(self, step: int, waves: Sequence[Waves]) -> tuple[float, tuple[float, ...]]:
+        """The routers' load-balancing loss over the whole step, and its slopes for the training passes."""
+        total = np.zeros((2, self.cluster.plan.dims.num_experts))
+        for wave in waves:
+            _, report = self._pass(step, "eval", wave, trained_tokens(wave), routing=True)
+            for worker in report.workers:
+                if worker.routing is not None:
+                    total += worker.routing
+        return balance(total[0], total[1], self.cluster.plan.dims.top_k, self.config.trainer.aux_loss)
+
+    def _log_probabilities(self, step: int, wave: Waves, adapters: bool) -> PassReport:
+        """A forward pass; without adapters it is the reference's."""
+        tokens = trained_tokens(wave)
+        return self._pass(step, "eval", wave, tokens, adapters=adapters, return_logps=True)[1]
+
     def _pass(
-        self, step: int, kind: str, waves: Waves, loss_tokens: int, timeline: bool = False
+        self, step: int, kind: str, waves: Waves, loss_tokens: int, timeline: bool = False, **more: Any
     ) -> tuple[PassSpec, PassReport]:
         self._passes += 1
         spec = PassSpec(
@@ -233,6 +258,7 @@ class Trainer:
             loss_tokens=loss_tokens,
             timeline=timeline,
             profile=self._profile_of(step, kind),
+            **more,
         )
         return spec, self.cluster.run_pass(spec)
 
@@ -283,10 +309,20 @@ class Trainer:
         with recorder.span("batches", "compute"):
             waves = self.schedule.train(step)
             loss_tokens = sum(map(trained_tokens, waves))
+        divisor, objective = loss_tokens, None
+        if self._preference is not None:
+            with recorder.span("reference", "wait"):
+                waves, objective = self._preference.prepared(step, waves)
+            divisor = objective.units
+        aux_loss, slopes = None, None
+        if self.config.trainer.aux_loss:
+            with recorder.span("routing", "wait"):
+                aux_loss, slopes = self._balance(step, waves)
         passes = []
         for wave in waves:
             with recorder.span("pass", "wait"):
-                passes.append(self._pass(step, "train", wave, loss_tokens, timeline))
+                more = {"objective": objective, "router_slopes": slopes}
+                passes.append(self._pass(step, "train", wave, divisor, timeline, **more))
         report = merged([report for _, report in passes])
         tokens = sum(spec.tokens for spec, _ in passes)
         passed = time.monotonic()
@@ -329,6 +365,10 @@ class Trainer:
             optimizer_seconds=now - passed,
         )
         logger.info("step %d loss %.6f grad_norm %.4f lr %.3e", step + 1, report.loss, norm, lr)
+        if self._preference is not None and objective is not None:
+            found = self._preference.figures(waves, objective, [report for _, report in passes])
+            metrics = replace(metrics, preference=found)
+        metrics = replace(metrics, aux_loss=aux_loss)
         if self.recovery.used:
             metrics = replace(metrics, recoveries=self.recovery.used, seconds_lost=self.recovery.seconds_lost)
         self.events.on_step(metrics)
@@ -359,12 +399,16 @@ class Trainer:
             return
         total, tokens = 0.0, 0
         for waves in self.schedule.evaluate:
-            spec, report = self._pass(taken, "eval", waves, trained_tokens(waves))
+            divisor, objective = trained_tokens(waves), None
+            if self._preference is not None:
+                (waves,), objective = self._preference.prepared(taken, [waves])
+                divisor = objective.units
+            spec, report = self._pass(taken, "eval", waves, divisor, objective=objective)
             total += report.loss * spec.loss_tokens
             tokens += spec.loss_tokens
         loss = total / max(1, tokens)
         self.summary.eval_losses[taken] = loss
-        logger.info("after step %d: held-out loss %.6f over %d tokens", taken, loss, tokens)
+        logger.info("after step %d: held-out loss %.6f, mean of %d", taken, loss, tokens)
         self.events.on_eval(taken, loss)
         trainer = self.config.trainer
         if self.best is None or loss < self.best[1] - trainer.early_stopping_threshold:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from kt_ray.experts import HostCounters
@@ -40,7 +41,8 @@ class WorkerPassReport:
     loss_sum: float64 sum of token losses (last stage only, else 0). seconds: by term
     ("attention", "experts" = waiting for expert actors, "stages" = waiting for other stages,
     "head"). activity: what it did when. logits: per group, per micro-batch, when asked for.
-    losses: likewise the summed token losses (last stage only).
+    losses: likewise the summed losses (last stage only). logps: likewise float64 [b], when asked for.
+    routing: float64 [2, E], counts and probabilities of the routers, when asked for.
     """
 
     rank: int
@@ -53,6 +55,8 @@ class WorkerPassReport:
     activity: Activity
     logits: list[list[torch.Tensor]] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
+    logps: list[list[np.ndarray]] = field(default_factory=list)
+    routing: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ def _add_workers(parts: Sequence[WorkerPassReport]) -> WorkerPassReport:
         activity=reduce(Activity.plus, (p.activity for p in parts)),
         logits=[group for p in parts for group in p.logits],
         losses=[group for p in parts for group in p.losses],
+        logps=[group for p in parts for group in p.logps],
     )
 
 
