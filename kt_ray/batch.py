@@ -83,7 +83,7 @@ class PassSpec:
         adapters: False = the model without LoRA, on workers and expert actors alike (eval only).
         return_logps: workers of the last stage hand back the rows' log-probabilities.
         objective: the loss, where it is not the mean token loss; `loss_tokens` is then its `units`.
-        routing: eval only: count what routers choose, with the dropout of a training pass (kt_ray.model.routing).
+        routing: eval only: count what routers choose, with a training pass's dropout (kt_ray.model.routing).
         router_slopes: train only: gradient of the load-balancing loss in a probability of each expert.
         profile: attention workers write a torch.profiler trace of the pass into this directory; None = none.
     """

@@ -254,7 +254,7 @@ class TrainerConfig:
 
     Attributes:
         stage: what is learned: "sft" (answers), "pt" (continued pre-training: every token), or
-            from preferences "dpo", "orpo" (pairs) or "kto" (single rows, wanted or not); see PreferenceConfig.
+            from preferences "dpo", "orpo" (pairs) or "kto" (rows, wanted or not); see PreferenceConfig.
         epochs: passes over the data; ignored when max_steps is set.
         max_steps: optimizer steps; None = from epochs.
         batch_size: rows per optimizer step, over all replicas.
@@ -274,8 +274,8 @@ class TrainerConfig:
         timeline_every: steps between timelines (Chrome trace of all actors, under timelines/ of the run
             directory); 0 = never.
         aux_loss: coefficient of the routers' load-balancing loss, as transformers computes it over the whole
-            step; costs a forward pass more. Routers stay frozen: its gradient reaches the LoRA before them. 0 =
-            off.
+            step; costs a forward pass more. Routers stay frozen: its gradient reaches the LoRA before them;
+            0 = off.
         max_hours: the run stops with a checkpoint before this many hours have passed since the command
             began; null = no limit.
         early_stopping: evaluations in a row without a lower held-out loss after which the run stops; 0 =
@@ -322,7 +322,7 @@ class PreferenceConfig:
     Attributes:
         loss: of dpo: "sigmoid", "hinge", "ipo" or "robust".
         beta: dpo and kto: strength of the reference (ipo: its tau); orpo: weight of the odds ratio.
-        label_smoothing: of dpo's sigmoid and robust: share of pairs taken to be the wrong way round; below 0.5.
+        label_smoothing: of dpo's sigmoid and robust: share of pairs taken to be the wrong way round.
         desirable_weight: of kto: weight of wanted rows.
         undesirable_weight: of kto: weight of unwanted rows.
     """

@@ -315,7 +315,7 @@ class Stage:
         return self._groups[group].logps
 
     def routing(self) -> np.ndarray | None:
-        """After a pass with `routing`: float64 [2, E], how often experts were chosen and their probabilities."""
+        """After a pass with `routing`: float64 [2, E], how often each was chosen, its probabilities."""
         if self._watch is None or self._spec is None or not self._spec.routing:
             return None
         return np.stack([self._watch.counts, self._watch.probabilities])

@@ -238,7 +238,9 @@ class Trainer:
             for worker in report.workers:
                 if worker.routing is not None:
                     total += worker.routing
-        return balance(total[0], total[1], self.cluster.plan.dims.top_k, self.config.trainer.aux_loss)
+        return balance(
+            total[0], total[1], self.cluster.plan.dims.experts_per_token, self.config.trainer.aux_loss
+        )
 
     def _log_probabilities(self, step: int, wave: Waves, adapters: bool) -> PassReport:
         """A forward pass; without adapters it is the reference's."""

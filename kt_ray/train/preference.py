@@ -70,7 +70,7 @@ class Preference:
     def figures(
         self, waves: Sequence[Waves], objective: Objective, reports: Sequence[PassReport]
     ) -> dict[str, float]:
-        """Mean rewards (beta times the log-ratio to the reference; for ORPO to nothing) and how they differ."""
+        """Mean rewards (beta times the log-ratio to the reference; for ORPO to 1) and how they differ."""
         rewards, signs = [], []
         for wave, report in zip(waves, reports, strict=True):
             for replica, groups in enumerate(self._logps(report)):

@@ -70,16 +70,16 @@ def trl_loss(case: dict[str, Any], data: Batch) -> Tensor:
     return {"dpo": _dpo, "orpo": _orpo, "kto": _kto}[case["stage"]](case, data)
 
 
-class _Model:
+class _Model(torch.nn.Module):
     """Hands out logits in the place of a model; `several` in turn."""
 
     is_gradient_checkpointing = False
-    training = True
 
     def __init__(self, *several: Tensor) -> None:
+        super().__init__()
         self.several = list(several)
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def forward(self, *args: Any, **options: Any) -> Any:
         from trl.trainer.utils import selective_log_softmax
 
         logits = self.several.pop(0)
