@@ -61,5 +61,7 @@ class Masters:
 
 
 def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> list[torch.Tensor]:
+    if not shapes:
+        return []
     parts = flat.split([torch.Size(shape).numel() for shape in shapes.values()])
     return [part.view(shape) for part, shape in zip(parts, shapes.values(), strict=True)]

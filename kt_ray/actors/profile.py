@@ -11,9 +11,8 @@ import torch
 
 from kt_ray.batch import PassSpec
 
-_one_at_a_time = (
-    threading.Lock()
-)  # torch has one profiler per process; in one process the first worker gets it
+# torch has one profiler per process: in one process the first worker gets it
+_one_at_a_time = threading.Lock()
 
 
 @contextmanager

@@ -294,13 +294,14 @@ class Trainer:
         self._done = step + 1
         self.events.say(f"step {step + 1} skipped: {bad.what}; at {bad.where}")
         self.summary.skipped += 1
-        if len(self.summary.losses) == step - self.first_step:  # it broke off before its loss was known
-            self._note(math.nan, math.nan)
+        self._note(step, math.nan, math.nan)  # of a pass that broke off; else they are known
         self.recovery.progressed()
 
-    def _note(self, loss: float, norm: float) -> None:
-        self.summary.losses.append(loss)
-        self.summary.grad_norms.append(norm)
+    def _note(self, step: int, loss: float, norm: float) -> None:
+        """Once per step: an actor may be lost between this and the commit, and the step is repeated."""
+        if len(self.summary.losses) == step - self.first_step:
+            self.summary.losses.append(loss)
+            self.summary.grad_norms.append(norm)
 
     def _step(self, step: int) -> None:
         optim = self.config.optim
@@ -333,8 +334,7 @@ class Trainer:
         known = step - self.first_step
         losses, norms = self.summary.losses[:known], self.summary.grad_norms[:known]
         bad = judge(self.cluster, step, waves, report, norm, losses, norms, self.config.trainer.spike)
-        if step >= self._done:
-            self._note(report.loss, norm)
+        self._note(step, report.loss, norm)
         if bad is not None:
             raise bad
         clip = 1.0

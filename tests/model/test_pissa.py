@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.model.lora import init_lora_a
 from kt_ray.model.pissa import doubled_shape, relative_to_weights, take_principal
+from tests.helpers.hf_reference import Reference, random_rows
+from tests.helpers.stages import make_stages, pass_spec, run
+
+Checkpoint = Callable[..., Path]
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_16"])
@@ -62,6 +67,32 @@ def test_gaussian_is_normal_with_deviation_one_over_rank() -> None:
     assert float(value.std()) == pytest.approx(1 / 8, rel=0.02) and abs(float(value.mean())) < 0.003
     assert torch.equal(value, init_lora_a(0, "x", (8, 4096), "gaussian"))
     assert not torch.equal(value, init_lora_a(1, "x", (8, 4096), "gaussian"))
+
+
+def test_a_stage_computes_the_same_and_exports_for_the_unchanged_weights(checkpoint: Checkpoint) -> None:
+    path = checkpoint("qwen3_moe")
+    lora = LoraConfig(rank=2, alpha=6.0, init="pissa", experts=False)
+    (stage,) = make_stages(path, (0, 3), lora)
+    base = Reference(path, LoraConfig(rank=2, experts=False))
+    rows = random_rows(3)
+    found = run([stage], pass_spec(rows, kind="eval"), base).logits
+    for row, expected in zip(rows, base.run(rows, train=False).logits, strict=True):
+        assert (found[row.sample] - expected).norm() <= 1e-4 * expected.norm()
+    prefix = "model.layers.1.self_attn.q_proj"
+    names = [f"{prefix}.lora_{side}.weight" for side in "AB"]
+    original = base.model.get_submodule(prefix).weight
+    left = stage.model.layers[1].self_attn.q_proj.get_base_layer().weight  # type: ignore[union-attr]
+    assert not torch.allclose(left, original, atol=1e-3)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for name in names:
+            stage.parameters[name].add_(0.01)
+    a, b = (stage.parameters[name].detach() for name in names)
+    wide_a, wide_b = (stage.adapter()[name] for name in names)
+    assert wide_a.shape[0] == wide_b.shape[1] == 4
+    trained = left + lora.scale * b @ a  # type: ignore[operator]
+    torch.testing.assert_close(original + lora.scale * wide_b @ wide_a, trained, atol=1e-5, rtol=0)  # type: ignore[operator]
+    stage.load_parameters(stage.initial_parameters())
+    assert not stage.adapter()[names[0]][:2].sub(stage.adapter()[names[0]][2:]).any()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The routers' load-balancing loss: transformers' own on the whole batch, and its gradient in every adapter."""
+"""The routers' load-balancing loss: transformers' own on the whole batch, its gradient in every adapter."""
 
 from __future__ import annotations
 
