@@ -46,8 +46,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """One update of every parameter that has a gradient."""
+    def step(self, closure: Any = None) -> Any:
+        """One update of every parameter that has a gradient; returns None."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -34,7 +34,8 @@ def preference_loss(
     """
     labels = torch.from_numpy(batch.labels).to(h.device)
     trained = shifted_targets(labels)
-    targets, everywhere = trained, None
+    targets = trained
+    everywhere: Tensor | None = None
     if objective is not None and objective.stage == "orpo":
         everywhere = _chosen_tokens(batch).to(h.device)
         targets = torch.where(everywhere != IGNORE, everywhere, trained)

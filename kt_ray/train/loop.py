@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kt_ray.batch import MicroBatch, PassSpec
+from kt_ray.batch import MicroBatch, Objective, PassSpec
 from kt_ray.config.schema import Config
 from kt_ray.data.types import Row
 from kt_ray.errors import BadStep, UserError
@@ -312,12 +312,14 @@ class Trainer:
         with recorder.span("batches", "compute"):
             waves = self.schedule.train(step)
             loss_tokens = sum(map(trained_tokens, waves))
-        divisor, objective = loss_tokens, None
+        divisor = loss_tokens
+        objective: Objective | None = None
         if self._preference is not None:
             with recorder.span("reference", "wait"):
                 waves, objective = self._preference.prepared(step, waves)
             divisor = objective.units
-        aux_loss, slopes = None, None
+        aux_loss: float | None = None
+        slopes: tuple[float, ...] | None = None
         if self.config.trainer.aux_loss:
             with recorder.span("routing", "wait"):
                 aux_loss, slopes = self._balance(step, waves)
@@ -401,7 +403,8 @@ class Trainer:
             return
         total, tokens = 0.0, 0
         for waves in self.schedule.evaluate:
-            divisor, objective = trained_tokens(waves), None
+            divisor = trained_tokens(waves)
+            objective: Objective | None = None
             if self._preference is not None:
                 (waves,), objective = self._preference.prepared(taken, [waves])
                 divisor = objective.units
