@@ -51,10 +51,10 @@ def flat(units: Sequence[Row] | Sequence[Pair]) -> tuple[list[Row], int]:
 
 
 def mismatched(rows: Sequence[Row], max_length: int) -> list[Row]:
-    """KTO's rows for its reference point: each prompt with the answer of the row before it in the step.
+    """KTO's rows for its reference point: each prompt with the answer of the row before it.
 
-    The answer is what follows the first trained token; the first row takes the last one's. A step of one
-    row has none.
+    The answer is what follows the first trained token; the first row takes the last one's. One row alone has
+    none.
     """
     if len(rows) < 2:
         return []

@@ -91,9 +91,9 @@ class Preference:
         return {**found, "margin": float(margin.mean()), "accuracy": float((margin > 0).mean())}
 
     def _kl(self, step: int, waves: Sequence[Waves]) -> float:
-        rows = mismatched(
-            [row for micro in _micro(waves) for row in _rows(micro)], self.config.data.max_length
-        )
+        # In the data's order: which answer meets which prompt must not depend on how the step is cut.
+        rows = sorted((row for m in _micro(waves) for row in _rows(m)), key=lambda row: row.sample_id)
+        rows = mismatched(rows, self.config.data.max_length)
         if not rows:
             return 0.0
         assert self._cut is not None, "KTO cuts rows of its own"

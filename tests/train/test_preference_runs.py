@@ -122,7 +122,7 @@ def test_a_fresh_adapter_is_its_own_reference_and_learns(path: Path) -> None:
         for step in range(4):
             trainer.step(step)
     assert trainer.summary.losses[0] == pytest.approx(math.log(2), abs=1e-6)
-    assert trainer.summary.losses[-1] < 0.6
+    assert trainer.summary.losses[-1] < trainer.summary.losses[0] - 1e-3
 
 
 @pytest.mark.parametrize(
