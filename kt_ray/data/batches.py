@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from kt_ray.batch import IGNORE, MicroBatch
-from kt_ray.data.types import Row
+from kt_ray.data.types import Pair, Row
 
 Wave = tuple[tuple[tuple[MicroBatch, ...], ...], ...]  # per replica, per group, the micro-batches
 
@@ -40,7 +41,32 @@ def micro_batch(rows: Sequence[Row], pad_id: int = 0, multiple: int = 1) -> Micr
     for i, row in enumerate(rows):
         ids_BS[i, : lengths[i]] = row.input_ids
         labels_BS[i, : lengths[i]] = row.labels
-    return MicroBatch(ids_BS, labels_BS, lengths, np.array([row.sample_id for row in rows], dtype=np.int64))
+    samples = np.array([row.sample_id for row in rows], dtype=np.int64)
+    signs = np.array([row.sign for row in rows], dtype=np.int64)
+    return MicroBatch(ids_BS, labels_BS, lengths, samples, signs)
+
+
+def flat(units: Sequence[Row] | Sequence[Pair]) -> tuple[list[Row], int]:
+    """(rows in order, a pair's chosen one first; rows per unit: 2 for pairs)."""
+    rows = [row for u in units for row in ((u.chosen, u.rejected) if isinstance(u, Pair) else (u,))]
+    return rows, max(1, len(rows) // max(1, len(units)))
+
+
+def mismatched(rows: Sequence[Row], max_length: int) -> list[Row]:
+    """KTO's rows for its reference point: each prompt with the answer of the row before it.
+
+    The answer is what follows the first trained token; the first row takes the last one's. One row alone has
+    none.
+    """
+    if len(rows) < 2:
+        return []
+    made = []
+    for row, other in zip(rows, [rows[-1], *rows[:-1]], strict=True):
+        begin, theirs = (int(np.argmax(r.labels != IGNORE)) for r in (row, other))
+        ids = np.concatenate([row.input_ids[:begin], other.input_ids[theirs:]])[:max_length]
+        labels = np.concatenate([np.full(begin, IGNORE), other.labels[theirs:]])[:max_length]
+        made.append(Row(ids, labels.astype(np.int64), row.sample_id))
+    return made
 
 
 def wave(
@@ -101,7 +127,7 @@ def step_waves(
 
 
 def eval_waves(
-    rows: Sequence[Row],
+    rows: Sequence[Row] | Sequence[Pair],
     batch_size: int,
     micro_batch_size: int,
     replicas: int = 1,
@@ -113,11 +139,11 @@ def eval_waves(
     """All rows once, in source order, as passes of `batch_size` rows, or of what `largest` allows."""
     _positive(batch_size=batch_size)
     starts = range(0, len(rows), batch_size)
-    parts = [rows[i : i + batch_size] for i in starts]
+    parts = [flat(rows[i : i + batch_size]) for i in starts]
     return [
         w
-        for part in parts
-        for w in step_waves(part, micro_batch_size, replicas, groups, largest, pad_id, multiple)
+        for part, unit in parts
+        for w in step_waves(part, unit * micro_batch_size, replicas, groups, largest, pad_id, multiple)
     ]
 
 
@@ -128,9 +154,9 @@ class Batches:
     calls but a cache, so `step(k)` gives the same rows whether or not the steps before it were taken.
 
     Args:
-        rows: training rows.
-        batch_size: rows per optimizer step, over all replicas.
-        micro_batch_size: rows that pass a layer together.
+        rows: training rows, or pairs of them.
+        batch_size: rows (pairs) per optimizer step, over all replicas.
+        micro_batch_size: rows (pairs) that pass a layer together.
         replicas: copies of the attention side.
         groups: micro-batch groups in flight per replica.
         largest_wave: micro-batches of a replica that pass the layers together, at the most; None = all.
@@ -142,7 +168,7 @@ class Batches:
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[Row] | Sequence[Pair],
         batch_size: int,
         micro_batch_size: int = 1,
         replicas: int = 1,
@@ -177,7 +203,11 @@ class Batches:
         return divmod(step, self.steps_per_epoch)
 
     def step(self, step: int) -> list[Row]:
-        """The rows of optimizer step `step` (0-based), in order."""
+        """The rows of optimizer step `step` (0-based), in order; of pairs both, chosen first."""
+        return flat(self.units(step))[0]
+
+    def units(self, step: int) -> list[Any]:
+        """The rows or pairs of optimizer step `step` (0-based), in order."""
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
         epoch, index = self.position(step)
@@ -188,14 +218,13 @@ class Batches:
 
     def waves(self, step: int) -> list[Wave]:
         """The passes of optimizer step `step`, each as PassSpec wants it."""
+        return self.waves_of(*flat(self.units(step)))
+
+    def waves_of(self, rows: Sequence[Row], unit: int = 1) -> list[Wave]:
+        """Passes over any rows, cut as those of a step; `unit` rows are never parted."""
+        size = unit * self.micro_batch_size
         return step_waves(
-            self.step(step),
-            self.micro_batch_size,
-            self.replicas,
-            self.groups,
-            self.largest_wave,
-            self.pad_id,
-            self.multiple,
+            rows, size, self.replicas, self.groups, self.largest_wave, self.pad_id, self.multiple
         )
 
 

@@ -49,16 +49,35 @@ class Row:
         input_ids: int64 [s].
         labels: int64 [s], the token itself where it is trained, IGNORE elsewhere (not shifted).
         sample_id: index of the row in source order: stable across runs, the key of dropout.
+        sign: +1 a wanted answer, -1 an unwanted one (KTO; inside pairs), 0 where there is no such thing.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     sample_id: int
+    sign: int = 0
 
     @property
     def trained(self) -> int:
         """Tokens that contribute to the loss (position 0 has no predecessor and never does)."""
         return int((self.labels[1:] != IGNORE).sum())
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A chosen and a rejected answer to one prompt (DPO, ORPO): never parted.
+
+    Attributes:
+        chosen: its sign is +1. rejected: its sign is -1, its sample_id another than chosen's.
+    """
+
+    chosen: Row
+    rejected: Row
+
+    @property
+    def trained(self) -> int:
+        """Answer tokens of both."""
+        return self.chosen.trained + self.rejected.trained
 
 
 Dataset = list[Row]
