@@ -22,12 +22,17 @@ class MicroBatch:
         labels: [b, s] the token itself where it is trained, IGNORE elsewhere (not shifted).
         lengths: [b] valid tokens of each row.
         sample_ids: [b] index of each row in its data set: the key of counter-based dropout.
+        samples_BS: packed rows only: [b, s] sample id of each position's document.
+        positions_BS: packed rows only: [b, s] position within the document; a document begins where it is 0.
+            None = every row is one document.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     lengths: np.ndarray
     sample_ids: np.ndarray
+    samples_BS: np.ndarray | None = None
+    positions_BS: np.ndarray | None = None
 
     @property
     def tokens(self) -> int:
