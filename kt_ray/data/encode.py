@@ -80,6 +80,9 @@ def encode_rows(
         if conversation.text is not None and data.overflow == "truncate":
             pieces = _pieces(full, data.max_length, spare)
             report.cut_texts += len(pieces) > 1
+            lost_end = len(ids) - sum(len(piece.input_ids) for piece in pieces)
+            report.tokens_lost += lost_end
+            report.trained_lost += lost_end
         else:
             pieces = [full]
         for piece in pieces:
