@@ -7,7 +7,7 @@ from kt_ray.data.batches import Batches, Wave, epoch_order, eval_waves, loss_tok
 from kt_ray.data.load import DataBundle, load_data
 from kt_ray.data.preview import PreviewRow, preview_pairs, preview_rows, print_preview
 from kt_ray.data.report import DataReport, SplitReport
-from kt_ray.data.types import Conversation, Dataset, PairRow, Row
+from kt_ray.data.types import Conversation, Dataset, Pair, Row
 
 __all__ = [
     "Batches",
@@ -15,7 +15,7 @@ __all__ = [
     "DataBundle",
     "DataReport",
     "Dataset",
-    "PairRow",
+    "Pair",
     "PreviewRow",
     "Row",
     "SplitReport",

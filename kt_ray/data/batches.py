@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kt_ray.batch import IGNORE, MicroBatch
-from kt_ray.data.types import Row
+from kt_ray.data.types import Pair, Row
 
 GROUPED_BATCHES = 50  # batches whose rows are sorted together: similar lengths, still mixed over an epoch
 Wave = tuple[tuple[tuple[MicroBatch, ...], ...], ...]  # per replica, per group, the micro-batches
@@ -71,7 +71,9 @@ def micro_batch(rows: Sequence[Row], pad_id: int = 0) -> MicroBatch:
         documents = [*(row.documents or ((row.sample_id, int(lengths[i])),)), padding]
         samples_BS[i] = np.concatenate([np.full(n, sample) for sample, n in documents])
         positions_BS[i] = np.concatenate([np.arange(n) for _, n in documents])
-    return MicroBatch(ids_BS, labels_BS, lengths, samples, samples_BS, positions_BS)
+    # Whoever made the labels: a document's first token is never predicted from the document before.
+    labels_BS[positions_BS == 0] = IGNORE
+    return MicroBatch(ids_BS, labels_BS, lengths, samples, samples_BS=samples_BS, positions_BS=positions_BS)
 
 
 def wave(
@@ -210,7 +212,7 @@ class Batches:
     def _order(self, epoch: int) -> np.ndarray:
         if not self.group_by_length:
             return epoch_order(len(self.rows), self.seed, epoch, self.shuffle)
-        lengths = np.array([len(row.input_ids) for row in self.rows], dtype=np.int64)
+        lengths = np.array([_length(row) for row in self.rows], dtype=np.int64)
         return grouped_order(lengths, self.batch_size, self.seed, epoch, self.shuffle)
 
     def waves(self, step: int) -> list[Wave]:
@@ -218,6 +220,13 @@ class Batches:
         return step_waves(
             self.step(step), self.micro_batch_size, self.replicas, self.groups, self.largest_wave, self.pad_id
         )
+
+
+def _length(unit: Row | Pair) -> int:
+    """Tokens of a row, or of both rows of a pair."""
+    if isinstance(unit, Pair):
+        return len(unit.chosen.input_ids) + len(unit.rejected.input_ids)
+    return len(unit.input_ids)
 
 
 def _cut(micro: Sequence[MicroBatch], groups: int) -> tuple[tuple[MicroBatch, ...], ...]:

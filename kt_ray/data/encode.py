@@ -11,7 +11,7 @@ from kt_ray.config.schema import DataConfig
 from kt_ray.data.cache import TokenCache, encoder_key, rows_key
 from kt_ray.data.report import SplitReport
 from kt_ray.data.template import ChatEncoder
-from kt_ray.data.types import Conversation, Dataset, PairRow, Row
+from kt_ray.data.types import Conversation, Dataset, Pair, Row
 from kt_ray.errors import UserError
 
 Taken = Sequence[tuple[Conversation, int]]  # rows and the sample ids that they are trained under
@@ -73,7 +73,8 @@ def encode_rows(
     kept: Dataset = []
     for conversation, sample in taken:
         ((ids, labels),) = encoded(conversation)
-        full = Row(ids, labels, sample, label=conversation.label)
+        sign = 0 if conversation.label is None else 1 if conversation.label else -1
+        full = Row(ids, labels, sample, sign=sign)
         _check_trained(full, conversation)
         report.source_rows += 1
         report.longest = max(report.longest, len(ids))
@@ -101,16 +102,20 @@ def encode_rows(
     return kept
 
 
-def encode_pairs(taken: Taken, encoded: Encoded, data: DataConfig, report: SplitReport) -> list[PairRow]:
+def encode_pairs(taken: Taken, encoded: Encoded, data: DataConfig, report: SplitReport) -> list[Pair]:
     """Preference pairs; both sides are cut at the end, and a pair that loses an answer is dropped.
 
     Raises:
         UserError: as `encode_rows`.
     """
     _check(data)
-    kept: list[PairRow] = []
+    kept: list[Pair] = []
     for conversation, sample in taken:
-        sides = [Row(*pair, 2 * sample + i) for i, pair in enumerate(encoded(conversation))]
+        # Sample ids of their own, so that the sides' dropout differs.
+        sides = [
+            Row(ids, labels, 2 * sample + i, sign=1 - 2 * i)
+            for i, (ids, labels) in enumerate(encoded(conversation))
+        ]
         for side in sides:
             _check_trained(side, conversation)
         report.source_rows += 1
@@ -127,7 +132,7 @@ def encode_pairs(taken: Taken, encoded: Encoded, data: DataConfig, report: Split
         for side, row in zip(sides, rows, strict=True):
             _count(report, side, row)
         report.rows += 1
-        kept.append(PairRow(rows[0], rows[1], sample))
+        kept.append(Pair(rows[0], rows[1]))
     _check_left(bool(taken), bool(kept), data, report)
     return kept
 
@@ -138,7 +143,7 @@ def _pieces(row: Row, length: int, spare: Iterator[int]) -> list[Row]:
     for start in starts:
         stop = start + length
         sample = row.sample_id if start == 0 else next(spare)
-        pieces.append(Row(row.input_ids[start:stop], row.labels[start:stop], sample, label=row.label))
+        pieces.append(Row(row.input_ids[start:stop], row.labels[start:stop], sample, sign=row.sign))
     if len(pieces) > 1 and len(pieces[-1].input_ids) < 2:
         pieces.pop()  # one token has nothing to be predicted from
     return pieces

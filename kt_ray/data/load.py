@@ -15,7 +15,7 @@ from kt_ray.data.report import DataReport, SplitReport
 from kt_ray.data.sources import SourceRows, eval_source, read_sources, sources_of, weighted
 from kt_ray.data.split import same_prompt, split
 from kt_ray.data.template import ChatEncoder, check_vocabulary, load_tokenizer
-from kt_ray.data.types import Conversation, Dataset, PairRow
+from kt_ray.data.types import KINDS, Conversation, Pair
 from kt_ray.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,24 +33,21 @@ class DataBundle:
     """Everything the driver needs of the data.
 
     Attributes:
-        train: training rows in source order, packed with data.packing; empty where rows are pairs.
-        eval: held-out rows in source order (empty = no evaluation), never packed.
+        train: training rows (or pairs) in source order, packed with data.packing.
+        eval: held-out rows (or pairs) in source order (empty = no evaluation), never packed.
         tokenizer: with the chat template that was used set on it.
         report: what was cut and dropped.
         pad_id: an id to fill padding with.
-        kind: "sft", "pairs" (train_pairs and eval_pairs are filled) or "kto" (rows have labels).
-        train_pairs, eval_pairs: preference pairs in source order.
+        kind: "sft", "pairs" (train and eval hold Pair instead of Row) or "kto" (rows have signs).
         eval_conversations: held-out source rows, those included whose tokens do not fit.
     """
 
-    train: Dataset
-    eval: Dataset
+    train: Any
+    eval: Any
     tokenizer: PreTrainedTokenizerFast
     report: DataReport
     pad_id: int
     kind: str = "sft"
-    train_pairs: list[PairRow] = field(default_factory=list)
-    eval_pairs: list[PairRow] = field(default_factory=list)
     eval_conversations: list[Conversation] = field(default_factory=list)
 
 
@@ -58,7 +55,7 @@ def load_data(
     config: Config,
     model_dir: str,
     seed: int,
-    kinds: Sequence[str] = ("sft",),
+    kinds: Sequence[str] = KINDS,
     cache: TokenCache | None = None,
 ) -> DataBundle:
     """Read, split and tokenise as `config.data` says.
@@ -101,28 +98,30 @@ def load_data(
     held_out = [(row, row.sample_id) for row in held]
     if held:
         report.eval = SplitReport()
-    bundle: dict[str, Any] = {}
-    if kind == "pairs":
-        bundle = {"train": [], "eval": [], "train_pairs": encode_pairs(taken, encoded, data, report.train)}
-        if report.eval is not None:
-            bundle["eval_pairs"] = encode_pairs(held_out, encoded, data, report.eval)
-        pairs = [*bundle["train_pairs"], *bundle.get("eval_pairs", [])]
-        tokenised = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
-    else:
-        spare = count(1 + max(sample for _, sample in (*taken, *held_out)))
-        bundle = {"train": encode_rows(taken, encoded, data, report.train, spare), "eval": []}
-        if report.eval is not None:
-            bundle["eval"] = encode_rows(held_out, encoded, data, report.eval, spare)
-        tokenised = [*bundle["train"], *bundle["eval"]]
-    check_vocabulary(max((int(row.input_ids.max()) for row in tokenised), default=0), model_dir)
+    spare = count(1 + max(sample for _, sample in (*taken, *held_out)))
+
+    def rows_of(chosen: Taken, counts: SplitReport) -> list[Any]:
+        if kind == "pairs":
+            return list(encode_pairs(chosen, encoded, data, counts))
+        return list(encode_rows(chosen, encoded, data, counts, spare))
+
+    train_rows = rows_of(taken, report.train)
+    eval_rows = [] if report.eval is None else rows_of(held_out, report.eval)
+    sides = [
+        row
+        for unit in (*train_rows, *eval_rows)
+        for row in ((unit.chosen, unit.rejected) if isinstance(unit, Pair) else (unit,))
+    ]
+    check_vocabulary(max((int(row.input_ids.max()) for row in sides), default=0), model_dir)
     if data.packing:
-        report.packed_from = len(bundle["train"])
-        bundle["train"] = pack(bundle["train"], data.max_length, seed, data.shuffle)
-        report.packed_to = len(bundle["train"])
+        report.packed_from = len(train_rows)
+        train_rows = list(pack(train_rows, data.max_length, seed, data.shuffle))
+        report.packed_to = len(train_rows)
     report.notes = notes + encoder.notes
     pad: Any = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return DataBundle(
-        **bundle,
+        train=train_rows,
+        eval=eval_rows,
         tokenizer=tokenizer,
         report=report,
         pad_id=int(pad or 0),

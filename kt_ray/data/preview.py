@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from kt_ray.batch import IGNORE
-from kt_ray.data.types import PairRow, Row
+from kt_ray.data.types import Pair, Row
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,12 +58,10 @@ def preview_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerFast, n: int
     return [_preview(row, tokenizer, _what(row)) for row in rows[:n]]
 
 
-def preview_pairs(
-    pairs: Sequence[PairRow], tokenizer: PreTrainedTokenizerFast, n: int = 3
-) -> list[PreviewRow]:
+def preview_pairs(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerFast, n: int = 3) -> list[PreviewRow]:
     """Both sides of the first `n` pairs, decoded."""
     return [
-        replace(_preview(side, tokenizer, what), sample_id=pair.sample_id)
+        replace(_preview(side, tokenizer, what), sample_id=side.sample_id // 2)  # of the pair
         for pair in pairs[:n]
         for side, what in ((pair.chosen, "chosen"), (pair.rejected, "rejected"))
     ]
@@ -72,8 +70,8 @@ def preview_pairs(
 def _what(row: Row) -> str:
     if row.documents:
         return f"packed: rows {', '.join(str(sample) for sample, _ in row.documents)}"
-    if row.label is not None:
-        return "wanted" if row.label else "not wanted"
+    if row.sign:
+        return "wanted" if row.sign > 0 else "not wanted"
     return ""
 
 

@@ -79,14 +79,14 @@ class Row:
         sample_id: index of the row in source order: stable across runs, the key of dropout.
         documents: (sample_id, tokens) of each row that was packed into this one, in order; empty = this is
             one row. The first token of a document is never trained: the one before it is another's.
-        label: KTO: whether the answer is wanted.
+        sign: +1 a wanted answer, -1 an unwanted one (KTO; inside pairs), 0 where there is no such thing.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     sample_id: int
     documents: tuple[tuple[int, int], ...] = ()
-    label: bool | None = None
+    sign: int = 0
 
     @property
     def trained(self) -> int:
@@ -94,19 +94,21 @@ class Row:
         return int((self.labels[1:] != IGNORE).sum())
 
 
-Dataset = list[Row]
-
-
 @dataclass(frozen=True)
-class PairRow:
-    """A preference pair for DPO and ORPO: both rows begin with the same prompt, only answers are trained.
+class Pair:
+    """A chosen and a rejected answer to one prompt (DPO, ORPO): never parted.
 
     Attributes:
-        chosen: the better answer; its sample_id is 2·sample_id.
-        rejected: the worse one; its sample_id is 2·sample_id + 1 (another dropout mask).
-        sample_id: index of the pair in source order.
+        chosen: its sign is +1. rejected: its sign is -1, its sample_id another than chosen's.
     """
 
     chosen: Row
     rejected: Row
-    sample_id: int
+
+    @property
+    def trained(self) -> int:
+        """Answer tokens of both."""
+        return self.chosen.trained + self.rejected.trained
+
+
+Dataset = list[Row]

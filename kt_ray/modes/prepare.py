@@ -109,7 +109,7 @@ def prepare(config: Config) -> Prepared:
     report = check_non_experts(index, whole.causal, layout=layout)
     check_content(index)
     resolve_targets(config.lora.target_modules, whole.lora_names)
-    data = load_data(config, model_dir, config.seed)
+    data = load_data(config, model_dir, config.seed, ("sft",))
     schedule = _schedule(config, plan, data)
     notes = (*index.notes, *_ignored_note(report.ignored), *(() if gguf is None else gguf.notes))
     names = tuple(whole.lora_names)

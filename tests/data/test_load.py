@@ -180,17 +180,16 @@ def test_preference_pairs(config: Build, tmp_path: Path) -> None:
     rows = [{"prompt": f"q{i}", "chosen": "good", "rejected": "a worse one"} for i in range(6)]
     chosen = config(path=lines(tmp_path / "a.jsonl", *rows), eval_fraction=0.3)
     bundle = load_data(chosen, "", 0, ("pairs",))
-    assert (bundle.kind, bundle.train, bundle.eval) == ("pairs", [], [])
-    assert (len(bundle.train_pairs), len(bundle.eval_pairs)) == (4, 2)
-    for pair in (*bundle.train_pairs, *bundle.eval_pairs):
-        assert (pair.chosen.sample_id, pair.rejected.sample_id) == (
-            2 * pair.sample_id,
-            2 * pair.sample_id + 1,
-        )
+    assert (bundle.kind, len(bundle.train), len(bundle.eval)) == ("pairs", 4, 2)
+    for pair in (*bundle.train, *bundle.eval):
+        assert (pair.chosen.sign, pair.rejected.sign) == (1, -1)
+        assert pair.rejected.sample_id == pair.chosen.sample_id + 1
         texts = [trained_texts(bundle.tokenizer, r.input_ids, r.labels) for r in (pair.chosen, pair.rejected)]
         assert texts == [["good<|im_end|>"], ["a worse one<|im_end|>"]]
+    ids = [row.sample_id for pair in (*bundle.train, *bundle.eval) for row in (pair.chosen, pair.rejected)]
+    assert sorted(ids) == list(range(12))
     with pytest.raises(UserError, match=r"not what this run trains on.*line 1.*preference pairs"):
-        load_data(chosen, "", 0)
+        load_data(chosen, "", 0, ("sft", "kto"))
 
 
 def test_a_pair_that_loses_an_answer_is_dropped_whole(config: Build, tmp_path: Path) -> None:
@@ -202,7 +201,7 @@ def test_a_pair_that_loses_an_answer_is_dropped_whole(config: Build, tmp_path: P
     path = lines(tmp_path / "a.jsonl", *rows)
     for overflow, kept in (("truncate", [0, 2]), ("drop", [0])):
         bundle = load_data(config(path=path, max_length=80, overflow=overflow), "", 0, ("pairs",))
-        assert [pair.sample_id for pair in bundle.train_pairs] == kept
+        assert [pair.chosen.sample_id // 2 for pair in bundle.train] == kept
         assert bundle.report.train.source_rows == 3
         assert bundle.report.train.dropped_long + bundle.report.train.dropped_no_answer == 3 - len(kept)
 
@@ -210,7 +209,7 @@ def test_a_pair_that_loses_an_answer_is_dropped_whole(config: Build, tmp_path: P
 def test_verdicts(config: Build, tmp_path: Path) -> None:
     rows = [{"prompt": f"q{i}", "completion": "a", "label": i % 2 == 0} for i in range(4)]
     bundle = load_data(config(path=lines(tmp_path / "a.jsonl", *rows)), "", 0, ("kto",))
-    assert [row.label for row in bundle.train] == [True, False, True, False]
+    assert [row.sign for row in bundle.train] == [1, -1, 1, -1]
 
 
 def test_long_texts_are_cut_into_rows_and_lose_nothing(config: Build, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,10 @@ def test_micro_batches_know_documents_and_keep_padding_apart() -> None:
     length = len(c.input_ids)
     assert mb.positions_BS[1].tolist() == [*range(length), *range(len(first) - length)], "padding: one more"
     assert micro_batch([a, c]).positions_BS is None
+    # a row whose labels were made anew, after packing
+    careless = replace(join([a, b]), labels=join([a, b]).input_ids.copy())
+    labels = micro_batch([careless]).labels[0]
+    assert labels[len(a.input_ids)] == IGNORE and (labels != IGNORE).sum() == len(first) - 2
 
 
 def test_data_packing(config: Build) -> None:

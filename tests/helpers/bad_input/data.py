@@ -54,12 +54,6 @@ DATA: list[Case] = [
         lambda p: p.rows(ROWS[0], {**ROWS[1], "text": "both"}),
     ),
     Case(
-        "pairs for a run that trains on answers",
-        TINY,
-        ["not what this run trains on", "rows.jsonl, line 1", "preference pairs", "data.path"],
-        lambda p: p.rows(*({"prompt": f"{i}", "chosen": "a", "rejected": "b"} for i in range(4))),
-    ),
-    Case(
         "template of another model",
         TINY + " data.template=llama3",
         ["does not have the tokens of the template llama3", "<|eot_id|>", "set data.template=null"],
