@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from kt_ray.data.types import Row
 from kt_ray.errors import UserError
 from tests.helpers.hf_reference import random_rows
 from tests.helpers.stages import make_stages, run
-from tests.helpers.tiny_families import SHAPES, tiny_family
+from tests.helpers.tiny_families import tiny_family
 from tests.model.test_stage_parity import ready
 
 Checkpoint = Callable[..., Path]
@@ -41,10 +42,17 @@ TOGETHER = spec([micro_batch([join(ROWS[:3]), join(ROWS[3:4])]), micro_batch(ROW
 
 
 @pytest.mark.parametrize(
-    ("family", "cuts"), [("deepseek_v3", (0, 3)), ("qwen3_moe", (0, 2, 3)), ("gpt_oss", (0, 3))]
+    ("family", "changes", "cuts"),
+    [
+        ("deepseek_v3", {}, (0, 3)),
+        ("qwen3_moe", {}, (0, 2, 3)),
+        ("mixtral", {"sliding_window": 4}, (0, 3)),
+    ],
 )
-def test_packed_equals_unpacked(checkpoint: Checkpoint, family: str, cuts: tuple[int, ...]) -> None:
-    reference, stages = ready(checkpoint(family, **SHAPES.get(family, {})), LORA, cuts)
+def test_packed_equals_unpacked(
+    checkpoint: Checkpoint, family: str, changes: dict[str, Any], cuts: tuple[int, ...]
+) -> None:
+    reference, stages = ready(checkpoint(family, **changes), LORA, cuts)
     alone = run(stages, ALONE, reference)
     packed = run(stages, TOGETHER, reference)
     assert ALONE.loss_tokens == TOGETHER.loss_tokens
