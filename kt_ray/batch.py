@@ -24,6 +24,9 @@ class MicroBatch:
         sample_ids: [b] index of each row in its data set: the key of counter-based dropout.
         signs: [b] +1 chosen or wanted, -1 rejected or unwanted, 0 neither; a pair's rows follow each other.
         reference: float64 [b] log-probability of each answer without adapters, where it is known.
+        samples_BS: packed rows only: [b, s] sample id of each position's document.
+        positions_BS: packed rows only: [b, s] position within the document; a document begins where it is 0.
+            None = every row is one document.
     """
 
     input_ids: np.ndarray
@@ -32,6 +35,8 @@ class MicroBatch:
     sample_ids: np.ndarray
     signs: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     reference: np.ndarray | None = None
+    samples_BS: np.ndarray | None = None
+    positions_BS: np.ndarray | None = None
 
     @property
     def tokens(self) -> int:

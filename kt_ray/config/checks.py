@@ -11,6 +11,7 @@ import importlib.util
 import re
 from typing import Any
 
+from kt_ray.config.data_checks import check_data
 from kt_ray.config.faults import check_regex, fault
 from kt_ray.config.fields import closest, show
 from kt_ray.config.layer_checks import DEVICE, check_layers
@@ -161,17 +162,7 @@ def _lane(rule: ExpertsRule, backend: str) -> None:
 
 def _data(config: Config) -> None:
     data = config.data
-    for key, value in (("data.path", data.path), ("data.eval_path", data.eval_path)):
-        if value is not None and (not value or not all(value)):
-            raise fault(key, value, "names no file", "a file or a list of files", f"set {key}=<file.jsonl>")
-    if data.path is None and data.builtin is None and config.mode in ("train", "preview"):
-        raise fault(
-            "data.path",
-            None,
-            f"but mode={config.mode} needs rows",
-            "a jsonl, json or parquet file",
-            "set data.path=<file.jsonl> or data=demo",
-        )
+    check_data(config)
     if (
         config.mode == "train"
         and config.trainer.eval_every

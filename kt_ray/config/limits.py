@@ -29,7 +29,13 @@ WORDS: dict[str, tuple[str, ...]] = {
     "rule.ray.expert_cpus": ("auto",),
     "rule.ray.strategy": ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
     "data.builtin": ("demo",),
-    "data.format": ("auto", "alpaca", "messages"),
+    "data.format": (
+        *("auto", "alpaca", "sharegpt", "messages", "prompt_completion", "preference", "kto", "text"),
+    ),
+    "data.template": (
+        *("chatml", "deepseek3", "kimi", "llama3", "mistral", "olmoe", "phi3", "plain", "qwen"),
+    ),
+    "data.train_on": ("all", "last"),
     "data.overflow": ("truncate", "drop"),
     "lora.init": ("default", "gaussian", "pissa", "pissa_niter_16"),
     "optim.name": ("adamw", "deepspeed_cpu_adam", "muon"),
@@ -83,6 +89,7 @@ BOUNDS: dict[str, Bound] = {
     "data.max_length": Bound(2),  # the first token predicts, the second is predicted
     "data.limit": Bound(1),
     "data.pad_to_multiple_of": Bound(1, 1024),
+    "data.cache_gb": Bound(0),
     "lora.rank": Bound(1, 256),
     "lora.alpha": Bound(0, open_low=True),
     "lora.dropout": Bound(0, 1, open_high=True),

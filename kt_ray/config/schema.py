@@ -158,10 +158,20 @@ class DataConfig:
 
     Attributes:
         name: label; "jsonl" is replaced by the file's name.
-        path: jsonl, json or parquet file, or a list of them; None with `builtin`.
+        path: file (jsonl, json, parquet, csv, tsv, arrow; txt and md are raw text), directory of such files,
+            hf://owner/name[@revision] of the Hugging Face hub, or a list of them; None with `builtin`.
         builtin: "demo" = the data set inside the package.
-        format: "auto", "alpaca" ({instruction, input, output[, system, history]}) or "messages"
-            ({messages: [...]}).
+        split: of a data set of several splits (hub, directories); None = train.
+        subset: configuration of a hub data set that has several; None = its only one.
+        sources: several data sets instead of `path`: a list of {path: ..., weight: 2.0}, where weight is how
+            often a row is taken per epoch (0.5 = a fixed half of them), and format, columns, split, subset,
+            system and limit are as below, each for its source.
+        format: "auto" (by the keys of the rows), "alpaca", "sharegpt", "messages", "prompt_completion",
+            "preference" (chosen and rejected), "kto" or "text"; docs/data.md shows a row of each.
+        columns: the files' names of columns that are called otherwise there: {instruction: question}.
+        template: chat template by name (kt_ray/data/templates), or "plain" (no turns: question and answer
+            are one text); None = the tokenizer's own, or model.chat_template.
+        train_on: "all" answers of a conversation, or the "last" one (all answers after the last question).
         eval_path: file with held-out rows; None = `eval_fraction` of `path`.
         eval_fraction: share of rows held out when `eval_path` is None (0 = no evaluation).
         max_length: tokens per row; longer rows are truncated and reported, or dropped.
@@ -170,12 +180,23 @@ class DataConfig:
         system: system prompt put before rows that have none; None = none.
         shuffle: shuffle rows each epoch (by the run's seed).
         limit: use the first N rows only; None = all.
+        packing: fill rows up to max_length with several short ones, each in attention and positions alone.
+            trainer.batch_size then counts filled rows.
+        group_by_length: rows of a batch have similar lengths, which saves padding where
+            trainer.micro_batch_size > 1.
+        cache_gb: size limit of the cache of tokenised rows ($KT_RAY_CACHE/tokens); 0 = no cache.
     """
 
     name: str = "jsonl"
     path: str | list[str] | None = None
+    split: str | None = None
+    subset: str | None = None
+    sources: list[Any] | None = None
     builtin: str | None = None
     format: str = "auto"
+    columns: dict[str, Any] | None = None
+    template: str | None = None
+    train_on: str = "all"
     eval_path: str | list[str] | None = None
     eval_fraction: float = 0.05
     max_length: int = 512
@@ -184,6 +205,9 @@ class DataConfig:
     system: str | None = None
     shuffle: bool = True
     limit: int | None = None
+    packing: bool = False
+    group_by_length: bool = False
+    cache_gb: float = 5.0
 
 
 @dataclass(frozen=True)

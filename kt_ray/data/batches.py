@@ -14,6 +14,7 @@ import numpy as np
 from kt_ray.batch import IGNORE, MicroBatch
 from kt_ray.data.types import Pair, Row
 
+GROUPED_BATCHES = 50  # batches whose rows are sorted together: similar lengths, still mixed over an epoch
 Wave = tuple[tuple[tuple[MicroBatch, ...], ...], ...]  # per replica, per group, the micro-batches
 
 
@@ -31,6 +32,27 @@ def epoch_order(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.nd
     return np.argsort(words, kind="stable").astype(np.int64)
 
 
+def grouped_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    """`epoch_order` with rows of similar length beside each other, int64 [rows].
+
+    The shuffled rows are cut into spans of GROUPED_BATCHES batches, each sorted by length, longest first;
+    then full batches are shuffled, so that an epoch does not run from long rows to short ones again and
+    again. Rows of a smaller last batch stay last.
+
+    Args:
+        lengths: int64 [rows], tokens. batch_size: rows per optimizer step.
+    """
+    order = epoch_order(len(lengths), seed, epoch, shuffle)
+    span = batch_size * GROUPED_BATCHES
+    parts = [order[i : i + span] for i in range(0, len(order), span)]
+    order = np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts])
+    full = len(order) // batch_size
+    # another stream than the rows' own
+    batches = epoch_order(full, seed ^ 0x5BD1E995, epoch, shuffle)
+    head = order[: full * batch_size].reshape(full, batch_size)[batches].reshape(-1)
+    return np.concatenate([head, order[full * batch_size :]])
+
+
 def micro_batch(rows: Sequence[Row], pad_id: int = 0, multiple: int = 1) -> MicroBatch:
     """Rows padded on the right to the longest of them, and that to a multiple of `multiple`. Padding is known
     by `lengths`, never by its id."""
@@ -43,7 +65,21 @@ def micro_batch(rows: Sequence[Row], pad_id: int = 0, multiple: int = 1) -> Micr
         labels_BS[i, : lengths[i]] = row.labels
     samples = np.array([row.sample_id for row in rows], dtype=np.int64)
     signs = np.array([row.sign for row in rows], dtype=np.int64)
-    return MicroBatch(ids_BS, labels_BS, lengths, samples, signs)
+    if not any(row.documents for row in rows):
+        return MicroBatch(ids_BS, labels_BS, lengths, samples, signs)
+    samples_BS = np.empty_like(ids_BS)
+    positions_BS = np.empty_like(ids_BS)
+    for i, row in enumerate(rows):
+        # Padding is one more document: it neither sees the others nor is seen.
+        padding = (int(row.sample_id), ids_BS.shape[1] - int(lengths[i]))
+        documents = [*(row.documents or ((row.sample_id, int(lengths[i])),)), padding]
+        samples_BS[i] = np.concatenate([np.full(n, sample) for sample, n in documents])
+        positions_BS[i] = np.concatenate([np.arange(n) for _, n in documents])
+    # Whoever made the labels: a document's first token is never predicted from the document before.
+    labels_BS[positions_BS == 0] = IGNORE
+    return MicroBatch(
+        ids_BS, labels_BS, lengths, samples, signs, samples_BS=samples_BS, positions_BS=positions_BS
+    )
 
 
 def flat(units: Sequence[Row] | Sequence[Pair]) -> tuple[list[Row], int]:
@@ -164,6 +200,7 @@ class Batches:
         seed: the run's seed.
         pad_id: id that fills padding.
         multiple: widths of micro-batches are multiples of this.
+        group_by_length: batches of rows of similar length, see `grouped_order`.
     """
 
     def __init__(
@@ -178,6 +215,7 @@ class Batches:
         pad_id: int = 0,
         largest_wave: int | None = None,
         multiple: int = 1,
+        group_by_length: bool = False,
     ) -> None:
         _positive(batch_size=batch_size, micro_batch_size=micro_batch_size, replicas=replicas, groups=groups)
         if not rows:
@@ -192,6 +230,7 @@ class Batches:
         self.pad_id = pad_id
         self.largest_wave = largest_wave
         self.multiple = multiple
+        self.group_by_length = group_by_length
         self._cached: tuple[int, np.ndarray] | None = None
 
     @property
@@ -212,9 +251,15 @@ class Batches:
             raise ValueError(f"step must not be negative, got {step}")
         epoch, index = self.position(step)
         if self._cached is None or self._cached[0] != epoch:
-            self._cached = (epoch, epoch_order(len(self.rows), self.seed, epoch, self.shuffle))
+            self._cached = (epoch, self._order(epoch))
         order = self._cached[1][index * self.batch_size : (index + 1) * self.batch_size]
         return [self.rows[i] for i in order]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if not self.group_by_length:
+            return epoch_order(len(self.rows), self.seed, epoch, self.shuffle)
+        lengths = np.array([_length(row) for row in self.rows], dtype=np.int64)
+        return grouped_order(lengths, self.batch_size, self.seed, epoch, self.shuffle)
 
     def waves(self, step: int) -> list[Wave]:
         """The passes of optimizer step `step`, each as PassSpec wants it."""
@@ -226,6 +271,13 @@ class Batches:
         return step_waves(
             rows, size, self.replicas, self.groups, self.largest_wave, self.pad_id, self.multiple
         )
+
+
+def _length(unit: Row | Pair) -> int:
+    """Tokens of a row, or of both rows of a pair."""
+    if isinstance(unit, Pair):
+        return len(unit.chosen.input_ids) + len(unit.rejected.input_ids)
+    return len(unit.input_ids)
 
 
 def _cut(micro: Sequence[MicroBatch], groups: int) -> tuple[tuple[MicroBatch, ...], ...]:

@@ -26,6 +26,7 @@ from kt_ray.model.lora import initial_lora, inject_lora, resolve_targets
 from kt_ray.model.loss import Head
 from kt_ray.model.metrics import Clock, Histogram
 from kt_ray.model.objective import preference_loss
+from kt_ray.model.packing import check_packing
 from kt_ray.model.pissa import relative_to_weights
 from kt_ray.model.probe import probe_layer
 from kt_ray.model.recording import RecordedCall, check_carry, check_family
@@ -102,6 +103,7 @@ class Stage:
         self._watch: RouterWatch | None = None
         self._loop: LayerLoop | None = None
         self._spec: PassSpec | None = None
+        self._packing_checked = False
         self.zero_grad()
 
     @property
@@ -216,9 +218,26 @@ class Stage:
                 micro.embedded = hidden
             return hidden
 
-        calls = self.model.recorder.record(self._inputs(ids), micro.mask, note)
+        inputs = self._inputs(ids)
+        if micro.documents is not None:
+            if not self._packing_checked:
+                self._check_packing()
+            # transformers makes a block-diagonal mask of position ids that restart (masking_utils)
+            inputs["position_ids"] = micro.documents
+        calls = self.model.recorder.record(inputs, micro.mask, note)
         micro.calls = {layer: calls[layer] for layer in range(start, stop)}
         return micro
+
+    def _check_packing(self) -> None:
+        model = self.model
+        for context in model.experts.values():
+            context.handler = lambda x, ids, weights: torch.zeros_like(x)
+        try:
+            check_packing(model.recorder, model.layers, self.state_shape, self.device)
+        finally:
+            for context in model.experts.values():
+                context.handler = None
+        self._packing_checked = True
 
     def embed(self, group: int) -> None:
         """First stage: the embedded tokens become the group's hidden state."""

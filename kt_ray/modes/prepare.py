@@ -31,6 +31,7 @@ from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.formats import plain_storage
 from kt_ray.placement.hardware import this_host
 from kt_ray.placement.lane_rates import lane_rates
+from kt_ray.placement.packing import check_packing_family
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.types import ModelDims, Plan
 from kt_ray.train.loop import Schedule
@@ -88,6 +89,8 @@ def prepare(config: Config) -> Prepared:
     rates = lane_rates(config, hardware, dims)
     plan = make_plan(dims, config, hardware, load, rates)
     _check_isa(config)
+    if config.data.packing:
+        check_packing_family(model_dir)
     index = CheckpointIndex.open(model_dir)
     layout = ExpertLayout.detect(index)
     layout.check(
@@ -252,6 +255,7 @@ def _schedule(config: Config, plan: Plan, data: DataBundle) -> Schedule:
         pad_id=data.pad_id,
         largest_wave=plan.wave,
         multiple=config.data.pad_to_multiple_of,
+        group_by_length=config.data.group_by_length,
     )
     total = trainer.max_steps
     if total is None:

@@ -181,7 +181,10 @@ def _fields(prepared: Prepared) -> dict[str, Any]:
     config: Config = prepared.config
     lora = config.lora
     quantised = config.rule.experts.backend
+    # Only where it is set: checkpoints of versions that did not know it stay good.
+    grouped = {"data.group_by_length": True} if config.data.group_by_length else {}
     return {
+        **grouped,
         "seed": config.seed,
         # The frozen weights are others then. The other backends compute the checkpoint's own.
         "rule.experts.backend": quantised if quantised in BACKEND_STORAGE else "auto",
@@ -214,6 +217,8 @@ def _digest(prepared: Prepared) -> str:
         digest.update(np.int64(row.sample_id).tobytes())
         if row.sign:
             digest.update(np.int64(row.sign).tobytes())
+        for document in row.documents:
+            digest.update(np.array(document, dtype=np.int64).tobytes())
         digest.update(np.ascontiguousarray(row.input_ids).tobytes())
         digest.update(np.ascontiguousarray(row.labels).tobytes())
     return digest.hexdigest()[:16]

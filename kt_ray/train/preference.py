@@ -127,7 +127,7 @@ def _micro(waves: Sequence[Waves]) -> list[MicroBatch]:
 
 def _rows(micro: MicroBatch) -> list[Row]:
     return [
-        Row(micro.input_ids[i, :n], micro.labels[i, :n], int(micro.sample_ids[i]), int(micro.signs[i]))
+        Row(micro.input_ids[i, :n], micro.labels[i, :n], int(micro.sample_ids[i]), sign=int(micro.signs[i]))
         for i, n in enumerate(micro.lengths.tolist())
     ]
 
