@@ -52,6 +52,7 @@ class ExpertHost:
         # layer -> global id of every local one: ascending, but for those that stay on the lane's device,
         # which come last, so that the engine's part of every stacked tensor is its beginning.
         self.order: dict[int, tuple[int, ...]] = {}
+        self._local: dict[int, torch.Tensor] = {}  # layer -> global id to local one
         self.counters = HostCounters()
         self.load_seconds = 0.0
         self.weight_bytes = 0
@@ -168,9 +169,11 @@ class ExpertHost:
 
     def local_ids(self, layer: int, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
         """Global expert ids [T, K] of a layer to local ones; experts held elsewhere become n (no expert)."""
-        held = self.order[layer]
-        table = torch.full((num_experts + 1,), len(held), dtype=torch.int64)
-        table[list(held)] = torch.arange(len(held))
+        table = self._local.get(layer)
+        if table is None:  # made once: for a single token it would cost as much as the experts
+            held = self.order[layer]
+            table = self._local[layer] = torch.full((num_experts + 1,), len(held), dtype=torch.int64)
+            table[list(held)] = torch.arange(len(held))
         return table[ids.long().clamp(max=num_experts)]
 
     def forward(
@@ -184,13 +187,14 @@ class ExpertHost:
         *,
         keep: bool,
         alloc: Alloc = new_memory,
+        adapter: bool | None = None,
     ) -> torch.Tensor:
         """Weighted sum over this host's experts.
 
         Args:
             x: [T, H] float32 or bfloat16. ids: [T, K] local ids. router_weights: [T, K] float32.
             keys: [T] int64 dropout keys. keep: a backward of (layer, group) follows.
-            alloc: where y is to lie.
+            alloc: where y is to lie. adapter: with LoRA or without; None = as begin_pass said.
 
         Returns:
             y [T, H] float32.
@@ -198,7 +202,8 @@ class ExpertHost:
         start = time.monotonic()
         held = len(self.order[layer])
         counts = torch.bincount(ids.reshape(-1), minlength=held + 1)[:held].tolist()
-        lora = self.lora.get(layer) if self._adapters else None
+        adapters = self._adapters if adapter is None else adapter
+        lora = self.lora.get(layer) if adapters else None
         engine_ids, pending = ids, None
         if self.lane is not None:
             chosen = self.lane.choose(layer, counts, len(x))
