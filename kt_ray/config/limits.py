@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 # Words a key may have. Keys whose type also allows null or a number take those as well.
 WORDS: dict[str, tuple[str, ...]] = {
-    "mode": ("train", "plan", "doctor", "preview"),
+    "mode": ("train", "plan", "doctor", "preview", "eval", "report", "compare"),
     "model.build": ("demo", "mini"),
     "model.dtype": ("auto", "bfloat16", "float32"),
     "model.attn_implementation": ("sdpa", "eager"),
@@ -36,6 +36,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "tracking.name": ("jsonl", "wandb"),
     "tracking.mode": ("auto", "online", "offline"),
     "cluster.name": ("ray", "local"),
+    "eval.choice": ("auto", "on", "off"),
+    "compare.sort": ("name", "loss", "eval_loss", "tokens_per_s"),
 }
 
 
@@ -101,4 +103,6 @@ BOUNDS: dict[str, Bound] = {
     "cluster.dashboard_port": Bound(1, 65535),
     "cluster.start_timeout": Bound(0, open_low=True),
     "cluster.load_timeout": Bound(0, open_low=True),
+    "eval.samples": Bound(0),
+    "report.samples": Bound(0),
 }
