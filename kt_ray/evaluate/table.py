@@ -162,23 +162,29 @@ def compare(
         "adapter": {**(losses or {}).get("adapter", {}), **(adapter[1].metrics if adapter else {})},
     }
     lines = [Line(m, known["base"].get(m.name), known["adapter"].get(m.name)) for m in METRICS]
-    b, a = base[0].rows if base else None, adapter[0].rows if adapter else None
-    shown = a or b or ()
     return Comparison(
         lines=tuple(line for line in lines if line.base is not None or line.adapter is not None),
-        samples=tuple(
-            Sample(
-                row=i + 1,
-                prompt=shown[i].prompt,
-                label=shown[i].label,
-                base=b[i].prediction if b else None,
-                adapter=a[i].prediction if a else None,
-            )
-            for i in spread(len(shown), samples)
-        ),
+        samples=pick_samples(base[0] if base else None, adapter[0] if adapter else None, samples),
         base=base[1] if base else None,
         adapter=adapter[1] if adapter else None,
         notes=notes,
+    )
+
+
+def pick_samples(base: Predictions | None, adapter: Predictions | None, count: int) -> tuple[Sample, ...]:
+    """At most `count` rows, evenly spread, with the answers of both sides; none when there is no side."""
+    shown = adapter or base
+    if shown is None:
+        return ()
+    return tuple(
+        Sample(
+            row=i + 1,
+            prompt=shown.rows[i].prompt,
+            label=shown.rows[i].label,
+            base=base.rows[i].prediction if base else None,
+            adapter=adapter.rows[i].prediction if adapter else None,
+        )
+        for i in spread(len(shown.rows), count)
     )
 
 

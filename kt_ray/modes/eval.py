@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
@@ -107,15 +107,13 @@ def show(result: Comparison, screen: Console) -> None:
     for note in result.notes:
         screen.print(note, markup=False)
     for sample in result.samples:
-        screen.print(f"[bold]row {sample.row}[/bold]")
-        for name, text in (
-            ("prompt", sample.prompt),
-            ("label", sample.label),
-            ("base", sample.base),
-            ("adapter", sample.adapter),
-        ):
+        grid = Table.grid(padding=(0, 2))
+        texts = (sample.prompt, sample.label, sample.base, sample.adapter)
+        for name, text in zip(("prompt", "label", "base", "adapter"), texts, strict=True):
             if text is not None:
-                screen.print(f"  {name:8}{_short(text)}", markup=False)
+                grid.add_row(name, Text(_short(text)))
+        screen.print(f"\n[bold]row {sample.row}[/bold]")
+        screen.print(grid)
 
 
 def to_wandb(config: Config, result: Comparison, home: Path) -> None:
@@ -179,6 +177,6 @@ def _losses_of_run(directory: Path) -> dict[str, dict[str, float]]:
     return losses
 
 
-def _short(text: str, limit: int = 300) -> Any:
+def _short(text: str, limit: int = 300) -> str:
     text = " ".join(text.split())
     return text if len(text) <= limit else text[: limit - 1] + "…"
