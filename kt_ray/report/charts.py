@@ -171,7 +171,7 @@ def thinned(points: Points, limit: int) -> list[tuple[float, float]]:
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round values that enclose low..high, about `count` of them, at steps of 1, 2 or 5 times ten to some n."""
+    """Round values that enclose low..high, about `count` of them: multiples of 1, 2 or 5 times 10^n."""
     if high <= low:
         spread = abs(low) * 0.1 or 1.0
         low, high = low - spread, high + spread

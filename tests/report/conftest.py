@@ -29,7 +29,7 @@ def write_run(
     experts: int = 16,
     **sections: Any,
 ) -> Path:
-    """A run of `steps` steps whose loss falls from about 5 to about `level`; `sections` replace the config's."""
+    """A run whose loss falls from about 5 to about `level`; `sections` replace those of the config."""
     path = root / name
     path.mkdir(parents=True)
     config = Config(
@@ -98,8 +98,13 @@ ENVIRONMENT: dict[str, Any] = {
     "actors": [
         {"actor": "worker-0", "host": "host-a", "device": "cpu", "layers": [0, 6], "threads": 2},
         {
-            **{"actor": "experts-0", "host": "host-a", "isa": "avx512_bf16", "experts": 16, "threads": 2},
-            **{"weight_bytes": 20_643_840, "load_seconds": 2.5},
+            "actor": "experts-0",
+            "host": "host-a",
+            "isa": "avx512_bf16",
+            "experts": 16,
+            "threads": 2,
+            "weight_bytes": 20_643_840,
+            "load_seconds": 2.5,
         },
     ],
 }
