@@ -70,7 +70,7 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     if stated:
         last = max(stated, key=lambda match: match.start(1))
         return None if re.match(_SECOND % known, text[last.end(1) :]) else last[1].upper()
-    first = re.match(rf"[(\[*_`\"]*({known})(?:[)\].:、,，。*_`\"]|\s*[-–—]|\s*\n)", text)
+    first = re.match(rf"[(\[*_`\"]*({known})(?:[)\].:、,，。*_`\"]|\s*[–—]|\s*-\s|\s*\n)", text)
     if first:
         return first[1]
     line = re.search(rf"\n[^\w\n]*({known})[^\w\n]*\Z", text)
@@ -126,4 +126,5 @@ def _options(letters: str) -> str:
 def _is_word(text: str, end: int, letter: str) -> bool:
     """Whether the letter is the article "A" or the pronoun "I": a word in small letters follows it."""
     following = re.match(r" ([a-z]+)", text[end:])
-    return letter in "AI" and following is not None and following[1] not in _VERBS
+    verbs = _VERBS if letter == "A" else ("is",)
+    return letter in "AI" and following is not None and following[1] not in verbs

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -40,9 +41,9 @@ def run(config: Config) -> int:
 def show(comparison: RunComparison, screen: Console) -> None:
     """The tables on a terminal, the best figures in bold."""
     best = comparison.best()
-    results = Table()
+    results = Table(box=SIMPLE_HEAD, pad_edge=False)
     for number, heading in enumerate(comparison.headings()):
-        results.add_column(heading, justify="right" if number else "left", overflow="fold")
+        results.add_column(heading, justify="right" if number else "left", no_wrap=not number)
     for r, row in enumerate(comparison.cells()):
         results.add_row(*(Text(cell, "bold" if (r, c) in best else "") for c, cell in enumerate(row)))
     screen.print(results)
