@@ -30,7 +30,14 @@ log = logging.getLogger(__name__)
 # All that a run writes at its top level: what run.overwrite removes, and nothing else.
 _FILES = (
     *("plan.json", "env.json", "metrics.jsonl", "train.log", "loss.png", "wandb_id"),
-    *("predictions.jsonl", "predictions_base.jsonl", "eval.json", "eval.md", "report.html"),
+    *(
+        "predictions.jsonl",
+        "predictions.json",
+        "predictions_base.jsonl",
+        "eval.json",
+        "eval.md",
+        "report.html",
+    ),
 )
 _DIRECTORIES = ("checkpoints", "adapter", "wandb", "timelines")
 _CONFIG = "config.yaml"  # written first: a directory that holds it is a run

@@ -350,9 +350,9 @@ class EvalConfig:
 
     Attributes:
         adapter: the fine-tuned model's answers: a predictions.jsonl, or a run directory that holds one;
-            None = those of the run run.name, unless `base` alone is given.
-        base: the base model's answers to the same prompts: a file, or a run directory that holds
-            predictions_base.jsonl; None = that file beside the adapter's, if there is one.
+            None = those of the run run.name, unless `base` is given.
+        base: the base model's answers to the same prompts, likewise; None = those beside the adapter's
+            (column "base", or predictions_base.jsonl), if there are any.
         choice: "on" = the labels are option letters, and letter accuracy is measured; "off"; "auto" = on if
             every label is one.
         letters: the options' letters.

@@ -1,19 +1,21 @@
-"""predictions.jsonl: one answer per line, as mode=predict writes it.
+"""predictions.jsonl: one answer per line, as mode=predict writes it (and LLaMA-Factory, much the same).
 
-    {"prompt": "…", "prediction": "…", "label": "…"}
+    {"id": 7, "prompt": "…", "predict": "…", "label": "…"}
 
-`prediction` and `label` are texts; `prompt` is a text or a list of messages. Optional:
-`option_logits` {"A": -1.2, …}, the logits of a multiple-choice question's options as the next token;
-`loss_nats` and `loss_tokens`, the label's negative log-likelihood and its tokens. Further keys are
-left alone. A run directory holds the adapter's answers as predictions.jsonl, the base's as
-predictions_base.jsonl.
+`predict` (or `prediction`) and `label` are texts; `prompt` is a text or a list of messages. Optional:
+`id`, by which rows are put in order (they are written as answers come); `base`, the base model's
+answer to the same prompt; `option_logits` {"A": -1.2, …}, the logits of a multiple-choice question's
+options as the next token; `loss_nats` and `loss_tokens`, the label's negative log-likelihood and its
+tokens. Further keys are left alone. A directory may also hold the base's answers as
+predictions_base.jsonl, or say in predictions.json ("answers": ["base"]) that its answers are the base's.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from kt_ray.errors import UserError
 from kt_ray.evaluate.loss import LossSum
 
 ADAPTER_FILE, BASE_FILE = "predictions.jsonl", "predictions_base.jsonl"
-_REMEDY = "write one JSON object per line with prompt, prediction and label, as mode=predict does"
+_REMEDY = "write one JSON object per line with prompt, predict and label, as mode=predict does"
 
 
 @dataclass(frozen=True)
@@ -51,18 +53,28 @@ class Predictions:
     rows: tuple[Prediction, ...]
 
 
-def find_predictions(path: Path, *, base: bool = False) -> Path:
-    """The file itself, or the one of a run directory: the adapter's, or with `base` the base model's.
+def find_answers(path: Path) -> tuple[Predictions | None, Predictions | None]:
+    """The answers in a file or directory, as (base's, adapter's); at least one of them.
 
     Raises:
-        UserError: there is none.
+        UserError: there are none, or they cannot be read.
     """
-    file = path / (BASE_FILE if base else ADAPTER_FILE) if path.is_dir() else path
+    if not path.is_dir():
+        base, adapter = _read_both(_existing(path, path))
+        return (adapter, None) if adapter is not None and path.name == BASE_FILE else (base, adapter)
+    if (path / BASE_FILE).is_file() and not (path / ADAPTER_FILE).is_file():
+        return read_predictions(path / BASE_FILE), None
+    base, adapter = _read_both(_existing(path / ADAPTER_FILE, path))
+    if base is None and (path / BASE_FILE).is_file():
+        base = read_predictions(path / BASE_FILE)
+    return base, adapter
+
+
+def _existing(file: Path, path: Path) -> Path:
     if file.is_file():
         return file
-    where = "in this directory" if path.is_dir() else ""
     raise UserError(
-        f"there are no predictions {where}".strip(),
+        "there are no predictions" + (" in this directory" if path.is_dir() else ""),
         where=str(path),
         observed=f"no {file.name}" if path.is_dir() else "no such file",
         required="a predictions.jsonl, or a run directory that holds one",
@@ -70,12 +82,46 @@ def find_predictions(path: Path, *, base: bool = False) -> Path:
     )
 
 
+def _read_both(file: Path) -> tuple[Predictions | None, Predictions | None]:
+    """(base's, adapter's) of one file, by its `base` column and by what predictions.json says of it."""
+    rows = _rows(file)
+    answers = Predictions(str(file), tuple(_row(value, where) for value, where in rows))
+    if _of_base(file):
+        return answers, None
+    told = [isinstance(value.get("base"), str) for value, _ in rows]
+    if not any(told):
+        return None, answers
+    if not all(told):
+        value, where = rows[told.index(False)]
+        raise _fault(where, "base", value, "a text in every row, or in none")
+    # Logits and losses in the row are those of the first answer.
+    base = tuple(
+        replace(answer, prediction=value["base"], option_logits={}, loss=None)
+        for answer, (value, _) in zip(answers.rows, rows, strict=True)
+    )
+    return Predictions(str(file), base), answers
+
+
+def _of_base(file: Path) -> bool:
+    """Whether predictions.json beside predictions.jsonl says that the base model answered."""
+    try:
+        settings = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
+        return bool(settings["answers"][0] == "base")
+    except (OSError, ValueError, LookupError, TypeError):
+        return False  # no such file, or another program's
+
+
 def read_predictions(file: Path) -> Predictions:
-    """All rows of a predictions file.
+    """The (first) answers of a predictions file, in the order of their ids if all rows have one.
 
     Raises:
         UserError: the file cannot be read, is empty, or a line is not as described above; with its number.
     """
+    return Predictions(str(file), tuple(_row(value, where) for value, where in _rows(file)))
+
+
+def _rows(file: Path) -> list[tuple[dict[str, Any], str]]:
+    """JSON objects with file and line."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -84,13 +130,18 @@ def read_predictions(file: Path) -> Predictions:
             "predictions cannot be read", where=str(file), observed=reason, remedy=_REMEDY
         ) from error
     rows = [
-        _row(line, f"{file}:{number}")
+        (_object(line, f"{file}:{number}"), f"{file}:{number}")
         for number, line in enumerate(text.split("\n"), 1)  # splitlines would cut at U+2028 inside a text
         if line.strip()
     ]
     if not rows:
         raise UserError("the predictions file has no rows", where=str(file), remedy=_REMEDY)
-    return Predictions(str(file), tuple(rows))
+    if all(isinstance(value.get("id"), int) for value, _ in rows):
+        rows.sort(key=lambda row: row[0]["id"])
+        for (a, _), (b, where) in pairwise(rows):
+            if a["id"] == b["id"]:
+                raise _fault(where, "id", b, "an id of its own in every row")
+    return rows
 
 
 def check_same_questions(base: Predictions, adapter: Predictions) -> None:
@@ -115,7 +166,7 @@ def check_same_questions(base: Predictions, adapter: Predictions) -> None:
             )
 
 
-def _row(line: str, where: str) -> Prediction:
+def _object(line: str, where: str) -> dict[str, Any]:
     try:
         value: Any = json.loads(line)
     except json.JSONDecodeError as error:
@@ -129,12 +180,17 @@ def _row(line: str, where: str) -> Prediction:
         ) from error
     if not isinstance(value, dict):
         raise UserError("a line of the predictions is no JSON object", where=where, remedy=_REMEDY)
-    for key in ("prediction", "label"):
+    return value
+
+
+def _row(value: dict[str, Any], where: str) -> Prediction:
+    answer = "prediction" if "prediction" in value else "predict"
+    for key in (answer, "label"):
         if not isinstance(value.get(key), str):
             raise _fault(where, key, value, "a text")
     return Prediction(
         prompt=_prompt(value.get("prompt", ""), where),
-        prediction=value["prediction"],
+        prediction=value[answer],
         label=value["label"],
         option_logits=_option_logits(value, where),
         loss=_loss(value, where),

@@ -13,13 +13,7 @@ from rich.text import Text
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.evaluate.loss import perplexity
-from kt_ray.evaluate.predictions import (
-    BASE_FILE,
-    Predictions,
-    check_same_questions,
-    find_predictions,
-    read_predictions,
-)
+from kt_ray.evaluate.predictions import Predictions, check_same_questions, find_answers
 from kt_ray.evaluate.scores import Scores, score
 from kt_ray.evaluate.table import Comparison, compare
 from kt_ray.rundir import RunDir, plain, write_atomic
@@ -34,10 +28,7 @@ def run(config: Config) -> int:
     Raises:
         UserError: no predictions, or two sets that do not answer the same prompts.
     """
-    base_file, adapter_file = _files(config)
-    base = read_predictions(base_file) if base_file else None
-    adapter = read_predictions(adapter_file) if adapter_file else None
-    home = (adapter_file or base_file or Path()).parent
+    base, adapter, home = _answers(config)
     losses = _losses_of_run(home) if _is_run(home) else {}
     result = evaluate(config, base, adapter, losses)
     out = Path(config.eval.out) if config.eval.out else home
@@ -128,27 +119,35 @@ def to_wandb(config: Config, result: Comparison, home: Path) -> None:
     tracker.finish("finished")
 
 
-def _files(config: Config) -> tuple[Path | None, Path | None]:
-    """Files of the base's and the adapter's answers, as `eval` and `run.name` ask for them."""
+def _answers(config: Config) -> tuple[Predictions | None, Predictions | None, Path]:
+    """The base's and the adapter's answers as `eval` and `run.name` ask for them, and where they lie."""
     wanted = config.eval
-    base = find_predictions(Path(wanted.base), base=True) if wanted.base else None
+    base: Predictions | None = None
+    adapter: Predictions | None = None
     if wanted.adapter:
-        adapter = find_predictions(Path(wanted.adapter))
-    elif base is not None:
-        return base, None
-    elif config.run.name:
-        adapter = find_predictions(Path(config.run.root) / config.run.name)
-    else:
+        base, adapter = find_answers(Path(wanted.adapter))
+        if adapter is None:
+            raise UserError(
+                "eval.adapter names answers of the base model",
+                where=wanted.adapter,
+                required="answers given with the adapter",
+                remedy=f"set eval.base={wanted.adapter} instead",
+            )
+    elif config.run.name and not wanted.base:
+        base, adapter = find_answers(Path(config.run.root) / config.run.name)
+    if wanted.base:
+        # A file of answers that nothing else is known of is the base's, since it was named so.
+        of_base, other = find_answers(Path(wanted.base))
+        base = of_base or other
+    known = adapter or base
+    if known is None:
         raise UserError(
             "mode=eval does not know which predictions to look at",
             observed="eval.adapter=null, eval.base=null, run.name=null",
             required="a predictions.jsonl, or a run that holds one",
             remedy="set run.name=<run>, or eval.adapter=<file or run directory>",
         )
-    beside = adapter.parent / BASE_FILE
-    if base is None and adapter != beside and beside.is_file():
-        base = beside
-    return base, adapter
+    return base, adapter, Path(known.source).parent
 
 
 def _scored(predictions: Predictions | None, config: Config) -> tuple[Predictions, Scores] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from kt_ray.evaluate.predictions import ADAPTER_FILE, BASE_FILE, Predictions, read_predictions
+from kt_ray.evaluate.predictions import ADAPTER_FILE, BASE_FILE, find_answers
 from kt_ray.evaluate.scores import METRICS
 from kt_ray.evaluate.table import Sample, pick_samples
 from kt_ray.report.charts import Line, heat_map, heat_scale, line_chart
@@ -193,7 +193,8 @@ def _expert_load(run: RunData) -> str:
 def _answers(run: RunData, count: int) -> str:
     """The metrics of eval.json and some predictions, before and after."""
     parts = [_metrics(run.evaluation)] if run.evaluation else []
-    base, adapter = (_read(run, name) for name in (BASE_FILE, ADAPTER_FILE))
+    there = any((run.path / name).is_file() for name in (ADAPTER_FILE, BASE_FILE))
+    base, adapter = find_answers(run.path) if there else (None, None)
     if base and adapter and [r.prompt for r in base.rows] != [r.prompt for r in adapter.rows]:
         base = None  # of another data set; mode=eval says so
     parts += [_sample(sample) for sample in pick_samples(base, adapter, count)]
@@ -285,11 +286,6 @@ def _environment(run: RunData) -> str:
             value = ", ".join(f"{name} {version}" for name, version in value.items() if version)
         rows.append([key, size(value) if key == "memory_bytes" and isinstance(value, int) else str(value)])
     return section("Environment", f'<div class="card">{table((), rows, numbers=False)}</div>') if rows else ""
-
-
-def _read(run: RunData, name: str) -> Predictions | None:
-    file = run.path / name
-    return read_predictions(file) if file.is_file() else None
 
 
 def _amount(value: float) -> str:

@@ -13,7 +13,7 @@ from kt_ray.evaluate.predictions import (
     Prediction,
     Predictions,
     check_same_questions,
-    find_predictions,
+    find_answers,
     read_predictions,
 )
 from kt_ray.evaluate.scores import score
@@ -45,7 +45,7 @@ def test_a_file_is_read_row_by_row(tmp_path):
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) + "\n", encoding="utf-8"
     )
     read = read_predictions(file)
-    assert read.source == str(file) and find_predictions(tmp_path) == file
+    assert read.source == str(file)
     assert [r.prompt for r in read.rows] == ["q", "q", "system: s\n\nuser: q"]
     assert read.rows[0].prediction == "line\u2028separator" and read.rows[0].loss is None
     assert read.rows[2].option_logits == {"A": 1.0, "B": 2.5} and read.rows[2].loss == LossSum(6.0, 3)
@@ -55,6 +55,7 @@ def test_a_file_is_read_row_by_row(tmp_path):
     ("line", "message"),
     [
         ('{"prediction": "x"}', "no label"),
+        ('{"label": "x"}', "no predict"),
         ('{"prediction": 1, "label": "x"}', "usable prediction"),
         ('{"prediction": "x", "label": "x", "prompt": 3}', "usable prompt"),
         ('{"prediction": "x", "label": "x", "option_logits": [1]}', "usable option_logits"),
@@ -75,15 +76,51 @@ def test_bad_lines_are_named_with_their_number(tmp_path, line, message):
 
 def test_missing_empty_and_unreadable_files(tmp_path):
     with pytest.raises(UserError, match="no such file"):
-        find_predictions(tmp_path / "x")
-    with pytest.raises(UserError, match=r"no predictions_base\.jsonl"):
-        find_predictions(tmp_path, base=True)
+        find_answers(tmp_path / "x")
+    with pytest.raises(UserError, match=r"no predictions\.jsonl"):
+        find_answers(tmp_path)
     (tmp_path / "empty").write_text("\n\n")
     with pytest.raises(UserError, match="no rows"):
         read_predictions(tmp_path / "empty")
     (tmp_path / "latin").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="cannot be read"):
         read_predictions(tmp_path / "latin")
+
+
+def written(file, *rows) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_answers_of_both_in_one_file_and_in_the_order_of_their_ids(tmp_path):
+    file = tmp_path / "predictions.jsonl"
+    row = {"prompt": "q", "label": "l", "option_logits": {"A": 1.0}}
+    written(
+        file, row | {"id": 2, "predict": "two", "base": "b2"}, row | {"id": 1, "predict": "one", "base": "b1"}
+    )
+    base, adapter = find_answers(tmp_path)
+    assert [r.prediction for r in adapter.rows] == ["one", "two"] and adapter.rows[0].option_logits
+    assert [r.prediction for r in base.rows] == ["b1", "b2"] and not base.rows[0].option_logits
+    written(file, row | {"id": 1, "predict": "x", "base": "y"}, row | {"id": 2, "predict": "x"})
+    with pytest.raises(UserError, match="usable base"):
+        find_answers(file)
+    written(file, row | {"id": 1, "predict": "x"}, row | {"id": 1, "predict": "x"})
+    with pytest.raises(UserError, match="an id of its own"):
+        find_answers(file)
+
+
+def test_whose_answers_they_are(tmp_path):
+    row = {"prompt": "q", "label": "l", "predict": "x"}
+    written(tmp_path / "predictions.jsonl", row)
+    assert find_answers(tmp_path)[0] is None and find_answers(tmp_path)[1].rows[0].prediction == "x"
+    (tmp_path / "predictions.json").write_text('{"answers": ["base"]}')
+    assert find_answers(tmp_path)[0].rows[0].prediction == "x" and find_answers(tmp_path)[1] is None
+    (tmp_path / "predictions.json").unlink()
+    written(tmp_path / "predictions_base.jsonl", row | {"predict": "y"})
+    base, adapter = find_answers(tmp_path)
+    assert (base.rows[0].prediction, adapter.rows[0].prediction) == ("y", "x")
+    assert find_answers(tmp_path / "predictions_base.jsonl")[1] is None
+    (tmp_path / "predictions.jsonl").unlink()
+    assert find_answers(tmp_path)[0] == base and find_answers(tmp_path)[1] is None
 
 
 def test_scores_are_means_over_rows():

@@ -29,8 +29,8 @@ def test_every_golden_pair_to_the_last_digit():
         assert text_scores(item["prediction"], item["label"]) == wanted, item["prediction"]
 
 
-# (prediction, label, scores by formula): n-gram precisions by hand, brevity exp(1 - |label|/|prediction|), and
-# 1/2, 1/4, … of the denominator for orders without a match (method 3).
+# (prediction, label, scores by formula): n-gram precisions by hand, brevity exp(1 - |label|/|prediction|),
+# and 1/2, 1/4, … of the denominator for orders without a match (method 3).
 PAIRS = [
     ("red", "red", {"bleu-1": 100, "bleu-2": 70.7107, "bleu-3": 50, "bleu-4": 35.3553, "rouge-1": 100}),
     ("red", "blue", dict.fromkeys(TEXT_METRICS, 0.0) | {"bleu-4-char": None}),

@@ -48,6 +48,11 @@ def test_eval_of_the_base_alone(runs, capsys):
     assert "change" not in capsys.readouterr().out
 
 
+def test_eval_refuses_the_bases_answers_as_the_adapters(runs, capsys):
+    assert cli.main(["mode=eval", f"eval.adapter={runs}/a/predictions_base.jsonl"]) == 2
+    assert "answers of the base model" in capsys.readouterr().err
+
+
 def test_eval_sends_tables_to_wandb(runs, monkeypatch):
     import kt_ray.tracking.wandb_tracker as module
 
