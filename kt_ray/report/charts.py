@@ -179,7 +179,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     unit = 10.0 ** math.floor(math.log10(raw))
     step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [i * step for i in range(first, last + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
