@@ -55,7 +55,7 @@ def evaluate(
     """
     if base is not None and adapter is not None:
         check_same_questions(base, adapter)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if losses and any(losses.values()):
         notes = ("loss and perplexity are the run's own held-out ones (metrics.jsonl), over its eval split",)
     return compare(

@@ -208,7 +208,8 @@ def _answers(run: RunData, count: int) -> str:
 def _metrics(evaluation: dict[str, Any]) -> str:
     sides = {name: (evaluation.get(name) or {}).get("metrics", {}) for name in ("base", "adapter")}
     change = evaluation.get("change", {})
-    rows, classes = [], []
+    rows: list[list[str]] = []
+    classes: list[list[str]] = []
     for metric in METRICS:
         values = [sides[name].get(metric.name) for name in sides]
         if all(value is None for value in values):
