@@ -2,10 +2,10 @@
 
     python benchmarks/doorbell.py --rounds 1000 --pause-ms 0,10 --json out.json
 
-A message whose tensors lie in shared memory goes there, a small one comes back: 90 % and half of the one-way
-times are below `p90_s` and `median_s`, and CPU seconds per message are given of both actors together and of
-all other processes of Ray beside what those take at rest. With a pause before each message, as in training,
-where nothing is warm.
+A message whose tensors lie in shared memory goes there, a small one comes back. `median_s` and `p90_s` are
+of half that time. `actors_cpu_s` and `ray_cpu_s` are CPU seconds per message of both actors together and of
+Ray's other processes, beyond what they take at rest. A pause before each message is as in training, where
+nothing is warm.
 """
 
 from __future__ import annotations

@@ -18,12 +18,13 @@ import torch
 from kt_ray.actors.base import PlainActor
 from kt_ray.actors.exchange import MessageExchange
 from kt_ray.actors.mailbox import Address, Message
-from kt_ray.actors.masters import Masters
+from kt_ray.actors.masters import Masters, flat_of, set_flat
 from kt_ray.actors.stage_link import StageLink
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.config.schema import OptimConfig
+from kt_ray.experts.memory import bound_compiled_products
 from kt_ray.model.lora import initial_lora
 from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
@@ -67,6 +68,7 @@ class AttentionWorker(PlainActor):
         self.load_seconds = 0.0
         self._stage: Stage | None = None
         self._masters: Masters | None = None
+        bound_compiled_products(tight=plan.is_tight)  # before the first product in this process
         use_torch_threads(self.here.threads)
 
     def _claim_thread(self) -> None:
@@ -317,19 +319,10 @@ class AttentionWorker(PlainActor):
             self._set_flat(self.mailbox.take((*tag, self.here.stage), self.timeout).tensors["flat"])
 
     def _flat(self, *, grad: bool) -> torch.Tensor:
-        parts = []
-        for parameter in self.stage.parameters.values():
-            value = parameter.grad if grad else parameter.data
-            parts.append(torch.zeros_like(parameter).flatten() if value is None else value.detach().flatten())
-        flat = torch.cat(parts) if parts else torch.zeros(0)
-        return flat.to("cpu", torch.float32)
+        return flat_of(self.stage.parameters.values(), grad=grad)
 
     def _set_flat(self, flat: torch.Tensor) -> None:
-        begin = 0
-        for parameter in self.stage.parameters.values():
-            count = parameter.numel()
-            parameter.data.copy_(flat[begin : begin + count].view_as(parameter))
-            begin += count
+        set_flat(self.stage.parameters.values(), flat)
 
     def discard(self) -> None:
         """Forget gradients and messages of a step that was given up."""
@@ -373,11 +366,7 @@ class AttentionWorker(PlainActor):
         """Worker 0: write masters and moments of all stages. None elsewhere or when nothing trains."""
         if self._masters is None:
             return None
-        tensors = {
-            f"{what}/{name}": tensor.cpu().contiguous()
-            for what in ("param", "exp_avg", "exp_avg_sq")
-            for name, tensor in self._masters.named(what)
-        }
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in self._masters.state().items()}
         return write_shard(directory, "worker-0.safetensors", tensors) if tensors else None
 
     def restore(self, directory: str, step: int) -> None:
@@ -387,10 +376,7 @@ class AttentionWorker(PlainActor):
         self.reborn = False
         if self._masters is None:
             return
-        for what in ("param", "exp_avg", "exp_avg_sq"):
-            read_named_into(
-                directory, {f"{what}/{name}": tensor for name, tensor in self._masters.named(what)}
-            )
+        read_named_into(directory, self._masters.state())
         self._masters.optimizer.set_step(step)
 
     def write_adapter(self, directory: str, layout: Any) -> int:

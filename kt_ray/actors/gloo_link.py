@@ -2,7 +2,7 @@
 
 Every actor of the plan is one rank of one group of its own making (not torch's default group), so several
 may live in a process, and a new one can be made when actors were replaced. A Ray call announces each message
-(the doorbell: tag numbers, dtypes, shapes); the tensors follow by themselves.
+(tag numbers, dtypes, shapes); the tensors follow by themselves.
 """
 
 from __future__ import annotations

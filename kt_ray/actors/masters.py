@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -39,3 +39,30 @@ class Masters:
                 count = torch.Size(shape).numel()
                 yield name, source[begin : begin + count].view(shape)
                 begin += count
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Live views of all masters and moments under "param/NAME", "exp_avg/NAME" and "exp_avg_sq/NAME"."""
+        return {
+            f"{what}/{name}": tensor
+            for what in ("param", "exp_avg", "exp_avg_sq")
+            for name, tensor in self.named(what)
+        }
+
+
+def flat_of(parameters: Iterable[torch.Tensor], *, grad: bool) -> torch.Tensor:
+    """Parameters or their gradients (0 where there is none), one after the other: float32 on the CPU."""
+    parts = []
+    for parameter in parameters:
+        value = parameter.grad if grad else parameter.data
+        parts.append(torch.zeros_like(parameter).flatten() if value is None else value.detach().flatten())
+    flat = torch.cat(parts) if parts else torch.zeros(0)
+    return flat.to("cpu", torch.float32)
+
+
+def set_flat(parameters: Iterable[torch.Tensor], flat: torch.Tensor) -> None:
+    """Overwrite parameters with what `flat_of` made."""
+    begin = 0
+    for parameter in parameters:
+        count = parameter.numel()
+        parameter.data.copy_(flat[begin : begin + count].view_as(parameter))
+        begin += count

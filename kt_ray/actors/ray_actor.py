@@ -8,6 +8,7 @@ from typing import Any
 import ray
 
 from kt_ray.actors.attention_worker import AttentionWorker
+from kt_ray.actors.cluster import Handle
 from kt_ray.actors.doorbell import DoorbellAddress
 from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.gloo_link import Meeting, MeetingPoint
@@ -110,3 +111,17 @@ def _node_id() -> str:
 
 # Two control threads: a large message being copied must not hide an abort.
 RemoteActor: Any = ray.remote(concurrency_groups={"compute": 1, "control": 2})(RayActor)  # type: ignore[call-overload]
+
+
+class RayHandle(Handle):
+    """The driver's hold on one actor."""
+
+    def __init__(self, address: Address, actor: Any) -> None:
+        self.address = address
+        self.actor = actor
+
+    def start(self, method: str, *args: Any) -> Any:
+        return self.actor.compute.remote(method, *args)
+
+    def control(self, method: str, *args: Any) -> Any:
+        return self.actor.control.remote(method, *args)

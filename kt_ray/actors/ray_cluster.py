@@ -18,11 +18,11 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray import openmp
-from kt_ray.actors.cluster import ActorCluster, ActorDied, Handle, LoadNote
+from kt_ray.actors.cluster import ActorCluster, ActorDied, LoadNote
 from kt_ray.actors.gloo_link import Meeting
 from kt_ray.actors.gpu import VARIABLE, own_gpu, own_lane
 from kt_ray.actors.mailbox import Address
-from kt_ray.actors.ray_actor import RemoteActor
+from kt_ray.actors.ray_actor import RayHandle, RemoteActor
 from kt_ray.actors.ray_address import Running, free_port, running_cluster
 from kt_ray.actors.ray_dashboard import dashboard_hint, dashboard_url
 from kt_ray.actors.ray_hosts import Hosts, find_hosts, own_cpus
@@ -51,18 +51,6 @@ logger = logging.getLogger(__name__)
 
 # Settings of the driver's environment that actors must see as well.
 PASSED_ON = ("KT_RAY_ISA", "KT_RAY_DEBUG", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM")
-
-
-class RayHandle(Handle):
-    def __init__(self, address: Address, actor: Any) -> None:
-        self.address = address
-        self.actor = actor
-
-    def start(self, method: str, *args: Any) -> Any:
-        return self.actor.compute.remote(method, *args)
-
-    def control(self, method: str, *args: Any) -> Any:
-        return self.actor.control.remote(method, *args)
 
 
 class RayCluster(ActorCluster):

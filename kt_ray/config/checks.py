@@ -125,7 +125,7 @@ def _rule(config: Config) -> None:
             "set rule.experts.load=<checkpoint directory>, or rule.experts.placement=auto",
         )
     _lane(placed, backend)
-    if rule.replicas > config.trainer.batch_size:
+    if rule.replica_count > config.trainer.batch_size:
         raise fault(
             "rule.replicas",
             rule.replicas,

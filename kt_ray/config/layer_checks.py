@@ -72,12 +72,12 @@ def _patterns(config: Config, layers: list[dict[str, Any]]) -> None:
         if key == "match":
             check_regex("rule.layers", entry["match"])
         devices = entry["device"] if isinstance(entry["device"], list) else [entry["device"]]
-        if len(devices) != config.rule.replicas and isinstance(entry["device"], list):
+        if len(devices) != config.rule.replica_count and isinstance(entry["device"], list):
             raise fault(
                 "rule.layers",
                 devices,
-                f"lists {len(devices)} devices for rule.replicas={config.rule.replicas}",
-                f"{config.rule.replicas} devices, one per replica",
+                f"lists {len(devices)} devices for rule.replicas={config.rule.replica_count}",
+                f"{config.rule.replica_count} devices, one per replica",
                 f"set rule.replicas={len(devices)}, or name one device",
             )
         for device in devices:

@@ -13,6 +13,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "model.attn_implementation": ("sdpa", "eager"),
     "rule.device": ("auto", "cpu", "cuda"),
     "rule.stages": ("auto",),
+    "rule.replicas": ("auto",),
     "rule.worker_threads": ("auto",),
     "rule.groups": ("auto",),
     "rule.wave": ("auto",),

@@ -109,8 +109,9 @@ class RuleConfig:
     Attributes:
         name: label.
         device: "auto" (GPUs if there are any), "cpu" or "cuda".
-        stages: pipeline stages per replica; "auto" = one per GPU divided by replicas (1 on CPU).
-        replicas: data-parallel copies of the attention side; all share the expert actors.
+        stages: pipeline stages per replica; "auto" = GPUs divided by replicas (1 on CPU).
+        replicas: data-parallel copies of the attention side; all share the expert actors. "auto" = with
+            stages=auto as many as fit the GPUs and have micro-batches of their own, else 1.
         layers: how layers go to stages. None = balanced by what they cost, within each GPU's memory; a list
             of counts [16, 15, ...]; of ranges ["0-15", "16-30", ...] (inclusive); of ranges with devices
             {"layers": "0-15", "device": "cuda:0"}; or of {"match": regex over module names, "device":
@@ -134,7 +135,7 @@ class RuleConfig:
     name: str = "auto"
     device: str = "auto"
     stages: int | str = "auto"
-    replicas: int = 1
+    replicas: int | str = "auto"
     layers: list[Any] | None = None
     worker_threads: int | str = "auto"
     groups: int | str = "auto"
@@ -144,6 +145,11 @@ class RuleConfig:
     nodes: int = 1
     experts: ExpertsRule = field(default_factory=ExpertsRule)
     ray: RayRule = field(default_factory=RayRule)
+
+    @property
+    def replica_count(self) -> int:
+        """Replicas as a number; "auto" is 1 until a plan has chosen (kt_ray.placement.layout)."""
+        return self.replicas if isinstance(self.replicas, int) else 1
 
 
 @dataclass(frozen=True)

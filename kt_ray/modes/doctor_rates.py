@@ -13,10 +13,10 @@ from kt_ray.config.schema import Config
 from kt_ray.demo import resolve_model_dir
 from kt_ray.environment import environment
 from kt_ray.errors import UserError
-from kt_ray.placement.cost import layer_works
 from kt_ray.placement.dims import dims_from_dir
 from kt_ray.placement.hardware import cpu_name
 from kt_ray.placement.layer_rates import merged
+from kt_ray.placement.layer_work import layer_works
 from kt_ray.placement.nominal import nominal_rates
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.rate_files import mismatch, rates_path, read_rates, write_rates

@@ -27,7 +27,15 @@ from kt_ray.placement.hardware import hardware_for
 from kt_ray.placement.lane_rates import lane_rates
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.remedies import describe, remedies, shortage
-from kt_ray.placement.render import billions, counted, expert_row, gib, memory_table, worker_row
+from kt_ray.placement.render import (
+    billions,
+    counted,
+    expert_row,
+    gib,
+    layout_line,
+    memory_table,
+    worker_row,
+)
 from kt_ray.placement.types import ModelDims, Plan
 
 FITS, DOES_NOT_FIT = 0, 1
@@ -163,8 +171,7 @@ def _show_head(console: Console, config: Config, plan: Plan) -> None:
         f"{billions(dims.routed_params)} in routed experts",
         f"          {dims.num_layers} layers, {len(dims.moe_layers)} with {dims.num_experts} experts, "
         f"{dims.experts_per_token} per token; experts {dims.expert_format}, the rest {plan.dtype}",
-        f"rule      {plan.rule}: {counted(plan.stages, 'stage')}, {counted(plan.replicas, 'replica')}, "
-        f"{counted(len(plan.experts), 'expert actor')}, {counted(plan.groups, 'group')} in flight",
+        f"rule      {layout_line(plan)}",
         f"hardware  {plan.hardware.source}: {describe(plan.hardware)}",
         f"step      {config.trainer.batch_size} rows x {config.data.max_length} tokens = "
         f"{plan.tokens_per_step:,} tokens at most; {lora}",

@@ -7,6 +7,13 @@ import sys
 from kt_ray.config.schema import Config
 from kt_ray.data import load_data, preview_rows, print_preview
 from kt_ray.demo import resolve_model_dir
+from kt_ray.errors import UserError
+from kt_ray.modes.known_load import known_load
+from kt_ray.modes.plan import model_dims
+from kt_ray.placement.hardware import hardware_for
+from kt_ray.placement.lane_rates import lane_rates
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.render import LAYOUT, layout_line
 
 
 def run(config: Config) -> int:
@@ -19,6 +26,19 @@ def run(config: Config) -> int:
     bundle = load_data(config, named or resolve_model_dir(model), config.seed)
     console = Console(file=sys.stdout)
     print_preview(preview_rows(bundle.train, bundle.tokenizer, config.trainer.preview or 3), console)
-    for line in bundle.report.lines():
+    for line in (*bundle.report.lines(), *layout_lines(config)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def layout_lines(config: Config) -> list[str]:
+    """Where these rows would be trained; mode=plan says more."""
+    try:
+        hardware = hardware_for(config)
+        dims = model_dims(config.model)
+        rates = lane_rates(config, hardware, dims)
+        plan = make_plan(dims, config, hardware, known_load(config, dims), rates)
+    except UserError as error:  # rows can be looked at without the machine, or the model, to train on
+        return [f"no plan: {error.line()}"]
+    chosen = [note for note in plan.notes if note.startswith(LAYOUT)]
+    return [f"rule {layout_line(plan)}; on {hardware.source}", *chosen]

@@ -21,6 +21,7 @@ from functools import cached_property
 from kt_ray.config.schema import Config
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.placement.hosts import socket_name
+from kt_ray.placement.lane_seconds import LaneCall, LaneSeconds
 from kt_ray.placement.layer_rates import ENDS, KINDS, Corrections, ends_signature, layer_signature, nearest
 from kt_ray.placement.layer_work import (
     NORM_PASSES,
@@ -28,6 +29,7 @@ from kt_ray.placement.layer_work import (
     Work,
     dispatch_seconds,
     head_seconds,
+    layer_works,
     seconds,
 )
 from kt_ray.placement.memory import expert_lora_params, held_format, home_node, logit_rows, lora_params
@@ -45,14 +47,6 @@ SUBMIT_OPS = 10.0  # what a worker does to hand a group's tokens over
 PARAMETER_OPS = 2.0  # of the step's end, per LoRA matrix
 PASS_OPS = 300.0  # the driver's calls and reports around a pass or a phase
 SUM_BYTES = 36  # read and written per gradient for its squared norm in float64; a copied byte is two
-
-
-def layer_works(plan: Plan, config: Config) -> tuple[LayerWork, ...]:
-    """The counted work of every layer of the plan's model."""
-    kind = config.model.attn_implementation
-    return tuple(
-        LayerWork(plan.dims, layer, config.lora, plan.dtype, kind) for layer in range(plan.dims.num_layers)
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,6 +213,13 @@ class PlanDurations:
         return found
 
     @cached_property
+    def lanes(self) -> LaneSeconds:
+        return LaneSeconds(self.plan, self.config, self.rates)
+
+    def lane(self, actor: int, layer: int, direction: str, tokens: int) -> LaneCall | None:
+        return self.lanes.call(actor, layer, direction, tokens)
+
+    @cached_property
     def _calls(self) -> dict[tuple[int, int, str, int], float]:
         return {}
 
@@ -231,7 +232,9 @@ class PlanDurations:
         if slots == 0:
             return dispatch_seconds(CALL_OPS, self.host, self.host)
         rows = max(1.0, slots / held)
-        busy = min(held, slots)
+        resident, carried = self.lanes.part(actor, layer, tokens)
+        busy = min(held, slots) * (1 - resident)  # carried experts are read from the same memory
+        slots *= 1 - resident - carried
         threads, rank = here.threads, self.config.lora.rank if self.config.lora.experts else 0
         forward = self._kernel(rate, "forward", slots, rows, threads, rank)
         total = (

@@ -45,24 +45,25 @@ def count_stages(rule: RuleConfig, device: str, hardware: Hardware, dims: ModelD
     if device == "cpu":
         return stages_named(rule, default=1)
     present = len(hardware.gpus)
-    stages = stages_named(rule, default=max(1, min(present // rule.replicas, dims.num_layers)))
+    stages = stages_named(rule, default=max(1, min(present // rule.replica_count, dims.num_layers)))
     named = named_devices(rule)
     listed = any(
         isinstance(entry, Mapping) and isinstance(entry["device"], list) for entry in rule.layers or ()
     )
-    wanted = len(set(named)) if listed else (len(set(named)) or stages) * rule.replicas
+    wanted = len(set(named)) if listed else (len(set(named)) or stages) * rule.replica_count
     if wanted > present:
-        fewer = f"rule.stages={max(1, present // rule.replicas)}"
+        fewer = f"rule.stages={max(1, present // rule.replica_count)}"
         other = "rule=auto"
         if rule.name == "auto":  # what asks for GPUs is then a key of its own
             other = "rule.layers=null" if rule.layers else "rule.device=cpu"
         share = ", let workers share a GPU (rule.layers with a device list)" if present else ""
         raise UserError(
             "the rule needs more GPUs than there are",
-            where=f"rule {rule.name} ({counted(stages, 'stage')}, {counted(rule.replicas, 'replica')})",
+            where=f"rule {rule.name} ({counted(stages, 'stage')}, {counted(rule.replica_count, 'replica')})",
             observed=f"{counted(present, 'GPU')} on {hardware.source}",
             required=counted(wanted, "GPU"),
-            remedy=f"set {fewer if present >= rule.replicas else other}{share}, or mode=plan to see the plan",
+            remedy=f"set {fewer if present >= rule.replica_count else other}{share}, "
+            "or mode=plan to see the plan",
         )
     return stages
 
@@ -86,15 +87,15 @@ def stage_devices(
         wrong = [name for name in flat if name not in (None, "cpu")]
         if wrong:
             raise _absent(wrong[0] or "", "only the cpu (rule.device=cpu)")
-        return (("cpu",) * stages,) * rule.replicas
+        return (("cpu",) * stages,) * rule.replica_count
     present = [f"cuda:{gpu.index}" for gpu in hardware.gpus]
     step = len({name for name in named if isinstance(name, str)}) or stages
     per_replica: list[tuple[str, ...]] = []
-    for replica in range(rule.replicas):
+    for replica in range(rule.replica_count):
         names = []
         for stage, entry in enumerate(named):
             if isinstance(entry, tuple):
-                name = _listed(entry, replica, rule.replicas)
+                name = _listed(entry, replica, rule.replica_count)
             else:
                 first = stage if entry is None else _ordinal(entry, present)
                 name = f"cuda:{first + replica * step}"

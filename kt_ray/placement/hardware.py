@@ -143,7 +143,7 @@ def gpus_wanted(rule: RuleConfig) -> int:
     """GPUs that `rule` names by itself: 0 for CPU rules, and for "auto", which takes what there is."""
     if rule.device != "cuda":
         return 0
-    return stages_named(rule, default=1) * rule.replicas
+    return stages_named(rule, default=1) * rule.replica_count
 
 
 def stages_named(rule: RuleConfig, default: int) -> int:

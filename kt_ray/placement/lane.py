@@ -22,9 +22,14 @@ def streamed_experts(counts: Sequence[int], share: float) -> tuple[int, ...]:
         counts: rows of every expert in host memory. share: of their number, rounded to whole experts; those
             without rows are never carried. Ties go to the lowest id.
     """
-    wanted = int(share * len(counts) + 0.5)
+    wanted = whole_experts(share, len(counts))
     ranked = sorted((e for e, count in enumerate(counts) if count), key=lambda e: (-counts[e], e))
     return tuple(sorted(ranked[:wanted]))
+
+
+def whole_experts(share: float, experts: int) -> int:
+    """How many of so many experts a share is."""
+    return int(share * experts + 0.5)
 
 
 def resident_experts(
@@ -103,20 +108,40 @@ class Share:
         return 1 - self.seconds / self.plain if self.plain else 0.0
 
 
+@dataclass(frozen=True)
+class LaneParts:
+    """Seconds of a lane's part of a call: experts copied and multiplied at the same time; then what has
+    nothing to hide behind: the first copy, and the activations, both ways."""
+
+    copies: float
+    products: float
+    first: float
+    moved: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.copies, self.products) + self.first + self.moved
+
+
+def lane_parts(work: LaneWork, link: float, gpu: float, carried: int) -> LaneParts:
+    """What carrying `carried` of the experts takes at `link` bytes/s and `gpu` FLOP/s."""
+    if not carried:
+        return LaneParts(0.0, 0.0, 0.0, 0.0)
+    part = carried / work.experts
+    copies, first = carried * work.bytes / link, work.bytes / link
+    return LaneParts(copies, part * work.flops / gpu, first, part * work.moved / link)
+
+
 def split_seconds(work: LaneWork, rates: LaneRates, carried: int) -> Share:
     """Both sides' seconds with `carried` of the experts on the device.
 
     The engine multiplies what is left, and is no faster than the socket's memory gives the weights: those
-    carried are read from the same memory. The lane copies and computes at the same time; its first copy and
-    the activations' way back have nothing to hide behind.
+    carried are read from the same memory.
     """
     part = carried / work.experts if work.experts else 0.0
     weights = work.experts * work.bytes / rates.memory
     cpu = max((1 - part) * work.flops / rates.cpu, weights)
-    lane = 0.0
-    if carried:
-        copies = carried * work.bytes / rates.link
-        lane = max(copies, part * work.flops / rates.gpu) + (work.bytes + part * work.moved) / rates.link
+    lane = lane_parts(work, rates.link, rates.gpu, carried).seconds
     return Share(carried, part, cpu, lane, max(work.flops / rates.cpu, weights))
 
 

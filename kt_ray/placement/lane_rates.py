@@ -10,8 +10,13 @@ from kt_ray.placement.rates import Rates
 from kt_ray.placement.types import Hardware, ModelDims
 
 
-def lane_rates(config: Config, hardware: Hardware, dims: ModelDims) -> LaneRates | None:
+def lane_rates(
+    config: Config, hardware: Hardware, dims: ModelDims, rates: Rates | None = None
+) -> LaneRates | None:
     """What `make_plan` needs for stream=auto; None where it does not decide, or nothing is known of a GPU.
+
+    Args:
+        rates: the host's; None = those of `rates_for`.
 
     Raises:
         UserError: as `rates_for`.
@@ -19,7 +24,7 @@ def lane_rates(config: Config, hardware: Hardware, dims: ModelDims) -> LaneRates
     rule = config.rule.experts
     if rule.stream != "auto" or rule.lane_device == "cpu" or not hardware.gpus:
         return None
-    return from_rates(rates_for(config, hardware), config, hardware, dims)
+    return from_rates(rates or rates_for(config, hardware), config, hardware, dims)
 
 
 def from_rates(rates: Rates, config: Config, hardware: Hardware, dims: ModelDims) -> LaneRates | None:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from kt_ray.config.schema import LoraConfig
+from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.placement.families import WITHOUT_SDPA
 from kt_ray.placement.rates import DeviceRate
-from kt_ray.placement.types import ModelDims
+from kt_ray.placement.types import ModelDims, Plan
 
 # Kernels that are dispatched, forward and backward, views not counted (torch.profiler).
 LINEAR_OPS = (7.0, 11.0)  # a linear layer with LoRA
@@ -188,6 +188,14 @@ class LayerWork:
         matrix = dims.hidden_size * dims.num_experts
         passes = 2.0 * (matrix + m * dims.hidden_size) + m * dims.num_experts * ROUTER_PASSES[back]
         return Work(thin=2.0 * m * matrix, passes=passes, operations=ROUTER_OPS[back])
+
+
+def layer_works(plan: Plan, config: Config) -> tuple[LayerWork, ...]:
+    """The counted work of every layer of the plan's model."""
+    kind = config.model.attn_implementation
+    return tuple(
+        LayerWork(plan.dims, layer, config.lora, plan.dtype, kind) for layer in range(plan.dims.num_layers)
+    )
 
 
 def seconds(

@@ -85,7 +85,7 @@ def load_of(config: Config, wave: int, groups: int) -> Load:
         wave: micro-batches of a replica that pass the layers together. groups: they are cut into so many.
     """
     trainer, row = config.trainer, config.data.max_length
-    replicas = config.rule.replicas
+    replicas = config.rule.replica_count
     step_rows = math.ceil(trainer.batch_size / replicas)
     micro = min(trainer.micro_batch_size, step_rows)
     rows = min(step_rows, wave * micro)

@@ -116,7 +116,7 @@ def defaults(hardware: Hardware) -> dict[str, Figure]:
         "torch": Figure(0.6, "assumed: part of the vector or tile peak that torch's matrix products reach"),
         "torch_operation": Figure(1.5e-6, "assumed: seconds of a small torch operation on a CPU"),
         "call": Figure(0.7e-3, "assumed: seconds of a small Ray message"),
-        "arena": Figure(0.7e-3, "assumed: the Ray message that announces it"),
+        "arena": Figure(0.2e-3, "measured on Zen4, other work beside it (docs/decisions/012-doorbell.md)"),
         "ray_bytes": Figure(1e9, "assumed"),
         "local": Figure(50e-6, "assumed"),
         "network": Figure(1.25e9 * 0.9, "assumed: 10 Gbit/s, 90 % of it"),

@@ -15,6 +15,7 @@ from kt_ray.placement.hosts import with_hosts
 from kt_ray.placement.lane import LaneRates
 from kt_ray.placement.lane_plan import plan_lanes
 from kt_ray.placement.layer_cost import Ranges
+from kt_ray.placement.layout import Layout, choose_layout, layouts, with_layout
 from kt_ray.placement.memory import budgets
 from kt_ray.placement.render import counted, plan_to_dict
 from kt_ray.placement.split import LayerSplit, split_experts, split_layers
@@ -38,6 +39,8 @@ def make_plan(
 ) -> Plan:
     """Who holds and does what for this model, configuration and host.
 
+    Stages and replicas that are both auto are chosen here: notes say which and why.
+
     Args:
         load: tokens per expert of this model, by which experts may be placed; None = unknown.
         lane_rates: by which rule.experts.stream=auto decides; None = not known, and nothing is streamed.
@@ -47,6 +50,24 @@ def make_plan(
             layers, more GPUs than there are, more replicas than rows, an instruction set the host lacks, or
             experts placed by a load that is not known, or a lane on a GPU that is not there.
     """
+    choices = layouts(dims, config, hardware)
+    if not choices:
+        return _laid_out(dims, config, hardware, load, lane_rates)
+
+    def plan_of(layout: Layout) -> Plan:
+        return _laid_out(dims, with_layout(config, layout), hardware, load, lane_rates)
+
+    return choose_layout(config, choices, plan_of)
+
+
+def _laid_out(
+    dims: ModelDims,
+    config: Config,
+    hardware: Hardware,
+    load: ExpertLoad | None,
+    lane_rates: LaneRates | None,
+) -> Plan:
+    """`make_plan` with as many stages and replicas as the rule says."""
     rule = config.rule
     if config.mode == "train" and dims.refusal:
         raise UserError(
@@ -97,7 +118,7 @@ def make_plan(
         workers=workers,
         experts=keeping(chosen.activations),
         stages=stages,
-        replicas=rule.replicas,
+        replicas=rule.replica_count,
         groups=groups,
         wave=chosen.wave,
         overlap=rule.overlap,
@@ -116,7 +137,7 @@ def make_plan(
 
 
 def _check_replicas(config: Config) -> None:
-    rows, replicas = config.trainer.batch_size, config.rule.replicas
+    rows, replicas = config.trainer.batch_size, config.rule.replica_count
     if replicas > rows:
         raise UserError(
             "there are more replicas than rows per step",
@@ -144,7 +165,7 @@ def _workers(
     if isinstance(rule.worker_threads, int):
         threads = rule.worker_threads
     elif device == "cpu":
-        threads = max(1, cores // math.ceil(rule.replicas / len(sockets)))
+        threads = max(1, cores // math.ceil(rule.replica_count / len(sockets)))
     else:
         threads = max(1, min(GPU_WORKER_THREADS, cores // 4))
     workers = []

@@ -181,8 +181,8 @@ def _plainly(resource: str) -> str:
 def _left_out(plan: Plan, config: Config) -> tuple[str, ...]:
     """What the prediction does not know of this plan."""
     notes = []
-    if any(actor.lane is not None for actor in plan.experts):
-        notes.append("predicted as without the GPU lane: every routed expert on the CPU (docs/gpu_lane.md)")
+    if any(actor.lane is not None and actor.lane.device == "cpu" for actor in plan.experts):
+        notes.append("predicted as without the lane: rule.experts.lane_device=cpu is a stand-in for tests")
     if plan.hardware.hosts > 1:
         notes.append(
             "messages between hosts are predicted at the network's rate; packing them is not counted"
@@ -210,10 +210,13 @@ def _terms(
     busy = simulated.busy
     seat = max(durations.machine.experts, key=lambda c: busy[f"experts {c.actors[0]}"])
     calls = {"forward": 0.0, "backward": 0.0}
+    on_gpu = 0.0
     for wave in waves:
         tokens = [sum(m.tokens for part in wave for m in part[g]) for g in range(plan.groups)]
         for layer, direction, g in expert_order(plan, "train"):
             calls[direction] += durations.expert(seat.actors[0], layer, direction, tokens[g])
+            lane = durations.lane(seat.actors[0], layer, direction, tokens[g])
+            on_gpu += lane.products if lane is not None else 0.0
     device, expert = durations.device, durations.expert_rate
     layers = "; layers: measured" if durations.corrected else ""
     on = (
@@ -223,6 +226,8 @@ def _terms(
     for direction in ("forward", "backward"):
         curve = expert.forward_all if direction == "forward" else expert.backward_all
         found.append(Term(f"experts, {direction}", calls[direction], curve.source))
+    if on_gpu and rates.gpu is not None:
+        found.append(Term("experts on the GPU", on_gpu, _source(rates.gpu.gemm, plan.dtype)))
     used = {
         name: share * simulated.seconds
         for name, share in simulated.used.items()
@@ -296,7 +301,7 @@ def neighbours(
         changed = replace(candidate, mode="plan")
         try:
             check(changed)
-            plan = make_plan(dims, changed, hardware, load, lane_rates(changed, hardware, dims))
+            plan = make_plan(dims, changed, hardware, load, lane_rates(changed, hardware, dims, rates))
         except UserError:
             continue
         if not plan.fits:
@@ -332,12 +337,15 @@ def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[str, str, 
         changed = replace(config, trainer=replace(trainer, batch_size=rows))
         yield f"trainer.batch_size={rows}", "a larger step: fewer updates per epoch", changed
     for size in (trainer.micro_batch_size * 2, trainer.micro_batch_size // 2):
-        if 1 <= size <= math.ceil(trainer.batch_size / rule.replicas):
+        if 1 <= size <= math.ceil(trainer.batch_size / rule.replica_count):
             changed = replace(config, trainer=replace(trainer, micro_batch_size=size))
             yield f"trainer.micro_batch_size={size}", "same results to rounding", changed
     for backend in ("AMXINT8", "AMXINT4"):
         if backend != rule.experts.backend and config.model.experts_path is None:
             yield f"rule.experts.backend={backend}", "experts quantised", with_experts(backend=backend)
+    if hardware.gpus and rule.experts.stream == "off" and rule.experts.lane_device != "cpu":
+        untested = "same results to rounding; untested on hardware, docs/gpu_lane.md"
+        yield "rule.experts.stream=auto", untested, with_experts(stream="auto")
     cores = min(s.cores for s in hardware.on(0))
     if not hardware.gpus or rule.device == "cpu":
         for threads in sorted({1, max(1, cores // 2)}):

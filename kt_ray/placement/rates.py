@@ -259,7 +259,7 @@ class TransportRate:
 
     Attributes:
         call: seconds of a small Ray message from one actor to another until it can be taken.
-        arena: seconds of a message whose tensors lie in shared memory, the copy not counted.
+        arena: seconds of a message through the doorbell, its tensors in shared memory, the copy not counted.
         arena_bytes: bytes/s copied into shared memory.
         ray_bytes: bytes/s of tensors inside Ray calls between two processes of a node.
         local: seconds of a message between the actors of one process (cluster=local).
@@ -280,14 +280,13 @@ class Rates:
     """Everything the prediction divides by, for one kind of host.
 
     Attributes:
-        source: where the whole comes from ("measured on …", "conf/hardware/…", "nominal").
+        source: of the whole: "measured on …", "conf/hardware/…", "nominal".
         cpu: the CPU's name. cores: physical cores usable, all sockets of one host. isas: best last.
         experts: measured or described; `expert` finds the right one.
         cpu_one, cpu_all: torch on one thread, and on all cores of one socket.
         gpu: one GPU; None = there is none.
         link: PCIe of one GPU; None without a GPU.
-        optimizer: parameters/s of AdamW, all threads of one socket.
-        disk: bytes/s read of files that are not in memory.
+        optimizer: parameters/s of AdamW, all of a socket. disk: bytes/s of files not in memory.
         layers: whole layers of models, measured.
         notes: what a reader must know (a refused file, scaled figures).
     """

@@ -120,7 +120,7 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
             Remedy("trainer.micro_batch_size=1", "same results, more and smaller attention passes"),
             replace(config, trainer=replace(config.trainer, micro_batch_size=1)),
         )
-    for rows in _halves(config.trainer.batch_size, rule.replicas):
+    for rows in _halves(config.trainer.batch_size, rule.replica_count):
         yield (
             "batch",
             Remedy(f"trainer.batch_size={rows}", "fewer rows per optimizer step"),
@@ -148,7 +148,7 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
 
 def _combined(config: Config) -> Iterator[tuple[str, Config]]:
     """Several changes at once, growing: recompute, one row per replica, shorter rows, no expert LoRA."""
-    rule, rows = config.rule, config.rule.replicas
+    rule, rows = config.rule, config.rule.replica_count
     changed, text = config, ""
     if rule.experts.activations == "retain":  # auto comes to recompute by itself
         changed = replace(config, rule=replace(rule, experts=replace(rule.experts, activations="recompute")))

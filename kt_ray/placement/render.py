@@ -81,6 +81,17 @@ def _lists(value: Any) -> Any:
     return [_lists(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
+LAYOUT = "rule.stages=auto, rule.replicas=auto"  # how the note of kt_ray.placement.layout begins
+
+
+def layout_line(plan: Plan) -> str:
+    """How many of what there are."""
+    return (
+        f"{plan.rule}: {counted(plan.stages, 'stage')}, {counted(plan.replicas, 'replica')}, "
+        f"{counted(len(plan.experts), 'expert actor')}, {counted(plan.groups, 'group')} in flight"
+    )
+
+
 def gib(size: float) -> str:
     """Bytes as text: GiB, or MiB below a tenth of a GiB."""
     if size >= 100 * GIB:

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kt_ray.placement.order import expert_order, worker_program
+from kt_ray.placement.simulate_parts import Actor, Node, Program, Resource, Stretch, Wait, Work
 from kt_ray.placement.simulate_types import (
     Carriage,
     Durations,
@@ -74,8 +74,8 @@ def simulate(
     if not waves or any(len(w) != plan.replicas or any(len(g) != plan.groups for g in w) for w in waves):
         raise ValueError(f"every wave takes {plan.replicas} replicas of {plan.groups} groups")
     run = _Step(plan, machine, durations, events)
-    known: dict[Wave, _Stretch] = {}
-    total = _Stretch()
+    known: dict[Wave, Stretch] = {}
+    total = Stretch()
     for wave in waves:
         if events or wave not in known:  # equal passes, which share nothing, take equally long
             known[wave] = run.one_pass(wave, total.seconds)
@@ -101,97 +101,6 @@ def simulate(
     )
 
 
-@dataclass
-class _Stretch:
-    """A part of the step that begins and ends with all actors together."""
-
-    seconds: float = 0.0
-    work: dict[str, float] = field(default_factory=dict)
-    used: dict[str, float] = field(default_factory=dict)
-    idle: dict[str, dict[str, float]] = field(default_factory=dict)
-    path: dict[str, float] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
-
-    def add(self, other: _Stretch) -> None:
-        self.seconds += other.seconds
-        for mine, theirs in ((self.work, other.work), (self.used, other.used), (self.path, other.path)):
-            for key, value in theirs.items():
-                mine[key] = mine.get(key, 0.0) + value
-        for actor, reasons in other.idle.items():
-            for reason, value in reasons.items():
-                self.wait(actor, reason, value)
-        self.events += other.events
-
-    def wait(self, actor: str, reason: str, seconds: float) -> None:
-        if seconds > 0:
-            reasons = self.idle.setdefault(actor, {})
-            reasons[reason] = reasons.get(reason, 0.0) + seconds
-
-
-class _Node(NamedTuple):
-    """A stretch of an actor's or message's time and what it followed from."""
-
-    kind: str
-    start: float
-    end: float
-    parent: _Node | None
-
-
-class _Work(NamedTuple):
-    name: str
-    kind: str
-    seconds: float
-
-
-class _Wait(NamedTuple):
-    tag: tuple[Any, ...]
-    reason: str
-
-
-_Program = Generator[_Work | _Wait, None, None]
-
-
-class _Resource:
-    """Tasks that share a capacity: all of them run at rate min(1, capacity / demand).
-
-    `served` is the work that a task present from the start would have got; a task ends when it has grown
-    by its seconds. One rate for all keeps the order of ends a heap's.
-    """
-
-    def __init__(self, capacity: float) -> None:
-        self.capacity = capacity
-        self.demand = 0.0
-        self.served = 0.0
-        self.since = 0.0
-        self.used = 0.0
-        self.version = 0
-        self.tasks: list[tuple[float, int, float, Callable[[], None]]] = []
-
-    @property
-    def rate(self) -> float:
-        return min(1.0, self.capacity / self.demand) if self.demand > self.capacity else 1.0
-
-    def advance(self, now: float) -> None:
-        step = (now - self.since) * self.rate if self.tasks else 0.0
-        self.served += step
-        self.used += step * self.demand
-        self.since = now
-
-    def next_end(self) -> float:
-        return self.since + max(0.0, self.tasks[0][0] - self.served) / self.rate
-
-
-class _Actor:
-    """An actor in the middle of its program."""
-
-    def __init__(self, name: str, seat: Seat, program: _Program) -> None:
-        self.name = name
-        self.seat = seat
-        self.program = program
-        self.node: _Node | None = None
-        self.ended = 0.0
-
-
 class _Step:
     """The event loop, and the programs of the actors."""
 
@@ -204,37 +113,50 @@ class _Step:
 
     # -- stretches ---------------------------------------------------------------------------
 
-    def one_pass(self, wave: Wave, offset: float) -> _Stretch:
+    def one_pass(self, wave: Wave, offset: float) -> Stretch:
         programs = [self._worker(rank, wave) for rank in range(len(self.plan.workers))]
         calls = [self._experts(c, wave) for c in self.machine.experts]
-        return self._play(programs, calls, offset, self.durations.pass_end(), "end of pass")
+        lanes = [(c, self._lane(c, wave)) for c in self.machine.experts if self._lane_device(c)]
+        return self._play(programs, calls, offset, self.durations.pass_end(), "end of pass", lanes)
 
-    def phase(self, phase: Phase, offset: float) -> _Stretch:
-        def only(seconds: float) -> _Program:
-            yield _Work(phase.name, phase.name, seconds)
+    def _lane_device(self, c: ExpertClass) -> str | None:
+        lane = self.plan.experts[c.actors[0]].lane
+        return lane.device if lane is not None and lane.device != "cpu" else None
+
+    def phase(self, phase: Phase, offset: float) -> Stretch:
+        def only(seconds: float) -> Program:
+            yield Work(phase.name, phase.name, seconds)
 
         workers, experts = map(only, phase.workers), map(only, phase.experts)
         return self._play(list(workers), list(experts), offset, phase.overhead, "optimizer")
 
     def _play(
-        self, workers: list[_Program], experts: list[_Program], offset: float, overhead: float, ending: str
-    ) -> _Stretch:
+        self,
+        workers: list[Program],
+        experts: list[Program],
+        offset: float,
+        overhead: float,
+        ending: str,
+        lanes: Sequence[tuple[ExpertClass, Program]] = (),
+    ) -> Stretch:
         self.now = 0.0
         self.order = itertools.count()
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
-        self.resources: dict[str, _Resource] = {}
+        self.resources: dict[str, Resource] = {}
         self.arrived: set[tuple[Any, ...]] = set()
-        self.waiting: dict[tuple[Any, ...], tuple[_Actor, str, float]] = {}
-        self.stretch = _Stretch()
+        self.waiting: dict[tuple[Any, ...], tuple[Actor, str, float]] = {}
+        self.stretch = Stretch()
         actors = [
-            _Actor(f"worker {rank}", seat, program)
+            Actor(f"worker {rank}", seat, program)
             for rank, (seat, program) in enumerate(zip(self.machine.workers, workers, strict=True))
         ] + [
-            _Actor(f"experts {c.actors[0]}", c.seat, program)
+            Actor(f"experts {c.actors[0]}", c.seat, program)
             for c, program in zip(self.machine.experts, experts, strict=True)
         ]
+        for c, program in lanes:
+            actors.append(Actor(f"lane {c.actors[0]}", Seat(self._lane_device(c) or ""), program))
         self.offset = offset
-        self.current: _Actor | None = None
+        self.current: Actor | None = None
         for actor in actors:
             self.stretch.work[actor.name] = 0.0
             self._resume(actor)
@@ -261,24 +183,24 @@ class _Step:
 
     # -- programs ----------------------------------------------------------------------------
 
-    def _worker(self, rank: int, wave: Wave) -> _Program:
+    def _worker(self, rank: int, wave: Wave) -> Program:
         plan, durations = self.plan, self.durations
         here = plan.workers[rank]
         replica, stage = here.replica, here.stage
         groups = wave[replica]
         tokens = [sum(m.tokens for m in group) for group in groups]
         for group in groups:
-            yield _Work("begin", "attention", sum(durations.attention("begin", here.layers[0], group)))
+            yield Work("begin", "attention", sum(durations.attention("begin", here.layers[0], group)))
         for kind, layer, g in worker_program(plan, replica, stage, "train"):
             if kind.startswith("recv"):
-                yield _Wait((kind[5:], replica, stage, g), "other stages")
+                yield Wait((kind[5:], replica, stage, g), "other stages")
             elif kind == "join" or (kind == "backward" and layer in self.moe):
                 direction = "forward" if kind == "join" else "backward"
                 for c in self.machine.experts:
-                    yield _Wait(("reply", direction, layer, g, c.actors[0], replica), "experts")
+                    yield Wait(("reply", direction, layer, g, c.actors[0], replica), "experts")
             before, after = durations.attention(kind, layer, groups[g])
             if before:
-                yield _Work(f"{kind} {layer}.{g}", "attention", before)
+                yield Work(f"{kind} {layer}.{g}", "attention", before)
             if layer in self.moe and kind in ("forward", "recompute"):
                 direction = "forward" if kind == "forward" else "backward"
                 for c in self.machine.experts:
@@ -286,14 +208,14 @@ class _Step:
                     self._send((direction, layer, g, c.actors[0], replica), carriage)
                 if not plan.overlap:
                     for c in self.machine.experts:
-                        yield _Wait(("reply", direction, layer, g, c.actors[0], replica), "experts")
+                        yield Wait(("reply", direction, layer, g, c.actors[0], replica), "experts")
             elif kind.startswith("send"):
                 to = stage + (1 if kind == "send_hidden" else -1)
                 self._send((kind[5:], replica, to, g), durations.stage(rank, rank + to - stage, tokens[g]))
             if after:
-                yield _Work(f"{kind} {layer}.{g}", "attention", after)
+                yield Work(f"{kind} {layer}.{g}", "attention", after)
 
-    def _experts(self, c: ExpertClass, wave: Wave) -> _Program:
+    def _experts(self, c: ExpertClass, wave: Wave) -> Program:
         plan, actor = self.plan, c.actors[0]
         owner = {
             (w.replica, layer): w.rank
@@ -304,18 +226,43 @@ class _Step:
         tokens = [[sum(m.tokens for m in group) for group in groups] for groups in wave]
         for layer, direction, g in expert_order(plan, "train"):
             for replica in range(plan.replicas):
-                yield _Wait((direction, layer, g, actor, replica), "attention")
+                yield Wait((direction, layer, g, actor, replica), "attention")
             together = sum(part[g] for part in tokens)
             seconds = self.durations.expert(actor, layer, direction, together)
-            yield _Work(f"{direction} {layer}.{g}", "experts", seconds)
+            lane = self.durations.lane(actor, layer, direction, together)
+            if lane is not None:
+                self._send(("lane", layer, direction, g, actor), Carriage())
+            yield Work(f"{direction} {layer}.{g}", "experts", seconds)
+            if lane is not None:
+                yield Wait(("lane done", layer, direction, g, actor), "lane")
             for replica in range(plan.replicas):
                 worker = owner[replica, layer]
                 carriage = self.durations.reply(worker, c, direction, tokens[replica][g])
                 self._send(("reply", direction, layer, g, actor, replica), carriage)
 
+    def _lane(self, c: ExpertClass, wave: Wave) -> Program:
+        """The thread that has a GPU compute its part of the actor's calls."""
+        actor = c.actors[0]
+        tokens = [sum(m.tokens for part in wave for m in part[g]) for g in range(self.plan.groups)]
+        for layer, direction, g in expert_order(self.plan, "train"):
+            call = self.durations.lane(actor, layer, direction, tokens[g])
+            if call is None:
+                continue
+            about = (layer, direction, g, actor)
+            into, back = f"pcie {call.device} in", f"pcie {call.device} out"
+            yield Wait(("lane", *about), "experts")
+            self._send(("lane ahead", *about), Carriage((Leg(into, call.ahead),)))
+            yield Wait(("lane ahead", *about), "transfer")
+            self._send(("lane copies", *about), Carriage((Leg(into, call.copies),)))
+            self._send(("lane kernels", *about), Carriage((Leg(c.seat.resource, call.dispatch),)))
+            yield Work(f"{direction} {layer}.{g}", "lane", call.products)
+            yield Wait(("lane copies", *about), "transfer")
+            yield Wait(("lane kernels", *about), "dispatch")
+            self._send(("lane done", *about), Carriage((Leg(back, call.back),)))
+
     # -- events ------------------------------------------------------------------------------
 
-    def _resume(self, actor: _Actor) -> None:
+    def _resume(self, actor: Actor) -> None:
         """Run an actor until it computes, waits, or is done."""
         while True:
             self.current = actor
@@ -323,7 +270,7 @@ class _Step:
             if item is None:
                 actor.ended = self.now
                 return
-            if isinstance(item, _Work):
+            if isinstance(item, Work):
                 if item.seconds <= 0:
                     continue
                 self.stretch.work[actor.name] += item.seconds
@@ -333,11 +280,11 @@ class _Step:
                 self.waiting[item.tag] = (actor, item.reason, self.now)
                 return
 
-    def _done(self, actor: _Actor, item: _Work) -> Callable[[], None]:
+    def _done(self, actor: Actor, item: Work) -> Callable[[], None]:
         start = self.now
 
         def done() -> None:
-            actor.node = _Node(item.kind, start, self.now, actor.node)
+            actor.node = Node(item.kind, start, self.now, actor.node)
             if self.keep:
                 self._note(actor.name, item.name, item.kind, start)
             self._resume(actor)
@@ -353,7 +300,7 @@ class _Step:
         self._travel(tag, carriage, 0, self.now, self.current.node)
 
     def _travel(
-        self, tag: tuple[Any, ...], carriage: Carriage, at: int, sent: float, node: _Node | None
+        self, tag: tuple[Any, ...], carriage: Carriage, at: int, sent: float, node: Node | None
     ) -> None:
         start = self.now
         if at < len(carriage.legs):
@@ -362,7 +309,7 @@ class _Step:
             def carried() -> None:
                 if self.keep:
                     self._note(leg.resource, " ".join(map(str, tag)), "transfer", start)
-                self._travel(tag, carriage, at + 1, sent, _Node(leg.resource, start, self.now, node))
+                self._travel(tag, carriage, at + 1, sent, Node(leg.resource, start, self.now, node))
 
             if leg.seconds > 0:
                 self._task(leg.resource, leg.seconds, leg.width, carried)
@@ -378,7 +325,7 @@ class _Step:
             actor, reason, since = waiter
             self.stretch.wait(actor.name, reason, max(0.0, sent - since))
             self.stretch.wait(actor.name, "transfer", self.now - max(since, sent))
-            actor.node = _Node("call", start, self.now, node) if self.now > start else node
+            actor.node = Node("call", start, self.now, node) if self.now > start else node
             self._resume(actor)
 
         heapq.heappush(self.queue, (self.now + carriage.latency, next(self.order), arrive))
@@ -386,13 +333,13 @@ class _Step:
     def _task(self, name: str, seconds: float, width: float, end: Callable[[], None]) -> None:
         resource = self.resources.get(name)
         if resource is None:
-            resource = self.resources[name] = _Resource(self.machine.capacity.get(name, 1.0))
+            resource = self.resources[name] = Resource(self.machine.capacity.get(name, 1.0))
         resource.advance(self.now)
         resource.demand += width
         heapq.heappush(resource.tasks, (resource.served + seconds, next(self.order), width, end))
         self._plan_end(resource)
 
-    def _plan_end(self, resource: _Resource) -> None:
+    def _plan_end(self, resource: Resource) -> None:
         """Foresee the resource's next end of a task; a change before it makes this one void."""
         resource.version += 1
         version = resource.version

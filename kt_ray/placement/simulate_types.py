@@ -72,6 +72,21 @@ class Machine(NamedTuple):
     experts: tuple[ExpertClass, ...]
 
 
+class LaneCall(NamedTuple):
+    """What a GPU does of an expert actor's call, beside the CPU, in seconds alone on its resource.
+
+    device: "cuda:i". ahead: on the link before anything is computed. copies: on the link, products: on the
+    GPU, and dispatch: on a core of the actor's, all at the same time. back: on the link, afterwards.
+    """
+
+    device: str
+    ahead: float
+    copies: float
+    products: float
+    dispatch: float
+    back: float
+
+
 class Durations(Protocol):
     """Seconds of everything, an actor alone on its resource.
 
@@ -85,6 +100,10 @@ class Durations(Protocol):
 
     def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
         """A call of expert actor `actor` (the first of its class) for `tokens` tokens of all replicas."""
+        ...
+
+    def lane(self, actor: int, layer: int, direction: str, tokens: int) -> LaneCall | None:
+        """The same call's part on a GPU, at the same time; None = there is none."""
         ...
 
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:

@@ -34,7 +34,7 @@ class Fit(NamedTuple):
 
 def micro_batches(config: Config) -> int:
     """Micro-batches of the largest replica in a step."""
-    rows = math.ceil(config.trainer.batch_size / config.rule.replicas)
+    rows = math.ceil(config.trainer.batch_size / config.rule.replica_count)
     return math.ceil(rows / config.trainer.micro_batch_size)
 
 
@@ -114,7 +114,7 @@ def rows_per_call(dims: ModelDims, config: Config, wave: int) -> float:
     """Rows that an expert gets in one call on average, when a replica's wave has `wave` micro-batches."""
     groups, _ = choose_groups(config, wave)
     trainer = config.trainer
-    rows = wave * trainer.micro_batch_size * config.rule.replicas
+    rows = wave * trainer.micro_batch_size * config.rule.replica_count
     tokens = min(rows, trainer.batch_size) * config.data.max_length
     return tokens * dims.experts_per_token / dims.num_experts / groups
 

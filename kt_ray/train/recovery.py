@@ -106,7 +106,9 @@ class Recovery:
         if back == taken:
             return f"nothing committed was lost, on after step {taken}"
         steps = f"step {back + 1} is" if taken == back + 1 else f"steps {back + 1}-{taken} are"
-        return f"from {self.point}, {steps} repeated"
+        # By design, but worth knowing in a long run.
+        why = "" if self.point.directory else "no checkpoint yet (trainer.save_every), "
+        return f"{why}from {self.point}: {steps} repeated"
 
     def _given_up(self, lost: ActorLost) -> UserError:
         if not self.limit:

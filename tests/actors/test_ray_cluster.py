@@ -4,16 +4,20 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import ray
 
 from kt_ray.actors.cluster import ActorCluster
+from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.actors.ray_cluster import RayCluster
 from kt_ray.actors.specs import actor_specs
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
+from kt_ray.model.spec import StageSpec
+from kt_ray.model.stage import Stage
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.ray_place import Place, ray_place, shared_memory
 from tests.helpers.runs import config_for, local_cluster, one_pass, plan_for, steps, waves_of
@@ -77,6 +81,29 @@ def test_bit_identical_to_one_process(checkpoint: Path, started: tuple[Config, A
     assert all((parameters[name] == reference[name]).all() for name in reference)
 
 
+def stage_where_products_are_bounded(spec: StageSpec) -> Stage:
+    assert os.environ["LRU_CACHE_CAPACITY"] == "64"
+    return Stage(spec)
+
+
+@pytest.mark.parametrize("cluster_of", [LocalCluster, RayCluster])
+def test_compiled_products_are_bounded_before_the_first(
+    cluster_of: type[ActorCluster], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage is built, and probed, after the bound was set in its process."""
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "")  # so that what the actor in this process sets is undone
+    monkeypatch.delenv("LRU_CACHE_CAPACITY")
+    config = config_for(checkpoint, *COMMON, "rule=cpu_1worker_1socket")
+    plan = plan_for(checkpoint, config)
+    specs = replace(actor_specs(plan, config, str(checkpoint)), build_stage=stage_where_products_are_bounded)
+    more = (config.cluster, config.rule.ray, "bound") if cluster_of is RayCluster else ()
+    cluster = cluster_of(plan, specs, *more)
+    try:
+        assert len(cluster.start()) == 2
+    finally:
+        cluster.shutdown()
+
+
 def test_a_killed_expert_actor_ends_the_step_with_one_error(started: tuple[Config, ActorCluster]) -> None:
     config, cluster = started
     victim = next(f["pid"] for f in cluster.info() if f["actor"] == "experts-1")
@@ -87,6 +114,15 @@ def test_a_killed_expert_actor_ends_the_step_with_one_error(started: tuple[Confi
     assert time.monotonic() - begin < 50
 
 
+def taken_by_doorbell(pid: int) -> int:
+    """How often the thread that listens for peers has waited for the next frame."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        status = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines())
+        if status["Name"] == "kt-doorbell":
+            return int(status["voluntary_ctxt_switches"])
+    return 0
+
+
 def test_shutdown_leaves_no_process(checkpoint: Path, place: Place) -> None:
     config = config_for(checkpoint, *COMMON, "rule=cpu_1worker_1socket")
     cluster = ray_cluster(checkpoint, config, "test-end")
@@ -94,6 +130,7 @@ def test_shutdown_leaves_no_process(checkpoint: Path, place: Place) -> None:
     steps(cluster, config, BATCHES, 1)
     opened = {fact["actor"]: shared_memory(fact["pid"]) for fact in cluster.info()}
     assert opened == {name: {"worker-0", "experts-0"} for name in ("worker-0", "experts-0")}
+    assert all(taken_by_doorbell(fact["pid"]) > 5 for fact in cluster.info())
     assert len(place.processes()) > 4
     cluster.shutdown()
     cluster.shutdown()

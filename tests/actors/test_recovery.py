@@ -15,7 +15,8 @@ import pytest
 import ray
 import torch
 
-from kt_ray.actors.ray_cluster import RayCluster, RayHandle
+from kt_ray.actors.ray_actor import RayHandle
+from kt_ray.actors.ray_cluster import RayCluster
 from kt_ray.actors.specs import actor_specs
 from kt_ray.checkpoint.training import Manifest, begin_checkpoint, commit_checkpoint, step_name
 from kt_ray.config.schema import Config
@@ -126,11 +127,72 @@ def test_killed_actors(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {name for name in before if before[name] != after[name]} == set(victims.values())
     back = [line.partition(": ")[2] for line in run.lines if line.startswith("back after")]
     assert back == [
-        "from the start of the run, step 1 is repeated",
-        "from checkpoint step_000002, step 3 is repeated",
+        "no checkpoint yet (trainer.save_every), from the start of the run: step 1 is repeated",
+        "from checkpoint step_000002: step 3 is repeated",
         "nothing committed was lost, on after step 4",
     ]
     check(run, summary, parameters, model, 3)
+
+
+@pytest.mark.parametrize("victim", ["experts-1", "worker-0"])
+def test_a_killed_actor_with_gloo(
+    victim: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sends and receipts are under way to and from the dead process; the next group is met without it.
+
+    Worker 0's process is the one that the group was met at, too.
+    """
+    config = config_for(
+        model, *COMMON, "cluster.address=local", "rule=cpu_2workers_2sockets", "rule.transport=gloo"
+    )
+    with ray_place() as place:
+        monkeypatch.setenv("RAY_TMPDIR", str(place.path))
+        run = Run(model, tmp_path / "saved", config, 5)
+
+        def disturb(step: int) -> None:
+            if step == 3:
+                kill_in_mid_step(run.pids()[victim])
+
+        try:
+            run.cluster.start()
+            before = run.pids()
+            summary, parameters = run.go(disturb)
+            after = run.pids()
+        finally:
+            run.cluster.shutdown()
+        assert place.left() == []
+    assert {name for name in before if before[name] != after[name]} == {victim}
+    check(run, summary, parameters, model, 1)
+    assert summary.seconds_lost < config.trainer.step_timeout  # nobody sat a time limit out
+
+
+def test_killed_in_commit(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have applied the step when an expert actor, and later a worker, dies before it has."""
+    victims = {2: "experts-0", 4: "worker-1"}  # by step, from 0
+    config = config_for(model, *COMMON, "cluster.address=local", "rule=cpu_2workers_2sockets")
+    with ray_place() as place:
+        monkeypatch.setenv("RAY_TMPDIR", str(place.path))
+        run = Run(model, tmp_path / "saved", config, 6)
+        commit = run.cluster.commit
+        left = dict(victims)
+
+        def disturbed(step: int, lr: float, clip: float) -> float:
+            if step in left:
+                kill_in_mid_step(run.pids()[left.pop(step)])
+            return commit(step, lr, clip)
+
+        monkeypatch.setattr(run.cluster, "commit", disturbed)
+        try:
+            run.cluster.start()
+            before = run.pids()
+            summary, parameters = run.go(lambda step: None)
+            after = run.pids()
+        finally:
+            run.cluster.shutdown()
+        assert place.left() == []
+    assert left == {}
+    assert {name for name in before if before[name] != after[name]} == set(victims.values())
+    check(run, summary, parameters, model, 2)
 
 
 @pytest.fixture

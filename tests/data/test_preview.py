@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kt_ray.config.files import conf_dir
 from kt_ray.config.schema import Config, TrainerConfig
 from kt_ray.data import load_data, preview_rows, print_preview
 from kt_ray.errors import UserError
@@ -58,3 +59,15 @@ def test_mode_preview(asked: int, rows: int, config: Build, capsys: pytest.Captu
 def test_mode_preview_needs_a_tokenizer_or_a_model(config: Build) -> None:
     with pytest.raises(UserError, match=r"names no checkpoint.*model\.path"):
         preview.run(config(builtin="demo", model={"tokenizer": None}))
+
+
+def test_mode_preview_shows_the_layout(config: Build) -> None:
+    """What rule.stages and rule.replicas come to on the machine, or why there is no plan."""
+    chosen = config(builtin="demo", model={"tokenizer": None, "build": "demo"})
+    file = conf_dir() / "hardware/2x4090_2x8488c.yaml"
+    chosen = replace(chosen, plan=replace(chosen.plan, hardware=str(file)))
+    rule, why = preview.layout_lines(chosen)
+    assert rule.startswith("rule ") and "1 stage, 2 replicas" in rule and "2x4090_2x8488c" in rule
+    assert "1 stage x 2 replicas" in why
+    (unknown,) = preview.layout_lines(config(builtin="demo", model={"tokenizer": None}))
+    assert unknown.startswith("no plan: ")

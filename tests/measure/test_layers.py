@@ -16,11 +16,10 @@ from kt_ray.errors import UserError
 from kt_ray.measure import measure_layers
 from kt_ray.measure.layers import Zeros
 from kt_ray.model.spec import StageSpec
-from kt_ray.placement.cost import layer_works
 from kt_ray.placement.dims import dims_from_dir
 from kt_ray.placement.hardware import this_host
 from kt_ray.placement.layer_rates import ends_signature, layer_signature
-from kt_ray.placement.layer_work import LayerWork
+from kt_ray.placement.layer_work import LayerWork, layer_works
 from kt_ray.placement.plan import make_plan
 
 

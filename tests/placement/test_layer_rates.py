@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from kt_ray.placement.cost import PlanDurations, layer_works
+from kt_ray.placement.cost import PlanDurations
 from kt_ray.placement.layer_rates import (
     Corrections,
     ends_signature,
@@ -15,7 +15,7 @@ from kt_ray.placement.layer_rates import (
     nearest,
     rate_of,
 )
-from kt_ray.placement.layer_work import LayerWork
+from kt_ray.placement.layer_work import LayerWork, layer_works
 from kt_ray.placement.nominal import nominal_rates
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.rates import LayerRate

@@ -87,7 +87,8 @@ def test_groups(trainer: dict[str, int], replicas: int, asked: int | str, groups
 
 
 def test_gpus_become_stages() -> None:
-    plan = make_plan(small_dims(), make_config(), make_hardware(gpus=3, cores=16))
+    one = make_config(rule={"replicas": 1})
+    plan = make_plan(small_dims(), one, make_hardware(gpus=3, cores=16))
     assert [(w.rank, w.stage, w.device) for w in plan.workers] == [
         (0, 0, "cuda:0"),
         (1, 1, "cuda:1"),
@@ -95,7 +96,7 @@ def test_gpus_become_stages() -> None:
     ]
     assert [w.layers[0] for w in plan.workers[1:]] == [w.layers[1] for w in plan.workers[:-1]]
     assert {w.threads for w in plan.workers} == {4} and not any(w.cpus for w in plan.workers)
-    many = make_plan(small_dims(), make_config(), make_hardware(gpus=6))
+    many = make_plan(small_dims(), one, make_hardware(gpus=6))
     assert many.stages == 4  # never more stages than layers
 
 

@@ -45,7 +45,8 @@ def changes(rule: dict[str, Any], load: ExpertLoad | None = None) -> list[str]:
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        ({"experts": {"gpu_resident": 2}}, ["without the GPU lane"]),
+        ({"experts": {"gpu_resident": 2, "lane_device": "cpu"}}, ["without the lane"]),
+        ({"experts": {"gpu_resident": 2}}, []),
         ({"nodes": 2}, ["packing them is not counted"]),
         ({"transport": "gloo"}, ["rule.transport=gloo is predicted"]),
         ({}, []),
