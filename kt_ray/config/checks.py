@@ -35,7 +35,8 @@ def check(config: Config) -> None:
     for key in ("seed", "model.seed"):
         if not 0 <= value_of(config, key) < SEED_LIMIT:
             raise fault(key, value_of(config, key), "is out of range", "at least 0 and less than 2**63")
-    for part in (_model, _rule, check_layers, _data, _lora, _optim, _trainer, _generate, _cluster, _run):
+    parts = (_model, _rule, check_layers, _data, _lora, _optim, _trainer, _generate, _cluster, _results, _run)
+    for part in parts:
         part(config)
 
 
@@ -412,6 +413,25 @@ def _cluster(config: Config) -> None:
         raise fault("cluster.namespace", "''", "is empty", "a name or null")
     if config.tracking.name == "wandb" and not config.tracking.project:
         raise fault("tracking.project", "''", "is empty", "a W&B project name")
+
+
+def _results(config: Config) -> None:
+    """What eval, report and compare read and write."""
+    for key in ("eval.adapter", "eval.base", "eval.out", "report.run", "report.out", "compare.out"):
+        value = value_of(config, key)
+        if value is not None and not value.strip():
+            raise fault(key, "''", "is empty", "a path", f"set {key}=null")
+    letters = config.eval.letters
+    if len(set(letters)) != len(letters) or not re.fullmatch(r"[A-Z]{2,}", letters):
+        raise fault(
+            "eval.letters",
+            letters or "''",
+            "names no options",
+            "at least two different capital letters",
+            "set eval.letters=ABCD",
+        )
+    if not all(run.strip() for run in config.compare.runs):
+        raise fault("compare.runs", config.compare.runs, "has an empty name", "run directories or names")
 
 
 def _run(config: Config) -> None:

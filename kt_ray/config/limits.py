@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 # Words a key may have. Keys whose type also allows null or a number take those as well.
 WORDS: dict[str, tuple[str, ...]] = {
-    "mode": ("train", "plan", "doctor", "preview", "predict", "chat"),
+    "mode": ("train", "plan", "doctor", "preview", "predict", "chat", "eval", "report", "compare"),
     "model.build": ("demo", "mini"),
     "model.dtype": ("auto", "bfloat16", "float32"),
     "model.attn_implementation": ("sdpa", "eager"),
@@ -50,6 +50,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "cluster.name": ("ray", "local"),
     "generate.answer": ("auto", "adapter", "base", "both"),
     "generate.split": ("eval", "all"),
+    "eval.choice": ("auto", "on", "off"),
+    "compare.sort": ("name", "loss", "eval_loss", "tokens_per_s"),
 }
 
 
@@ -138,4 +140,6 @@ BOUNDS: dict[str, Bound] = {
     "generate.batch_size": Bound(1),
     "generate.prefill_tokens": Bound(1),
     "generate.limit": Bound(1),
+    "eval.samples": Bound(0),
+    "report.samples": Bound(0),
 }

@@ -437,6 +437,61 @@ class PlanConfig:
 
 
 @dataclass(frozen=True)
+class EvalConfig:
+    """`mode=eval`: metrics of predictions, base model against adapter.
+
+    Attributes:
+        adapter: the fine-tuned model's answers: a predictions.jsonl, or a run directory that holds one;
+            None = those of the run run.name, unless `base` is given.
+        base: the base model's answers to the same prompts, likewise; None = those beside the adapter's
+            (column "base", or predictions_base.jsonl), if there are any.
+        choice: "on" = the labels are option letters, and letter accuracy is measured; "off"; "auto" = on if
+            every label is one.
+        letters: the options' letters.
+        samples: prompts shown with both answers.
+        out: directory for eval.json and eval.md; None = where the answers lie.
+    """
+
+    adapter: str | None = None
+    base: str | None = None
+    choice: str = "auto"
+    letters: str = "ABCD"
+    samples: int = 3
+    out: str | None = None
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """`mode=report`: one HTML page about a run.
+
+    Attributes:
+        run: run directory; None = the run run.name, else the newest one under run.root.
+        out: the HTML file to write; None = report.html in the run directory.
+        samples: predictions shown, before and after.
+    """
+
+    run: str | None = None
+    out: str | None = None
+    samples: int = 5
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """`mode=compare`: several runs side by side.
+
+    Attributes:
+        runs: run directories, directories that hold runs, or names under run.root; a multirun's name
+            stands for all of its runs, and * and ? are wildcards. Empty = every run under run.root.
+        sort: "name", "loss" (training loss of the last steps), "eval_loss" (best) or "tokens_per_s".
+        out: directory for compare.html, compare.md and compare.json; None = run.root.
+    """
+
+    runs: list[str] = field(default_factory=list)
+    sort: str = "name"
+    out: str | None = None
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Where a run's files go.
 
@@ -498,7 +553,8 @@ class Config:
 
     Attributes:
         mode: "train", "plan" (placement and memory), "doctor" (this machine), "preview" (tokenized rows),
-            "predict" (answers to held-out questions) or "chat" (in the terminal).
+            "predict" (answers to held-out questions), "chat" (in the terminal), "eval" (metrics of
+            predictions), "report" (a page about a run) or "compare" (runs side by side).
         seed: seed of data order, LoRA initialisation and dropout.
         model: see ModelConfig.
         rule: see RuleConfig.
@@ -511,6 +567,9 @@ class Config:
         cluster: see ClusterConfig.
         generate: see GenerateConfig.
         plan: see PlanConfig.
+        eval: see EvalConfig.
+        report: see ReportConfig.
+        compare: see CompareConfig.
         run: see RunConfig.
     """
 
@@ -527,4 +586,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
     run: RunConfig = field(default_factory=RunConfig)
