@@ -82,6 +82,7 @@ BOUNDS: dict[str, Bound] = {
     "data.eval_fraction": Bound(0, 1, open_high=True),
     "data.max_length": Bound(2),  # the first token predicts, the second is predicted
     "data.limit": Bound(1),
+    "data.pad_to_multiple_of": Bound(1, 1024),
     "lora.rank": Bound(1, 256),
     "lora.alpha": Bound(0, open_low=True),
     "lora.dropout": Bound(0, 1, open_high=True),

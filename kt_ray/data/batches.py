@@ -31,10 +31,12 @@ def epoch_order(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.nd
     return np.argsort(words, kind="stable").astype(np.int64)
 
 
-def micro_batch(rows: Sequence[Row], pad_id: int = 0) -> MicroBatch:
-    """Rows padded on the right to the longest of them. Padding is known by `lengths`, never by its id."""
+def micro_batch(rows: Sequence[Row], pad_id: int = 0, multiple: int = 1) -> MicroBatch:
+    """Rows padded on the right to the longest of them, and that to a multiple of `multiple`. Padding is known
+    by `lengths`, never by its id."""
     lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
-    ids_BS = np.full((len(rows), int(lengths.max())), pad_id, dtype=np.int64)
+    width = math.ceil(int(lengths.max()) / multiple) * multiple
+    ids_BS = np.full((len(rows), width), pad_id, dtype=np.int64)
     labels_BS = np.full_like(ids_BS, IGNORE)
     for i, row in enumerate(rows):
         ids_BS[i, : lengths[i]] = row.input_ids
@@ -68,7 +70,12 @@ def mismatched(rows: Sequence[Row], max_length: int) -> list[Row]:
 
 
 def wave(
-    rows: Sequence[Row], micro_batch_size: int, replicas: int = 1, groups: int = 1, pad_id: int = 0
+    rows: Sequence[Row],
+    micro_batch_size: int,
+    replicas: int = 1,
+    groups: int = 1,
+    pad_id: int = 0,
+    multiple: int = 1,
 ) -> Wave:
     """The micro-batches of one pass as PassSpec wants them.
 
@@ -82,10 +89,11 @@ def wave(
         replicas: copies of the attention side.
         groups: groups per replica.
         pad_id: id that fills padding (any id will do: padding is neither attended to nor trained).
+        multiple: widths of micro-batches are multiples of this.
     """
-    _positive(micro_batch_size=micro_batch_size, replicas=replicas, groups=groups)
+    _positive(multiple=multiple, micro_batch_size=micro_batch_size, replicas=replicas, groups=groups)
     parts = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
-    micro = [micro_batch(part, pad_id) for part in parts]
+    micro = [micro_batch(part, pad_id, multiple) for part in parts]
     return tuple(_cut(micro[replica::replicas], groups) for replica in range(replicas))
 
 
@@ -101,6 +109,7 @@ def step_waves(
     groups: int = 1,
     largest: int | None = None,
     pad_id: int = 0,
+    multiple: int = 1,
 ) -> list[Wave]:
     """The passes of a step: as few waves as `largest` allows, all but the last of the same size.
 
@@ -114,7 +123,7 @@ def step_waves(
     waves = max(1, math.ceil(micro / (largest or max(1, micro))))
     count = math.ceil(micro / waves) * micro_batch_size * replicas
     parts = [rows[i : i + count] for i in range(0, len(rows), count)] if rows else []
-    return [wave(part, micro_batch_size, replicas, groups, pad_id) for part in parts]
+    return [wave(part, micro_batch_size, replicas, groups, pad_id, multiple) for part in parts]
 
 
 def eval_waves(
@@ -125,6 +134,7 @@ def eval_waves(
     groups: int = 1,
     pad_id: int = 0,
     largest: int | None = None,
+    multiple: int = 1,
 ) -> list[Wave]:
     """All rows once, in source order, as passes of `batch_size` rows, or of what `largest` allows."""
     _positive(batch_size=batch_size)
@@ -133,7 +143,7 @@ def eval_waves(
     return [
         w
         for part, unit in parts
-        for w in step_waves(part, unit * micro_batch_size, replicas, groups, largest, pad_id)
+        for w in step_waves(part, unit * micro_batch_size, replicas, groups, largest, pad_id, multiple)
     ]
 
 
@@ -153,6 +163,7 @@ class Batches:
         shuffle: a new order every epoch; False = source order.
         seed: the run's seed.
         pad_id: id that fills padding.
+        multiple: widths of micro-batches are multiples of this.
     """
 
     def __init__(
@@ -166,6 +177,7 @@ class Batches:
         seed: int = 0,
         pad_id: int = 0,
         largest_wave: int | None = None,
+        multiple: int = 1,
     ) -> None:
         _positive(batch_size=batch_size, micro_batch_size=micro_batch_size, replicas=replicas, groups=groups)
         if not rows:
@@ -179,6 +191,7 @@ class Batches:
         self.seed = seed
         self.pad_id = pad_id
         self.largest_wave = largest_wave
+        self.multiple = multiple
         self._cached: tuple[int, np.ndarray] | None = None
 
     @property
@@ -209,8 +222,15 @@ class Batches:
 
     def waves_of(self, rows: Sequence[Row], unit: int = 1) -> list[Wave]:
         """Passes over any rows, cut as those of a step; `unit` rows are never parted."""
-        size = unit * self.micro_batch_size
-        return step_waves(rows, size, self.replicas, self.groups, self.largest_wave, self.pad_id)
+        return step_waves(
+            rows,
+            unit * self.micro_batch_size,
+            self.replicas,
+            self.groups,
+            self.largest_wave,
+            self.pad_id,
+            self.multiple,
+        )
 
 
 def _cut(micro: Sequence[MicroBatch], groups: int) -> tuple[tuple[MicroBatch, ...], ...]:

@@ -251,6 +251,7 @@ def _schedule(config: Config, plan: Plan, data: DataBundle) -> Schedule:
         seed=config.seed,
         pad_id=data.pad_id,
         largest_wave=plan.wave,
+        multiple=config.data.pad_to_multiple_of,
     )
     total = trainer.max_steps
     if total is None:
@@ -263,6 +264,7 @@ def _schedule(config: Config, plan: Plan, data: DataBundle) -> Schedule:
         plan.groups,
         data.pad_id,
         largest=plan.wave,
+        multiple=config.data.pad_to_multiple_of,
     )
     return Schedule(
         total_steps=total,
