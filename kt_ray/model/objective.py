@@ -2,7 +2,7 @@
 
 Both rows of a pair lie in one micro-batch (kt_ray.data.batches), so the loss of a pair and its derivative are
 known where the logits are, in one walk through the head: the head differentiates each token's loss once, with
-factor 1, and the tokens' gradients are then weighted by what the preference loss says (decisions/012).
+factor 1, and the tokens' gradients are then weighted by what the preference loss says (decisions/013).
 """
 
 from __future__ import annotations

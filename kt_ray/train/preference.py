@@ -1,7 +1,7 @@
 """What a preference step needs beside its training pass: reference log-probabilities, KTO's reference point.
 
 The reference is the same model with adapters off (one base in memory): a forward-only pass in which neither
-workers nor expert actors apply LoRA. See docs/decisions/012.
+workers nor expert actors apply LoRA. See docs/decisions/013.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def record() -> dict[str, Any]:
         data.logits.requires_grad_()
         loss = trl_loss(case, data)
         (grad,) = torch.autograd.grad(loss, data.logits)
-        found[name] = {"loss": float(loss), "gradient": grad.norm(dim=(1, 2)).tolist()}
+        found[name] = {"loss": float(loss.detach()), "gradient": grad.norm(dim=(1, 2)).tolist()}
     return found
 
 

@@ -30,8 +30,9 @@ def test_takes_the_largest_singular_values(init: str, rslora: bool) -> None:
     take_principal(linear, a, b, lora, "0:name")
     torch.testing.assert_close(linear.weight + lora.scale * b @ a, before, atol=1e-6, rtol=0)
     values = torch.linalg.svdvals(before)
-    torch.testing.assert_close(torch.linalg.svdvals(lora.scale * b @ a)[:4], values[:4], rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(torch.linalg.svdvals(linear.weight.detach())[0], values[4], rtol=1e-3, atol=0)
+    rtol = 1e-4 if init == "pissa" else 1e-2  # the randomised decomposition is close, not exact
+    torch.testing.assert_close(torch.linalg.svdvals(lora.scale * b @ a)[:4], values[:4], rtol=rtol, atol=1e-5)
+    torch.testing.assert_close(torch.linalg.svdvals(linear.weight.detach())[0], values[4], rtol=rtol, atol=0)
 
 
 def test_equals_pefts() -> None:

@@ -94,7 +94,6 @@ def whole(case: dict[str, Any], data: Batch, parts: int = 1) -> tuple[float, Ten
     return loss, grad
 
 
-@pytest.mark.skipif(not GOLDEN.exists(), reason="not recorded yet: python -m tests.helpers.trl_losses")
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_trls_recorded_values(name: str, parts: int) -> None:
