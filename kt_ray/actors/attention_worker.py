@@ -19,12 +19,15 @@ from kt_ray.actors.base import PlainActor
 from kt_ray.actors.exchange import MessageExchange
 from kt_ray.actors.mailbox import Address, Message
 from kt_ray.actors.masters import Masters, flat_of, set_flat
+from kt_ray.actors.serving import Outbox, ServeReport, WorkerSession
 from kt_ray.actors.stage_link import StageLink
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.config.schema import OptimConfig
 from kt_ray.experts.memory import bound_compiled_products
+from kt_ray.generate.adapter import AdapterReader
+from kt_ray.generate.requests import SessionSpec, Token
 from kt_ray.model.lora import initial_lora
 from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
@@ -66,6 +69,7 @@ class AttentionWorker(PlainActor):
         self._build_stage = build_stage
         super().__init__(f"attention worker {rank}", timeout)
         self.load_seconds = 0.0
+        self.outbox = Outbox()
         self._stage: Stage | None = None
         self._masters: Masters | None = None
         bound_compiled_products(tight=plan.is_tight)  # before the first product in this process
@@ -218,6 +222,28 @@ class AttentionWorker(PlainActor):
         else:
             raise ValueError(f"operation {op} is not known to the attention worker")
         return 0.0
+
+    # -- generation --------------------------------------------------------------------------
+
+    def serve(self, spec: SessionSpec) -> ServeReport:
+        """One session of generation, until the driver ends it."""
+        self.check_restored()
+        self._claim_thread()
+        report = WorkerSession(self, spec).run()
+        self.doing = "idle"
+        return report
+
+    def open_outbox(self) -> None:
+        """Before a session."""
+        self.outbox.open()
+
+    def tokens(self, timeout: float) -> tuple[list[Token], bool]:
+        """What was generated since the last call, and whether more can come (from another thread)."""
+        return self.outbox.take(timeout)
+
+    def abort(self, reason: str) -> None:
+        super().abort(reason)
+        self.outbox.close()
 
     @property
     def _on_gpu(self) -> bool:
@@ -378,6 +404,14 @@ class AttentionWorker(PlainActor):
             return
         read_named_into(directory, self._masters.state())
         self._masters.optimizer.set_step(step)
+
+    def load_adapter(self, directory: str) -> int:
+        """Worker 0: take all stages' masters from a PEFT adapter; then `publish`. Returns their number."""
+        if self._masters is None:
+            return 0
+        return AdapterReader(directory, self.spec.model_dir).read_into(
+            self._masters.named("param"), self.spec.lora.scale
+        )
 
     def write_adapter(self, directory: str, layout: Any) -> int:
         """Write this stage's byte ranges of the adapter file (replica 0). Returns the number of tensors."""

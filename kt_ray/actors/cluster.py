@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from kt_ray.actors.mailbox import Aborted, Address
+from kt_ray.actors.mailbox import Aborted, Address, Message
 from kt_ray.actors.recovery import NOTICE, ActorDied, bring_back
+from kt_ray.actors.serving import ServeReport
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.batch import PassSpec
 from kt_ray.errors import UserError
+from kt_ray.generate.requests import Request, SessionSpec, Token
 from kt_ray.placement.types import Plan
 from kt_ray.train.cluster import ActorLost
 from kt_ray.train.reports import PassReport
@@ -42,6 +44,10 @@ class Handle(ABC):
     @abstractmethod
     def control(self, method: str, *args: Any) -> Any:
         """Call on the control thread; returns a future."""
+
+    def listen(self, method: str, *args: Any) -> Any:
+        """Call on the thread for calls that wait for something; returns a future."""
+        return self.control(method, *args)
 
 
 class ActorCluster(ABC):
@@ -268,6 +274,56 @@ class ActorCluster(ABC):
 
     def discard(self) -> None:
         self._all("discard")
+
+    # -- generation ---------------------------------------------------------------------------
+
+    def serve(self, spec: SessionSpec, opened: Callable[[], None]) -> list[ServeReport]:
+        """One session of generation: returns, or raises what an actor raised, when it is over.
+
+        Args:
+            opened: called once requests can be sent.
+        """
+        self._gather([(h, "open_outbox", ()) for h in self.workers], self.patience)
+        opened()
+        reports: list[ServeReport] = self._gather([(h, "serve", (spec,)) for h in self.handles], None)
+        return reports
+
+    @property
+    def coordinators(self) -> list[int]:
+        """Rank of each replica's last stage, which takes the replica's requests."""
+        plan = self.plan
+        return [plan.worker(replica, plan.stages - 1).rank for replica in range(plan.replicas)]
+
+    def order(
+        self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
+    ) -> None:
+        """Send a coordinator a "request", "cancel" or "stop"; returns at once."""
+        facts = {} if request is None else {"request": request}
+        self.workers[rank].control("deliver", Message((kind, session, number), {}, facts))
+
+    def tokens(self, rank: int, timeout: float) -> tuple[list[Token], bool]:
+        """What a coordinator has generated since the last call, waiting up to `timeout` seconds for some.
+
+        May be called beside `serve`, from one thread per coordinator.
+
+        Returns:
+            The tokens, and whether more can come.
+        """
+        future = self.workers[rank].listen("tokens", timeout)
+        if not self._wait([future], timeout + self.specs.timeout):
+            return [], True
+        found: tuple[list[Token], bool] = self._result(future)
+        return found
+
+    def load_adapter(self, directory: str) -> int:
+        """Every actor takes its own tensors of a PEFT adapter; returns how many there were.
+
+        Raises:
+            UserError: the file lacks one, or has another shape for it.
+        """
+        count = int(sum(self._all("load_adapter", directory)))
+        self._publish()
+        return count
 
     # -- after a death ------------------------------------------------------------------------
 

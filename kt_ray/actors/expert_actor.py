@@ -18,11 +18,14 @@ import torch
 from kt_ray.actors.base import PlainActor
 from kt_ray.actors.mailbox import Address, Message
 from kt_ray.actors.port import Lease
+from kt_ray.actors.serving import ExpertSession, ServeReport
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.experts import ExpertHost, ExpertHostSpec
 from kt_ray.experts.parts import Alloc, new_memory
+from kt_ray.generate.adapter import AdapterReader
+from kt_ray.generate.requests import SessionSpec
 from kt_ray.optim import use_torch_threads
 from kt_ray.placement.order import expert_order
 from kt_ray.placement.types import Plan
@@ -145,7 +148,7 @@ class ExpertActor(PlainActor):
                 begin += rows
                 with recorder.span(f"reply {direction}", "transfer", layer, group):
                     reply = Message(("reply", direction, spec.number, layer, group, self.rank), mine)
-                    leases[replica, group] = self.port.send([self._asker(layer, replica)], reply)
+                    leases[replica, group] = self.port.send([self.asker(layer, replica)], reply)
         self.doing = "idle"
         return ExpertPassReport(
             rank=self.rank,
@@ -163,15 +166,29 @@ class ExpertActor(PlainActor):
     def _answers(self, layer: int) -> Alloc:
         """Where an answer is computed: where it is sent from, if one replica alone reads it there."""
         assert self.port is not None
-        if self.plan.replicas == 1 and self.port.shares(self._asker(layer, 0)):
+        if self.plan.replicas == 1 and self.port.shares(self.asker(layer, 0)):
             return self.port.alloc
         return new_memory
 
-    def _asker(self, layer: int, replica: int) -> Address:
+    def asker(self, layer: int, replica: int) -> Address:
+        """The worker that computes a layer of a replica."""
         for worker in self.plan.workers:
             if worker.replica == replica and worker.layers[0] <= layer < worker.layers[1]:
                 return ("worker", worker.rank)
         raise ValueError(f"no worker of replica {replica} owns layer {layer}")
+
+    # -- generation --------------------------------------------------------------------------
+
+    def serve(self, spec: SessionSpec) -> ServeReport:
+        """One session of generation, until all workers have left it."""
+        self.check_restored()
+        name_thread(f"kt-experts-{self.rank}")
+        use_torch_threads(1)  # as in a pass
+        assert self.port is not None
+        self.port.release_all()
+        report = ExpertSession(self, spec).run()
+        self.doing = "idle"
+        return report
 
     # -- a step's end ------------------------------------------------------------------------
 
@@ -241,6 +258,12 @@ class ExpertActor(PlainActor):
         self.discard()
         self._committed = step - 1
         self.reborn = False
+
+    def load_adapter(self, directory: str) -> int:
+        """Take this actor's experts' LoRA from a PEFT adapter. Returns the number of tensors."""
+        return AdapterReader(directory, self.host.spec.model_dir).read_into(
+            self.host.named("param"), self.host.spec.lora.scale
+        )
 
     def write_adapter(self, directory: str, layout: Any) -> int:
         """Write this actor's byte ranges of the adapter file. Returns the number of tensors."""

@@ -33,7 +33,8 @@ def check(config: Config) -> None:
     for key in ("seed", "model.seed"):
         if not 0 <= value_of(config, key) < SEED_LIMIT:
             raise fault(key, value_of(config, key), "is out of range", "at least 0 and less than 2**63")
-    for part in (_model, _rule, check_layers, _data, _lora, _optim, _trainer, _cluster, _results, _run):
+    parts = (_model, _rule, check_layers, _data, _lora, _optim, _trainer, _generate, _cluster, _results, _run)
+    for part in parts:
         part(config)
 
 
@@ -74,7 +75,9 @@ def _model(config: Config) -> None:
             "set model.path=<directory>, or model.experts_path=null",
         )
     if model.path is None and model.build is None:
-        if config.mode == "train" or (config.mode == "preview" and model.tokenizer is None):
+        if config.mode in ("train", "predict", "chat") or (
+            config.mode == "preview" and model.tokenizer is None
+        ):
             raise fault(
                 "model.path",
                 None,
@@ -163,7 +166,7 @@ def _data(config: Config) -> None:
     for key, value in (("data.path", data.path), ("data.eval_path", data.eval_path)):
         if value is not None and (not value or not all(value)):
             raise fault(key, value, "names no file", "a file or a list of files", f"set {key}=<file.jsonl>")
-    if data.path is None and data.builtin is None and config.mode in ("train", "preview"):
+    if data.path is None and data.builtin is None and config.mode in ("train", "preview", "predict"):
         raise fault(
             "data.path",
             None,
@@ -262,6 +265,40 @@ def _trainer(config: Config) -> None:
             "is neither latest nor a directory; did you mean latest?",
             "latest or a checkpoint directory",
             "set trainer.resume=latest, or ./NAME for a directory",
+        )
+
+
+def _generate(config: Config) -> None:
+    generate = config.generate
+    if generate.min_new_tokens > generate.max_new_tokens:
+        raise fault(
+            "generate.min_new_tokens",
+            generate.min_new_tokens,
+            f"is more than generate.max_new_tokens={generate.max_new_tokens}",
+            f"at most {generate.max_new_tokens}",
+            "set generate.min_new_tokens=0 or raise generate.max_new_tokens",
+        )
+    if generate.adapter == "" or not all(generate.stop):
+        key = "generate.adapter" if generate.adapter == "" else "generate.stop"
+        raise fault(
+            key, "''", "is empty", "a directory" if key.endswith("adapter") else "strings", "leave it out"
+        )
+    if generate.adapter is None and generate.answer in ("adapter", "both"):
+        raise fault(
+            "generate.answer",
+            generate.answer,
+            "needs an adapter, but generate.adapter=null",
+            "an adapter directory",
+            "set generate.adapter=<directory>, or generate.answer=base",
+        )
+    held_out = config.data.eval_fraction or config.data.eval_path is not None
+    if config.mode == "predict" and generate.split == "eval" and not held_out:
+        raise fault(
+            "generate.split",
+            generate.split,
+            "needs held-out rows, but data.eval_fraction=0 and data.eval_path=null",
+            "held-out rows, or all",
+            "set generate.split=all or data.eval_path=<file>",
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 # Words a key may have. Keys whose type also allows null or a number take those as well.
 WORDS: dict[str, tuple[str, ...]] = {
-    "mode": ("train", "plan", "doctor", "preview", "eval", "report", "compare"),
+    "mode": ("train", "plan", "doctor", "preview", "predict", "chat", "eval", "report", "compare"),
     "model.build": ("demo", "mini"),
     "model.dtype": ("auto", "bfloat16", "float32"),
     "model.attn_implementation": ("sdpa", "eager"),
@@ -37,6 +37,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "tracking.name": ("jsonl", "wandb"),
     "tracking.mode": ("auto", "online", "offline"),
     "cluster.name": ("ray", "local"),
+    "generate.answer": ("auto", "adapter", "base", "both"),
+    "generate.split": ("eval", "all"),
     "eval.choice": ("auto", "on", "off"),
     "compare.sort": ("name", "loss", "eval_loss", "tokens_per_s"),
 }
@@ -105,6 +107,16 @@ BOUNDS: dict[str, Bound] = {
     "cluster.dashboard_port": Bound(1, 65535),
     "cluster.start_timeout": Bound(0, open_low=True),
     "cluster.load_timeout": Bound(0, open_low=True),
+    "generate.max_new_tokens": Bound(1),
+    "generate.min_new_tokens": Bound(0),
+    "generate.temperature": Bound(0),
+    "generate.top_p": Bound(0, 1, open_low=True),
+    "generate.top_k": Bound(0),
+    "generate.min_p": Bound(0, 1),
+    "generate.repetition_penalty": Bound(0, open_low=True),
+    "generate.batch_size": Bound(1),
+    "generate.prefill_tokens": Bound(1),
+    "generate.limit": Bound(1),
     "eval.samples": Bound(0),
     "report.samples": Bound(0),
 }

@@ -90,7 +90,10 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
         trainer = dataclasses.replace(trainer, resume=_absolute(trainer.resume))
     experts = dataclasses.replace(config.rule.experts, load=_absolute(config.rule.experts.load))
     rule = dataclasses.replace(config.rule, experts=experts)
-    config = dataclasses.replace(config, model=model, rule=rule, data=data, plan=plan, trainer=trainer)
+    generate = dataclasses.replace(config.generate, adapter=_absolute(config.generate.adapter))
+    config = dataclasses.replace(
+        config, model=model, rule=rule, data=data, plan=plan, trainer=trainer, generate=generate
+    )
     config = _settle_results(config)
     run = dataclasses.replace(config.run, root=absolute(config.run.root), name=_run_name(config, job, now))
     return dataclasses.replace(config, run=run)

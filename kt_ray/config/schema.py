@@ -423,12 +423,54 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class GenerateConfig:
+    """How answers are generated: `mode=predict` and `mode=chat`. Random draws come from `seed`.
+
+    Attributes:
+        adapter: adapter directory (of kt_ray or PEFT), or a run directory that holds one as `adapter`; None =
+            the base model.
+        answer: who answers in mode=predict: "adapter", "base" (adapter off), "both" (for a table before and
+            after), or "auto" = the adapter if one is named, else the base model.
+        max_new_tokens: tokens of one answer at the most.
+        min_new_tokens: no end of the answer before so many tokens.
+        temperature: 0 = the most probable token always.
+        top_p: share of the probability that is kept; 1 = all.
+        top_k: most probable tokens that are kept; 0 = all.
+        min_p: least probability kept, as a share of the most probable token's; 0 = all.
+        repetition_penalty: more than 1 makes tokens that were there already less probable.
+        stop: strings that end an answer, besides the model's own end tokens.
+        batch_size: answers of one replica that are generated at the same time; others wait.
+        prefill_tokens: prompt tokens (padding included) that one step reads in at the most.
+        split: rows of mode=predict: "eval" (the held-out ones, as in training) or "all".
+        limit: of mode=predict: rows at the most; None = all.
+        system: system prompt of mode=chat; None = none.
+    """
+
+    adapter: str | None = None
+    answer: str = "auto"
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: list[str] = field(default_factory=list)
+    batch_size: int = 32
+    prefill_tokens: int = 2048
+    split: str = "eval"
+    limit: int | None = None
+    system: str | None = None
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything.
 
     Attributes:
         mode: "train", "plan" (placement and memory), "doctor" (this machine), "preview" (tokenized rows),
-            "eval" (metrics of predictions), "report" (a page about a run) or "compare" (runs side by side).
+            "predict" (answers to held-out questions), "chat" (in the terminal), "eval" (metrics of
+            predictions), "report" (a page about a run) or "compare" (runs side by side).
         seed: seed of data order, LoRA initialisation and dropout.
         model: see ModelConfig.
         rule: see RuleConfig.
@@ -438,6 +480,7 @@ class Config:
         trainer: see TrainerConfig.
         tracking: see TrackingConfig.
         cluster: see ClusterConfig.
+        generate: see GenerateConfig.
         plan: see PlanConfig.
         eval: see EvalConfig.
         report: see ReportConfig.
@@ -455,6 +498,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     report: ReportConfig = field(default_factory=ReportConfig)

@@ -52,6 +52,7 @@ class ExpertHost:
         # layer -> global id of every local one: ascending, but for those that stay on the lane's device,
         # which come last, so that the engine's part of every stacked tensor is its beginning.
         self.order: dict[int, tuple[int, ...]] = {}
+        self._local: dict[int, torch.Tensor] = {}  # layer -> global id to local one
         self.counters = HostCounters()
         self.load_seconds = 0.0
         self.weight_bytes = 0
@@ -164,9 +165,11 @@ class ExpertHost:
 
     def local_ids(self, layer: int, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
         """Global expert ids [T, K] of a layer to local ones; experts held elsewhere become n (no expert)."""
-        held = self.order[layer]
-        table = torch.full((num_experts + 1,), len(held), dtype=torch.int64)
-        table[list(held)] = torch.arange(len(held))
+        table = self._local.get(layer)
+        if table is None:  # made once: for a single token it would cost as much as the experts
+            held = self.order[layer]
+            table = self._local[layer] = torch.full((num_experts + 1,), len(held), dtype=torch.int64)
+            table[list(held)] = torch.arange(len(held))
         return table[ids.long().clamp(max=num_experts)]
 
     def forward(
@@ -180,13 +183,14 @@ class ExpertHost:
         *,
         keep: bool,
         alloc: Alloc = new_memory,
+        adapter: bool = True,
     ) -> torch.Tensor:
         """Weighted sum over this host's experts.
 
         Args:
             x: [T, H] float32 or bfloat16. ids: [T, K] local ids. router_weights: [T, K] float32.
             keys: [T] int64 dropout keys. keep: a backward of (layer, group) follows.
-            alloc: where y is to lie.
+            alloc: where y is to lie. adapter: False = without LoRA.
 
         Returns:
             y [T, H] float32.
@@ -194,7 +198,7 @@ class ExpertHost:
         start = time.monotonic()
         held = len(self.order[layer])
         counts = torch.bincount(ids.reshape(-1), minlength=held + 1)[:held].tolist()
-        lora, engine_ids, pending = self.lora.get(layer), ids, None
+        lora, engine_ids, pending = self.lora.get(layer) if adapter else None, ids, None
         if self.lane is not None:
             chosen = self.lane.choose(layer, counts, len(x))
             engine_ids = self._without(layer, ids, chosen)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kt_ray.batch import PassSpec
 from kt_ray.errors import UserError
 from kt_ray.model.build import StageModel, build_stage_model
+from kt_ray.model.decode import Decoder
 from kt_ray.model.dropout import DropoutContext
 from kt_ray.model.exchange import Exchange
 from kt_ray.model.loop import LayerLoop
@@ -289,6 +290,10 @@ class Stage:
     def grad(self, group: int) -> list[Tensor]:
         """Hand over a group's gradients at this stage's input, on the device."""
         return self._give(group, "grads")
+
+    def decoder(self) -> Decoder:
+        """For generation: caches of its own, this stage's weights and adapters."""
+        return Decoder(self.model, self._scales, self._dropout, self._head, self.device, self.first)
 
     # ------------------------------------------------------------- parameters
 
