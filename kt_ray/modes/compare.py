@@ -43,9 +43,15 @@ def show(comparison: RunComparison, screen: Console) -> None:
     best = comparison.best()
     results = Table(box=SIMPLE_HEAD, pad_edge=False)
     for number, heading in enumerate(comparison.headings()):
-        results.add_column(heading, justify="right" if number else "left", no_wrap=not number)
+        results.add_column(
+            heading, justify="right" if number else "left", no_wrap=not number, overflow="fold"
+        )
     for r, row in enumerate(comparison.cells()):
         results.add_row(*(Text(cell, "bold" if (r, c) in best else "") for c, cell in enumerate(row)))
+    if not screen.is_terminal:
+        # A file has no right edge.
+        endless = screen.options.update(max_width=1000)
+        screen.width = max(screen.width, screen.measure(results, options=endless).maximum)
     screen.print(results)
     rows = comparison.setting_rows()
     if rows:

@@ -55,8 +55,11 @@ def evaluate(
     """
     if base is not None and adapter is not None:
         check_same_questions(base, adapter)
+    # The loss of a side that gave no answers would make it look as if it had been asked.
+    asked = {"base": base is not None, "adapter": adapter is not None}
+    losses = {side: figures for side, figures in (losses or {}).items() if asked[side]}
     notes: tuple[str, ...] = ()
-    if losses and any(losses.values()):
+    if any(losses.values()):
         notes = ("loss and perplexity are the run's own held-out ones (metrics.jsonl), over its eval split",)
     return compare(
         _scored(base, config),

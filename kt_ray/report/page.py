@@ -148,7 +148,7 @@ def _time_split(run: RunData) -> str:
 
 
 def _memory(run: RunData) -> str:
-    lines = []
+    lines: list[Line] = []
     for prefix, kind in (("host_rss_bytes_", "host"), ("gpu_memory_bytes_", "GPU")):
         for key in run.keys(prefix):
             points = [(step, value / 1e9) for step, value in run.series(key)]
