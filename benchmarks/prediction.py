@@ -52,7 +52,7 @@ class Model:
 SMALL_VOCABULARY = ("--set", "vocab_size=4096")
 MODELS = {
     "demo": Model(("model=demo",), "demo", 8, warmup=24),
-    "mini": Model(("model=mini", "data.max_length=256"), "nekoqa", 8, warmup=24),
+    "mini": Model(("model=mini", "data.max_length=256", "data.pad_to_multiple_of=8"), "nekoqa", 8, warmup=24),
     "v2lite_2_bf16": Model((), 256, 4, ("deepseek_v2_lite", "2", "bf16", *SMALL_VOCABULARY)),
     "v2lite_4_fp8": Model((), 256, 4, ("deepseek_v2_lite", "4", "fp8", *SMALL_VOCABULARY)),
     "v2lite_8_fp8": Model((), 512, 4, ("deepseek_v2_lite", "8", "fp8")),

@@ -107,6 +107,9 @@ class MeasuredDurations:
         assert planned[:2] == (layer, direction)
         return self.terms.calls[actor, *planned]
 
+    def lane(self, actor: int, layer: int, direction: str, tokens: int) -> None:
+        """A recorded call lasts until its part on a GPU is done."""
+
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
         actor = actors.actors[0]
         key = next(self._requests[worker, actor])

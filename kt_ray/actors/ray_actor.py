@@ -63,10 +63,6 @@ class RayActor:
         return f"{held_per_layer(self.actor.plan, self.actor.host.spec)} experts per layer"
 
     @ray.method(concurrency_group="control")
-    def node(self) -> str:
-        return _node_id()
-
-    @ray.method(concurrency_group="control")
     def place(self) -> tuple[str, DoorbellAddress | None]:
         """The node, and where peers on it may ring."""
         return _node_id(), self._port.listen()

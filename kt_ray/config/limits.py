@@ -84,6 +84,7 @@ BOUNDS: dict[str, Bound] = {
     "data.max_length": Bound(2),  # the first token predicts, the second is predicted
     "data.limit": Bound(1),
     "data.cache_gb": Bound(0),
+    "data.pad_to_multiple_of": Bound(1, 1024),
     "lora.rank": Bound(1, 256),
     "lora.alpha": Bound(0, open_low=True),
     "lora.dropout": Bound(0, 1, open_high=True),

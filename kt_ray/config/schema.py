@@ -176,6 +176,7 @@ class DataConfig:
         eval_fraction: share of rows held out when `eval_path` is None (0 = no evaluation).
         max_length: tokens per row; longer rows are truncated and reported, or dropped.
         overflow: "truncate" or "drop" for rows longer than max_length.
+        pad_to_multiple_of: width of micro-batches; 8 spares a CPU (bfloat16) new products per length of row.
         system: system prompt put before rows that have none; None = none.
         shuffle: shuffle rows each epoch (by the run's seed).
         limit: use the first N rows only; None = all.
@@ -200,6 +201,7 @@ class DataConfig:
     eval_fraction: float = 0.05
     max_length: int = 512
     overflow: str = "truncate"
+    pad_to_multiple_of: int = 1
     system: str | None = None
     shuffle: bool = True
     limit: int | None = None

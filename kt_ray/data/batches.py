@@ -52,10 +52,12 @@ def grouped_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int, s
     return np.concatenate([head, order[full * batch_size :]])
 
 
-def micro_batch(rows: Sequence[Row], pad_id: int = 0) -> MicroBatch:
-    """Rows padded on the right to the longest of them. Padding is known by `lengths`, never by its id."""
+def micro_batch(rows: Sequence[Row], pad_id: int = 0, multiple: int = 1) -> MicroBatch:
+    """Rows padded on the right to the longest of them, and that to a multiple of `multiple`. Padding is known
+    by `lengths`, never by its id."""
     lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
-    ids_BS = np.full((len(rows), int(lengths.max())), pad_id, dtype=np.int64)
+    width = math.ceil(int(lengths.max()) / multiple) * multiple
+    ids_BS = np.full((len(rows), width), pad_id, dtype=np.int64)
     labels_BS = np.full_like(ids_BS, IGNORE)
     for i, row in enumerate(rows):
         ids_BS[i, : lengths[i]] = row.input_ids
@@ -77,7 +79,12 @@ def micro_batch(rows: Sequence[Row], pad_id: int = 0) -> MicroBatch:
 
 
 def wave(
-    rows: Sequence[Row], micro_batch_size: int, replicas: int = 1, groups: int = 1, pad_id: int = 0
+    rows: Sequence[Row],
+    micro_batch_size: int,
+    replicas: int = 1,
+    groups: int = 1,
+    pad_id: int = 0,
+    multiple: int = 1,
 ) -> Wave:
     """The micro-batches of one pass as PassSpec wants them.
 
@@ -91,10 +98,11 @@ def wave(
         replicas: copies of the attention side.
         groups: groups per replica.
         pad_id: id that fills padding (any id will do: padding is neither attended to nor trained).
+        multiple: widths of micro-batches are multiples of this.
     """
-    _positive(micro_batch_size=micro_batch_size, replicas=replicas, groups=groups)
+    _positive(multiple=multiple, micro_batch_size=micro_batch_size, replicas=replicas, groups=groups)
     parts = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
-    micro = [micro_batch(part, pad_id) for part in parts]
+    micro = [micro_batch(part, pad_id, multiple) for part in parts]
     return tuple(_cut(micro[replica::replicas], groups) for replica in range(replicas))
 
 
@@ -110,6 +118,7 @@ def step_waves(
     groups: int = 1,
     largest: int | None = None,
     pad_id: int = 0,
+    multiple: int = 1,
 ) -> list[Wave]:
     """The passes of a step: as few waves as `largest` allows, all but the last of the same size.
 
@@ -123,7 +132,7 @@ def step_waves(
     waves = max(1, math.ceil(micro / (largest or max(1, micro))))
     count = math.ceil(micro / waves) * micro_batch_size * replicas
     parts = [rows[i : i + count] for i in range(0, len(rows), count)] if rows else []
-    return [wave(part, micro_batch_size, replicas, groups, pad_id) for part in parts]
+    return [wave(part, micro_batch_size, replicas, groups, pad_id, multiple) for part in parts]
 
 
 def eval_waves(
@@ -134,13 +143,16 @@ def eval_waves(
     groups: int = 1,
     pad_id: int = 0,
     largest: int | None = None,
+    multiple: int = 1,
 ) -> list[Wave]:
     """All rows once, in source order, as passes of `batch_size` rows, or of what `largest` allows."""
     _positive(batch_size=batch_size)
     starts = range(0, len(rows), batch_size)
     parts = [rows[i : i + batch_size] for i in starts]
     return [
-        w for part in parts for w in step_waves(part, micro_batch_size, replicas, groups, largest, pad_id)
+        w
+        for part in parts
+        for w in step_waves(part, micro_batch_size, replicas, groups, largest, pad_id, multiple)
     ]
 
 
@@ -161,6 +173,7 @@ class Batches:
         seed: the run's seed.
         pad_id: id that fills padding.
         group_by_length: batches of rows of similar length, see `grouped_order`.
+        multiple: widths of micro-batches are multiples of this.
     """
 
     def __init__(
@@ -175,6 +188,7 @@ class Batches:
         pad_id: int = 0,
         largest_wave: int | None = None,
         group_by_length: bool = False,
+        multiple: int = 1,
     ) -> None:
         _positive(batch_size=batch_size, micro_batch_size=micro_batch_size, replicas=replicas, groups=groups)
         if not rows:
@@ -189,6 +203,7 @@ class Batches:
         self.pad_id = pad_id
         self.largest_wave = largest_wave
         self.group_by_length = group_by_length
+        self.multiple = multiple
         self._cached: tuple[int, np.ndarray] | None = None
 
     @property
@@ -218,7 +233,13 @@ class Batches:
     def waves(self, step: int) -> list[Wave]:
         """The passes of optimizer step `step`, each as PassSpec wants it."""
         return step_waves(
-            self.step(step), self.micro_batch_size, self.replicas, self.groups, self.largest_wave, self.pad_id
+            self.step(step),
+            self.micro_batch_size,
+            self.replicas,
+            self.groups,
+            self.largest_wave,
+            self.pad_id,
+            self.multiple,
         )
 
 

@@ -6,6 +6,7 @@ that what is timed is all that a worker does for a micro-batch but waiting for e
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +23,9 @@ from kt_ray.placement.layer_rates import ENDS, KINDS, ends_signature, layer_sign
 from kt_ray.placement.layer_work import LayerWork
 from kt_ray.placement.rates import LayerRate
 
-REPEATS = 5  # of which the median counts
+REPEATS = 5  # of a pass at least; their median counts
+SECONDS = 0.25  # for them at least
+ROUNDS = 2  # the faster one counts: what disturbs a machine lasts longer than a few passes
 TOO_LONG = 1.0  # seconds of a forward beyond which no longer rows are tried
 
 
@@ -87,12 +90,13 @@ def measure_layers(
         for count in threads if stage.device.type == "cpu" else (0,):
             seconds: dict[str, dict[int, float]] = {kind: {} for kind in (*KINDS, *ENDS)}
             with torch_threads(count or torch.get_num_threads()):
-                for width in widths:
-                    took = _median(stage, layer, width)
-                    for kind, value in took.items():
-                        seconds[kind][width] = value
-                    if took["forward"] > TOO_LONG:
-                        break
+                for _ in range(ROUNDS):
+                    for width in widths:
+                        took = _median(stage, layer, width)
+                        for kind, value in took.items():
+                            seconds[kind][width] = min(value, seconds[kind].get(width, value))
+                        if took["forward"] > TOO_LONG:
+                            break
             name = f"{works[layer].dims.model_type} layer {layer}"
             found.append(rate_of(signature, name, count, {k: seconds[k] for k in KINDS}))
             if layer == last:
@@ -105,13 +109,15 @@ def measure_layers(
 
 
 def _median(stage: Stage, layer: int, width: int) -> dict[str, float]:
-    once: list[dict[str, float]] = []
-    for repeat in range(REPEATS + 1):
-        once.append(_pass(stage, layer, width, repeat))
-        if repeat >= 1 and sum(map(sum, (o.values() for o in once))) > 4 * TOO_LONG:
+    """Of passes that follow one which does not count: torch prepares its products for the width in it."""
+    _pass(stage, layer, width, 0)
+    passes: list[dict[str, float]] = []
+    start = time.perf_counter()
+    while len(passes) < REPEATS or time.perf_counter() - start < SECONDS:
+        passes.append(_pass(stage, layer, width, len(passes) + 1))
+        if time.perf_counter() - start > 4 * TOO_LONG:
             break
-    later = once[1:]
-    return {kind: sorted(o[kind] for o in later)[len(later) // 2] for kind in later[0]}
+    return {kind: statistics.median(one[kind] for one in passes) for kind in passes[0]}
 
 
 def _pass(stage: Stage, layer: int, width: int, number: int) -> dict[str, float]:

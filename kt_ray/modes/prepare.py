@@ -224,6 +224,7 @@ def _schedule(config: Config, plan: Plan, data: DataBundle) -> Schedule:
         pad_id=data.pad_id,
         largest_wave=plan.wave,
         group_by_length=config.data.group_by_length,
+        multiple=config.data.pad_to_multiple_of,
     )
     total = trainer.max_steps
     if total is None:
@@ -236,6 +237,7 @@ def _schedule(config: Config, plan: Plan, data: DataBundle) -> Schedule:
         plan.groups,
         data.pad_id,
         largest=plan.wave,
+        multiple=config.data.pad_to_multiple_of,
     )
     return Schedule(
         total_steps=total,

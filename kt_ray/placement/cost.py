@@ -22,7 +22,7 @@ from kt_ray.config.schema import Config
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.lane_seconds import LaneCall, LaneSeconds
-from kt_ray.placement.layer_rates import ENDS, KINDS, Corrections, ends_signature, layer_signature, nearest
+from kt_ray.placement.layer_rates import ENDS, KINDS, Corrections, ends_signature, layer_signature
 from kt_ray.placement.layer_work import (
     NORM_PASSES,
     LayerWork,
@@ -151,8 +151,7 @@ class PlanDurations:
     @cached_property
     def corrected(self) -> bool:
         """Whether a layer of this model was measured."""
-        threads = 0 if self.on_gpu else self.plan.workers[0].threads
-        return any(nearest(self.rates.layers, layer_signature(w), threads) for w in self.layers)
+        return any(self._corrections.knows(layer_signature(w)) for w in self.layers)
 
     @cached_property
     def _corrections(self) -> Corrections:

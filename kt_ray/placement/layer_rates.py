@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 
 from kt_ray.placement.layer_work import LayerWork
@@ -60,17 +61,21 @@ class Corrections:
     threads: int
     counted: Callable[[int, str, int, int], float]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_curves", {})
-
     def __call__(self, signature: str, layer: int, kind: str, positions: float) -> float:
         """What the counted seconds of `kind` are multiplied by; 1 where nothing was measured."""
-        curves: dict[tuple[str, str], Curve | None] = self.__dict__["_curves"]
         key = (signature, kind)
-        if key not in curves:
-            curves[key] = self._curve(signature, layer, kind)
-        curve = curves[key]
+        if key not in self._curves:
+            self._curves[key] = self._curve(signature, layer, kind)
+        curve = self._curves[key]
         return 1.0 if curve is None else curve(positions)
+
+    def knows(self, signature: str) -> bool:
+        """Whether such a layer was measured."""
+        return nearest(self.rates, signature, self.threads) is not None
+
+    @cached_property
+    def _curves(self) -> dict[tuple[str, str], Curve | None]:
+        return {}
 
     def _curve(self, signature: str, layer: int, kind: str) -> Curve | None:
         rate = nearest(self.rates, signature, self.threads)

@@ -27,7 +27,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kt_ray.config.schema import Config, LoraConfig
+from kt_ray.config.schema import Config, DataConfig, LoraConfig
 from kt_ray.placement.engine_memory import HUGE_PAGE, EngineShape, rounded
 from kt_ray.placement.families import WITHOUT_SDPA
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
@@ -78,13 +78,18 @@ class Load:
     row: int
 
 
+def widest_row(data: DataConfig) -> int:
+    """Positions of the longest row, padding to a multiple included."""
+    return math.ceil(data.max_length / data.pad_to_multiple_of) * data.pad_to_multiple_of
+
+
 def load_of(config: Config, wave: int, groups: int) -> Load:
     """Tokens per wave and its parts, every row at data.max_length.
 
     Args:
         wave: micro-batches of a replica that pass the layers together. groups: they are cut into so many.
     """
-    trainer, row = config.trainer, config.data.max_length
+    trainer, row = config.trainer, widest_row(config.data)
     replicas = config.rule.replica_count
     step_rows = math.ceil(trainer.batch_size / replicas)
     micro = min(trainer.micro_batch_size, step_rows)
@@ -203,7 +208,7 @@ def layer_activation_bytes(dims: ModelDims, config: Config, layer: int, dtype: s
     norms = 2 * dims.hidden_streams * dims.hidden_size * (element + 4)
     scores = 0
     if config.model.attn_implementation == "eager" or dims.model_type in WITHOUT_SDPA:
-        scores = dims.num_heads * config.data.max_length * (element + 4)
+        scores = dims.num_heads * widest_row(config.data) * (element + 4)
     return linear + lora + norms + element * dims.attention_width + scores
 
 

@@ -59,7 +59,7 @@ def test_bit_identical_and_in_their_places(tmp_path: Path, address: str, layout:
         cluster.start()
         losses = steps(cluster, config, BATCHES, 2)
         handles = [handle for handle in cluster.handles if isinstance(handle, RayHandle)]
-        nodes = {handle.address: ray.get(handle.actor.node.remote()) for handle in handles}
+        nodes = {handle.address: ray.get(handle.actor.place.remote())[0] for handle in handles}
         driver = ray.get_runtime_context().get_node_id()
     finally:
         cluster.shutdown()

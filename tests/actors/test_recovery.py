@@ -70,6 +70,17 @@ class Run:
         summary = trainer.run()
         return summary, self.cluster.parameters()
 
+    def through(self, disturb: Callable[[int], None]) -> tuple[Summary, Parameters, set[str]]:
+        """`go` from start to shutdown; and the actors that were replaced meanwhile."""
+        try:
+            self.cluster.start()
+            before = self.pids()
+            summary, parameters = self.go(disturb)
+            after = self.pids()
+        finally:
+            self.cluster.shutdown()
+        return summary, parameters, {name for name in before if before[name] != after[name]}
+
     def pids(self) -> dict[str, int]:
         return {fact["actor"]: fact["pid"] for fact in self.cluster.info()}
 
@@ -116,15 +127,9 @@ def test_killed_actors(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             if step in victims:
                 kill_in_mid_step(run.pids()[victims[step]])
 
-        try:
-            run.cluster.start()
-            before = run.pids()
-            summary, parameters = run.go(disturb)
-            after = run.pids()
-        finally:
-            run.cluster.shutdown()
+        summary, parameters, replaced = run.through(disturb)
         assert place.left() == []
-    assert {name for name in before if before[name] != after[name]} == set(victims.values())
+    assert replaced == set(victims.values())
     back = [line.partition(": ")[2] for line in run.lines if line.startswith("back after")]
     assert back == [
         "no checkpoint yet (trainer.save_every), from the start of the run: step 1 is repeated",
@@ -153,15 +158,9 @@ def test_a_killed_actor_with_gloo(
             if step == 3:
                 kill_in_mid_step(run.pids()[victim])
 
-        try:
-            run.cluster.start()
-            before = run.pids()
-            summary, parameters = run.go(disturb)
-            after = run.pids()
-        finally:
-            run.cluster.shutdown()
+        summary, parameters, replaced = run.through(disturb)
         assert place.left() == []
-    assert {name for name in before if before[name] != after[name]} == {victim}
+    assert replaced == {victim}
     check(run, summary, parameters, model, 1)
     assert summary.seconds_lost < config.trainer.step_timeout  # nobody sat a time limit out
 
@@ -182,16 +181,10 @@ def test_killed_in_commit(model: Path, tmp_path: Path, monkeypatch: pytest.Monke
             return commit(step, lr, clip)
 
         monkeypatch.setattr(run.cluster, "commit", disturbed)
-        try:
-            run.cluster.start()
-            before = run.pids()
-            summary, parameters = run.go(lambda step: None)
-            after = run.pids()
-        finally:
-            run.cluster.shutdown()
+        summary, parameters, replaced = run.through(lambda step: None)
         assert place.left() == []
     assert left == {}
-    assert {name for name in before if before[name] != after[name]} == set(victims.values())
+    assert replaced == set(victims.values())
     check(run, summary, parameters, model, 2)
 
 
@@ -253,7 +246,7 @@ def test_a_killed_node(model: Path, tmp_path: Path, three_nodes: Place) -> None:
 def places(cluster: RayCluster) -> dict[str, str]:
     """Node by actor."""
     handles = [handle for handle in cluster.handles if isinstance(handle, RayHandle)]
-    return {f"{h.address[0]}-{h.address[1]}": ray.get(h.actor.node.remote()) for h in handles}
+    return {f"{h.address[0]}-{h.address[1]}": ray.get(h.actor.place.remote())[0] for h in handles}
 
 
 def is_head(node: str) -> bool:

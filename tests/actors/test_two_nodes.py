@@ -80,7 +80,7 @@ def _run(checkpoint: Path, config: Config) -> tuple[list[float], dict[str, str],
         cluster.start()
         losses = steps(cluster, config, BATCHES, 4)
         handles = [handle for handle in cluster.handles if isinstance(handle, RayHandle)]
-        nodes = {f"{h.address[0]}-{h.address[1]}": ray.get(h.actor.node.remote()) for h in handles}
+        nodes = {f"{h.address[0]}-{h.address[1]}": ray.get(h.actor.place.remote())[0] for h in handles}
         return losses, nodes, {fact["actor"]: shared_memory(fact["pid"]) for fact in cluster.info()}
     finally:
         cluster.shutdown()

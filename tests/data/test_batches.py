@@ -142,6 +142,19 @@ def test_padding_is_right_masked_and_known_by_length_even_if_pad_is_a_real_token
     }
 
 
+@pytest.mark.parametrize("multiple,width", [(1, 6), (4, 8), (6, 6), (16, 16)])
+def test_widths_are_multiples_and_the_rest_is_padding(multiple: int, width: int) -> None:
+    plain, padded = micro_batch([ROWS[0], ROWS[3]]), micro_batch([ROWS[0], ROWS[3]], multiple=multiple)
+    assert padded.input_ids.shape == (2, width)
+    assert padded.lengths.tolist() == plain.lengths.tolist()
+    assert (padded.input_ids[:, :6] == plain.input_ids).all() and (padded.labels[:, 6:] == IGNORE).all()
+    batches = Batches(ROWS, 4, multiple=multiple)
+    shapes = [mb.input_ids.shape[1] for w in batches.waves(0) for r in w for g in r for mb in g]
+    held_out = eval_waves(ROWS, 4, 1, multiple=multiple)
+    shapes += [mb.input_ids.shape[1] for w in held_out for r in w for g in r for mb in g]
+    assert all(s % multiple == 0 for s in shapes)
+
+
 def test_eval_waves_hold_every_row_once_in_order() -> None:
     waves = eval_waves(ROWS, batch_size=6, micro_batch_size=2, replicas=2, groups=2)
     assert len(waves) == 4

@@ -62,7 +62,8 @@ def local_cluster(model_dir: Path, config: Config) -> Iterator[ActorCluster]:
 def waves_of(rows: Sequence[Row], config: Config, plan: Plan) -> Wave:
     """The rows of one step, for PassSpec."""
     data = [DataRow(np.array(r.ids), np.array(r.labels), r.sample) for r in rows]
-    return wave(data, config.trainer.micro_batch_size, plan.replicas, plan.groups)
+    multiple = config.data.pad_to_multiple_of
+    return wave(data, config.trainer.micro_batch_size, plan.replicas, plan.groups, multiple=multiple)
 
 
 def one_pass(
@@ -97,6 +98,7 @@ def steps(
             cluster.plan.replicas,
             cluster.plan.groups,
             cluster.plan.wave,
+            multiple=config.data.pad_to_multiple_of,
         ),
     )
     trainer = Trainer(config, cluster, schedule, first_step=first)

@@ -24,6 +24,7 @@ LAYOUTS = {
     ],
     "micro-batch 8": ["trainer.micro_batch_size=8"],
     "micro-batch 3": ["trainer.micro_batch_size=3"],
+    "rows padded to multiples of 16": ["data.pad_to_multiple_of=16"],
     "recompute": ["rule.experts.activations=recompute"],
     "waves of 3 micro-batches": ["rule.wave=3"],
     "micro-batch-major": ["rule.wave=1"],
