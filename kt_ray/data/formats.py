@@ -93,7 +93,7 @@ class Parser:
 
     def _renamed(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         """The row under this project's names, lists decoded where a file keeps them as JSON text."""
-        inner = {name: self.columns[name] for name in ("role", "content") if name in self.columns}
+        inner: dict[str, str] = {n: self.columns[n] for n in ("role", "content") if n in self.columns}
         outer = {name: column for name, column in self.columns.items() if name not in inner}
         result = {key: value for key, value in row.items() if key not in outer.values()}
         for name, column in outer.items():

@@ -175,10 +175,10 @@ class ChatEncoder:
         return ids, np.where(trained, ids, IGNORE)
 
     def _encode_text(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        ids = list(self.tokenizer(text, verbose=False)["input_ids"])  # type: ignore[arg-type]
+        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
         end = self.tokenizer.eos_token_id
         if end is not None and (not ids or ids[-1] != end):
-            ids.append(int(end))  # type: ignore[arg-type]
+            ids.append(int(end))
         array = np.asarray(ids, dtype=np.int64)
         return array, array.copy()
 
