@@ -200,11 +200,13 @@ class Stage:
 
     def _switch_adapters(self, on: bool) -> None:
         """PEFT's layers with or without their adapters; gradients are wanted of both kinds of pass."""
+        from peft.tuners.tuners_utils import BaseTunerLayer  # slow to import, and only needed here
+
         if on == self._adapters_on:
             return
         for layer in self.model.layers.values():
             for module in layer.modules():
-                if hasattr(module, "enable_adapters"):
+                if isinstance(module, BaseTunerLayer):
                     module.enable_adapters(on)
         for parameter in self.parameters.values():
             parameter.requires_grad_(True)

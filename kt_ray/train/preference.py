@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kt_ray.batch import IGNORE, MicroBatch, Objective
+from kt_ray.batch import MicroBatch, Objective
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import mismatched
 from kt_ray.data.types import Row
@@ -137,10 +137,16 @@ def check_units(stage: str, units: Sequence[object]) -> str | None:
     from kt_ray.data.types import Pair
 
     if stage in ("dpo", "orpo"):
-        bad = sum(not isinstance(u, Pair) or u.chosen.sign <= 0 or u.rejected.sign >= 0 for u in units)
+        bad = sum(
+            not isinstance(u, Pair) or not (_answers(u.chosen, 1) and _answers(u.rejected, -1)) for u in units
+        )
         return f"{bad} of {len(units)} rows are no pairs of a chosen and a rejected answer" if bad else None
     if stage == "kto":
-        bad = sum(not isinstance(u, Row) or u.sign == 0 or not (u.labels != IGNORE).any() for u in units)
+        bad = sum(not isinstance(u, Row) or not (_answers(u, 1) or _answers(u, -1)) for u in units)
         return f"{bad} of {len(units)} rows are not marked as wanted or unwanted" if bad else None
     bad = sum(not isinstance(u, Row) for u in units)
     return f"{bad} of {len(units)} rows are preference pairs" if bad else None
+
+
+def _answers(row: Row, sign: int) -> bool:
+    return row.sign == sign and row.trained > 0

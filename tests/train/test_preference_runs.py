@@ -125,10 +125,17 @@ def test_a_fresh_adapter_is_its_own_reference_and_learns(path: Path) -> None:
     assert trainer.summary.losses[-1] < trainer.summary.losses[0] - 1e-3
 
 
+def masked(pair: Pair) -> Pair:
+    """Without an answer in the rejected row: its mean log-probability would be 0 / 0."""
+    row = pair.rejected
+    return Pair(pair.chosen, Row(row.input_ids, np.full_like(row.labels, IGNORE), row.sample_id, row.sign))
+
+
 @pytest.mark.parametrize(
     ("stage", "rows", "message"),
     [
         ("dpo", data_rows([0, 0]), r"stage=dpo.*2 of 2 rows are no pairs"),
+        ("orpo", [masked(pairs(2)[0]), pairs(2)[1]], r"stage=orpo.*1 of 2 rows are no pairs"),
         ("kto", data_rows([1, 0]), r"stage=kto.*1 of 2 rows are not marked"),
         ("sft", pairs(1), r"stage=sft.*1 of 1 rows are preference pairs"),
     ],
