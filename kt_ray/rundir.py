@@ -39,7 +39,7 @@ _FILES = (
         "report.html",
     ),
 )
-_DIRECTORIES = ("checkpoints", "adapter", "wandb", "timelines", "profile")
+_DIRECTORIES = ("checkpoints", "adapter", "wandb", "timelines")
 _CONFIG = "config.yaml"  # written first: a directory that holds it is a run
 
 

@@ -449,8 +449,6 @@ class EvalConfig:
             every label is one.
         letters: the options' letters.
         samples: prompts shown with both answers.
-        after_training: held-out questions that mode=train lets base and adapter answer when it has trained;
-            the table goes to the terminal and into the run directory; 0 = none.
         out: directory for eval.json and eval.md; None = where the answers lie.
     """
 
@@ -459,7 +457,6 @@ class EvalConfig:
     choice: str = "auto"
     letters: str = "ABCD"
     samples: int = 3
-    after_training: int = 0
     out: str | None = None
 
 

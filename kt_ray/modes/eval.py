@@ -29,7 +29,7 @@ def run(config: Config) -> int:
         UserError: no predictions, or two sets that do not answer the same prompts.
     """
     base, adapter, home = _answers(config)
-    losses = losses_of_run(home) if _is_run(home) else {}
+    losses = _losses_of_run(home) if _is_run(home) else {}
     result = evaluate(config, base, adapter, losses)
     out = Path(config.eval.out) if config.eval.out else home
     write(result, out)
@@ -163,7 +163,7 @@ def _is_run(directory: Path) -> bool:
     return (directory / "config.yaml").is_file()
 
 
-def losses_of_run(directory: Path) -> dict[str, dict[str, float]]:
+def _losses_of_run(directory: Path) -> dict[str, dict[str, float]]:
     """The run's held-out loss before the first step (the base's) and after its last evaluation."""
     found = [
         (record["step"], float(record["eval_loss"]))

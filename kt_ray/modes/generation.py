@@ -149,12 +149,12 @@ def setup(config: Config) -> Setup:
         root=whole.root,
         adapter=adapter,
         encoder=encoder,
-        eos=ends_of(model_dir, encoder),
+        eos=_ends(model_dir, encoder),
         context=context if isinstance(context, int) and context > 0 else None,
     )
 
 
-def ends_of(model_dir: str, encoder: ChatEncoder) -> tuple[int, ...]:
+def _ends(model_dir: str, encoder: ChatEncoder) -> tuple[int, ...]:
     """Tokens that end an answer: the tokenizer's, those of generation_config.json, and what the chat template
     puts behind an answer, which is what training taught."""
     found: set[int] = set()

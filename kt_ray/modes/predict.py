@@ -52,13 +52,13 @@ def run(config: Config) -> int:
     made = setup(config)
     questions = list(_questions(made))
     directory = Path(config.run.root) / (config.run.name or f"{config.model.name}-predict")
-    done = open_predictions(directory, settings_of(made, questions), config.run.overwrite)
+    done = _open(directory, _settings(made, questions), config.run.overwrite)
     left = [question for question in questions if question.id not in done]
     _say(f"{len(questions)} rows, {len(done)} of them answered already: {directory / ROWS}")
     if not left:
         return 0
     with generating(made, f"{directory.name}-predict") as generator:
-        tokens, seconds = answer_all(made, generator, left, directory / ROWS)
+        tokens, seconds = _answer(made, generator, left, directory / ROWS)
     rate = tokens / max(seconds, 1e-9)
     _say(f"{len(left)} rows in {seconds:.1f} s, {tokens} tokens, {rate:.1f} tokens/s: {directory / ROWS}")
     return 0
@@ -77,35 +77,31 @@ def read_predictions(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def held_out(config: Config) -> list[Conversation]:
-    """The rows that generate.split names, as training sees them."""
+    """The rows that generate.split names, as training sees them.
+
+    Raises:
+        UserError: rows without a question.
+    """
     parts, _, held, _ = read_split(config.data, config.seed)
     rows = held if config.generate.split == "eval" else [row for part in parts for row in part.rows]
+    silent = next((row for row in rows if row.text is not None), None)
+    if silent is not None:
+        raise UserError(
+            "raw text asks nothing that could be answered",
+            where=silent.where,
+            required="rows with a question and an answer",
+            remedy="name such rows in data.path, or set data.format if the format was not meant",
+        )
     return rows[: config.generate.limit]
 
 
 def _questions(made: Setup) -> Iterator[Question]:
     for row in held_out(made.config):
-        yield question_of(made, row)
-
-
-def question_of(made: Setup, row: Conversation) -> Question:
-    """A row's last answer as what is asked for.
-
-    Raises:
-        UserError: the row asks nothing, or prompt and answer are longer than the model's context.
-    """
-    if row.text is not None:
-        raise UserError(
-            "raw text asks nothing that could be answered",
-            where=row.where,
-            required="rows with a question and an answer",
-            remedy="name such rows in data.path, or set data.format if the format was not meant",
-        )
-    messages = row.messages[:-1]
-    ids = made.prompt(messages, row.tools)
-    made.request(ids, row.where, adapter=False, seed=0)  # refused now, not after hours
-    prompt = made.encoder.render(messages, prompt=True, tools=row.tools)
-    return Question(row.sample_id, prompt, row.messages[-1]["content"], ids, row.where)
+        messages = row.messages[:-1]
+        ids = made.prompt(messages, row.tools)
+        made.request(ids, row.where, adapter=False, seed=0)  # refused now, not after hours
+        prompt = made.encoder.render(messages, prompt=True, tools=row.tools)
+        yield Question(row.sample_id, prompt, row.messages[-1]["content"], ids, row.where)
 
 
 def _who(made: Setup) -> tuple[bool, ...]:
@@ -116,7 +112,7 @@ def _who(made: Setup) -> tuple[bool, ...]:
     return (made.adapter is not None and answer != "base",)
 
 
-def settings_of(made: Setup, questions: list[Question]) -> dict[str, Any]:
+def _settings(made: Setup, questions: list[Question]) -> dict[str, Any]:
     """What predictions depend on: those of other settings are not gone on with."""
     generate = made.config.generate
     names = (
@@ -140,7 +136,7 @@ def settings_of(made: Setup, questions: list[Question]) -> dict[str, Any]:
     }
 
 
-def open_predictions(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int]:
+def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int]:
     """Make the directory ready; ids of the rows that it has already.
 
     Raises:
@@ -170,7 +166,7 @@ def open_predictions(directory: Path, settings: dict[str, Any], overwrite: bool)
     return set()
 
 
-def answer_all(made: Setup, generator: Generator, questions: list[Question], path: Path) -> tuple[int, float]:
+def _answer(made: Setup, generator: Generator, questions: list[Question], path: Path) -> tuple[int, float]:
     """Ask all, write each row when its answers are there. Returns tokens generated and seconds."""
     start, tokens = time.monotonic(), 0
     waiting: list[tuple[Question, list[Answer]]] = []

@@ -106,7 +106,7 @@ def prepare(config: Config) -> Prepared:
     if stored != dims:
         plan = make_plan(stored, config, hardware, load, rates)
     _check_fits(plan)
-    whole = build_on_meta(meta_spec(config, dims, model_dir))
+    whole = build_on_meta(_meta_spec(config, dims, model_dir))
     _check_formulas(layout, whole.formulas)
     if config.trainer.aux_loss:
         router_recorder(whole.causal)
@@ -182,7 +182,7 @@ def _check_isa(config: Config) -> None:
         ) from None
 
 
-def meta_spec(config: Config, dims: ModelDims, model_dir: str) -> StageSpec:
+def _meta_spec(config: Config, dims: ModelDims, model_dir: str) -> StageSpec:
     """The whole model as one stage: built on meta only, to check family and LoRA targets."""
     return StageSpec(
         model_dir=model_dir,

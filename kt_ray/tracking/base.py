@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from kt_ray.tracking.metrics import Value
 
@@ -38,14 +38,6 @@ class Tracker(Protocol):
         """Called once, last. `status` is "finished", "interrupted" or "failed"."""
 
 
-@runtime_checkable
-class ShowsTables(Protocol):
-    """A tracker that shows tables, too."""
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table, its rows with one entry per column; None is empty."""
-
-
 class MultiTracker:
     """Passes everything on to several trackers; one that raises is reported once and left out thereafter."""
 
@@ -59,10 +51,6 @@ class MultiTracker:
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
         self._each("log", lambda t: t.log(step, metrics))
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table for those trackers that show tables."""
-        self._each("table", lambda t: t.table(name, columns, rows) if isinstance(t, ShowsTables) else None)
 
     def artifact(self, path: Path) -> None:
         self._each("artifact", lambda t: t.artifact(path))
