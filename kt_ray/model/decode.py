@@ -238,6 +238,7 @@ class Decoder:
 
     def close(self) -> None:
         """Forget every cache."""
+        self._adapters.switch_all(True)  # an error may have come in between
         self._cohorts.clear()
         self._running, self._groups, self._batches, self._loop = [], [], (), None
 
