@@ -118,5 +118,6 @@ BOUNDS: dict[str, Bound] = {
     "generate.prefill_tokens": Bound(1),
     "generate.limit": Bound(1),
     "eval.samples": Bound(0),
+    "eval.after_training": Bound(0),
     "report.samples": Bound(0),
 }

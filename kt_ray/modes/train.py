@@ -14,6 +14,7 @@ from kt_ray.actors.specs import actor_specs
 from kt_ray.config.schema import Config
 from kt_ray.environment import environment
 from kt_ray.errors import UserError
+from kt_ray.modes.after_training import after_training, before_and_after
 from kt_ray.modes.plan_time import predicted_run, run_line
 from kt_ray.modes.prepare import Prepared, prepare
 from kt_ray.modes.saving import ResumePoint, go_on_from, resume_point, save_checkpoint, write_adapter
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 def run(config: Config) -> int:
     """Train. Returns the exit code; a user's mistake raises UserError before Ray is touched."""
     prepared = prepare(config)
+    after = after_training(prepared)
     resume = resume_point(prepared)
     rates = rates_for(config, prepared.plan.hardware)  # may refuse what plan.rates names
     rundir = RunDir.create(config, resume.directory if resume else None)
@@ -71,6 +73,9 @@ def run(config: Config) -> int:
                 rundir.path, plain(config), rundir.wandb_id, first_step=first_step + 1 if first_step else 0
             )
             summary = _train(prepared, rundir, cluster, tracker, resume)
+            if after is not None:
+                for name, (columns, rows) in before_and_after(after, rundir, cluster).wandb_tables().items():
+                    tracker.table(name, columns, rows)
         status = "finished"
         if config.tracking.upload_adapter:
             tracker.artifact(rundir.adapter)
