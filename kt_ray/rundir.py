@@ -2,7 +2,8 @@
 
 runs/<name>/  config.yaml  plan.json  env.json  metrics.jsonl  train.log  loss.png  wandb_id
               checkpoints/step_000300/...  adapter/  timelines/step_000010.json
-              predictions.jsonl  predictions_base.jsonl  eval.json  eval.md  report.html
+              predictions.jsonl  predictions.json  predictions_base.jsonl  losses.json  eval.json  eval.md
+              report.html
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _FILES = (
         "predictions.jsonl",
         "predictions.json",
         "predictions_base.jsonl",
+        "losses.json",
         "eval.json",
         "eval.md",
         "report.html",

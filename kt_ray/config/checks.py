@@ -421,6 +421,24 @@ def _results(config: Config) -> None:
         value = value_of(config, key)
         if value is not None and not value.strip():
             raise fault(key, "''", "is empty", "a path", f"set {key}=null")
+    there = next((key for key in ("eval.adapter", "eval.base") if value_of(config, key) is not None), None)
+    if config.mode == "eval" and config.generate.adapter is not None and there:
+        raise fault(
+            there,
+            value_of(config, there),
+            f"names answers that there are, but generate.adapter={config.generate.adapter} asks for new ones",
+            "one of the two",
+            f"leave out {there} or generate.adapter",
+        )
+    held_out = config.data.eval_fraction or config.data.eval_path is not None
+    if config.mode == "train" and config.eval.after_training and not held_out:
+        raise fault(
+            "eval.after_training",
+            config.eval.after_training,
+            "needs held-out rows, but data.eval_fraction=0 and data.eval_path=null",
+            "0, or held-out rows",
+            "set eval.after_training=0, data.eval_fraction or data.eval_path",
+        )
     letters = config.eval.letters
     if len(set(letters)) != len(letters) or not re.fullmatch(r"[A-Z]{2,}", letters):
         raise fault(

@@ -145,5 +145,6 @@ BOUNDS: dict[str, Bound] = {
     "generate.cache_tokens": Bound(1),
     "generate.limit": Bound(1),
     "eval.samples": Bound(0),
+    "eval.after_training": Bound(0),
     "report.samples": Bound(0),
 }

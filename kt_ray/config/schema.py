@@ -351,11 +351,12 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """`mode=eval`: metrics of predictions, base model against adapter.
+    """`mode=eval`: metrics of predictions, base model against adapter. Predictions that are not there yet are
+    generated as `generate` says: name the adapter by generate.adapter or, if it is a run's, by run.name.
 
     Attributes:
-        adapter: the fine-tuned model's answers: a predictions.jsonl, or a run directory that holds one;
-            None = those of the run run.name, unless `base` is given.
+        adapter: the fine-tuned model's answers (its adapter is generate.adapter): a predictions.jsonl, or a run
+            directory that holds one; None = those of the run run.name, unless `base` is given.
         base: the base model's answers to the same prompts, likewise; None = those beside the adapter's
             (column "base", or predictions_base.jsonl), if there are any.
         choice: "on" = the labels are option letters, and letter accuracy is measured; "off"; "auto" = on if
@@ -363,6 +364,8 @@ class EvalConfig:
         letters: the options' letters.
         samples: prompts shown with both answers.
         out: directory for eval.json and eval.md; None = where the answers lie.
+        after_training: `mode=train`: held-out rows that base and adapter answer at the end, in the cluster
+            that has just trained, for the same table; 0 = none.
     """
 
     adapter: str | None = None
@@ -371,6 +374,7 @@ class EvalConfig:
     letters: str = "ABCD"
     samples: int = 3
     out: str | None = None
+    after_training: int = 0
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,20 @@ def label_letter(label: str, letters: str = "ABCD") -> str | None:
     return match[1] if match else None
 
 
+def option_answers(label: str, letters: str = "ABCD") -> dict[str, str]:
+    """What an answer would begin with for each option, written as the label writes its own.
+
+    "(B) Paris" gives {"A": "(A)", "B": "(B)", …}, "B. Paris" gives "A.", and so on.
+
+    Raises:
+        ValueError: the label is no option.
+    """
+    match = re.match(rf"([(\[]?){_options(letters)}([)\].:、]?)", _plain(label))
+    if match is None or label_letter(label, letters) is None:
+        raise ValueError(f"{label[:60]!r} is none of the options {letters}")
+    return {letter: f"{match[1]}{letter}{match[2]}" for letter in letters}
+
+
 def argmax_letter(logits: Mapping[str, float]) -> str:
     """The option with the largest logit; the first of equal ones.
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LOSSES_FILE = "losses.json"  # beside predictions.jsonl; kt_ray.modes.held_out says what is in it
 
 
 @dataclass(frozen=True)
@@ -40,3 +45,26 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
+
+
+def read_losses(directory: Path) -> dict[str, LossSum]:
+    """ "base" or "adapter" -> what losses.json in a directory says of it; {} = there is none."""
+    return sums(losses_file(directory / LOSSES_FILE))
+
+
+def losses_file(file: Path) -> dict[str, Any]:
+    """Its content; {} = there is none, or none that can be read: the losses can be measured again."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def sums(content: dict[str, Any]) -> dict[str, LossSum]:
+    """The losses in the content of losses.json."""
+    return {
+        side: LossSum(float(content[side]["nats"]), int(content[side]["tokens"]))
+        for side in ("base", "adapter")
+        if side in content
+    }

@@ -2,12 +2,14 @@
 
     {"id": 7, "prompt": "…", "predict": "…", "label": "…"}
 
-`predict` (or `prediction`) and `label` are texts; `prompt` is a text or a list of messages. Optional:
+`predict` (or `prediction`) and `label` are texts; `prompt` is a text or a list of messages; `messages`, if
+there, are the same before the chat template made them a text, and are shown instead. Optional:
 `id`, by which rows are put in order (they are written as answers come); `base`, the base model's
 answer to the same prompt; `option_logits` {"A": -1.2, …}, the logits of a multiple-choice question's
-options as the next token; `loss_nats` and `loss_tokens`, the label's negative log-likelihood and its
-tokens. Further keys are left alone. A directory may also hold the base's answers as
-predictions_base.jsonl, or say in predictions.json ("answers": ["base"]) that its answers are the base's.
+options as the next token, and `base_option_logits`, the base model's; `loss_nats` and `loss_tokens`, the
+label's negative log-likelihood and its tokens. Further keys are left alone. A directory may also hold the
+base's answers as predictions_base.jsonl, or say in predictions.json ("answers": ["base"]) that its answers
+are the base's.
 """
 
 from __future__ import annotations
@@ -94,21 +96,55 @@ def _read_both(file: Path) -> tuple[Predictions | None, Predictions | None]:
     if not all(told):
         value, where = rows[told.index(False)]
         raise _fault(where, "base", value, "a text in every row, or in none")
-    # Logits and losses in the row are those of the first answer.
+    # The row's loss is that of the first answer.
     base = tuple(
-        replace(answer, prediction=value["base"], option_logits={}, loss=None)
-        for answer, (value, _) in zip(answers.rows, rows, strict=True)
+        replace(
+            answer,
+            prediction=value["base"],
+            option_logits=_option_logits(value, "base_option_logits", where),
+            loss=None,
+        )
+        for answer, (value, where) in zip(answers.rows, rows, strict=True)
     )
     return Predictions(str(file), base), answers
 
 
 def _of_base(file: Path) -> bool:
     """Whether predictions.json beside predictions.jsonl says that the base model answered."""
+    answers = _settings(file).get("answers")
+    return isinstance(answers, list) and answers[:1] == ["base"]
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """predictions.json beside predictions.jsonl; {} = there is none, or it is another program's."""
     try:
         settings = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
-        return bool(settings["answers"][0] == "base")
-    except (OSError, ValueError, LookupError, TypeError):
-        return False  # no such file, or another program's
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def missing_answers(file: Path) -> int:
+    """Rows that mode=predict or mode=eval were to answer and have not; 0 for files of other programs."""
+    count = _settings(file).get("count")
+    if not isinstance(count, int):
+        return 0
+    # An unfinished last line, of a process that was killed, is no answer.
+    return max(0, count - file.read_bytes().count(b"\n")) if file.is_file() else count
+
+
+def check_complete(path: Path) -> None:
+    """Raises UserError when the answers in a file or directory stopped in the middle."""
+    file = path / ADAPTER_FILE if path.is_dir() else path
+    missing = missing_answers(file)
+    if missing:
+        raise UserError(
+            "not all rows have been answered: scores of a part would be taken for those of the whole",
+            where=str(file),
+            observed=f"{missing} of {_settings(file)['count']} rows without an answer",
+            remedy="start mode=predict again with the same settings (it goes on where it stopped), or "
+            "mode=eval with generate.adapter, which does so itself",
+        )
 
 
 def read_predictions(file: Path) -> Predictions:
@@ -189,10 +225,10 @@ def _row(value: dict[str, Any], where: str) -> Prediction:
         if not isinstance(value.get(key), str):
             raise _fault(where, key, value, "a text")
     return Prediction(
-        prompt=_prompt(value.get("prompt", ""), where),
+        prompt=_prompt(value.get("messages") or value.get("prompt", ""), where),
         prediction=value[answer],
         label=value["label"],
-        option_logits=_option_logits(value, where),
+        option_logits=_option_logits(value, "option_logits", where),
         loss=_loss(value, where),
     )
 
@@ -208,10 +244,10 @@ def _prompt(value: Any, where: str) -> str:
     raise _fault(where, "prompt", {"prompt": value}, "a text or a list of messages")
 
 
-def _option_logits(value: dict[str, Any], where: str) -> dict[str, float]:
-    logits = value.get("option_logits") or {}
+def _option_logits(value: dict[str, Any], key: str, where: str) -> dict[str, float]:
+    logits = value.get(key) or {}
     if not isinstance(logits, dict) or not all(_is_number(v) for v in logits.values()):
-        raise _fault(where, "option_logits", value, "an object of option letters and numbers")
+        raise _fault(where, key, value, "an object of option letters and numbers")
     return {str(letter): float(logit) for letter, logit in logits.items()}
 
 

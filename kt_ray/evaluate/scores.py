@@ -79,7 +79,7 @@ def score(
     Raises:
         UserError: choice="on" and a label that is no option.
     """
-    answers = _choice_labels(predictions, choice, letters)
+    answers = choice_labels(predictions, choice, letters)
     per_row: list[dict[str, float]] = []
     for number, row in enumerate(predictions.rows):
         answer = answers[number] if answers else None
@@ -110,8 +110,12 @@ def _score_row(row: Prediction, answer: str | None, letters: str) -> dict[str, f
     return scores
 
 
-def _choice_labels(predictions: Predictions, choice: str, letters: str) -> list[str] | None:
-    """The option of every label; None = this is no multiple choice."""
+def choice_labels(predictions: Predictions, choice: str, letters: str) -> list[str] | None:
+    """The option of every label; None = this is no multiple choice.
+
+    Raises:
+        UserError: choice="on" and a label that is no option.
+    """
     if choice == "off":
         return None
     found: list[str] = []

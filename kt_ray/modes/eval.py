@@ -1,4 +1,7 @@
-"""mode=eval: metrics of predictions, base against adapter, as a table, Markdown, JSON and W&B tables."""
+"""mode=eval: metrics of predictions, base against adapter, as a table, Markdown, JSON and W&B tables.
+
+Answers that are not there yet are generated first (kt_ray.modes.answering).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from rich.text import Text
 
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
-from kt_ray.evaluate.loss import perplexity
-from kt_ray.evaluate.predictions import Predictions, check_same_questions, find_answers
+from kt_ray.evaluate.loss import perplexity, read_losses
+from kt_ray.evaluate.predictions import Predictions, check_complete, check_same_questions, find_answers
 from kt_ray.evaluate.scores import Scores, score
 from kt_ray.evaluate.table import Comparison, compare
+from kt_ray.modes.wanted import to_answer
 from kt_ray.rundir import RunDir, plain, write_atomic
 from kt_ray.tracking.jsonl import read_jsonl
 
@@ -26,11 +30,20 @@ def run(config: Config) -> int:
     """Print the table and write eval.json and eval.md. Returns the exit code.
 
     Raises:
-        UserError: no predictions, or two sets that do not answer the same prompts.
+        UserError: no predictions and no adapter to make them with, two sets that do not answer the same
+            prompts, or a fault in what answers are generated from.
     """
-    base, adapter, home = _answers(config)
-    losses = _losses_of_run(home) if _is_run(home) else {}
-    result = evaluate(config, base, adapter, losses)
+    notes: tuple[str, ...] = ()
+    wanted = to_answer(config)
+    if wanted is None:
+        base, adapter, home = _answers(config)
+    else:
+        from kt_ray.modes.answering import answer  # torch, and all that generates
+
+        answered = answer(wanted)
+        home, notes = answered.directory, answered.notes
+        base, adapter = find_answers(home)
+    result = evaluate(config, base, adapter, home, notes)
     out = Path(config.eval.out) if config.eval.out else home
     write(result, out)
     show(result, Console(file=sys.stdout, highlight=False))
@@ -44,23 +57,25 @@ def evaluate(
     config: Config,
     base: Predictions | None,
     adapter: Predictions | None,
-    losses: dict[str, dict[str, float]] | None = None,
+    home: Path | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Comparison:
     """The comparison of answers that are at hand, wherever they come from.
 
     Args:
         config: its `eval` part counts.
         base, adapter: at least one of them.
-        losses: "base" or "adapter" -> loss and perplexity measured elsewhere.
+        home: where losses may have been kept; None = nowhere.
+        notes: to be said under the table.
     """
     if base is not None and adapter is not None:
         check_same_questions(base, adapter)
     # The loss of a side that gave no answers would make it look as if it had been asked.
     asked = {"base": base is not None, "adapter": adapter is not None}
-    losses = {side: figures for side, figures in (losses or {}).items() if asked[side]}
-    notes: tuple[str, ...] = ()
-    if any(losses.values()):
-        notes = ("loss and perplexity are the run's own held-out ones (metrics.jsonl), over its eval split",)
+    found, source = _losses(home) if home is not None else ({}, "")
+    losses = {side: figures for side, figures in found.items() if asked[side]}
+    if losses:
+        notes = (source, *notes)
     return compare(
         _scored(base, config),
         _scored(adapter, config),
@@ -146,10 +161,14 @@ def _answers(config: Config) -> tuple[Predictions | None, Predictions | None, Pa
     if known is None:
         raise UserError(
             "mode=eval does not know which predictions to look at",
-            observed="eval.adapter=null, eval.base=null, run.name=null",
-            required="a predictions.jsonl, or a run that holds one",
-            remedy="set run.name=<run>, or eval.adapter=<file or run directory>",
+            observed="generate.adapter=null, eval.adapter=null, eval.base=null, run.name=null",
+            required="an adapter to make them with, a predictions.jsonl, or a run that holds one of them",
+            remedy="set generate.adapter=<run or adapter directory>, run.name=<run>, or eval.adapter=<file "
+            "or run directory>",
         )
+    for answers in (base, adapter):
+        if answers is not None:
+            check_complete(Path(answers.source))
     return base, adapter, Path(known.source).parent
 
 
@@ -161,6 +180,19 @@ def _scored(predictions: Predictions | None, config: Config) -> tuple[Prediction
 
 def _is_run(directory: Path) -> bool:
     return (directory / "config.yaml").is_file()
+
+
+def _losses(home: Path) -> tuple[dict[str, dict[str, float]], str]:
+    """Loss and perplexity by side, and where they come from: losses.json, else the run's own figures."""
+    measured = {side: total for side, total in read_losses(home).items() if total.tokens}
+    if measured:
+        figures = {side: {"loss": s.loss, "perplexity": s.perplexity} for side, s in measured.items()}
+        tokens = max(total.tokens for total in measured.values())
+        return figures, f"loss and perplexity are over the rows' {tokens} answer tokens"
+    if not _is_run(home):
+        return {}, ""
+    note = "loss and perplexity are the run's own held-out ones (metrics.jsonl), over its eval split"
+    return _losses_of_run(home), note
 
 
 def _losses_of_run(directory: Path) -> dict[str, dict[str, float]]:

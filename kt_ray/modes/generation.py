@@ -1,4 +1,4 @@
-"""What mode=predict and mode=chat share: a checked configuration, a started cluster, a generator."""
+"""What predict, eval and chat share: a checked configuration, a started cluster, a generator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request, Sampling
 from kt_ray.model.build import build_on_meta
 from kt_ray.model.caches import can_join
-from kt_ray.modes.prepare import _as_stored, _check_formulas, _check_isa, _meta_spec
+from kt_ray.model.family import read_family
+from kt_ray.modes.prepare import Prepared, _as_stored, _check_formulas, _check_isa, _meta_spec
 from kt_ray.native import ExpertFormula
 from kt_ray.placement.dims import dims_from_dir
 from kt_ray.placement.generation_memory import room
@@ -191,6 +192,34 @@ def _check_fits(plan: Plan, config: Config) -> None:
         )
 
 
+def setup_of(prepared: Prepared, config: Config) -> Setup:
+    """The same for a model that a training run has checked already, with the LoRA that it trains.
+
+    Args:
+        prepared: the training run.
+        config: its configuration with the `generate` part to use.
+
+    Raises:
+        UserError: the family cannot generate.
+    """
+    text = read_family(prepared.model_dir).config
+    can_join(text)
+    encoder = ChatEncoder(prepared.data.tokenizer, config.model.chat_template, name=config.data.template)
+    context = getattr(text, "max_position_embeddings", None)
+    return Setup(
+        config=config,
+        model_dir=prepared.model_dir,
+        fingerprint=prepared.fingerprint,
+        plan=prepared.plan,
+        formulas=prepared.formulas,
+        root=prepared.root,
+        adapter=None,
+        encoder=encoder,
+        eos=_ends(prepared.model_dir, encoder),
+        context=context if isinstance(context, int) and context > 0 else None,
+    )
+
+
 def _ends(model_dir: str, encoder: ChatEncoder) -> tuple[int, ...]:
     """Tokens that end an answer: the tokenizer's, those of generation_config.json, and what the chat template
     puts behind an answer, which is what training taught."""
@@ -220,6 +249,15 @@ def generating(made: Setup, name: str) -> Iterator[Generator]:
         made: what `setup` found.
         name: names the Ray namespace.
     """
+    with started(made, name) as cluster:
+        take_adapter(made, cluster)
+        with generator_on(made, cluster) as generator:
+            yield generator
+
+
+@contextlib.contextmanager
+def started(made: Setup, name: str) -> Iterator[ActorCluster]:
+    """A started cluster whose LoRA is still without effect: the base model. It ends with the block."""
     from kt_ray.modes.train import _say
 
     config = made.config
@@ -230,19 +268,29 @@ def generating(made: Setup, name: str) -> Iterator[Generator]:
             _say(line)
         with progress:
             cluster.start()
-        if made.adapter is not None:
-            count = cluster.load_adapter(made.adapter)
-            _say(f"adapter: {made.adapter}, {count} tensors")
-        with Generator(
-            cluster,
-            made.tokenizer,
-            max_rows=config.generate.batch_size,
-            prefill_tokens=config.generate.prefill_tokens,
-            cache_tokens=made.cache_tokens,
-        ) as generator:
-            yield generator
+        yield cluster
     finally:
         cluster.shutdown()
+
+
+def take_adapter(made: Setup, cluster: ActorCluster) -> None:
+    """The actors read the adapter, if there is one."""
+    from kt_ray.modes.train import _say
+
+    if made.adapter is not None:
+        count = cluster.load_adapter(made.adapter)
+        _say(f"adapter: {made.adapter}, {count} tensors")
+
+
+def generator_on(made: Setup, cluster: ActorCluster) -> Generator:
+    """A session of generation under the settings of `generate`; close it, or use it in a `with`."""
+    generate = made.config.generate
+    return Generator(
+        cluster,
+        made.tokenizer,
+        max_rows=generate.batch_size,
+        prefill_tokens=generate.prefill_tokens,
+    )
 
 
 def _cluster(made: Setup, name: str, progress: LoadProgress) -> ActorCluster:

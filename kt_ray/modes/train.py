@@ -16,6 +16,7 @@ from kt_ray.checkpoint.training import best_checkpoint, mark_best
 from kt_ray.config.schema import Config
 from kt_ray.environment import environment
 from kt_ray.errors import UserError
+from kt_ray.modes.after_training import AfterTraining, after_training, before_and_after
 from kt_ray.modes.plan_time import predicted_run, run_line
 from kt_ray.modes.prepare import Prepared, prepare
 from kt_ray.modes.saving import (
@@ -46,6 +47,7 @@ def run(config: Config) -> int:
     """Train. Returns the exit code; a user's mistake raises UserError before Ray is touched."""
     began = time.monotonic()
     prepared = prepare(config)
+    after = after_training(prepared)
     resume = resume_point(prepared)
     rates = rates_for(config, prepared.plan.hardware)  # may refuse what plan.rates names
     rundir = RunDir.create(config, resume.directory if resume else None)
@@ -81,6 +83,8 @@ def run(config: Config) -> int:
                 rundir.path, plain(config), rundir.wandb_id, first_step=first_step + 1 if first_step else 0
             )
             summary = _train(prepared, rundir, cluster, tracker, resume, began)
+            if after is not None:
+                _tell(after, rundir, cluster, tracker)
         status = "finished"
         if config.tracking.upload_adapter:
             tracker.artifact(rundir.adapter)
@@ -244,6 +248,17 @@ def _train(
         recoveries=done.recoveries,
         seconds_lost=done.seconds_lost,
     )
+
+
+def _tell(after: AfterTraining, rundir: RunDir, cluster: ActorCluster, tracker: MultiTracker) -> None:
+    """Answers before and after. The adapter is safe by now: what fails here fails nothing else."""
+    try:
+        result = before_and_after(after, rundir, cluster)
+    except UserError as error:
+        _say(f"held-out questions were not answered, the adapter is not concerned: {error}")
+        return
+    for name, (columns, rows) in result.wandb_tables().items():
+        tracker.table(name, columns, rows)
 
 
 @contextlib.contextmanager
