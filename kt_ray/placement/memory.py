@@ -33,7 +33,13 @@ from kt_ray.config.schema import Config, DataConfig, LoraConfig
 from kt_ray.placement.engine_memory import HUGE_PAGE, EngineShape, rounded
 from kt_ray.placement.families import WITHOUT_SDPA
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
-from kt_ray.placement.generation_memory import generates, generation_items, longest_row, step_tokens
+from kt_ray.placement.generation_memory import (
+    after_training,
+    generates,
+    generation_items,
+    longest_row,
+    step_tokens,
+)
 from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
 from kt_ray.placement.nominal import FORMAT_BYTES
@@ -285,6 +291,14 @@ def worker_items(
     if generates(config):
         items |= generation_items(dims, config, own, last=last, layer=largest + hidden * 8, element=element)
         items["workspace"] = max(items["workspace"] + unpacked, 4 * probed)
+    elif config.eval.after_training:
+        answering = generation_items(
+            dims, after_training(config), own, last=last, layer=largest + hidden * 8, element=element
+        )
+        # In the room that training no longer needs, as far as it goes.
+        items["answers"] = max(
+            0.0, sum(answering.values()) - sum(items[name] for name in answering if name in items)
+        )
     return items
 
 
