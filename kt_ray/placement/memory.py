@@ -66,6 +66,7 @@ ITEMS = (
     "optimizer",
     "kept activations",
     "caches",
+    "answers",
     "workspace",
     "logits",
     "staging",
