@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from kt_ray.actors.doorbell import DoorbellAddress
 from kt_ray.actors.exchange import MessageExchange
+from kt_ray.actors.inbox import Outbox
 from kt_ray.actors.masters import Masters
 from kt_ray.actors.profile import profiled
-from kt_ray.actors.serving import Outbox, ServeReport, WorkerSession
+from kt_ray.actors.serving import ServeReport, WorkerSession
 from kt_ray.actors.stage_link import StageLink
 from kt_ray.actors.step_end import StepEnd
 from kt_ray.batch import PassSpec
@@ -66,7 +68,7 @@ class AttentionWorker(StepEnd):
         self._build_stage = build_stage
         super().__init__(f"attention worker {rank}", timeout)
         self.load_seconds = 0.0
-        self.outbox = Outbox()
+        self.outbox = Outbox(rank)
         self._stage: Stage | None = None
         self._masters: Masters | None = None
         bound_compiled_products(tight=plan.is_tight)  # before the first product in this process
@@ -239,9 +241,9 @@ class AttentionWorker(StepEnd):
         self.doing = "idle"
         return report
 
-    def open_outbox(self) -> None:
-        """Before a session."""
-        self.outbox.open()
+    def open_outbox(self, address: DoorbellAddress | None) -> bool:
+        """Before a session. Returns whether tokens go to the driver's doorbell at `address`."""
+        return self.outbox.open(address)
 
     def tokens(self, timeout: float) -> tuple[list[Token], bool]:
         """What was generated since the last call, and whether more can come (from another thread)."""

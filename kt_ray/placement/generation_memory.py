@@ -3,8 +3,8 @@
 A step of a replica has at most as many tokens as generate.prefill_tokens reads in, and one of every row that
 runs. Nothing is kept for a backward pass; caches are kept instead:
 
-    caches        `CacheWidth` of every layer for generate.cache_tokens tokens in generate.batch_size rows,
-                  and the largest layer's once more, as it grows by copying
+    caches        `CacheWidth` of every layer for generate.cache_tokens tokens in generate.batch_size rows;
+                  the largest layer's twice, as it grows by copying
     workspace     one layer of a step's tokens with its mask, and its keys and values expanded for all cached
                   tokens (latent attention, and where several heads share one key)
     logits        of every row
