@@ -271,8 +271,8 @@ class EvalConfig:
     generated as `generate` says: name the adapter by generate.adapter or, if it is a run's, by run.name.
 
     Attributes:
-        adapter: the fine-tuned model's answers (its adapter is generate.adapter): a predictions.jsonl, or a run
-            directory that holds one; None = those of the run run.name, unless `base` is given.
+        adapter: the fine-tuned model's answers (its adapter is generate.adapter): a predictions.jsonl, or a
+            run directory that holds one; None = those of the run run.name, unless `base` is given.
         base: the base model's answers to the same prompts, likewise; None = those beside the adapter's
             (column "base", or predictions_base.jsonl), if there are any.
         choice: "on" = the labels are option letters, and letter accuracy is measured; "off"; "auto" = on if
