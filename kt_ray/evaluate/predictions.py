@@ -225,12 +225,20 @@ def _row(value: dict[str, Any], where: str) -> Prediction:
         if not isinstance(value.get(key), str):
             raise _fault(where, key, value, "a text")
     return Prediction(
-        prompt=_prompt(value.get("messages") or value.get("prompt", ""), where),
+        prompt=_prompt(value["messages"] if _is_question(value) else value.get("prompt", ""), where),
         prediction=value[answer],
         label=value["label"],
         option_logits=_option_logits(value, "option_logits", where),
         loss=_loss(value, where),
     )
+
+
+def _is_question(row: dict[str, Any]) -> bool:
+    """Whether the row has messages that end before the answer; other programs' may hold it."""
+    turns: Any = row.get("messages")
+    if not isinstance(turns, list) or not all(isinstance(m, dict) and "content" in m for m in turns):
+        return False
+    return bool(turns) and turns[-1].get("role") != "assistant"
 
 
 def _prompt(value: Any, where: str) -> str:

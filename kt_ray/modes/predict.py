@@ -39,9 +39,9 @@ class Question:
     """One row to answer.
 
     Attributes:
-        id: index of the row in its source. prompt: its text as the model sees it.
-        messages: before the template. label: the answer that the row has.
-        ids: token ids of the prompt. where: file and line.
+        id: index of the row in its source. prompt: its text as the model sees it. messages: the same before
+            the template. label: the answer that the row has. ids: token ids of the prompt. where: file and
+            line.
         options: of a multiple-choice question.
     """
 
