@@ -32,7 +32,7 @@ LAYOUTS = {
 
 def data_rows(signs: list[int]) -> list[Row]:
     return [
-        Row(np.array(r.ids), np.array(r.labels), r.sample, sign)
+        Row(np.array(r.ids), np.array(r.labels), r.sample, sign=sign)
         for r, sign in zip(random_rows(len(signs), lengths=(9, 5, 12, 7, 8)), signs, strict=True)
     ]
 
@@ -128,7 +128,9 @@ def test_a_fresh_adapter_is_its_own_reference_and_learns(path: Path) -> None:
 def masked(pair: Pair) -> Pair:
     """Without an answer in the rejected row: its mean log-probability would be 0 / 0."""
     row = pair.rejected
-    return Pair(pair.chosen, Row(row.input_ids, np.full_like(row.labels, IGNORE), row.sample_id, row.sign))
+    return Pair(
+        pair.chosen, Row(row.input_ids, np.full_like(row.labels, IGNORE), row.sample_id, sign=row.sign)
+    )
 
 
 @pytest.mark.parametrize(
