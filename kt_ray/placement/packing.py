@@ -1,8 +1,9 @@
 """Which families cannot train packed rows, by config.json alone.
 
 A layer that carries a state along the tokens, or groups neighbouring ones, mixes documents of one row
-whatever the mask says. What this table does not know is found numerically at the first packed pass
-(kt_ray.model.packing).
+whatever the mask says; and some families' masks of transformers 5 overlook that positions restart. What this
+table does not know is found numerically at the first packed pass (kt_ray.model.packing). Indexed attention
+(DeepSeek-V3.2, GLM-5) is none of these: its index is masked before it chooses.
 """
 
 from __future__ import annotations
@@ -19,10 +20,20 @@ from kt_ray.placement.keys import Keys
 
 _STATE = "layers that carry a state from token to token"
 _GROUPS = "attention over groups of neighbouring tokens"
+_MASKS = "attention masks that transformers makes without looking at positions"
 OBSTACLES: dict[str, str] = {
+    "afmoe": _MASKS,
     "bailing_hybrid": f"linear attention: {_STATE}",
     "bamba": f"Mamba: {_STATE}",
     "deepseek_v4": f"compressed keys: {_GROUPS}",
+    "glm4v_moe": _MASKS,
+    "glm4v_moe_text": _MASKS,
+    "glm5_next": f"linear attention: {_STATE}",
+    "glm5_next_text": f"linear attention: {_STATE}",
+    "gpt_oss": _MASKS,
+    "granitemoehybrid": f"Mamba: {_STATE}",
+    "inkling_mm_model": f"short convolutions: {_STATE}",
+    "inkling_text": f"short convolutions: {_STATE}",
     "jamba": f"Mamba: {_STATE}",
     "kimi_linear": f"delta attention: {_STATE}",
     "lfm2_moe": f"short convolutions: {_STATE}",
@@ -38,8 +49,9 @@ def packing_obstacle(config: Mapping[str, Any]) -> str | None:
     """Why a model of this config.json cannot train packed rows; None = nothing known against it."""
     text = config.get("text_config")
     keys = Keys(text if isinstance(text, Mapping) and text else config, "config.json")
-    if keys.family in OBSTACLES:
-        return OBSTACLES[keys.family]
+    for name in (keys.family, config.get("model_type")):
+        if name in OBSTACLES:
+            return OBSTACLES[name]
     if any(is_linear(keys, layer) for layer in range(num_layers(keys))):
         return f"linear attention: {_STATE}"
     return None

@@ -17,9 +17,11 @@ from kt_ray.data.batches import micro_batch
 from kt_ray.data.packing import join
 from kt_ray.data.types import Row
 from kt_ray.errors import UserError
+from tests.helpers.families import LAYERS, write_config
 from tests.helpers.hf_reference import random_rows
 from tests.helpers.stages import make_stages, run
 from tests.helpers.tiny_families import tiny_family
+from tests.model.test_families import build
 from tests.model.test_stage_parity import ready
 
 Checkpoint = Callable[..., Path]
@@ -92,6 +94,23 @@ def test_layers_that_mix_documents_are_refused_by_what_they_do(family: str, tmp_
     stage.begin(ALONE, 0, None)  # type: ignore[arg-type]  # nothing is submitted
     with pytest.raises(UserError, match=rf"{family} cannot train packed rows.*layer \d.*data\.packing=false"):
         stage.begin(TOGETHER, 0, None)  # type: ignore[arg-type]
+
+
+def test_a_mask_made_without_positions_is_refused_by_what_it_does(tmp_path: Path) -> None:
+    """transformers 5 gives gpt_oss's masks no position ids: documents would see each other."""
+    path = tiny_family(tmp_path / "gpt_oss", "gpt_oss", num_hidden_layers=2)
+    (stage,) = make_stages(path, (0, 2), replace(LORA, dropout=0.0))
+    with pytest.raises(UserError, match="gpt_oss cannot train packed rows"):
+        stage.begin(TOGETHER, 0, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text"])
+def test_indexed_attention_chooses_within_a_document(family: str, tmp_path: Path) -> None:
+    """The index keeps 4 keys of up to 9. With few index heads scores tie at 0 and the choice is arbitrary."""
+    path = write_config(tmp_path / family, family, index_n_heads=64, index_topk=4)
+    build(path)
+    (stage,) = make_stages(path, (0, LAYERS), LORA)
+    stage._check_packing()
 
 
 def test_bf16_layers_pass_the_check(checkpoint: Checkpoint) -> None:

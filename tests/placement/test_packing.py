@@ -25,10 +25,11 @@ def test_refused_by_name(family: str, tmp_path: Path) -> None:
     ("config", "refused"),
     [
         ({"model_type": "deepseek_v3", **LAYERS}, False),
-        ({"model_type": "gpt_oss", **LAYERS}, False),
+        ({"model_type": "deepseek_v32", **LAYERS}, False),
         ({"model_type": "qwen3_5_moe_text", **LAYERS}, True),
         ({"model_type": "new", "layer_types": ["full_attention", "linear_attention"], **LAYERS}, True),
         ({"model_type": "new", "layer_types": ["full_attention"] * 4, **LAYERS}, False),
+        ({"model_type": "glm4v_moe", "text_config": {"model_type": "new", **LAYERS}}, True),
         ({"model_type": "wrapper", "text_config": {"model_type": "jamba", **LAYERS}}, True),
     ],
 )
