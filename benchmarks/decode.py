@@ -32,6 +32,8 @@ import common
 
 sys.path.insert(0, str(common.REPO))
 
+from kt_ray import openmp
+
 PROMPT = "Who are you, and what do you like?"
 KINDS = {"local": (), "ray": ("cluster.address=local", "cluster.dashboard=false")}
 
@@ -81,6 +83,7 @@ def _process(args: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 
 def _child(args: argparse.Namespace) -> int:
+    openmp.apply()  # as the command line does
     from kt_ray.config.compose import compose
     from kt_ray.generate.generator import Generator
     from kt_ray.modes.generation import generating, setup

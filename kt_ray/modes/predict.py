@@ -2,7 +2,7 @@
 
     runs/<run.name or MODEL-predict>/
         predictions.jsonl   {"id", "prompt", "messages", "label", "predict"[, "base"], "finish", "tokens"
-                             [, "option_logits"[, "base_option_logits"]]}
+                             [, "error"][, "option_logits"[, "base_option_logits"]]}
         predictions.json    the settings that they were made with
 
 A line is written when its answer is there, so a run that ended early goes on where it stopped. Of
@@ -274,6 +274,10 @@ def _write(file: TextIO, question: Question, answers: list[Answer], options: lis
     for key, told in zip(("option_logits", "base_option_logits"), options, strict=False):
         assert question.options is not None
         row[key] = question.options.logits(told)
+    wrong = [answer for answer in answers if answer.finish == "error"]
+    if wrong:
+        row["error"] = wrong[0].error
+        _say(f"{question.where}: its answer ended with an error: {wrong[0].error}")
     file.write(json.dumps(row, ensure_ascii=False) + "\n")
     file.flush()
     os.fsync(file.fileno())
