@@ -19,6 +19,7 @@ from kt_ray.actors.specs import ActorSpecs
 from kt_ray.batch import PassSpec
 from kt_ray.errors import UserError
 from kt_ray.generate.requests import Request, SessionSpec, Token
+from kt_ray.optim import largest
 from kt_ray.placement.types import Plan
 from kt_ray.train.cluster import ActorLost
 from kt_ray.train.reports import PassReport
@@ -268,7 +269,9 @@ class ActorCluster(ABC):
         reports = self._gather([(h, "run_pass", (spec,)) for h in self.handles], None)
         workers = tuple(reports[: len(self.workers)])
         loss = sum(w.loss_sum for w in workers) / max(1, spec.loss_tokens)
-        return PassReport(loss, time.monotonic() - start, workers, tuple(reports[len(self.workers) :]))
+        last = [self.plan.worker(replica, self.plan.stages - 1).rank for replica in range(self.plan.replicas)]
+        micro = (tuple(workers[rank].losses for rank in last),)
+        return PassReport(loss, time.monotonic() - start, workers, tuple(reports[len(self.workers) :]), micro)
 
     def prepare(self, step: int) -> float:
         self._token += 1
@@ -280,6 +283,13 @@ class ActorCluster(ABC):
 
     def discard(self) -> None:
         self._all("discard")
+
+    def skip(self, step: int) -> None:
+        self._all("skip", step)
+
+    def largest_gradients(self, count: int) -> list[tuple[float, str]]:
+        found = [item for part in self._all("largest_gradients", count) for item in part]
+        return largest(found, count)
 
     # -- generation ---------------------------------------------------------------------------
 

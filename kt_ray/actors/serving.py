@@ -213,7 +213,7 @@ class ExpertSession:
     def run(self) -> ServeReport:
         """Until all workers have left."""
         workers = len(self.actor.plan.workers)
-        self.actor.host.begin_pass(0, train=False)
+        self.actor.host.begin_pass(0, dropout=False)
         while workers:
             self.actor.doing = "serving"
             start = time.monotonic()
