@@ -31,7 +31,7 @@ def check_data(config: Config) -> None:
             raise fault(key, value, "names no file", "a file or a list of files", f"set {key}=<file.jsonl>")
     if data.sources is not None:
         _sources(data)
-    elif data.path is None and data.builtin is None and config.mode in ("train", "preview"):
+    elif data.path is None and data.builtin is None and config.mode in ("train", "preview", "predict"):
         raise fault(
             "data.path",
             None,

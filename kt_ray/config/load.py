@@ -95,9 +95,29 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
         trainer = dataclasses.replace(trainer, resume=_absolute(trainer.resume))
     experts = dataclasses.replace(config.rule.experts, load=_absolute(config.rule.experts.load))
     rule = dataclasses.replace(config.rule, experts=experts)
-    config = dataclasses.replace(config, model=model, rule=rule, data=data, plan=plan, trainer=trainer)
+    generate = dataclasses.replace(config.generate, adapter=_absolute(config.generate.adapter))
+    config = dataclasses.replace(
+        config, model=model, rule=rule, data=data, plan=plan, trainer=trainer, generate=generate
+    )
+    config = _settle_results(config)
     run = dataclasses.replace(config.run, root=absolute(config.run.root), name=_run_name(config, job, now))
     return dataclasses.replace(config, run=run)
+
+
+def _settle_results(config: Config) -> Config:
+    """Absolute paths of what eval, report and compare read and write; compare.runs may be bare names."""
+    result, report, comparison = config.eval, config.report, config.compare
+    return dataclasses.replace(
+        config,
+        eval=dataclasses.replace(
+            result,
+            adapter=_absolute(result.adapter),
+            base=_absolute(result.base),
+            out=_absolute(result.out),
+        ),
+        report=dataclasses.replace(report, run=_absolute(report.run), out=_absolute(report.out)),
+        compare=dataclasses.replace(comparison, out=_absolute(comparison.out)),
+    )
 
 
 def absolute(path: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -63,8 +64,9 @@ def micro_batch(rows: Sequence[Row], pad_id: int = 0, multiple: int = 1) -> Micr
         ids_BS[i, : lengths[i]] = row.input_ids
         labels_BS[i, : lengths[i]] = row.labels
     samples = np.array([row.sample_id for row in rows], dtype=np.int64)
+    signs = np.array([row.sign for row in rows], dtype=np.int64)
     if not any(row.documents for row in rows):
-        return MicroBatch(ids_BS, labels_BS, lengths, samples)
+        return MicroBatch(ids_BS, labels_BS, lengths, samples, signs)
     samples_BS = np.empty_like(ids_BS)
     positions_BS = np.empty_like(ids_BS)
     for i, row in enumerate(rows):
@@ -75,7 +77,32 @@ def micro_batch(rows: Sequence[Row], pad_id: int = 0, multiple: int = 1) -> Micr
         positions_BS[i] = np.concatenate([np.arange(n) for _, n in documents])
     # Whoever made the labels: a document's first token is never predicted from the document before.
     labels_BS[positions_BS == 0] = IGNORE
-    return MicroBatch(ids_BS, labels_BS, lengths, samples, samples_BS=samples_BS, positions_BS=positions_BS)
+    return MicroBatch(
+        ids_BS, labels_BS, lengths, samples, signs, samples_BS=samples_BS, positions_BS=positions_BS
+    )
+
+
+def flat(units: Sequence[Row] | Sequence[Pair]) -> tuple[list[Row], int]:
+    """(rows in order, a pair's chosen one first; rows per unit: 2 for pairs)."""
+    rows = [row for u in units for row in ((u.chosen, u.rejected) if isinstance(u, Pair) else (u,))]
+    return rows, max(1, len(rows) // max(1, len(units)))
+
+
+def mismatched(rows: Sequence[Row], max_length: int) -> list[Row]:
+    """KTO's rows for its reference point: each prompt with the answer of the row before it.
+
+    The answer is what follows the first trained token; the first row takes the last one's. One row alone has
+    none.
+    """
+    if len(rows) < 2:
+        return []
+    made = []
+    for row, other in zip(rows, [rows[-1], *rows[:-1]], strict=True):
+        begin, theirs = (int(np.argmax(r.labels != IGNORE)) for r in (row, other))
+        ids = np.concatenate([row.input_ids[:begin], other.input_ids[theirs:]])[:max_length]
+        labels = np.concatenate([np.full(begin, IGNORE), other.labels[theirs:]])[:max_length]
+        made.append(Row(ids, labels.astype(np.int64), row.sample_id))
+    return made
 
 
 def wave(
@@ -136,7 +163,7 @@ def step_waves(
 
 
 def eval_waves(
-    rows: Sequence[Row],
+    rows: Sequence[Row] | Sequence[Pair],
     batch_size: int,
     micro_batch_size: int,
     replicas: int = 1,
@@ -148,11 +175,11 @@ def eval_waves(
     """All rows once, in source order, as passes of `batch_size` rows, or of what `largest` allows."""
     _positive(batch_size=batch_size)
     starts = range(0, len(rows), batch_size)
-    parts = [rows[i : i + batch_size] for i in starts]
+    parts = [flat(rows[i : i + batch_size]) for i in starts]
     return [
         w
-        for part in parts
-        for w in step_waves(part, micro_batch_size, replicas, groups, largest, pad_id, multiple)
+        for part, unit in parts
+        for w in step_waves(part, unit * micro_batch_size, replicas, groups, largest, pad_id, multiple)
     ]
 
 
@@ -163,22 +190,22 @@ class Batches:
     calls but a cache, so `step(k)` gives the same rows whether or not the steps before it were taken.
 
     Args:
-        rows: training rows.
-        batch_size: rows per optimizer step, over all replicas.
-        micro_batch_size: rows that pass a layer together.
+        rows: training rows, or pairs of them.
+        batch_size: rows (pairs) per optimizer step, over all replicas.
+        micro_batch_size: rows (pairs) that pass a layer together.
         replicas: copies of the attention side.
         groups: micro-batch groups in flight per replica.
         largest_wave: micro-batches of a replica that pass the layers together, at the most; None = all.
         shuffle: a new order every epoch; False = source order.
         seed: the run's seed.
         pad_id: id that fills padding.
-        group_by_length: batches of rows of similar length, see `grouped_order`.
         multiple: widths of micro-batches are multiples of this.
+        group_by_length: batches of rows of similar length, see `grouped_order`.
     """
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[Row] | Sequence[Pair],
         batch_size: int,
         micro_batch_size: int = 1,
         replicas: int = 1,
@@ -187,8 +214,8 @@ class Batches:
         seed: int = 0,
         pad_id: int = 0,
         largest_wave: int | None = None,
-        group_by_length: bool = False,
         multiple: int = 1,
+        group_by_length: bool = False,
     ) -> None:
         _positive(batch_size=batch_size, micro_batch_size=micro_batch_size, replicas=replicas, groups=groups)
         if not rows:
@@ -202,8 +229,8 @@ class Batches:
         self.seed = seed
         self.pad_id = pad_id
         self.largest_wave = largest_wave
-        self.group_by_length = group_by_length
         self.multiple = multiple
+        self.group_by_length = group_by_length
         self._cached: tuple[int, np.ndarray] | None = None
 
     @property
@@ -215,7 +242,11 @@ class Batches:
         return divmod(step, self.steps_per_epoch)
 
     def step(self, step: int) -> list[Row]:
-        """The rows of optimizer step `step` (0-based), in order."""
+        """The rows of optimizer step `step` (0-based), in order; of pairs both, chosen first."""
+        return flat(self.units(step))[0]
+
+    def units(self, step: int) -> list[Any]:
+        """The rows or pairs of optimizer step `step` (0-based), in order."""
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
         epoch, index = self.position(step)
@@ -232,14 +263,13 @@ class Batches:
 
     def waves(self, step: int) -> list[Wave]:
         """The passes of optimizer step `step`, each as PassSpec wants it."""
+        return self.waves_of(*flat(self.units(step)))
+
+    def waves_of(self, rows: Sequence[Row], unit: int = 1) -> list[Wave]:
+        """Passes over any rows, cut as those of a step; `unit` rows are never parted."""
+        size = unit * self.micro_batch_size
         return step_waves(
-            self.step(step),
-            self.micro_batch_size,
-            self.replicas,
-            self.groups,
-            self.largest_wave,
-            self.pad_id,
-            self.multiple,
+            rows, size, self.replicas, self.groups, self.largest_wave, self.pad_id, self.multiple
         )
 
 

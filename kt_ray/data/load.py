@@ -71,20 +71,9 @@ def load_data(
         UserError: any fault in files, rows, tokenizer or template, with file and line.
     """
     data = config.data
-    parts = read_sources(sources_of(data), _limit(data))
-    rows = [row for part in parts for row in part.rows]
-    notes: list[str] = []
-    if data.eval_path is None:
-        train, held = split(rows, data.eval_fraction, seed)
-        everything = rows
-    else:
-        (other,) = read_sources([eval_source(data)])
-        train, held = rows, other.rows
-        everything = [*rows, *held]
-        known = {same_prompt(row.prompt_key) for row in train}
-        shared = sum(same_prompt(row.prompt_key) in known for row in held)
-        if shared:
-            notes.append(f"{shared} of {len(held)} held-out rows ask a question that training rows ask too")
+    parts, train, held, notes = read_split(data, seed)
+    rows = sum(len(part.rows) for part in parts)
+    everything = [*train, *held]
     kind = _kind(everything, kinds, data)
 
     tokenizer = load_tokenizer(
@@ -94,7 +83,7 @@ def load_data(
     encoded = Encoded(everything, encoder, cache or TokenCache(default_token_cache(), data.cache_gb))
     report = DataReport(data.max_length, template=encoder.source, sources=[part.line() for part in parts])
     report.cached = encoded.cached
-    taken = _mixed(parts, train, len(rows), seed)
+    taken = _mixed(parts, train, rows, seed)
     held_out = [(row, row.sample_id) for row in held]
     if held:
         report.eval = SplitReport()
@@ -128,6 +117,26 @@ def load_data(
         kind=kind,
         eval_conversations=list(held),
     )
+
+
+def read_split(
+    data: DataConfig, seed: int
+) -> tuple[list[SourceRows], list[Conversation], list[Conversation], list[str]]:
+    """The rows as they are in their files: (by source, training rows, held-out rows, notes).
+
+    Raises:
+        UserError: a fault of a file or row.
+    """
+    parts = read_sources(sources_of(data), _limit(data))
+    rows = [row for part in parts for row in part.rows]
+    if data.eval_path is None:
+        train, held = split(rows, data.eval_fraction, seed)
+        return parts, train, held, []
+    (other,) = read_sources([eval_source(data)])
+    known = {same_prompt(row.prompt_key) for row in rows}
+    shared = sum(same_prompt(row.prompt_key) in known for row in other.rows)
+    notes = [f"{shared} of {len(other.rows)} held-out rows ask a question that training rows ask too"]
+    return parts, rows, other.rows, notes if shared else []
 
 
 def _mixed(parts: Sequence[SourceRows], train: Sequence[Conversation], total: int, seed: int) -> Taken:

@@ -99,6 +99,7 @@ class Graph:
     out: Tensor
     x_TH: Tensor | None = None
     weights_TK: Tensor | None = None
+    balance: Tensor | None = None  # scalar: its share of the routers' load-balancing loss
 
 
 @dataclass
@@ -114,6 +115,7 @@ class GroupState:
         routes: MoE layer -> experts chosen.
         graphs: layer -> recomputed graph of each.
         logits: float32 [b, s, V] of each, on the CPU, when asked for.
+        losses: summed losses of each, after `loss`. logps: float64 [b] of each, when asked for.
     """
 
     micro: list[MicroState]
@@ -124,6 +126,8 @@ class GroupState:
     routes: dict[int, Routes] = field(default_factory=dict)
     graphs: dict[int, list[Graph]] = field(default_factory=dict)
     logits: list[Tensor] | None = None
+    losses: list[float] = field(default_factory=list)
+    logps: list[np.ndarray] = field(default_factory=list)
 
     @property
     def sizes(self) -> list[int]:
