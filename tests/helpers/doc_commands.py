@@ -3,12 +3,12 @@
 A block of commands carries an HTML comment on the line before it:
 
     <!-- run -->                                        the test executes it, as it stands
-    <!-- run: trainer.max_steps=2 cluster=local -->     likewise, with these appended to each launch.py command
+    <!-- run: trainer.max_steps=2 cluster=local -->     likewise, with these appended to every launch.py
     <!-- needs: gpu model -->                           not executed: checked only (NEEDS lists the words)
     <!-- usage -->                                      a synopsis with placeholders: neither
 
-"Checked" means: `python launch.py` composes and passes every check of the configuration; `kt_ray.tools` parses;
-`make` has the target; a benchmark exists and has the options. An argument `...` stands for more of them.
+"Checked" means: `python launch.py` composes and passes every check of the configuration; `kt_ray.tools`
+parses; `make` has the target; a benchmark exists and has the options. An argument `...` stands for more of them.
 """
 
 from __future__ import annotations
