@@ -10,7 +10,8 @@ import pytest
 from kt_ray.config.fields import fields
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted(p.relative_to(ROOT) for p in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+FAMILIES = sorted(p.relative_to(ROOT) for p in (ROOT / "docs" / "families").glob("*.md"))
+PAGES = sorted(p.relative_to(ROOT) for p in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]) + FAMILIES
 
 
 def tree() -> str:
@@ -54,9 +55,10 @@ def test_links_lead_somewhere(page):
 
 def test_the_readme_names_every_page_and_benchmarks_every_file():
     readme = (ROOT / "README.md").read_text()
-    assert {str(p) for p in PAGES if p.name != "README.md"} <= set(
-        re.findall(r"\]\((docs/\w+\.md)\)", readme)
-    )
+    pages = {str(p) for p in PAGES if p.name != "README.md" and p not in FAMILIES}
+    assert pages <= set(re.findall(r"\]\((docs/\w+\.md)\)", readme))
+    families = (ROOT / "docs" / "families.md").read_text()
+    assert [p for p in FAMILIES if f"](families/{p.name})" not in families] == []
     listed = (ROOT / "benchmarks" / "README.md").read_text()
     assert [p.name for p in (ROOT / "benchmarks").glob("*.py") if f"`{p.name}`" not in listed] == []
 
@@ -80,5 +82,6 @@ def test_keys_are_options(page):
     named = set(re.findall(rf"(?<![\w./])(?:{groups})\.[a-z_]+(?:\.[a-z_]+)?(?![\w/])", text))
     unknown = {k for k in named if not any(f == k or f.startswith(f"{k}.") for f in fields())}
     unknown -= {k for k in unknown if k.startswith("model.config.")}  # the model's own config.json
+    unknown -= {k for k in unknown if k.endswith(".md")}  # pages: data.md
     # A file of the tree; the beginning of a module's name in transformers.
     assert not unknown - {"optim.py", "model.layers", "model.language_model.layers"}
