@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
 from kt_ray.config.fields import fields
+from kt_ray.tracking.metrics import StepMetrics
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = sorted(p.relative_to(ROOT) for p in (ROOT / "docs" / "families").glob("*.md"))
@@ -61,6 +63,14 @@ def test_the_readme_names_every_page_and_benchmarks_every_file():
     assert [p for p in FAMILIES if f"](families/{p.name})" not in families] == []
     listed = (ROOT / "benchmarks" / "README.md").read_text()
     assert [p.name for p in (ROOT / "benchmarks").glob("*.py") if f"`{p.name}`" not in listed] == []
+
+
+def test_every_figure_of_a_step_has_a_healthy_range():
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    section = re.search(r"\n## Healthy ranges\n(.*?)\n## ", text, re.DOTALL).group(1)
+    first = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    named = {re.sub(r"_(<\w+>|\*)$", "", key) for cell in first for key in re.findall(r"`([^`]+)`", cell)}
+    assert {field.name for field in dataclasses.fields(StepMetrics)} <= named
 
 
 def test_decisions_have_numbers_of_their_own():

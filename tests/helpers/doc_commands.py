@@ -8,7 +8,7 @@ A block of commands carries an HTML comment on the line before it:
     <!-- usage -->                                      a synopsis with placeholders: neither
 
 "Checked" means: `python launch.py` composes and passes every check of the configuration; `kt_ray.tools`
-parses; `make` has the target; a benchmark exists and has the options. An argument `...` stands for more of them.
+parses; `make` has the target; a benchmark exists and has the options. An argument `...` stands for more.
 """
 
 from __future__ import annotations
