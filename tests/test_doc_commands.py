@@ -67,6 +67,7 @@ def test_commands_that_are_not_executed_are_right_all_the_same(page: Path) -> No
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.timeout(900)  # seconds each, but on a busy machine
 @pytest.mark.parametrize("page", RUN, ids=str)
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order and in one directory, which holds rows.jsonl: what a command makes is there for the next."""
@@ -110,6 +111,12 @@ $ KT_RAY_DEBUG=1 python launch.py lora.rank=4 \\
     trainer.max_steps=2   # two steps
 ```
 
+- in a list
+
+  ```shell
+  kt-ray mode=doctor
+  ```
+
 <!-- needs: gpu -->
     python benchmarks/train_step.py --json out.json
 
@@ -121,9 +128,10 @@ error: what is printed is no command
 
 
 def test_blocks_marks_and_commands_are_found() -> None:
-    run, needs, bare = blocks(Path("page.md"), PAGE)
+    run, listed, needs, bare = blocks(Path("page.md"), PAGE)
     assert (run.mark, run.said) == ("run", "cluster=local")
     assert run.commands == (("python", "launch.py", "lora.rank=4", "trainer.max_steps=2"),)
+    assert (listed.mark, listed.commands) == ("", (("kt-ray", "mode=doctor"),))
     assert (needs.mark, needs.said, needs.commands[0][1]) == ("needs", "gpu", "benchmarks/train_step.py")
     assert (bare.mark, bare.commands) == ("", (("make", "demo"),))
 

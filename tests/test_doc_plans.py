@@ -101,6 +101,7 @@ def renewed(text: str) -> str:
     return TABLE.sub(table, text)
 
 
+@pytest.mark.timeout(900)  # seconds each, but on a busy machine
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_figures_are_what_the_plan_says(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

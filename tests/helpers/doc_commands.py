@@ -39,9 +39,9 @@ NEEDS = {
 }
 
 MARK = re.compile(r"<!-- *(run|needs|usage)(?:: *(.*?))? *-->")
-FENCE = re.compile(r"^```(\w*)$")
+FENCE = re.compile(r" *```(\w*)")
 INLINE = re.compile(r"`((?:python launch\.py|kt-ray|kt-ray-tools|python -m kt_ray\.tools) [^`]+)`")
-SHELLS = ("", "bash", "sh", "console")
+NO_SHELL = ("python", "yaml", "json", "toml", "jinja", "text")
 STARTS = (
     *("python launch.py", "python -m kt_ray", "python benchmarks/", "kt-ray", "make "),
     *("ray start", "ray job", "vllm ", "python -m sglang", "curl ", "pip install"),
@@ -69,7 +69,7 @@ def blocks(page: Path, text: str) -> list[Block]:
     """The blocks of `text` that hold commands, in order; page: for messages only."""
     found = []
     for number, language, lines, before in _code(text.splitlines()):
-        if language not in SHELLS:
+        if language in NO_SHELL:
             continue
         commands = tuple(filter(_is_ours, (_words(line) for line in _joined(lines))))
         if commands:
@@ -86,7 +86,7 @@ def programs(text: str) -> list[str]:
 
 def inline_commands(text: str) -> list[tuple[str, ...]]:
     """Commands in running text, which are checked as those of `needs` blocks are."""
-    outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    outside = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
     return [_words(" ".join(command.split())) for command in INLINE.findall(outside)]
 
 
@@ -153,7 +153,7 @@ def _code(lines: list[str]) -> Iterator[tuple[int, str, list[str], str]]:
     while at < number:
         fence = FENCE.match(lines[at])
         if fence:
-            end = next(i for i in range(at + 1, number + 1) if i == number or lines[i] == "```")
+            end = next(i for i in range(at + 1, number + 1) if i == number or lines[i].strip() == "```")
             yield at + 1, fence[1], lines[at + 1 : end], before
             before, at = "", end + 1
         elif lines[at].startswith("    ") and (not at or not lines[at - 1].strip() or MARK.match(before)):
@@ -173,7 +173,7 @@ def _joined(lines: list[str]) -> list[str]:
 def _words(line: str) -> tuple[str, ...]:
     """A command line as the shell splits it, without prompt, comment and NAME=value before it."""
     try:
-        words = shlex.split(line.removeprefix("$ "), comments=True)
+        words = shlex.split(line.strip().removeprefix("$ "), comments=True)
     except ValueError:  # a quotation that does not end: no command
         return ()
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
