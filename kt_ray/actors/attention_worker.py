@@ -15,36 +15,38 @@ from typing import Any
 
 import torch
 
-from kt_ray.actors.base import PlainActor
+from kt_ray.actors.doorbell import DoorbellAddress
 from kt_ray.actors.exchange import MessageExchange
-from kt_ray.actors.mailbox import Address, Message
-from kt_ray.actors.masters import Masters, flat_of, set_flat
+from kt_ray.actors.inbox import Outbox
+from kt_ray.actors.masters import Masters
+from kt_ray.actors.profile import profiled
+from kt_ray.actors.serving import ServeReport, WorkerSession
 from kt_ray.actors.stage_link import StageLink
+from kt_ray.actors.step_end import StepEnd
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.config.schema import OptimConfig
 from kt_ray.experts.memory import bound_compiled_products
-from kt_ray.model.lora import initial_lora
+from kt_ray.generate.adapter import AdapterReader
+from kt_ray.generate.requests import SessionSpec, Token
 from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
-from kt_ray.optim import squared_norm, use_torch_threads
+from kt_ray.optim import gradient_norms, use_torch_threads
 from kt_ray.placement.order import Op, worker_program
 from kt_ray.placement.types import Plan
 from kt_ray.timeline import Recorder, name_thread
 from kt_ray.train.reports import WorkerPassReport, resident_bytes
 
-ROOT: Address = ("worker", 0)
 
-
-class AttentionWorker(PlainActor):
+class AttentionWorker(StepEnd):
     """One stage of one replica, driven by messages.
 
     Args:
         plan: the whole plan.
         rank: this worker's number: replica * stages + stage.
         spec: what to build; its device is the one this process sees (cuda:0 inside a Ray actor).
-        optim: AdamW settings (worker 0).
+        optim: of the masters (worker 0).
         timeout: seconds to wait for a message before giving the pass up.
         build_stage: what makes the stage of its spec.
     """
@@ -66,6 +68,7 @@ class AttentionWorker(PlainActor):
         self._build_stage = build_stage
         super().__init__(f"attention worker {rank}", timeout)
         self.load_seconds = 0.0
+        self.outbox = Outbox(rank)
         self._stage: Stage | None = None
         self._masters: Masters | None = None
         bound_compiled_products(tight=plan.is_tight)  # before the first product in this process
@@ -127,6 +130,10 @@ class AttentionWorker(PlainActor):
 
     def run_pass(self, spec: PassSpec) -> WorkerPassReport:
         """Walk this worker's program of the pass."""
+        with profiled(spec, self.rank, self._on_gpu):
+            return self._run_pass(spec)
+
+    def _run_pass(self, spec: PassSpec) -> WorkerPassReport:
         self.check_restored()
         assert self.port is not None
         self._claim_thread()
@@ -181,6 +188,8 @@ class AttentionWorker(PlainActor):
         }
         groups = range(len(spec.waves[self.here.replica]))
         logits = [stage.logits(group) for group in groups] if spec.return_logits and stage.last else []
+        wanted = spec.return_logps or spec.objective is not None
+        losses = [stage.losses(group) for group in groups] if stage.last else []
         return WorkerPassReport(
             rank=self.rank,
             seconds=total,
@@ -191,6 +200,9 @@ class AttentionWorker(PlainActor):
             pid=os.getpid(),
             activity=recorder.activity(f"worker-{self.rank}", self.host_name, self.here.threads),
             logits=logits,
+            losses=losses,
+            routing=stage.routing() if spec.routing else None,
+            logps=[stage.logps(group) for group in groups] if stage.last and wanted else [],
         )
 
     def _run(self, op: Op, link: StageLink) -> float:
@@ -219,110 +231,33 @@ class AttentionWorker(PlainActor):
             raise ValueError(f"operation {op} is not known to the attention worker")
         return 0.0
 
+    # -- generation --------------------------------------------------------------------------
+
+    def serve(self, spec: SessionSpec) -> ServeReport:
+        """One session of generation, until the driver ends it."""
+        self.check_restored()
+        self._claim_thread()
+        report = WorkerSession(self, spec).run()
+        self.doing = "idle"
+        return report
+
+    def open_outbox(self, address: DoorbellAddress | None) -> bool:
+        """Before a session. Returns whether tokens go to the driver's doorbell at `address`."""
+        return self.outbox.open(address)
+
+    def tokens(self, timeout: float) -> tuple[list[Token], bool]:
+        """What was generated since the last call, and whether more can come (from another thread)."""
+        return self.outbox.take(timeout)
+
+    def abort(self, reason: str) -> None:
+        super().abort(reason)
+        self.outbox.close()
+
     @property
     def _on_gpu(self) -> bool:
         return torch.device(self.spec.device).type == "cuda"
 
-    # -- a step's end ------------------------------------------------------------------------
-
-    def collect_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of this stage's LoRA parameters."""
-        return {name: tuple(p.shape) for name, p in self.stage.parameters.items()}
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As `collect_shapes` for replica 0; other replicas hold the same names, so nothing."""
-        return self.collect_shapes() if self.here.replica == 0 else {}
-
-    def hold_masters(self, shapes: list[dict[str, tuple[int, ...]]]) -> None:
-        """Worker 0: make the optimizer for all stages' LoRA (one flat float32 vector per stage)."""
-        assert self.rank == 0
-        self._masters = Masters(shapes, self.optim, self.spec.device)
-
-    def publish(self, token: int) -> None:
-        """Worker 0 sends every worker the current masters; the others take them."""
-        self._exchange_parameters(("params", token))
-        if self.rank != 0:
-            self.reborn = False  # what it trains with is all that it holds
-
-    def start_masters(self, token: int) -> None:
-        """Stages of replica 0 send their initial LoRA to worker 0."""
-        tag = ("initial", token, self.here.stage)
-        if self.rank == 0:
-            assert self._masters is not None
-            for stage in range(self.plan.stages):
-                flat = (
-                    self._flat(grad=False)
-                    if stage == 0
-                    else self.mailbox.take(("initial", token, stage), self.timeout).tensors["flat"]
-                )
-                self._masters.set(stage, flat)
-        elif self.here.replica == 0:
-            assert self.port is not None
-            self.port.send([ROOT], Message(tag, {"flat": self._flat(grad=False)}))
-
-    def prepare(self, step: int, token: int) -> float:
-        """Phase one: reduce gradients to worker 0; returns their squared norm there, 0 elsewhere.
-
-        `token` tells the messages of a repeated step from those of the attempt that was given up.
-        """
-        self._claim_thread()
-        assert self.port is not None
-        if self.rank != 0:
-            self.port.send([ROOT], Message(("grads", token, self.rank), {"flat": self._flat(grad=True)}))
-            return 0.0
-        assert self._masters is not None
-        self.doing = f"step {step}, reducing gradients"
-        for stage in range(self.plan.stages):
-            total: torch.Tensor | None = None
-            for replica in range(self.plan.replicas):  # rank order: the sum is the same every time
-                rank = self.plan.worker(replica, stage).rank
-                if rank == 0:
-                    part = self._flat(grad=True)
-                else:
-                    part = self.mailbox.take(("grads", token, rank), self.timeout).tensors["flat"]
-                total = part.clone() if total is None else total.add_(part)
-            assert total is not None
-            self._masters.set_grad(stage, total)
-        self.doing = "idle"
-        return squared_norm(self._masters.optimizer.gradients())
-
-    def commit(self, step: int, lr: float, clip: float, token: int) -> float:
-        """Phase two, idempotent: step at worker 0, updated weights to all. Returns seconds spent.
-
-        Repeated for a step that was applied already, it only hands the weights out again; `token` tells
-        the attempts' messages apart.
-        """
-        self._claim_thread()
-        start = time.monotonic()
-        if self.rank == 0 and step > self._committed:
-            assert self._masters is not None
-            self._masters.optimizer.apply(lr, clip)
-        self._exchange_parameters(("updated", token))
-        self.stage.zero_grad()
-        self._committed = step
-        return time.monotonic() - start
-
-    def _exchange_parameters(self, tag: tuple[str, int]) -> None:
-        assert self.port is not None
-        if self.rank == 0:
-            assert self._masters is not None
-            for stage in range(self.plan.stages):
-                flat = self._masters.get(stage)
-                others: list[Address] = [
-                    ("worker", w.rank) for w in self.plan.workers if w.stage == stage and w.rank != 0
-                ]
-                if others:
-                    self.port.send(others, Message((*tag, stage), {"flat": flat.cpu()}))
-                if stage == 0:
-                    self._set_flat(flat)
-        else:
-            self._set_flat(self.mailbox.take((*tag, self.here.stage), self.timeout).tensors["flat"])
-
-    def _flat(self, *, grad: bool) -> torch.Tensor:
-        return flat_of(self.stage.parameters.values(), grad=grad)
-
-    def _set_flat(self, flat: torch.Tensor) -> None:
-        set_flat(self.stage.parameters.values(), flat)
+    # -- after a failure ---------------------------------------------------------------------
 
     def discard(self) -> None:
         """Forget gradients and messages of a step that was given up."""
@@ -332,13 +267,21 @@ class AttentionWorker(PlainActor):
             # Copies out of peers' memory may be under way, which is unmapped when peers were replaced.
             torch.cuda.synchronize(self.spec.device)
 
+    def skip(self, step: int) -> None:
+        """Forget a step's gradients; it counts as taken."""
+        self.discard()
+        if self._masters is not None:
+            self._masters.optimizer.set_step(step + 1)
+        self._committed = step
+
+    def largest_gradients(self, count: int) -> list[tuple[float, str]]:
+        """Worker 0, after `prepare`: norm and name of the largest gradients of all stages."""
+        return gradient_norms(self._masters.named("grad"), count) if self._masters is not None else []
+
     def restart(self) -> None:
         """Back to before the first step; then `hold_masters`, `start_masters` and `publish`."""
         self.discard()
-        shapes = self.collect_shapes()
-        self.stage.load_parameters(
-            {name: initial_lora(self.spec.seed, name, shape) for name, shape in shapes.items()}
-        )
+        self.stage.load_parameters(self.stage.initial_parameters())
         self._committed = -1
         self.reborn = False
 
@@ -379,10 +322,18 @@ class AttentionWorker(PlainActor):
         read_named_into(directory, self._masters.state())
         self._masters.optimizer.set_step(step)
 
+    def load_adapter(self, directory: str) -> int:
+        """Worker 0: take all stages' masters from a PEFT adapter; then `publish`. Returns their number."""
+        if self._masters is None:
+            return 0
+        return AdapterReader(directory, self.spec.model_dir).read_into(
+            self._masters.named("param"), self.spec.lora.scale
+        )
+
     def write_adapter(self, directory: str, layout: Any) -> int:
         """Write this stage's byte ranges of the adapter file (replica 0). Returns the number of tensors."""
         if self.here.replica != 0:
             return 0
-        tensors = self.parameters()
+        tensors = self.stage.adapter()
         write_tensors(directory, layout, tensors)
         return len(tensors)

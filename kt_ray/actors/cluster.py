@@ -10,11 +10,16 @@ from typing import Any
 
 import torch
 
-from kt_ray.actors.mailbox import Aborted, Address
+from kt_ray.actors.inbox import Inbox
+from kt_ray.actors.mailbox import Aborted, Address, Message
 from kt_ray.actors.recovery import NOTICE, ActorDied, bring_back
+from kt_ray.actors.serving import ServeReport
+from kt_ray.actors.session import serve_session, take_tokens
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.batch import PassSpec
 from kt_ray.errors import UserError
+from kt_ray.generate.requests import Request, SessionSpec, Token
+from kt_ray.optim import largest
 from kt_ray.placement.types import Plan
 from kt_ray.train.cluster import ActorLost
 from kt_ray.train.reports import PassReport
@@ -43,6 +48,10 @@ class Handle(ABC):
     def control(self, method: str, *args: Any) -> Any:
         """Call on the control thread; returns a future."""
 
+    def listen(self, method: str, *args: Any) -> Any:
+        """Call on the thread for calls that wait for something; returns a future."""
+        return self.control(method, *args)
+
 
 class ActorCluster(ABC):
     """`kt_ray.train.Cluster` over handles."""
@@ -56,6 +65,8 @@ class ActorCluster(ABC):
         self._load_noted: dict[str, tuple[int, int, int]] = {}
         self._token = 0
         self._closed = False
+        self._inbox: Inbox | None = None  # of the last session
+        self._broken = False  # the last session of generation did not end as it should
         self._lost: set[Address] = set()  # those found dead since the last recovery
         self._aborts: list[Any] = []  # calls that may still be on their way
 
@@ -248,6 +259,8 @@ class ActorCluster(ABC):
         if not self._closed:
             self._closed = True
             self._close()
+            if self._inbox is not None:
+                self._inbox.close()
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -256,7 +269,9 @@ class ActorCluster(ABC):
         reports = self._gather([(h, "run_pass", (spec,)) for h in self.handles], None)
         workers = tuple(reports[: len(self.workers)])
         loss = sum(w.loss_sum for w in workers) / max(1, spec.loss_tokens)
-        return PassReport(loss, time.monotonic() - start, workers, tuple(reports[len(self.workers) :]))
+        last = [self.plan.worker(replica, self.plan.stages - 1).rank for replica in range(self.plan.replicas)]
+        micro = (tuple(workers[rank].losses for rank in last),)
+        return PassReport(loss, time.monotonic() - start, workers, tuple(reports[len(self.workers) :]), micro)
 
     def prepare(self, step: int) -> float:
         self._token += 1
@@ -268,6 +283,71 @@ class ActorCluster(ABC):
 
     def discard(self) -> None:
         self._all("discard")
+
+    def skip(self, step: int) -> None:
+        self._all("skip", step)
+
+    def largest_gradients(self, count: int) -> list[tuple[float, str]]:
+        found = [item for part in self._all("largest_gradients", count) for item in part]
+        return largest(found, count)
+
+    # -- generation ---------------------------------------------------------------------------
+
+    def serve(self, spec: SessionSpec, opened: Callable[[], None]) -> list[ServeReport]:
+        """One session of generation: returns, or raises what an actor raised, when it is over.
+
+        After an error the next session begins with the actors' mailboxes empty: the cluster stays usable
+        as long as all of its actors are alive.
+
+        Args:
+            opened: called once requests can be sent.
+
+        Raises:
+            ActorLost: an actor died; generation then needs a new cluster.
+        """
+        return serve_session(self, spec, opened)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of requests are less."""
+        return self.plan.dims.vocab_size
+
+    @property
+    def coordinators(self) -> list[int]:
+        """Rank of each replica's last stage, which takes the replica's requests."""
+        plan = self.plan
+        return [plan.worker(replica, plan.stages - 1).rank for replica in range(plan.replicas)]
+
+    def order(
+        self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
+    ) -> None:
+        """Send a coordinator a "request", "cancel" or "stop"; returns at once."""
+        facts = {} if request is None else {"request": request}
+        self.workers[rank].control("deliver", Message((kind, session, number), {}, facts))
+
+    def tokens(self, rank: int, timeout: float) -> tuple[list[Token], bool]:
+        """What a coordinator has generated since the last call, waiting up to `timeout` seconds for some.
+
+        May be called beside `serve`, from one thread per coordinator.
+
+        Returns:
+            The tokens, and whether more can come.
+        """
+        return take_tokens(self, rank, timeout)
+
+    def _make_inbox(self) -> Inbox | None:
+        """For tokens of a session; None = coordinators are asked for them."""
+        return None
+
+    def load_adapter(self, directory: str) -> int:
+        """Every actor takes its own tensors of a PEFT adapter; returns how many there were.
+
+        Raises:
+            UserError: the file lacks one, or has another shape for it.
+        """
+        count = int(sum(self._all("load_adapter", directory)))
+        self._publish()
+        return count
 
     # -- after a death ------------------------------------------------------------------------
 

@@ -45,6 +45,9 @@ class MessageExchange:
         device: where the stage computes; answers are brought there.
         overlap: False = `submit_*` waits for the answer, so that neither side works beside the other.
         recorder: of the worker's pass.
+
+    Attributes:
+        adapter: whether the experts' LoRA takes part in what is submitted (generation turns it off).
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class MessageExchange:
         recorder: Recorder | None = None,
     ) -> None:
         self.seconds_waiting = 0.0
+        self.adapter = True
         self._mailbox = mailbox
         self._port = port
         self._replica = replica
@@ -80,6 +84,11 @@ class MessageExchange:
         self._overlap = overlap
         self._recorder = recorder or Recorder()
         self._answers: dict[tuple[str, int, int], list[torch.Tensor]] = {}  # without overlap
+
+    def go_on(self, number: int) -> None:
+        """The next pass or step, with the same settings: what was asked before has been answered."""
+        self.finish()
+        self._number = number
 
     def alloc(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a tensor to submit: shared if an expert actor reads it there; page-locked for CUDA."""
@@ -142,14 +151,15 @@ class MessageExchange:
         # This message tells the actors that their last answer of this group was read.
         if group in self._copies:
             self._copies.pop(group).synchronize()
+        facts = {} if self.adapter else {"adapter": False}
         with self._recorder.span(f"submit {direction}", "transfer", layer, group):
             whole = [address for address in self._experts if address[1] not in rows]
             leases = []
             for rank, chosen in rows.items():
                 part = {name: tensor.index_select(0, chosen) for name, tensor in tensors.items()}
-                leases.append(self._port.send([("experts", rank)], Message(tag, part)))
+                leases.append(self._port.send([("experts", rank)], Message(tag, part, facts)))
             if whole:
-                leases.append(self._port.send(whole, Message(tag, tensors)))
+                leases.append(self._port.send(whole, Message(tag, tensors, facts)))
             self._leases[direction, layer, group] = leases
         if not self._overlap:
             self._answers[direction, layer, group] = self._receive(direction, layer, group)

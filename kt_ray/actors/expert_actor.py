@@ -18,12 +18,15 @@ import torch
 from kt_ray.actors.base import PlainActor
 from kt_ray.actors.mailbox import Address, Message
 from kt_ray.actors.port import Lease
+from kt_ray.actors.serving import ExpertSession, ServeReport
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.experts import ExpertHost, ExpertHostSpec
 from kt_ray.experts.parts import Alloc, new_memory
-from kt_ray.optim import use_torch_threads
+from kt_ray.generate.adapter import AdapterReader
+from kt_ray.generate.requests import SessionSpec
+from kt_ray.optim import gradient_norms, state_kinds, use_torch_threads
 from kt_ray.placement.order import expert_order
 from kt_ray.placement.types import Plan
 from kt_ray.timeline import Recorder, name_thread
@@ -98,7 +101,7 @@ class ExpertActor(PlainActor):
         self.port.release_all()
         self.mailbox.seconds_waited = 0.0
         train = spec.kind == "train"
-        self.host.begin_pass(spec.step, train)
+        self.host.begin_pass(spec.step, spec.dropout, spec.adapters)
         leases: dict[tuple[int, int], Lease] = {}
         engine = self.host.engine
         start, busy = time.monotonic(), engine.busy_seconds
@@ -145,7 +148,7 @@ class ExpertActor(PlainActor):
                 begin += rows
                 with recorder.span(f"reply {direction}", "transfer", layer, group):
                     reply = Message(("reply", direction, spec.number, layer, group, self.rank), mine)
-                    leases[replica, group] = self.port.send([self._asker(layer, replica)], reply)
+                    leases[replica, group] = self.port.send([self.asker(layer, replica)], reply)
         self.doing = "idle"
         return ExpertPassReport(
             rank=self.rank,
@@ -163,15 +166,29 @@ class ExpertActor(PlainActor):
     def _answers(self, layer: int) -> Alloc:
         """Where an answer is computed: where it is sent from, if one replica alone reads it there."""
         assert self.port is not None
-        if self.plan.replicas == 1 and self.port.shares(self._asker(layer, 0)):
+        if self.plan.replicas == 1 and self.port.shares(self.asker(layer, 0)):
             return self.port.alloc
         return new_memory
 
-    def _asker(self, layer: int, replica: int) -> Address:
+    def asker(self, layer: int, replica: int) -> Address:
+        """The worker that computes a layer of a replica."""
         for worker in self.plan.workers:
             if worker.replica == replica and worker.layers[0] <= layer < worker.layers[1]:
                 return ("worker", worker.rank)
         raise ValueError(f"no worker of replica {replica} owns layer {layer}")
+
+    # -- generation --------------------------------------------------------------------------
+
+    def serve(self, spec: SessionSpec) -> ServeReport:
+        """One session of generation, until all workers have left it."""
+        self.check_restored()
+        name_thread(f"kt-experts-{self.rank}")
+        use_torch_threads(1)  # as in a pass
+        assert self.port is not None
+        self.port.release_all()
+        report = ExpertSession(self, spec).run()
+        self.doing = "idle"
+        return report
 
     # -- a step's end ------------------------------------------------------------------------
 
@@ -197,6 +214,16 @@ class ExpertActor(PlainActor):
         self.mailbox.clear()
         self.host.discard_gradients()
         self.host.take_counters()  # a pass that ended half-way is not to count in the next one's report
+
+    def skip(self, step: int) -> None:
+        """Forget a step's gradients; it counts as taken."""
+        self.discard()
+        self.host.set_step(step + 1)
+        self._committed = step
+
+    def largest_gradients(self, count: int) -> list[tuple[float, str]]:
+        """Norm and name of this actor's largest gradients."""
+        return gradient_norms(self.host.named("grad"), count)
 
     def restart(self) -> None:
         """Back to before the first step: initial LoRA, no moments."""
@@ -227,20 +254,26 @@ class ExpertActor(PlainActor):
         """Write this actor's parameters and moments. None when it trains nothing."""
         tensors = {
             f"{what}/{name}": tensor
-            for what in ("param", "exp_avg", "exp_avg_sq")
+            for what in ("param", *state_kinds(self.host.spec.optim))
             for name, tensor in self.host.named(what)
         }
         return write_shard(directory, f"experts-{self.rank}.safetensors", tensors) if tensors else None
 
     def restore(self, directory: str, step: int) -> None:
         """Take parameters and moments by name from a checkpoint; `step` updates were taken so far."""
-        for what in ("param", "exp_avg", "exp_avg_sq"):
+        for what in ("param", *state_kinds(self.host.spec.optim)):
             # Straight into place: a copy of one kind would be gigabytes for a large model.
             read_named_into(directory, {f"{what}/{name}": tensor for name, tensor in self.host.named(what)})
         self.host.set_step(step)
         self.discard()
         self._committed = step - 1
         self.reborn = False
+
+    def load_adapter(self, directory: str) -> int:
+        """Take this actor's experts' LoRA from a PEFT adapter. Returns the number of tensors."""
+        return AdapterReader(directory, self.host.spec.model_dir).read_into(
+            self.host.named("param"), self.host.spec.lora.scale
+        )
 
     def write_adapter(self, directory: str, layout: Any) -> int:
         """Write this actor's byte ranges of the adapter file. Returns the number of tensors."""

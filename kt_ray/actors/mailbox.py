@@ -79,6 +79,33 @@ class Mailbox:
                 self.waiting_for = None
                 self.seconds_waited += time.monotonic() - start
 
+    def take_first(self, kinds: tuple[str, ...], timeout: float | None) -> Message | None:
+        """The oldest message whose tag begins with one of `kinds`, removed.
+
+        Args:
+            timeout: seconds to wait for one; 0 = only look, None = for ever.
+
+        Returns:
+            None when there is none after that time.
+        """
+        start = time.monotonic()
+        with self._changed:
+            self.waiting_for = kinds
+            try:
+                while True:
+                    if self._failure is not None:
+                        raise Aborted(self._failure)
+                    tag = next((tag for tag in self._messages if tag[0] in kinds), None)
+                    if tag is not None:
+                        return self._messages.pop(tag)
+                    left = None if timeout is None else timeout - (time.monotonic() - start)
+                    if left is not None and left <= 0:
+                        return None
+                    self._changed.wait(left)
+            finally:
+                self.waiting_for = None
+                self.seconds_waited += time.monotonic() - start
+
     def fail(self, reason: str) -> None:
         """Wake every waiter, now and later, with `Aborted(reason)`."""
         with self._changed:

@@ -26,7 +26,8 @@ class RayActor:
     """One actor in its own process.
 
     Methods of the compute group run one at a time, in the order they were called; those of the
-    control group run beside them, so a busy actor still takes messages and answers questions.
+    control group run beside them, so a busy actor still takes messages and answers questions; the listen
+    group has the one call that waits for something (tokens).
     """
 
     def __init__(self, kind: str, rank: int, cpus: tuple[int, ...], *args: Any) -> None:
@@ -96,6 +97,10 @@ class RayActor:
     def control(self, method: str, *args: Any) -> Any:
         return getattr(self.actor, method)(*args)
 
+    @ray.method(concurrency_group="listen")
+    def listen(self, method: str, *args: Any) -> Any:
+        return getattr(self.actor, method)(*args)
+
     @ray.method(concurrency_group="compute")
     def compute(self, method: str, *args: Any) -> Any:
         return getattr(self.actor, method)(*args)
@@ -106,7 +111,7 @@ def _node_id() -> str:
 
 
 # Two control threads: a large message being copied must not hide an abort.
-RemoteActor: Any = ray.remote(concurrency_groups={"compute": 1, "control": 2})(RayActor)  # type: ignore[call-overload]
+RemoteActor: Any = ray.remote(concurrency_groups={"compute": 1, "control": 2, "listen": 1})(RayActor)  # type: ignore[call-overload]
 
 
 class RayHandle(Handle):
@@ -121,3 +126,6 @@ class RayHandle(Handle):
 
     def control(self, method: str, *args: Any) -> Any:
         return self.actor.control.remote(method, *args)
+
+    def listen(self, method: str, *args: Any) -> Any:
+        return self.actor.listen.remote(method, *args)

@@ -149,17 +149,24 @@ class Recorder:
         inputs: Mapping[str, Tensor],
         attention_mask: Tensor | None,
         on_call: Callable[[int, Tensor], Tensor] = lambda index, hidden: hidden,
+        *,
+        cache: Any = None,
+        position_ids: Tensor | None = None,
     ) -> dict[int, RecordedCall]:
         """Layer -> its call, for one micro-batch.
 
         Args:
             inputs: {"input_ids": int64 [b, s]}, or {"inputs_embeds": [b, s, H]} where only the head runs.
-            attention_mask: int64 [b, s], 1 for valid tokens, or None when all are.
+            attention_mask: int64 [b, s], 1 for valid tokens, or None when all are; with a cache [b, its
+                columns + s].
             on_call: what a stub returns, from (layer, hidden state).
+            cache: transformers' Cache, which layers then read and extend (generation).
+            position_ids: int64 [b, s], with a cache.
         """
         calls: dict[int, RecordedCall] = {}
+        cached = {} if cache is None else {"past_key_values": cache, "position_ids": position_ids}
         with torch.no_grad(), self._stubbed(on_call, calls):
-            out = self.base(**inputs, attention_mask=attention_mask, use_cache=False)
+            out = self.base(**inputs, attention_mask=attention_mask, use_cache=cache is not None, **cached)
         self.output_shape = tuple(out.last_hidden_state.shape)
         return calls
 

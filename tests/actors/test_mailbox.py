@@ -43,3 +43,19 @@ def test_a_tag_is_used_once() -> None:
     box.put(Message(("a", 1)))
     with pytest.raises(RuntimeError, match="second message"):
         box.put(Message(("a", 1)))
+
+
+def test_the_oldest_message_of_some_kinds() -> None:
+    box = Mailbox("me")
+    assert box.take_first(("a", "b"), 0.0) is None
+    for tag in (("c", 1), ("b", 1), ("a", 1), ("b", 2)):
+        box.put(Message(tag))
+    taken = [box.take_first(("a", "b"), 0.0) for _ in range(4)]
+    assert [m.tag if m else None for m in taken] == [("b", 1), ("a", 1), ("b", 2), None]
+    assert box.take(("c", 1), 0.0).tag == ("c", 1)
+    threading.Timer(0.05, lambda: box.put(Message(("a", 9)))).start()
+    found = box.take_first(("a",), None)
+    assert found is not None and found.tag == ("a", 9)
+    threading.Timer(0.05, lambda: box.fail("a peer died")).start()
+    with pytest.raises(Aborted, match="a peer died"):
+        box.take_first(("a",), None)

@@ -1,0 +1,305 @@
+"""The driver's side of generation: hand in requests, get tokens as they come.
+
+    with Generator(cluster, tokenizer) as generator:
+        answer = generator.submit(Request(prompt, Sampling(max_new_tokens=50)))
+        for piece in answer:              # as it is generated
+            print(piece.text, end="")
+        answer.finish                     # "stop", "length", ...
+
+Requests join the running batch between two tokens, and leave it when they end: submit as many as you like
+from as many threads as you like.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Protocol
+
+from kt_ray.errors import UserError
+from kt_ray.generate.requests import Request, SessionSpec, Token
+from kt_ray.generate.text import TextStream
+
+_POLL = 1.0  # seconds that one question for tokens waits; nothing depends on it
+_NOTICE = 60.0  # seconds that a session gets to end when its coordinator does not answer
+# From anywhere: other processes may have had generators on the same cluster, whose messages are not ours.
+_sessions = itertools.count(secrets.randbits(30))
+
+
+class Serving(Protocol):
+    """What a generator needs of a cluster (kt_ray.actors.cluster.ActorCluster)."""
+
+    @property
+    def coordinators(self) -> list[int]: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def serve(self, spec: SessionSpec, opened: Callable[[], None]) -> list[Any]: ...
+
+    def order(
+        self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
+    ) -> None: ...
+
+    def tokens(self, rank: int, timeout: float) -> tuple[list[Token], bool]: ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What came at once: the token (-1: only the end), and the text that became certain with it."""
+
+    token: Token
+    text: str
+
+
+class Answer:
+    """One request on its way. Iterate over it once; `result` waits for all of it.
+
+    Attributes:
+        number: of the request in its session.
+        tokens: chosen so far, eos included; text: so far. finish: "" while it runs.
+    """
+
+    def __init__(self, number: int, request: Request, tokenizer: Any, cancel: Callable[[], None]) -> None:
+        self.number = number
+        self.request = request
+        self.tokens: list[int] = []
+        self.logprobs: list[Token] = []
+        self.finish = ""
+        self.cancel = cancel
+        self._stream: TextStream | None = None
+        if tokenizer is not None:
+            self._stream = TextStream(tokenizer, request.stop, request.sampling.eos)
+        self._pieces: queue.SimpleQueue[Piece | BaseException] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._reason = ""
+
+    @property
+    def text(self) -> str:
+        return self._stream.text if self._stream is not None else ""
+
+    @property
+    def error(self) -> str:
+        """What went wrong where `finish` is "error"."""
+        return self._reason or ("" if self._error is None else str(self._error))
+
+    def __iter__(self) -> Iterator[Piece]:
+        while True:
+            piece = self._pieces.get()
+            if isinstance(piece, BaseException):
+                raise piece
+            yield piece
+            if piece.token.finish:
+                return
+
+    def result(self, timeout: float | None = None) -> Answer:
+        """Wait for the end.
+
+        Raises:
+            TimeoutError: it did not come in `timeout` seconds. Otherwise what ended the session.
+        """
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"request {self.number} has not ended after {timeout} s")
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def take(self, token: Token) -> None:
+        """The generator's side: one more token."""
+        if self.finish:
+            return
+        text, finish = "", token.finish
+        if token.token >= 0:
+            self.tokens.append(token.token)
+            if token.logprob is not None:
+                self.logprobs.append(token)
+            if self._stream is not None:
+                text = self._stream.add(token.token)
+        if self._stream is not None:
+            if finish:
+                text += self._stream.end()
+            if self._stream.stopped:
+                if not finish:
+                    self.cancel()
+                finish = "stop"
+        self.finish, self._reason = finish, token.error
+        if finish != token.finish:
+            token = replace(token, finish=finish)
+        self._pieces.put(Piece(token, text))
+        if finish:
+            self._ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        """The generator's side: the session is over before the answer was."""
+        if not self.finish:
+            self.finish, self._error = "error", error
+            self._pieces.put(error)
+            self._ended.set()
+
+
+class Generator:
+    """A session of generation on a started cluster, which does nothing else meanwhile.
+
+    Args:
+        cluster: started.
+        tokenizer: for text and stop strings; None = token ids only.
+        max_rows: requests of one replica that run at the same time; others wait.
+        prefill_tokens, cache_tokens: see SessionSpec.
+
+    What is wrong with one request ends that request: `submit` refuses it, or its answer's `finish` is "error"
+    and its `error` says why. An error of the session itself, in an actor, ends all of them; the cluster then
+    serves another generator, unless an actor died.
+    """
+
+    def __init__(
+        self,
+        cluster: Serving,
+        tokenizer: Any = None,
+        *,
+        max_rows: int = 32,
+        prefill_tokens: int = 2048,
+        cache_tokens: int | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self.tokenizer = tokenizer
+        pad = getattr(tokenizer, "pad_token_id", None)
+        number = next(_sessions)
+        self.spec = SessionSpec(number, max_rows, prefill_tokens, int(pad or 0), cache_tokens)
+        self.reports: list[Any] = []
+        self._numbers = itertools.count()
+        self._answers: dict[int, tuple[int, Answer]] = {}  # number -> (rank of its coordinator, answer)
+        self._lock = threading.Lock()
+        self._opened = threading.Event()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._threads = [threading.Thread(target=self._serve, name="kt-serve", daemon=True)]
+        for rank in cluster.coordinators:
+            self._threads.append(
+                threading.Thread(target=self._fetch, args=(rank,), name=f"kt-tokens-{rank}", daemon=True)
+            )
+        for thread in self._threads:
+            thread.start()
+        self._opened.wait()
+
+    def __enter__(self) -> Generator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def submit(self, request: Request) -> Answer:
+        """Hand a request in; it goes to the replica with the fewest.
+
+        Raises:
+            UserError: the request cannot be served: token ids out of range, longer than the caches, stop
+                strings without a tokenizer; or the session is over.
+        """
+        self._check(request)
+        with self._lock:
+            if self._error is not None:
+                raise UserError(
+                    "this session of generation has ended with an error",
+                    observed=f"{type(self._error).__name__}: {self._error}",
+                    remedy="make another generator on the same cluster; if an actor died, another cluster",
+                ) from self._error
+            if self._closed:
+                raise UserError("the generator is closed", remedy="make another one")
+            ranks = self.cluster.coordinators
+            load = dict.fromkeys(ranks, 0)
+            for rank, _ in self._answers.values():
+                load[rank] += 1
+            rank = min(ranks, key=lambda r: (load[r], r))
+            number = next(self._numbers)
+            answer = Answer(number, request, self.tokenizer, lambda: self._cancel(rank, number))
+            self._answers[number] = rank, answer
+            self.cluster.order(rank, "request", self.spec.number, number, request)
+        return answer
+
+    def _check(self, request: Request) -> None:
+        if request.stop and self.tokenizer is None:
+            raise UserError(
+                "stop strings need a tokenizer", observed=request.stop, remedy="give the generator one"
+            )
+        vocab, ids = self.cluster.vocab_size, request.prompt
+        if min(ids) < 0 or max(ids) >= vocab:
+            place = next(i for i, token in enumerate(ids) if not 0 <= token < vocab)
+            raise UserError(
+                "a token id of the prompt is not in the model's vocabulary",
+                where=f"token {place} of {len(ids)}",
+                observed=ids[place],
+                required=f"0 to {vocab - 1}",
+                remedy="make the prompt with the model's own tokenizer",
+            )
+        room = self.spec.cache_tokens
+        if room is not None and request.longest > room:
+            raise UserError(
+                "prompt and answer are longer than the key-value caches",
+                observed=f"{len(ids)} tokens and max_new_tokens={request.sampling.max_new_tokens}",
+                required=f"at most {room} tokens together (generate.cache_tokens)",
+                remedy="shorten the prompt, lower max_new_tokens, or raise generate.cache_tokens",
+            )
+
+    def _cancel(self, rank: int, number: int) -> None:
+        self.cluster.order(rank, "cancel", self.spec.number, number)
+
+    def close(self) -> None:
+        """End the session: what still runs is cancelled."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+            outstanding = list(self._answers.items())
+        if first and self._error is None:
+            for number, (rank, _) in outstanding:
+                self._cancel(rank, number)
+            for rank in self.cluster.coordinators:
+                self.cluster.order(rank, "stop", self.spec.number)
+        for thread in self._threads:
+            thread.join()
+        self._fail(UserError("the generator was closed before this answer ended", remedy="ask again"))
+
+    # -- threads ----------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            self.reports = self.cluster.serve(self.spec, self._opened.set)
+        except BaseException as error:
+            self._error = error
+            self._fail(error)
+        finally:
+            self._opened.set()
+
+    def _fetch(self, rank: int) -> None:
+        self._opened.wait()
+        more = self._error is None
+        while more and self._error is None:
+            try:
+                tokens, more = self.cluster.tokens(rank, _POLL)
+            except BaseException as error:
+                self._threads[0].join(_NOTICE)  # the session's own error says more
+                if self._error is None:
+                    self._error = error
+                self._fail(self._error)
+                return
+            for token in tokens:
+                with self._lock:
+                    found = self._answers.get(token.request)
+                if found is None:
+                    continue  # ended here by a stop string
+                found[1].take(token)
+                if found[1].finish:
+                    with self._lock:
+                        self._answers.pop(token.request, None)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            answers = [answer for _, answer in self._answers.values()]
+            self._answers.clear()
+        for answer in answers:
+            answer.fail(error)

@@ -1,0 +1,192 @@
+"""What travels between the driver and the attention workers during generation. numpy only.
+
+A *session* is one stretch of generation on a cluster. In it every replica's last stage, its
+*coordinator*, makes *steps*: in one step all rows that run get one token, and rows that were waiting
+are read in (prefill). Rows that compute with the same adapter share a *cohort*: one batch with one cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kt_ray.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of one request are chosen.
+
+    Attributes:
+        max_new_tokens: at most this many.
+        min_new_tokens: no token of `eos` before this many.
+        temperature: 0 = the most probable token always (greedy).
+        top_p: share of the probability that is kept, 1 = all.
+        top_k: most probable tokens kept, 0 = all.
+        min_p: least probability kept, relative to the most probable token's; 0 = all.
+        repetition_penalty: as in CTRL (Keskar et al. 2019); 1 = none.
+        seed: of this request's random draws; the batch that it runs in does not matter.
+        eos: token ids that end the answer (they are its last token).
+        logprobs: None = no log-probabilities; n = the chosen token's and those of the n most probable, of
+            the model's own distribution (temperature 1, nothing cut off).
+        candidates: tokens whose log-probabilities are told instead of the most probable ones', in this order
+            (with logprobs=0).
+    """
+
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    eos: tuple[int, ...] = ()
+    logprobs: int | None = None
+    candidates: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, good, required in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens"),
+            ("temperature", 0 <= self.temperature < float("inf"), "at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "at least 0"),
+            ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "more than 0"),
+            ("seed", 0 <= self.seed < 2**63, "0 to 2**63 - 1"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "null or at least 0"),
+            ("candidates", not self.candidates or self.logprobs == 0, "none, or logprobs=0 beside them"),
+        ):
+            if not good:
+                raise UserError(
+                    f"{name} is out of range",
+                    observed=getattr(self, name),
+                    required=required,
+                    remedy=f"correct {name}",
+                )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to go on from.
+
+    Attributes:
+        prompt: token ids, at least one.
+        sampling: see Sampling.
+        adapter: False = the base model answers, as if there were no LoRA.
+        stop: strings that end the answer and are not part of it (the driver looks for them).
+    """
+
+    prompt: tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    adapter: bool = True
+    stop: tuple[str, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and answer at the most."""
+        return len(self.prompt) + self.sampling.max_new_tokens
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise UserError(
+                "a prompt has no tokens",
+                required="at least one",
+                remedy="write a prompt, or put the beginning-of-sequence token there",
+            )
+        if any(not text for text in self.stop):
+            raise UserError("a stop string is empty", observed=self.stop, remedy="leave it out")
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of an answer, or its end.
+
+    Attributes:
+        request: number that `submit` gave.
+        token: the id; -1 where only the end is told (a cancelled request).
+        logprob, top: where asked for: natural logarithm of its probability; (id, logprob) of the most
+            probable ones, falling, or of Sampling.candidates in their order.
+        finish: "" = more follow; "stop" (an eos token), "length", "cancelled" or "error".
+        error: what went wrong, where finish is "error": of this request alone, others go on.
+    """
+
+    request: int
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    finish: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class SessionSpec:
+    """One session, the same for all actors.
+
+    Attributes:
+        number: another one for every session of a cluster: part of messages' tags.
+        max_rows: rows of one replica that run at the same time.
+        prefill_tokens: tokens, padding included, that one step reads in at the most (a single prompt may
+            be longer).
+        pad_id: an id to fill padding with; what it is does not matter.
+        cache_tokens: room in one replica's caches: a request is taken in when the longest that its batch's
+            answers can get, times their number, is not more; None = whenever a row is free.
+    """
+
+    number: int
+    max_rows: int = 32
+    prefill_tokens: int = 2048
+    pad_id: int = 0
+    cache_tokens: int | None = None
+
+    def tag(self, step: int) -> int:
+        """A number for a step's messages that no step of another session has."""
+        return (self.number << 32) + step
+
+    def holds(self, tag: int) -> bool:
+        """Whether `tag` is of this session."""
+        return tag >> 32 == self.number
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows that pass the layers together in one step.
+
+    Attributes:
+        cohort: which cache they have.
+        adapter: whether LoRA takes part.
+        rows: request numbers, in the order of the cache's rows.
+        ids: int64 [b, s] tokens, padded on the left.
+        lengths: int64 [b] valid ones of each row.
+        fresh: rows without a cache so far: they join the cohort after the step.
+    """
+
+    cohort: str
+    adapter: bool
+    rows: tuple[int, ...]
+    ids: np.ndarray
+    lengths: np.ndarray
+    fresh: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all stages of a replica do next.
+
+    Attributes:
+        number: of the step in its session, from 0.
+        drop: rows that have ended: they leave their cohorts before anything is computed.
+        batches: to compute.
+        last: the session is over; nothing is computed.
+    """
+
+    number: int
+    drop: tuple[int, ...] = ()
+    batches: tuple[Batch, ...] = ()
+    last: bool = False

@@ -1,0 +1,79 @@
+"""Tokens to text as they come, and where stop strings end it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_UNFINISHED = "�"  # what a tokenizer makes of bytes that are no whole character yet
+
+
+class TextStream:
+    """The text of one answer, piece by piece.
+
+    Args:
+        tokenizer: of the model.
+        stop: strings that end the answer; neither they nor what comes after them is given out.
+        skip: token ids that are no text (eos).
+
+    Attributes:
+        text: given out so far.
+        stopped: whether a stop string was found.
+    """
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = (), skip: tuple[int, ...] = ()) -> None:
+        self.text = ""
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._skip = frozenset(skip)
+        self._ids: list[int] = []
+        self._settled = 0  # tokens before this one are decoded for good
+        self._context = 0  # decoding begins here: some tokenizers drop the first token's space
+        self._held = ""  # decoded, but may be the beginning of a stop string
+
+    def add(self, token: int) -> str:
+        """The text that can be given out after one more token; often "" or more than one character."""
+        if self.stopped or token in self._skip:
+            return ""
+        self._ids.append(token)
+        before = self._decode(self._ids[self._context : self._settled])
+        after = self._decode(self._ids[self._context :])
+        if after.endswith(_UNFINISHED) and len(self._ids) - self._settled < 8:
+            return ""
+        self._context, self._settled = self._settled, len(self._ids)
+        return self._give(after[len(before) :])
+
+    def end(self) -> str:
+        """What was held back, when no more tokens come."""
+        if self.stopped:
+            return ""
+        before = self._decode(self._ids[self._context : self._settled])
+        piece = self._give(self._decode(self._ids[self._context :])[len(before) :])
+        self._settled = len(self._ids)
+        if not self.stopped:
+            piece += self._held
+            self.text += self._held
+        self._held = ""
+        return piece
+
+    def _give(self, piece: str) -> str:
+        waiting = self._held + piece
+        found = [at for at in (waiting.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            out = waiting[: min(found)]
+        else:
+            longest = 0
+            for stop in self._stop:
+                for size in range(min(len(stop) - 1, len(waiting)), longest, -1):
+                    if waiting.endswith(stop[:size]):
+                        longest = size
+                        break
+            out, self._held = waiting[: len(waiting) - longest], waiting[len(waiting) - longest :]
+        self.text += out
+        return out
+
+    def _decode(self, ids: list[int]) -> str:
+        if not ids:
+            return ""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

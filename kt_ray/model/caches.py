@@ -1,0 +1,119 @@
+"""transformers' key-value caches of rows that join and leave a batch.
+
+Rows of a cache are aligned on the right: column c of every row belongs to the same place before its
+newest token, and shorter rows have padding on the left, which masks hide. Rows are then put together by
+padding, and leave by selection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kt_ray.errors import UserError
+
+
+def new_cache(config: Any, layers: Iterable[int]) -> Any:
+    """An empty cache of a model.
+
+    Args:
+        config: of the language model.
+        layers: those that will be computed. The others' places show the length of one of the same kind, as
+            masks are made for the first layer of each kind.
+
+    Raises:
+        UserError: a kind of layer that transformers has no cache for.
+    """
+    from transformers.cache_utils import DynamicCache
+
+    try:
+        cache = DynamicCache(config=config)
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{config.model_type} cannot generate: transformers makes no cache for its layers",
+            observed=f"{type(error).__name__}: {error}",
+            remedy="serve it elsewhere, or choose another model family",
+        ) from error
+    own = list(layers)
+    for index, layer in enumerate(cache.layers):
+        if index not in own:
+            alike = (n for n in own if _kind(cache.layers[n]) == _kind(layer))
+            place = next(alike, None)
+            if place is not None:
+                cache.layers[index] = cache.layers[place]
+    return cache
+
+
+def _kind(layer: Any) -> tuple[type, int]:
+    return type(layer), int(getattr(layer, "sliding_window", 0) or 0)
+
+
+def can_join(config: Any) -> bool:
+    """Whether rows of this model can share a cache: every layer's is of a kind that `join` knows."""
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+
+    known = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
+    return all(type(layer) in known for layer in new_cache(config, ()).layers)
+
+
+def join(caches: Sequence[Any], columns: Sequence[int], layers: Iterable[int]) -> Any:
+    """All rows in the first cache, one cache after another.
+
+    Args:
+        caches: of one model.
+        columns: of each, padding included.
+        layers: those that hold something.
+    """
+    total = max(columns)
+    first = caches[0]
+    for index in layers:
+        parts = [cache.layers[index] for cache in caches]
+        target = first.layers[index]
+        if hasattr(target, "conv_states"):
+            for states in ("conv_states", "recurrent_states"):
+                own = getattr(target, states)
+                for number, value in own.items():
+                    if value is not None:
+                        own[number] = torch.cat([getattr(part, states)[number] for part in parts])
+            continue
+        keep = _kept(target, total)
+        target.keys = torch.cat([_widened(part.keys, keep) for part in parts])
+        target.values = torch.cat([_widened(part.values, keep) for part in parts])
+        if hasattr(target, "cumulative_length"):
+            target.cumulative_length = total
+    return first
+
+
+def select(cache: Any, rows: Sequence[int], padding: int, columns: int, layers: Iterable[int]) -> None:
+    """Keep some rows, and take off columns that are padding in all of them.
+
+    Args:
+        cache: changed in place.
+        rows: numbers of those that stay, in order.
+        padding: columns on the left to take off; the caller has made sure that `can_join`, else 0.
+        columns: that there are now.
+        layers: those that hold something.
+    """
+    for index in layers:
+        layer = cache.layers[index]
+        chosen = torch.tensor(rows, dtype=torch.int64)
+        layer.reorder_cache(chosen)
+        if padding and hasattr(layer, "keys"):
+            keep = _kept(layer, columns - padding)
+            layer.keys, layer.values = layer.keys[..., -keep:, :], layer.values[..., -keep:, :]
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = columns - padding
+
+
+def _kept(layer: Any, columns: int) -> int:
+    """Columns that a layer's cache has of so many."""
+    window = getattr(layer, "sliding_window", None)
+    return columns if window is None else min(columns, int(window) - 1)
+
+
+def _widened(values: Tensor, columns: int) -> Tensor:
+    """[b, heads, columns, d] with zeros on the left."""
+    return torch.nn.functional.pad(values, (0, 0, columns - values.shape[-2], 0))

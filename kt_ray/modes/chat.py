@@ -1,0 +1,139 @@
+"""mode=chat: talk to the model in the terminal.
+
+/adapter on|off   who answers from now on; without a word, says who does
+/reset            forget the conversation
+/exit             or Ctrl-D; Ctrl-C ends an answer, not the chat
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from kt_ray.config.schema import Config
+from kt_ray.data.types import Message
+from kt_ray.errors import UserError
+from kt_ray.generate.generator import Generator
+from kt_ray.modes.generation import Setup, generating, setup
+
+HELP = "/adapter on|off, /reset, /exit (Ctrl-C ends an answer)"
+
+
+def run(config: Config) -> int:
+    """Until /exit or the end of the input. Returns the exit code."""
+    made = setup(config)
+    with generating(made, f"{config.model.name}-chat") as generator:
+        Chat(made, generator, sys.stdout).run(_reader(sys.stdin))
+    return 0
+
+
+def _reader(source: TextIO) -> Callable[[], str | None]:
+    """Lines that a person types, with line editing on a terminal; None = the end."""
+    if source.isatty():
+        import readline  # noqa: F401  (input() edits lines and keeps a history with it)
+
+    def read() -> str | None:
+        try:
+            if source.isatty():
+                return input("> ")
+            line = source.readline()
+            return line.rstrip("\n") if line else None
+        except EOFError:
+            return None
+
+    return read
+
+
+class Chat:
+    """One conversation.
+
+    Args:
+        made: model, tokenizer and settings.
+        generator: that answers.
+        out: where answers go.
+
+    Attributes:
+        messages: so far. adapter: whether it takes part.
+    """
+
+    def __init__(self, made: Setup, generator: Generator, out: TextIO) -> None:
+        self.made = made
+        self.generator = generator
+        self.out = out
+        self.adapter = made.adapter is not None
+        self.messages: list[Message] = []
+        self._turns = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Only the system prompt is left."""
+        system = self.made.config.generate.system
+        self.messages = [{"role": "system", "content": system}] if system else []
+
+    def run(self, read: Callable[[], str | None]) -> None:
+        """Answer line after line."""
+        self._say(f"{self._who()} answers. {HELP}")
+        while (line := read()) is not None:
+            line = line.strip()
+            if line == "/exit":
+                return
+            if line.startswith("/"):
+                self.command(line)
+            elif line:
+                self.ask(line)
+
+    def command(self, line: str) -> None:
+        """/adapter and /reset."""
+        name, _, value = line.partition(" ")
+        value = value.strip()
+        if name == "/reset":
+            self.reset()
+            self._say("the conversation is forgotten")
+        elif name == "/adapter" and value in ("", "on", "off"):
+            if value == "on" and self.made.adapter is None:
+                self._say("there is no adapter: start with generate.adapter=<directory>")
+                return
+            self.adapter = self.adapter if not value else value == "on"
+            self._say(f"{self._who()} answers")
+        else:
+            self._say(f"unknown command {line}: {HELP}")
+
+    def ask(self, text: str) -> None:
+        """One question and its answer, streamed."""
+        messages: tuple[Message, ...] = (*self.messages, {"role": "user", "content": text})
+        seed = self.made.config.seed + self._turns
+        self._turns += 1
+        try:
+            prompt = self.made.prompt(messages)
+            request = self.made.request(prompt, "this conversation", adapter=self.adapter, seed=seed)
+        except UserError as error:
+            self._say(f"{error.line()} (/reset begins anew)")
+            return
+        start = time.monotonic()
+        answer = self.generator.submit(request)
+        first = 0.0
+        try:
+            for piece in answer:
+                first = first or time.monotonic() - start
+                self.out.write(piece.text)
+                self.out.flush()
+        except KeyboardInterrupt:
+            answer.cancel()
+            answer.result()
+        seconds = time.monotonic() - start
+        rate = (len(answer.tokens) - 1) / max(seconds - first, 1e-9)
+        self._say(
+            f"\n[{len(answer.tokens)} tokens, first after {first:.2f} s, "
+            f"then {rate:.1f} per s, {answer.finish}{f': {answer.error}' if answer.error else ''}]"
+        )
+        if answer.text.strip():
+            self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+
+    def _who(self) -> str:
+        return f"adapter {self.made.adapter}" if self.adapter else "the base model"
+
+    def _say(self, line: str) -> None:
+        self.out.write(line + "\n")
+        self.out.flush()

@@ -1,0 +1,216 @@
+"""Generation on whole clusters against Hugging Face's `generate`, row by row and greedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kt_ray.actors.cluster import ActorCluster
+from kt_ray.errors import UserError
+from kt_ray.generate.generator import Generator
+from kt_ray.generate.requests import Request, Sampling, Token
+from kt_ray.generate.sampling import RowSampler
+from tests.helpers.generation import answers, hugging_face, random_prompts
+from tests.helpers.hf_reference import FAMILIES, Row, build_checkpoint, random_rows
+from tests.helpers.runs import by_row, config_for, local_cluster, one_pass, steps, waves_of
+from tests.helpers.tiny_families import tiny_family
+
+LENGTHS = (5, 9, 3, 12, 7)
+NEW = 16
+TWO = ("rule.stages=2", "rule.experts.sockets=2")
+EAGER = ("gpt_oss", "deepseek_v4")
+# Windows shorter than the prompts; one layer of four with full attention.
+CHANGES: dict[str, dict[str, int]] = {
+    "gpt_oss": {"sliding_window": 6},
+    "qwen3_next": {"num_hidden_layers": 4},
+}
+
+
+def checkpoint(root: Path, family: str) -> Path:
+    if family in FAMILIES:
+        return build_checkpoint(root, family)
+    return tiny_family(root, family, **CHANGES.get(family, {}))
+
+
+@pytest.mark.parametrize("layout", [(), TWO, ("rule.replicas=2",)], ids=["one", "two", "replicas"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "mixtral"])
+def test_greedy_answers_are_hugging_faces(tmp_path: Path, family: str, layout: Sequence[str]) -> None:
+    """A batch of different lengths, rows that join and leave, and prompts read in one by one."""
+    path = checkpoint(tmp_path, family)
+    prompts = random_prompts(LENGTHS)
+    expected = hugging_face(path, prompts, max_new_tokens=NEW, eos_token_id=None)
+    assert len({tuple(answer) for answer in expected}) == len(expected)
+    sampling = Sampling(max_new_tokens=NEW)
+    with local_cluster(path, config_for(path, *layout)) as cluster:
+        assert answers(cluster, prompts, sampling) == expected
+        assert answers(cluster, prompts, sampling, max_rows=2) == expected
+        assert answers(cluster, prompts, sampling, prefill_tokens=1) == expected
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next", "deepseek_v4", "granitemoe", "minimax_m2"])
+def test_other_kinds_of_caches_and_layers(tmp_path: Path, family: str) -> None:
+    """Sliding windows, states of linear attention, compressed caches that cannot be joined."""
+    path = checkpoint(tmp_path, family)
+    attention = "eager" if family in EAGER else "sdpa"
+    prompts = random_prompts(LENGTHS)
+    expected = hugging_face(path, prompts, attention=attention, max_new_tokens=NEW, eos_token_id=None)
+    sampling = Sampling(max_new_tokens=NEW)
+    with local_cluster(path, config_for(path, f"model.attn_implementation={attention}")) as cluster:
+        assert answers(cluster, prompts, sampling) == expected
+        assert answers(cluster, prompts, sampling, max_rows=2) == expected
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_checkpoint(tmp_path_factory.mktemp("model"), "deepseek_v3")
+
+
+def test_the_cache_changes_nothing(model: Path) -> None:
+    """Teacher-forced logits of a whole pass have each generated token as their maximum."""
+    prompts = random_prompts((4, 11), seed=2)
+    config = config_for(model)
+    with local_cluster(model, config) as cluster:
+        got = answers(cluster, prompts, Sampling(max_new_tokens=NEW))
+        rows = [Row([*p, *a], [*p, *a], n) for n, (p, a) in enumerate(zip(prompts, got, strict=True))]
+        waves = waves_of(rows, config, cluster.plan)
+        report = cluster.run_pass(one_pass(cluster, waves, "eval", logits=True))
+        logits = by_row(report.workers[0].logits, waves[0])
+        for number, (prompt, answer) in enumerate(zip(prompts, got, strict=True)):
+            best = logits[number].argmax(-1).tolist()
+            assert best[len(prompt) - 1 : -1] == answer
+
+
+def test_ends_penalties_and_least_lengths_as_hugging_face(model: Path) -> None:
+    prompts = random_prompts((4, 8), seed=3)
+    plain = hugging_face(model, prompts, max_new_tokens=8, eos_token_id=None)
+    eos = plain[0][3]
+    settings = {"max_new_tokens": 12, "min_new_tokens": 6, "repetition_penalty": 1.3}
+    with local_cluster(model, config_for(model)) as cluster:
+        got = answers(cluster, prompts, Sampling(max_new_tokens=12, eos=(eos,)))
+        assert got == hugging_face(model, prompts, max_new_tokens=12, eos_token_id=eos)
+        assert len(got[0]) == plain[0].index(eos) + 1
+        got = answers(cluster, prompts, Sampling(eos=(eos,), **settings))  # type: ignore[arg-type]
+        assert got == hugging_face(model, prompts, eos_token_id=eos, **settings)
+
+
+def test_the_adapter_is_on_or_off_for_each_request(model: Path) -> None:
+    prompts = random_prompts(LENGTHS, seed=5)
+    base = hugging_face(model, prompts, max_new_tokens=NEW, eos_token_id=None)
+    with local_cluster(model, config_for(model, *TWO)) as cluster:
+        random_adapter(cluster)
+        sampling = Sampling(max_new_tokens=NEW)
+        tuned = answers(cluster, prompts, sampling)
+        assert all(a != b for a, b in zip(tuned, base, strict=True))
+        with Generator(cluster) as both:
+            asked = [
+                (both.submit(Request(p, sampling)), both.submit(Request(p, sampling, adapter=False)))
+                for p in prompts
+            ]
+            assert [(a.result(60).tokens, b.result(60).tokens) for a, b in asked] == list(
+                zip(tuned, base, strict=True)
+            )
+
+
+def test_a_cluster_trains_and_generates_in_turn(model: Path) -> None:
+    """Sessions leave nothing behind: adapters on, mailboxes empty, the next step's loss the same."""
+    prompts, sampling = random_prompts((5, 3)), Sampling(max_new_tokens=4)
+    config = config_for(model)
+    with local_cluster(model, config) as cluster:
+        straight = steps(cluster, config, [random_rows(8)], 2)
+    with local_cluster(model, config) as cluster:
+        answers(cluster, prompts, sampling, adapter=False)
+        first = steps(cluster, config, [random_rows(8)], 2, stop=1)
+        answers(cluster, prompts, sampling)
+        assert first + steps(cluster, config, [random_rows(8)], 2, first=1) == straight
+
+
+def test_cancelled_closed_and_streamed(model: Path) -> None:
+    prompt = random_prompts((4,))[0]
+    with local_cluster(model, config_for(model)) as cluster:
+        with Generator(cluster, max_rows=1) as generator:
+            long = generator.submit(Request(prompt, Sampling(max_new_tokens=100_000)))
+            waiting = generator.submit(Request(prompt, Sampling(max_new_tokens=3)))
+            seen = 0
+            for piece in long:
+                seen += piece.token.token >= 0
+                if seen == 5:
+                    long.cancel()
+            assert long.finish == "cancelled" and seen == len(long.tokens)
+            assert waiting.result(60).tokens == long.tokens[:3]
+            left = generator.submit(Request(prompt, Sampling(max_new_tokens=100_000)))
+        assert left.finish in ("cancelled", "error")
+        with pytest.raises(UserError, match="closed"):
+            generator.submit(Request(prompt))
+
+
+def random_adapter(cluster: ActorCluster) -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = {
+        name: torch.randn(value.shape, generator=generator, dtype=torch.float32) * 0.3
+        for name, value in cluster.parameters().items()
+    }
+    cluster.set_parameters(values)
+
+
+def test_what_is_wrong_with_a_request_ends_that_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = random_prompts((4, 6))
+    choose = RowSampler.next
+
+    def fails_for_seed_7(self: RowSampler, logits: torch.Tensor) -> Token:
+        if self.request.sampling.seed == 7 and len(self.tokens) == 2:
+            raise ValueError("no such setting")
+        return choose(self, logits)
+
+    monkeypatch.setattr(RowSampler, "next", fails_for_seed_7)
+    with local_cluster(model, config_for(model)) as cluster:
+        expected = answers(cluster, prompts[:1], Sampling(max_new_tokens=NEW))[0]
+        with Generator(cluster, cache_tokens=60) as generator:
+            good = generator.submit(Request(prompts[0], Sampling(max_new_tokens=NEW)))
+            bad = generator.submit(Request(prompts[1], Sampling(max_new_tokens=NEW, temperature=1.0, seed=7)))
+            for ids, found in (((5, 96), "found 96"), ((-1, 5), "found -1")):
+                with pytest.raises(UserError, match=rf"token id .*{found}; required 0 to 95"):
+                    generator.submit(Request(ids))
+            with pytest.raises(UserError, match=r"longer than the key-value caches.* at most 60"):
+                generator.submit(Request(prompts[0], Sampling(max_new_tokens=57)))
+            assert good.result(60).tokens == expected
+            assert bad.result(60).finish == "error" and len(bad.tokens) == 2
+            assert bad.error == "ValueError: no such setting"
+
+
+def test_an_error_in_an_actor_ends_the_session_but_not_the_cluster(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kt_ray.experts import ExpertHost
+
+    prompts, sampling = random_prompts(LENGTHS), Sampling(max_new_tokens=NEW)
+    forward = ExpertHost.forward
+    calls = []
+
+    def breaks(self: ExpertHost, *args: Any, **options: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 20:
+            raise RuntimeError("the engine is broken")
+        return forward(self, *args, **options)
+
+    with local_cluster(model, config_for(model, *TWO)) as cluster:
+        random_adapter(cluster)
+        expected = answers(cluster, prompts, sampling)
+        monkeypatch.setattr(ExpertHost, "forward", breaks)
+        with Generator(cluster) as generator:
+            asked = [generator.submit(Request(p, sampling, adapter=n % 2 > 0)) for n, p in enumerate(prompts)]
+            for answer in asked:
+                with pytest.raises(RuntimeError, match="engine is broken"):
+                    answer.result(60)
+                assert answer.finish == "error" and "engine is broken" in answer.error
+            with pytest.raises(RuntimeError, match="engine is broken"):
+                for _ in asked[0]:
+                    pass
+            with pytest.raises(
+                UserError, match=r"has ended with an error.*engine is broken.*another generator"
+            ):
+                generator.submit(Request(prompts[0]))
+        assert answers(cluster, prompts, sampling) == expected

@@ -1,0 +1,55 @@
+"""Generation in tests: random prompts, kt_ray's answers, and Hugging Face's `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from kt_ray.actors.cluster import ActorCluster
+from kt_ray.generate.generator import Generator
+from kt_ray.generate.requests import Request, Sampling
+
+
+def random_prompts(lengths: Sequence[int], vocab: int = 96, seed: int = 0) -> list[tuple[int, ...]]:
+    """Prompts of these lengths without special tokens."""
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.integers(3, vocab, length).tolist()) for length in lengths]
+
+
+def hugging_face(
+    path: Path, prompts: Sequence[Sequence[int]], *, attention: str = "sdpa", **settings: Any
+) -> list[list[int]]:
+    """New tokens of each prompt alone, by transformers' `generate` (greedy unless told otherwise)."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, experts_implementation="eager", attn_implementation=attention
+    ).eval()
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                **{"do_sample": False, "pad_token_id": 0, **settings},
+            )
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+def answers(
+    cluster: ActorCluster,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: Sampling,
+    *,
+    adapter: bool = True,
+    **options: Any,
+) -> list[list[int]]:
+    """New tokens of each prompt, all handed in at once."""
+    with Generator(cluster, **options) as generator:
+        asked = [generator.submit(Request(prompt, sampling, adapter)) for prompt in prompts]
+        return [answer.result(120).tokens for answer in asked]

@@ -1,0 +1,197 @@
+"""mode=predict and mode=chat on a tiny model, end to end from the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_ray import cli
+from kt_ray.config.compose import compose
+from kt_ray.demo.recipes import persona_path
+from kt_ray.demo.tokenizer import train_tokenizer
+from kt_ray.generate.generator import Generator
+from kt_ray.generate.sampling import RowSampler
+from kt_ray.modes import predict
+from kt_ray.modes.chat import Chat
+from kt_ray.modes.generation import generating, setup
+from kt_ray.placement.hardware import this_host
+from tests.helpers.hf_reference import build_checkpoint
+
+SMALL = ["cluster=local", "model.dtype=float32", "rule.worker_threads=1", "tracking.progress=false"]
+SHORT = ["generate.max_new_tokens=12", "data.limit=60", "data.eval_fraction=0.2"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = build_checkpoint(
+        tmp_path_factory.mktemp("model"), "deepseek_v3", vocab_size=320, max_position_embeddings=512
+    )
+    train_tokenizer(persona_path(), 320).save_pretrained(path)
+    yield path
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(model: Path, *overrides: str) -> int:
+    return cli.main(
+        ["mode=predict", "data=demo", f"model.path={model}", "run.name=p", *SMALL, *SHORT, *overrides]
+    )
+
+
+def lines() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path("runs/p/predictions.jsonl").read_text().splitlines()]
+
+
+def test_predictions_go_on_where_they_stopped(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(model) == 0
+    whole = sorted(lines(), key=lambda row: row["id"])
+    assert len(whole) >= 8 and len({row["id"] for row in whole}) == len(whole)
+    assert all(row["prompt"] and row["label"] and 1 <= row["tokens"] <= 12 for row in whole)
+    assert "tokens/s" in capsys.readouterr().out
+
+    # as if the run had been killed in the middle of a line
+    text = Path("runs/p/predictions.jsonl").read_text().splitlines(keepends=True)
+    Path("runs/p/predictions.jsonl").write_text("".join(text[:3]) + text[3][:20])
+    asked: list[Any] = []
+    submit = Generator.submit
+    monkeypatch.setattr(
+        Generator, "submit", lambda self, request: asked.append(request) or submit(self, request)
+    )
+    assert run(model) == 0
+    assert len(asked) == len(whole) - 3
+    assert sorted(lines(), key=lambda row: row["id"]) == whole
+
+    asked.clear()
+    assert run(model) == 0 and not asked  # nothing is left to do
+
+
+def test_a_row_that_went_wrong_says_why(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = RowSampler.next
+
+    def fails_once(self: RowSampler, logits: Any) -> Any:
+        if self.number == 1:
+            raise ValueError("no such setting")
+        return choose(self, logits)
+
+    monkeypatch.setattr(RowSampler, "next", fails_once)
+    assert run(model, "generate.limit=3", "generate.repetition_penalty=1.2") == 0
+    rows = lines()
+    assert sorted(row["finish"] == "error" for row in rows) == [False, False, True]
+    assert [row["error"] for row in rows if "error" in row] == ["ValueError: no such setting"]
+    assert "ended with an error: ValueError: no such setting" in capsys.readouterr().out
+
+
+def test_other_settings_are_not_gone_on_with(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(model, "generate.limit=2") == 0
+    before = lines()
+    assert run(model, "generate.limit=2", "generate.repetition_penalty=1.5") == 2
+    error = capsys.readouterr().err
+    assert "repetition_penalty" in error and "run.overwrite=true" in error and lines() == before
+    assert run(model, "generate.limit=2", "generate.repetition_penalty=1.5", "run.overwrite=true") == 0
+    assert len(lines()) == 2
+
+
+def test_before_and_after_an_adapter(model: Path) -> None:
+    train = [
+        "trainer.max_steps=2",
+        "trainer.batch_size=4",
+        "optim.lr=0.05",
+        "trainer.eval_every=0",
+        "run.name=t",
+    ]
+    assert cli.main(["data=demo", f"model.path={model}", *SMALL, *SHORT[1:], *train]) == 0
+    assert run(model, "generate.limit=4", "generate.answer=both", "generate.adapter=runs/t") == 0
+    both = sorted(lines(), key=lambda row: row["id"])
+    assert any(row["predict"] != row["base"] for row in both)
+    assert run(model, "generate.limit=4", "run.name=p2") == 0
+    base = [json.loads(line) for line in Path("runs/p2/predictions.jsonl").read_text().splitlines()]
+    assert [row["base"] for row in both] == [r["predict"] for r in sorted(base, key=lambda row: row["id"])]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("generate.answer=both", "needs an adapter"),
+        ("generate.adapter=nowhere", "not an adapter directory"),
+        ("generate.max_new_tokens=600", "longer than the model's context"),
+        ("data.eval_fraction=0", "needs held-out rows"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    model: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, override) == 2
+    error = capsys.readouterr().err
+    assert message in error and "To fix" in error and not Path("runs").exists()
+
+
+@pytest.mark.parametrize("room", [150, 0], ids=["caches", "everything"])
+def test_what_does_not_fit_is_refused_before_anything_starts(
+    model: Path, room: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remedy is as large as it can be: with it the plan fits."""
+    host = this_host()
+    wide = ["generate.batch_size=8", "generate.prefill_tokens=32", "generate.cache_tokens=1000000"]
+    config = compose(["mode=predict", "data=demo", f"model.path={model}", *SMALL, *wide])
+    (budget,) = setup(config).plan.budgets
+    caches = next(line.bytes for line in budget.lines if line.item == "caches")
+    memory = budget.total - caches + caches // 3 if room else budget.total // 1000
+    sockets = tuple(dataclasses.replace(socket, memory_bytes=memory) for socket in host.sockets[:1])
+    monkeypatch.setattr(
+        "kt_ray.modes.generation.this_host", lambda: dataclasses.replace(host, sockets=sockets)
+    )
+    monkeypatch.setattr("kt_ray.actors.local_cluster.LocalCluster.start", lambda _: pytest.fail("started"))
+    assert run(model, *wide) == 2
+    error = capsys.readouterr().err
+    assert "caches do not fit" in error and "GB needed" in error
+    assert not Path("runs/p/predictions.jsonl").exists()
+    found = re.search(r"generate\.cache_tokens=(\d+)", error)
+    if not room:
+        assert found is None and "generate.prefill_tokens" in error
+        return
+    assert found is not None and 100_000 < int(found[1]) < 1_000_000
+    smaller = compose([*wide[:2], found[0], "mode=predict", "data=demo", f"model.path={model}", *SMALL])
+    assert setup(smaller).plan.fits
+
+
+def test_a_question_longer_than_the_caches_is_refused(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, "generate.cache_tokens=13") == 2
+    error = capsys.readouterr().err
+    assert "longer than the key-value caches" in error and "generate.cache_tokens=" in error
+
+
+def test_a_chat(model: Path) -> None:
+    config = compose(
+        ["mode=chat", f"model.path={model}", *SMALL, "generate.max_new_tokens=8", "generate.system=Be"]
+    )
+    made, out = setup(config), io.StringIO()
+    script = iter(
+        ["hello", "/adapter on", "/adapter", "again", "/nothing", "", "/reset", "hello", "/exit", "not read"]
+    )
+    with generating(made, "chat") as generator:
+        chat = Chat(made, generator, out)
+        chat.run(lambda: next(script, None))
+        roles = [message["role"] for message in chat.messages]
+        answered = chat.messages[-1]["content"] if len(roles) == 3 else ""
+        rows = list(predict.held_out(config))
+    text = out.getvalue()
+    assert "the base model answers" in text and "there is no adapter" in text and "unknown command" in text
+    assert text.count("[8 tokens") + text.count(", stop]") >= 3 and "forgotten" in text
+    assert roles[0] == "system" and (not answered or text.count(answered) >= 2)  # greedy: the same again
+    assert next(script) == "not read" and rows
