@@ -271,7 +271,8 @@ def _output() -> Iterator[Field]:
     )
     text = "output of LLaMA-Factory; kt_ray writes metrics.jsonl, train.log and loss.png"
     yield from _ignored("output", text, "logging_dir logging_first_step logging_strategy "
-                        "logging_nan_inf_filter log_level log_level_replica log_on_each_node disable_tqdm run_name project "
+                        "logging_nan_inf_filter log_level log_level_replica log_on_each_node "
+                        "disable_tqdm run_name project "
                         "include_num_input_tokens_seen include_tokens_per_second "
                         "include_effective_tokens_per_second trackio_space_id")  # fmt: skip
     text = "swanlab is not a tracker of kt_ray"
