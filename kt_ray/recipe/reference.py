@@ -135,9 +135,9 @@ def _rest() -> Iterator[str]:
     yield ""
     yield (
         "Several data sets become `data.sources`. With `mix_strategy: interleave_under` and "
-        "`interleave_over`, weights are such that an epoch holds as many rows of each set, on average, as interleaving by "
-        "`interleave_probs` draws until the first, or the last, set is used up; files must be json, jsonl or "
-        "parquet, whose rows can be counted."
+        "`interleave_over`, weights are such that an epoch holds as many rows of each set, on average, as "
+        "interleaving by `interleave_probs` draws until the first, or the last, set is used up; files must "
+        "be json, jsonl or parquet, whose rows can be counted."
     )
     yield ""
     yield "## Backends"

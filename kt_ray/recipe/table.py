@@ -65,7 +65,7 @@ def _model() -> Iterator[Field]:
             "model_name_or_path",
             "model model.path",
             "a directory; a hub name of a model whose dimensions are known selects it by model=…, which is "
-            "enough for mode=plan (to train, add model.path=<directory>)",
+            "enough for mode=plan (to train, add model.path)",
         ),
         ("bf16", "model.dtype", "true = bfloat16; absent = the checkpoint's own type"),
         ("pure_bf16", "model.dtype", "as bf16; the adapter's master weights stay float32"),
