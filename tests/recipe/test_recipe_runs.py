@@ -51,14 +51,12 @@ def test_qwen3_moe_dpo_with_kt_config(tmp_path: Path) -> None:
     assert first == pytest.approx(0.6931, abs=1e-3) and second < first  # both answers as likely at first
 
 
-@pytest.mark.slow
 def test_deepseek_dpo(tmp_path: Path) -> None:
     path = with_paths("deepseek2_lora_dpo_kt", tmp_path, model_name_or_path=ensure_demo_model())
     assert cli.main([f"recipe={path}", *LOCAL]) == 0
     assert len(losses(tmp_path)) == 2
 
 
-@pytest.mark.slow
 def test_deepseek_sft_with_an_optimize_rule(tmp_path: Path) -> None:
     rule = str(HERE / "rules" / "two_gpus.yaml")
     model = ensure_demo_model()
@@ -67,7 +65,6 @@ def test_deepseek_sft_with_an_optimize_rule(tmp_path: Path) -> None:
     assert len(losses(tmp_path)) == 2
 
 
-@pytest.mark.slow
 def test_deepseek_sft_with_kt_config(tmp_path: Path) -> None:
     """Its template needs DeepSeek's tokens: a demo model with a tokenizer that has them."""
     tokenizer = train_tokenizer(persona_path(), RECIPES["demo"].vocab)
