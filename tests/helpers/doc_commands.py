@@ -21,6 +21,7 @@ from pathlib import Path
 
 from kt_ray.cli import _check_flags, _flags_and_keys
 from kt_ray.config.compose import compose
+from kt_ray.recipe.command import OWN_KEYS
 from kt_ray.tools.__main__ import parser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +99,7 @@ def check(command: tuple[str, ...]) -> None:
     """
     arguments = launch_arguments(command)
     if arguments is not None:
-        flags, keys = _flags_and_keys(arguments)
+        flags, keys = _flags_and_keys(_without_recipe(arguments))
         _check_flags(flags)
         several = "-m" in flags or "--multirun" in flags
         compose([_first_value(key) if several else key for key in keys])
@@ -129,6 +130,11 @@ def check(command: tuple[str, ...]) -> None:
         module = ROOT.joinpath(*command[2].split("."))
         if not (module.with_suffix(".py").exists() or (module / "__main__.py").exists()):
             raise ValueError(f"there is no module {command[2]}")
+
+
+def _without_recipe(arguments: list[str]) -> list[str]:
+    """The arguments that stand beside recipe=FILE; the files that pages name are the reader's own."""
+    return [a for a in arguments if a.partition("=")[0] not in OWN_KEYS]
 
 
 def launch_arguments(command: tuple[str, ...]) -> list[str] | None:
