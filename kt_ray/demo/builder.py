@@ -138,8 +138,6 @@ def _tokenizer_bytes(source: Path) -> bytes:
 
 def _build(recipe: Recipe, seed: int, tokenizer_dir: Path | None, out: Path) -> None:
     import torch
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-    from transformers.utils import logging
 
     from kt_ray.demo.tokenizer import train_tokenizer
 
@@ -150,6 +148,17 @@ def _build(recipe: Recipe, seed: int, tokenizer_dir: Path | None, out: Path) -> 
         from kt_ray.data.template import load_tokenizer
 
         tokenizer = load_tokenizer(str(tokenizer_dir))
+    save_model(new_model(recipe, tokenizer, seed, torch.bfloat16), tokenizer, out)
+
+
+def new_model(recipe: Recipe, tokenizer: Any, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    """A DeepSeek-V3 of the recipe's dimensions and the tokenizer's vocabulary, drawn from `seed`.
+
+    Parameters are of `dtype`; buffers stay float32, as the family releases the correction bias.
+    """
+    import torch
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
     config = DeepseekV3Config(
         **recipe.config,
         vocab_size=-(-len(tokenizer) // 64) * 64,
@@ -162,7 +171,17 @@ def _build(recipe: Recipe, seed: int, tokenizer_dir: Path | None, out: Path) -> 
         model = DeepseekV3ForCausalLM(config)
     model.to_empty(device="cpu")
     _fill(model, recipe, seed)
-    for parameter in model.parameters():  # buffers stay float32: the family releases the correction bias so
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def save_model(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
+    """Write model (parameters rounded to BF16) and tokenizer into `out`."""
+    import torch
+    from transformers.utils import logging
+
+    for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
