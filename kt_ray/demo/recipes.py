@@ -11,12 +11,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+BASE = "demo_base"  # the pretrained model; RECIPES are random ones
 FORMAT = 1  # raise it when the builder changes what a recipe means
 
 
 def persona_path() -> Path:
     """The demo data set: questions to a lighthouse keeper, alpaca format, one JSON object per line."""
     return Path(__file__).parent / "assets" / "persona.jsonl"
+
+
+def base_path() -> Path:
+    """The demo's pretrained base, a Hugging Face directory: kt_ray.demo.pretrain with its defaults."""
+    return Path(__file__).parent / "assets" / "base"
 
 
 def corpus_path() -> Path:
@@ -132,3 +138,8 @@ PRETRAINED: dict[str, Recipe] = {
         head_std=0.02,
     ),
 }
+
+
+def built(name: str) -> Recipe:
+    """Dimensions and vocabulary of what model.build names. KeyError: no such name."""
+    return PRETRAINED["demo"] if name == BASE else RECIPES[name]
