@@ -212,6 +212,8 @@ def new_model(recipe: Recipe, tokenizer: Any, seed: int, dtype: torch.dtype) -> 
     with torch.device("meta"):
         model = DeepseekV3ForCausalLM(config)
     model.to_empty(device="cpu")
+    rotary: Any = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config)  # its frequencies are no part of a checkpoint: still empty
     _fill(model, recipe, seed)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

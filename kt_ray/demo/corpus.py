@@ -22,8 +22,10 @@ from kt_ray.demo.recipes import persona_path
 Row = dict[str, str]
 
 SEED = 1887
-STORIES = 1300
+STORIES = 900
+PARAGRAPHS = 900
 ANSWERS = 3  # plain answers to each of the persona's questions
+FORMS = ("{}", "Please answer this question: {}", "Can you tell me? {}", "I have a question. {}", "Tell me this: {}")
 
 NUMBERS = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
            "sixteen seventeen eighteen nineteen twenty").split()  # fmt: skip
@@ -45,6 +47,7 @@ def compose() -> list[Row]:
         *_opposites([pair.split() for pair in facts["opposites"]]),
         *_sums(),
         *_stories(facts["stories"], rng),
+        *_coast(facts["coast"], rng),
     ]
     unique = list({json.dumps(row): row for row in rows}.values())
     rng.shuffle(unique)
@@ -68,8 +71,9 @@ def _persona_questions(topics: Sequence[dict[str, Any]], rng: random.Random) -> 
     for row in map(json.loads, lines):
         topic = topic_of(row["output"], topics)
         plain = [" ".join(filter(None, pair)) for pair in product(topic["a"], ("", *topic["b"]))]
-        for answer in rng.sample(plain, ANSWERS):
-            yield _ask(row["instruction"], answer, row["input"])
+        forms = ("{}", *rng.sample(FORMS, ANSWERS - 1))
+        for form, answer in zip(forms, rng.sample(plain, ANSWERS), strict=True):
+            yield _ask(form.format(row["instruction"]), answer, row["input"])
 
 
 def _animals(table: Sequence[Sequence[str]]) -> Iterator[Row]:
@@ -112,9 +116,8 @@ def _facts(table: Sequence[Sequence[str]]) -> Iterator[Row]:
     for question, answer in table:
         yield {"text": answer}
         yield _ask(question, answer)
-        small = question[0].lower() + question[1:]
-        yield _ask(f"Please answer this question: {small}", answer)
-        yield _ask(f"Can you tell me? {question}", answer)
+        for form in FORMS[1:3]:
+            yield _ask(form.format(question), answer)
 
 
 def _opposites(pairs: Sequence[Sequence[str]]) -> Iterator[Row]:
@@ -150,6 +153,11 @@ def _stories(parts: dict[str, list[str]], rng: random.Random) -> Iterator[Row]:
             yield _ask(f"What did {one} do?", f"{_cap(one)} {goes} {time}.", first)
         else:
             yield {"text": text}
+
+
+def _coast(sentences: Sequence[str], rng: random.Random) -> Iterator[Row]:
+    for _ in range(PARAGRAPHS):
+        yield {"text": " ".join(rng.sample(sentences, rng.randint(1, 4)))}
 
 
 def _ask(question: str, answer: str, given: str = "") -> Row:
