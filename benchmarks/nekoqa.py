@@ -3,10 +3,10 @@
     python benchmarks/nekoqa.py prepare --data ALPACA --prompts NEKOBENCH --out WORK
     python benchmarks/nekoqa.py answer --base DIR [--adapter DIR] --data WORK/eval.json --out answers.jsonl
 
-`prepare` holds a tenth of the prompts out with all their rows. The base's text is the training
-split's questions with plain neutral replies, NekoBench's prompts (it has no answers), and Chinese
-written for this purpose (nekoqa_text.yaml): no answer of the data set, and nothing of the held-out rows. docs/nekoqa.md has the
-commands in order.
+`prepare` holds a tenth of the prompts out with all their rows. The base's text is the training split's
+questions with plain neutral replies, NekoBench's prompts (it has no answers), and Chinese written for this
+purpose (nekoqa_text.yaml): no answer of the data set, and nothing of the held-out rows. docs/nekoqa.md has
+the commands in order.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ def _stories(parts: dict[str, list[str]], rng: random.Random) -> Iterator[dict[s
             rng.choice(parts[k]) for k in ("times", "goes", "scene", "events", "acts", "ends")
         )
         who = rng.choice((one, two, f"{one}和{two}"))
-        text = rng.choice((f"{time}，{one}{goes}。", f"{one}{time}{goes}。")) + f"{scene}{event}{who}{act}。{end}"
+        text = (
+            rng.choice((f"{time}，{one}{goes}。", f"{one}{time}{goes}。"))
+            + f"{scene}{event}{who}{act}。{end}"
+        )
         kind = rng.randrange(8)
         if kind == 0:
             yield _ask(rng.choice(("请讲一个短故事。", f"讲一个关于{one}的故事。")), text)

@@ -25,10 +25,13 @@ SEED = 1887
 STORIES = 900
 PARAGRAPHS = 900
 ANSWERS = 3  # plain answers to each of the persona's questions
-FORMS = ("{}", "Please answer this question: {}", "Can you tell me? {}", "I have a question. {}", "Tell me this: {}")
-
-NUMBERS = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-           "sixteen seventeen eighteen nineteen twenty").split()  # fmt: skip
+FORMS = (
+    "{}",
+    "Please answer this question: {}",
+    "Can you tell me? {}",
+    "I have a question. {}",
+    "Tell me this: {}",
+)
 
 
 def compose() -> list[Row]:
@@ -45,7 +48,7 @@ def compose() -> list[Row]:
         *_things(_table(facts["things"])),
         *_facts(_table(facts["facts"])),
         *_opposites([pair.split() for pair in facts["opposites"]]),
-        *_sums(),
+        *_sums(facts["numbers"].split()),
         *_stories(facts["stories"], rng),
         *_coast(facts["coast"], rng),
     ]
@@ -127,12 +130,12 @@ def _opposites(pairs: Sequence[Sequence[str]]) -> Iterator[Row]:
             yield _ask(f"What is the opposite of {x}?", f"The opposite of {x} is {y}.")
 
 
-def _sums() -> Iterator[Row]:
+def _sums(numbers: Sequence[str]) -> Iterator[Row]:
     for a, b in product(range(1, 11), repeat=2):
         if (a * 7 + b) % 3 == 0:
             continue  # some are left out, as in life
-        total = f"{_cap(NUMBERS[a])} and {NUMBERS[b]} make {NUMBERS[a + b]}."
-        yield _ask(f"What is {NUMBERS[a]} and {NUMBERS[b]}?", total)
+        total = f"{_cap(numbers[a])} and {numbers[b]} make {numbers[a + b]}."
+        yield _ask(f"What is {numbers[a]} and {numbers[b]}?", total)
 
 
 def _stories(parts: dict[str, list[str]], rng: random.Random) -> Iterator[Row]:
@@ -142,7 +145,9 @@ def _stories(parts: dict[str, list[str]], rng: random.Random) -> Iterator[Row]:
             rng.choice(parts[k]) for k in ("times", "goes", "weather", "events", "acts", "ends")
         )
         first = rng.choice((f"{_cap(time)} {one} {goes}.", f"{_cap(one)} {goes} {time}."))
-        last = rng.choice((f"{_cap(one)} {act}.", f"Together with {two}, {one} {act}.", f"{_cap(two)} {act}."))
+        last = rng.choice(
+            (f"{_cap(one)} {act}.", f"Together with {two}, {one} {act}.", f"{_cap(two)} {act}.")
+        )
         text = " ".join((first, weather, event, last, end))
         kind = rng.randrange(8)
         if kind == 0:

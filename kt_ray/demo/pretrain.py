@@ -115,7 +115,9 @@ def pretrain(
         if show and ((step + 1) % 10 == 0 or step + 1 == course.steps):
             seconds = time.monotonic() - started
             rate = (step + 1) * course.rows * course.length / seconds
-            line = f"\rstep {step + 1}/{course.steps}  loss {smooth:.3f}  {rate:,.0f} tokens/s  {seconds:.0f} s"
+            line = (
+                f"\rstep {step + 1}/{course.steps}  loss {smooth:.3f}  {rate:,.0f} tokens/s  {seconds:.0f} s"
+            )
             print(line, end="", file=sys.stderr, flush=True)
     if show:
         print(file=sys.stderr)
@@ -217,9 +219,13 @@ def _balance(loads: dict[Any, torch.Tensor], rate: float) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; prints the record. Returns the exit status."""
     defaults = Course()
-    parser = argparse.ArgumentParser(prog="python -m kt_ray.demo.pretrain", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m kt_ray.demo.pretrain", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--recipe", choices=tuple(PRETRAINED), default="demo", help="dimensions (demo)")
-    parser.add_argument("--text", nargs="+", default=[corpus_path()], help="text, jsonl, json (demo's corpus)")
+    parser.add_argument(
+        "--text", nargs="+", default=[corpus_path()], help="text, jsonl, json (demo's corpus)"
+    )
     parser.add_argument("--tokenizer", help="its directory (default: a BPE learned from the text)")
     parser.add_argument("--steps", type=int, default=defaults.steps, help=f"({defaults.steps})")
     parser.add_argument("--rows", type=int, default=defaults.rows, help=f"rows per step ({defaults.rows})")
@@ -235,7 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check(course)
         documents = read_documents(given.text)
         recipe = PRETRAINED[given.recipe]
-        record = pretrain(recipe, documents, _tokenizer(given.tokenizer, documents, recipe), course, given.out)
+        record = pretrain(
+            recipe, documents, _tokenizer(given.tokenizer, documents, recipe), course, given.out
+        )
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

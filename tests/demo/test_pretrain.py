@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_documents_in_a_row_do_not_see_each_other(tokenizer: Any) -> None:
     ids, positions = PackedText(documents, sum(map(len, documents)), seed=0).take(1)
     packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
     starts = [*(positions[0] == 0).nonzero().flatten().tolist(), ids.shape[1]]
-    for begin, end in zip(starts, starts[1:], strict=False):
+    for begin, end in pairwise(starts):
         alone = model(input_ids=ids[:, begin:end], use_cache=False).logits[0]
         torch.testing.assert_close(packed[begin:end], alone, rtol=1e-4, atol=1e-4)
     losses = [_loss(model, torch.tensor([d]), torch.arange(len(d))[None]).item() for d in documents]

@@ -22,7 +22,9 @@ def tokenizer() -> Any:
 
 def test_documents_of_every_kind_of_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("One.\nStill one.\n\n\nTwo.\n")
-    (tmp_path / "b.jsonl").write_text('{"text": "Three."}\n\n{"instruction": "Q", "input": "I", "output": "A"}\n')
+    (tmp_path / "b.jsonl").write_text(
+        '{"text": "Three."}\n\n{"instruction": "Q", "input": "I", "output": "A"}\n'
+    )
     (tmp_path / "c.json").write_text(json.dumps([{"instruction": "Q", "output": "A"}]))
     assert read_documents([tmp_path / name for name in ("a.txt", "b.jsonl", "c.json")]) == [
         Document("One.\nStill one."),
