@@ -49,7 +49,7 @@ class Course:
         threads: torch threads; other numbers round differently.
     """
 
-    steps: int = 900
+    steps: int = 600
     rows: int = 16
     length: int = 128
     lr: float = 4e-3
