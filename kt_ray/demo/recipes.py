@@ -117,7 +117,7 @@ RECIPES: dict[str, Recipe] = {
 # Recipes of kt_ray.demo.pretrain. A small head makes the first steps begin near ln(vocabulary).
 PRETRAINED: dict[str, Recipe] = {
     "demo": replace(RECIPES["demo"], vocab=2048, head_std=0.02),
-    # 9 M parameters, 4 M at work per token, with a 6,400-token tokenizer: a base for docs/nekoqa.md.
+    # 10 M parameters, 5 M at work per token, with a 6,400-token tokenizer: a base for docs/nekoqa.md.
     "nekoqa": Recipe(
         config={
             **_COMMON,
