@@ -25,6 +25,7 @@ from kt_ray.train.loop import Trainer
 GOLDEN = Path(__file__).parent / "golden" / "demo_losses.json"
 STEPS = 5
 SETTINGS = (
+    "model=demo_random",  # its weights never change
     "cluster=local",
     "rule=cpu_2workers_2sockets",
     "rule.worker_threads=1",

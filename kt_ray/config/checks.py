@@ -76,6 +76,16 @@ def _model(config: Config) -> None:
             "a checkpoint in model.path beside it",
             "set model.path=<directory>, or model.experts_path=null",
         )
+    if model.path is None and model.build == "demo_base":
+        for key, given in (("seed", model.seed or None), ("tokenizer", model.tokenizer)):
+            if given is not None:
+                raise fault(
+                    f"model.{key}",
+                    given,
+                    f"has no meaning for model={model.name}, which is pretrained with a tokenizer of its own",
+                    "its default",
+                    f"leave model.{key} out, or take random weights: model=demo_random",
+                )
     if model.path is None and model.build is None:
         if config.mode in ("train", "predict", "chat") or (
             config.mode == "preview" and model.tokenizer is None

@@ -10,7 +10,7 @@ GENERATING = ("predict", "chat")  # modes that generate: their plan has caches, 
 # Words a key may have. Keys whose type also allows null or a number take those as well.
 WORDS: dict[str, tuple[str, ...]] = {
     "mode": ("train", "plan", "doctor", "preview", "predict", "chat", "eval", "report", "compare"),
-    "model.build": ("demo", "mini"),
+    "model.build": ("demo_base", "demo", "mini"),
     "model.dtype": ("auto", "bfloat16", "float32"),
     "model.attn_implementation": ("sdpa", "eager"),
     "rule.device": ("auto", "cpu", "cuda"),

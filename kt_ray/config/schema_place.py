@@ -16,9 +16,9 @@ class ModelConfig:
             a plan can be made from `config`, or (with `build`) the model is built locally.
         config: the released config.json, inline, so that `mode=plan` works without a checkpoint.
             Ignored when `path` holds a config.json.
-        build: "demo" or "mini" = build this small model from `seed` on first use; ignored when
-            `path` is given.
-        seed: seed of a locally built model.
+        build: "demo_base" = the small pretrained model inside the package; "demo" or "mini" = build this
+            small model from `seed` on first use, with random weights; ignored when `path` is given.
+        seed: seed of a model with random weights.
         dtype: compute type of attention, norms, router and shared experts: "auto" takes the
             checkpoint's torch_dtype; "bfloat16"; "float32". Experts stay in the checkpoint's type.
         attn_implementation: "sdpa" or "eager", as transformers names them.

@@ -1,20 +1,23 @@
-"""Build a small DeepSeek-V3 checkpoint from a seed, once, into a cache directory.
+"""Put a small DeepSeek-V3 checkpoint into a cache directory, once.
 
-Every tensor is drawn from its own generator, seeded by (seed, name), and the checkpoint is written by
+demo_base is copied from the package, where it lies as kt_ray.demo.pretrain made it. The others are random:
+every tensor is drawn from its own generator, seeded by (seed, name), and the checkpoint is written by
 transformers' save_pretrained: per-expert keys in safetensors, BF16, as the family is released.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kt_ray.config.schema import ModelConfig
-from kt_ray.demo.recipes import RECIPES, Recipe, persona_path
+from kt_ray.demo.recipes import BASE, RECIPES, Recipe, base_path, persona_path
 from kt_ray.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,27 +70,66 @@ def ensure_demo_model(
     half a checkpoint and two builders may race: the first rename wins, both results are the same bytes.
 
     Args:
-        name: a key of RECIPES.
-        seed: decides every weight.
+        name: "demo_base", or a key of RECIPES.
+        seed: decides every weight of a random model; demo_base has only the one it was trained with, 0.
         cache_dir: root of the cache; None = `default_cache_dir()`.
-        tokenizer_dir: a tokenizer to use (and copy) instead of the demo tokenizer; sets the vocabulary.
+        tokenizer_dir: a tokenizer to use (and copy) instead of the demo tokenizer; sets the vocabulary of a
+            random model; demo_base knows only its own.
 
     Raises:
-        UserError: unknown name, no tokenizer in `tokenizer_dir`, or a cache that cannot be written.
+        UserError: unknown name, no tokenizer in `tokenizer_dir`, a cache that cannot be written, or another
+            seed or tokenizer for demo_base.
     """
+    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    if name == BASE:
+        return _ensure_base(root, seed, tokenizer_dir)
     recipe = RECIPES.get(name)
     if recipe is None:
         raise UserError(
             "no such built-in model",
             where="model.build",
             observed=name,
-            required=" or ".join(RECIPES),
-            remedy="set model.build=demo, or give model.path a checkpoint",
+            required=" or ".join((BASE, *RECIPES)),
+            remedy="set model.build=demo_base, or give model.path a checkpoint",
         )
     source = Path(tokenizer_dir).expanduser() if tokenizer_dir is not None else None
     inputs = _tokenizer_bytes(source) if source else persona_path().read_bytes()
-    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     target = root / "models" / f"{name}-seed{seed}-{recipe.fingerprint(seed, inputs)}"
+    return _once(target, lambda scratch: _build(recipe, seed, source, scratch))
+
+
+def _ensure_base(root: Path, seed: int, tokenizer_dir: str | Path | None) -> str:
+    """The pretrained base in the cache. Its directory is named by its bytes, so that an adapter's base
+    never changes under it with another version of the package."""
+    for key, given in (("model.seed", seed or None), ("model.tokenizer", tokenizer_dir)):
+        if given is not None:
+            raise UserError(
+                "the demo's base is pretrained: its weights and its tokenizer belong together",
+                where=key,
+                observed=given,
+                remedy=f"leave {key} out, or take random weights: model=demo_random",
+            )
+    known = json.loads((base_path() / "pretrain.json").read_text(encoding="utf-8"))["sha256"]
+    digest = hashlib.sha256("".join(known[name] for name in sorted(known)).encode()).hexdigest()[:12]
+    return _once(root / "models" / f"{BASE}-{digest}", lambda scratch: _copy_base(known, scratch))
+
+
+def _copy_base(known: dict[str, str], out: Path) -> None:
+    for source in sorted(base_path().iterdir()):
+        data = source.read_bytes()
+        if source.name in known and hashlib.sha256(data).hexdigest() != known[source.name]:
+            raise UserError(
+                "the demo's base model is damaged",
+                where=str(source),
+                observed=f"{len(data)} bytes with another SHA-256",
+                required=known[source.name],
+                remedy="install kt_ray again",
+            )
+        (out / source.name).write_bytes(data)
+
+
+def _once(target: Path, make: Callable[[Path], None]) -> str:
+    """`target`, made by `make` in a directory beside it if it is not there."""
     if (target / "config.json").is_file():
         return str(target)
     try:
@@ -101,7 +143,7 @@ def ensure_demo_model(
             remedy="set KT_RAY_CACHE to a directory you may write to",
         ) from error
     try:
-        _build(recipe, seed, source, scratch)
+        make(scratch)
         scratch.chmod(0o755)
         try:
             scratch.rename(target)
@@ -138,8 +180,6 @@ def _tokenizer_bytes(source: Path) -> bytes:
 
 def _build(recipe: Recipe, seed: int, tokenizer_dir: Path | None, out: Path) -> None:
     import torch
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-    from transformers.utils import logging
 
     from kt_ray.demo.tokenizer import train_tokenizer
 
@@ -150,6 +190,17 @@ def _build(recipe: Recipe, seed: int, tokenizer_dir: Path | None, out: Path) -> 
         from kt_ray.data.template import load_tokenizer
 
         tokenizer = load_tokenizer(str(tokenizer_dir))
+    save_model(new_model(recipe, tokenizer, seed, torch.bfloat16), tokenizer, out)
+
+
+def new_model(recipe: Recipe, tokenizer: Any, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    """A DeepSeek-V3 of the recipe's dimensions and the tokenizer's vocabulary, drawn from `seed`.
+
+    Parameters are of `dtype`; buffers stay float32, as the family releases the correction bias.
+    """
+    import torch
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
     config = DeepseekV3Config(
         **recipe.config,
         vocab_size=-(-len(tokenizer) // 64) * 64,
@@ -161,8 +212,20 @@ def _build(recipe: Recipe, seed: int, tokenizer_dir: Path | None, out: Path) -> 
     with torch.device("meta"):
         model = DeepseekV3ForCausalLM(config)
     model.to_empty(device="cpu")
+    rotary: Any = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config)  # its frequencies are no part of a checkpoint: still empty
     _fill(model, recipe, seed)
-    for parameter in model.parameters():  # buffers stay float32: the family releases the correction bias so
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def save_model(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
+    """Write model (parameters rounded to BF16) and tokenizer into `out`."""
+    import torch
+    from transformers.utils import logging
+
+    for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from kt_ray.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -36,13 +39,22 @@ def train_tokenizer(data: Path, vocab: int) -> PreTrainedTokenizerFast:
 
     Deterministic: the same file gives the same merges. All 256 bytes are tokens, so any text encodes.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    texts = ["system\nuser\nassistant\n"]
+    texts: list[str] = []
     for line in data.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         texts += [row["instruction"], row["input"], row["output"]]
+    return learn_tokenizer(texts, vocab, str(data))
+
+
+def learn_tokenizer(texts: Iterable[str], vocab: int, source: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of exactly `vocab` tokens, with the demo's chat template.
+
+    Raises:
+        UserError: the texts (from `source`) hold too little for that many tokens.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -53,9 +65,15 @@ def train_tokenizer(data: Path, vocab: int) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    core.train_from_iterator(texts, trainer)
+    core.train_from_iterator(["system\nuser\nassistant\n", *texts], trainer)
     if core.get_vocab_size() != vocab:
-        raise ValueError(f"{data} yields {core.get_vocab_size()} tokens, not {vocab}: lower Recipe.vocab")
+        raise UserError(
+            "the text is too little for the tokenizer",
+            where=source,
+            observed=f"{core.get_vocab_size()} tokens",
+            required=f"{vocab} tokens",
+            remedy="give more text, or a tokenizer",
+        )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,

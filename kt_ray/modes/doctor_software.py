@@ -202,7 +202,8 @@ def model(config: ModelConfig) -> Check:
     """The checkpoint: config, index and shards, headers only."""
     if config.path is None:
         if config.build is not None:
-            return passed("model", f"{config.name}: built locally on first use")
+            how = "inside the package" if config.build == "demo_base" else "built locally on first use"
+            return passed("model", f"{config.name}: {how}")
         return warned(
             "model", f"{config.name}: dimensions only, no checkpoint", "set model.path=<directory> to train"
         )

@@ -104,16 +104,16 @@ def _own_dims(model: ModelConfig) -> ModelDims:
     if model.path is not None and (model.config is None or (Path(model.path) / "config.json").is_file()):
         return dataclasses.replace(dims_from_dir(model.path), name=model.name)
     if model.build is not None:
-        from kt_ray.demo.recipes import RECIPES
+        from kt_ray.demo.recipes import built
 
-        recipe = RECIPES[model.build]
-        built = {
+        recipe = built(model.build)
+        config = {
             **recipe.config,
             "model_type": "deepseek_v3",
             "vocab_size": recipe.vocab,
             "dtype": "bfloat16",
         }
-        dims = dims_from_config(built, model.name)
+        dims = dims_from_config(config, model.name)
         if model.tokenizer is None:
             return dims
         note = "vocabulary planned as the demo tokenizer's; the given tokenizer's may be larger"

@@ -158,3 +158,11 @@ def _nest(key: str, value: object) -> dict[str, Any]:
 def test_placement_by_load_needs_a_load(experts: dict[str, Any], message: str) -> None:
     line = _line(_config(rule={"experts": experts}))
     assert message in line and "To fix: set rule.experts.load=" in line
+
+
+@pytest.mark.parametrize(("key", "value"), [("seed", 3), ("tokenizer", "some/tokenizer")])
+def test_the_pretrained_demo_takes_no_other_seed_or_tokenizer(key: str, value: object) -> None:
+    line = _line(_config(model={"build": "demo_base", key: value}))
+    assert f"model.{key}={value} has no meaning" in line and "model=demo_random" in line
+    check(_config(model={"build": "demo", key: value}))
+    check(_config(model={"build": "demo_base", "path": "some/checkpoint", key: value}))

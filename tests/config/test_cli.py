@@ -189,7 +189,7 @@ def test_modes_get_the_configuration(modes: list[Config]) -> None:
     assert cli.main([]) == 0
     assert cli.main(["mode=plan", "model=deepseek_v3", "rule=amx_4gpu", "lora.rank=16"]) == 0
     train, plan = modes
-    assert (train.mode, train.model.build) == ("train", "demo")
+    assert (train.mode, train.model.build) == ("train", "demo_base")
     assert Path(train.run.root).is_absolute()
     assert (plan.mode, plan.model.name, plan.rule.stages, plan.lora.rank) == ("plan", "deepseek_v3", 4, 16)
 

@@ -13,6 +13,7 @@ import pytest
 
 from kt_ray.config.schema import ModelConfig
 from kt_ray.demo import RECIPES, builder, ensure_demo_model, resolve_model_dir
+from kt_ray.demo.recipes import base_path
 from kt_ray.errors import UserError
 
 
@@ -186,10 +187,60 @@ def test_faults(tmp_path: Path) -> None:
         resolve_model_dir(ModelConfig("m", path=str(tmp_path / "absent")))
     with pytest.raises(UserError, match="names no checkpoint"):
         resolve_model_dir(ModelConfig("deepseek_v3"))
-    with pytest.raises(UserError, match=r"no such built-in model.*found huge.*demo or mini"):
+    with pytest.raises(UserError, match=r"no such built-in model.*found huge.*demo_base or demo or mini"):
         ensure_demo_model("huge", cache_dir=tmp_path)
     with pytest.raises(UserError, match=r"no tokenizer found.*model\.tokenizer"):
         ensure_demo_model("mini", cache_dir=tmp_path, tokenizer_dir=tmp_path / "absent")
     (tmp_path / "models").write_text("a file in the way")
     with pytest.raises(UserError, match=r"cannot be written.*KT_RAY_CACHE"):
         ensure_demo_model("demo", cache_dir=tmp_path)
+
+
+def test_the_pretrained_base_is_copied_whole_and_small_enough_to_ship(tmp_path: Path) -> None:
+    path = Path(ensure_demo_model("demo_base", cache_dir=tmp_path))
+    assert digest(path) == digest(base_path())
+    assert sum(p.stat().st_size for p in path.iterdir()) <= 8e6
+    known = json.loads((path / "pretrain.json").read_text())["sha256"]
+    assert {name: digest(path)[name] for name in known} == known
+    assert set(known) == {"model.safetensors", "tokenizer.json"}
+    assert ensure_demo_model("demo_base", cache_dir=tmp_path) == str(path)
+
+
+def test_the_pretrained_base_has_the_demos_dimensions_and_a_bias_that_takes_part(tmp_path: Path) -> None:
+    from kt_ray.demo.recipes import built
+
+    config = json.loads((base_path() / "config.json").read_text())
+    recipe = built("demo_base")
+    assert recipe.config == RECIPES["demo"].config
+    assert {key: config[key] for key in recipe.config} == recipe.config
+    assert config["vocab_size"] == recipe.vocab
+    found = tensors(base_path())
+    for layer in range(1, config["num_hidden_layers"]):
+        assert found[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"].abs().max() > 0
+
+
+def test_a_damaged_base_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    shutil.copytree(base_path(), tmp_path / "base")
+    (tmp_path / "base" / "model.safetensors").write_bytes(b"version https://git-lfs")
+    monkeypatch.setattr(builder, "base_path", lambda: tmp_path / "base")
+    with pytest.raises(UserError, match=r"base model is damaged.*model\.safetensors.*install kt_ray again"):
+        ensure_demo_model("demo_base", cache_dir=tmp_path / "cache")
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
+
+
+@pytest.mark.parametrize(("option", "key"), [({"seed": 1}, "seed"), ({"tokenizer_dir": "t"}, "tokenizer")])
+def test_the_base_takes_no_other_seed_or_tokenizer(tmp_path: Path, option: dict[str, Any], key: str) -> None:
+    with pytest.raises(UserError, match=rf"pretrained.*model\.{key}.*model=demo_random"):
+        ensure_demo_model("demo_base", cache_dir=tmp_path, **option)
+
+
+def test_a_new_model_has_its_rotary_frequencies(demo: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo)
+    made = builder.new_model(RECIPES["demo"], tokenizer, 0, torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(demo)
+    torch.testing.assert_close(made.model.rotary_emb.inv_freq, loaded.model.rotary_emb.inv_freq)

@@ -238,6 +238,7 @@ def test_ray_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_model(tmp_path: Path) -> None:
     verdict(software.model(make_config(model={"build": "demo"}).model), PASS, "first use")
+    verdict(software.model(make_config(model={"build": "demo_base"}).model), PASS, "inside the package")
     verdict(software.model(make_config().model), WARN, "model.path")
     verdict(
         software.model(make_config(model={"path": str(tmp_path / "absent")}).model), FAIL, "does not exist"

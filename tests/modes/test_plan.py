@@ -96,7 +96,7 @@ MODELS = {
 
 
 def test_every_model_option_is_listed() -> None:
-    assert set(option_names("model")) == {*MODELS, "custom", "demo", "mini"}
+    assert set(option_names("model")) == {*MODELS, "custom", "demo", "demo_random", "mini"}
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))
@@ -158,13 +158,14 @@ def test_model_dims(tmp_path: Path) -> None:
         model_dims(make_config().model)
 
 
-def test_built_models_have_the_planned_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("build", ["demo", "demo_base"])
+def test_built_models_have_the_planned_size(tmp_path: Path, build: str) -> None:
     from safetensors import safe_open
 
     from kt_ray.demo import ensure_demo_model
 
-    directory = Path(ensure_demo_model("demo", 0, cache_dir=str(tmp_path)))
-    dims = model_dims(make_config(model={"build": "demo"}).model)
+    directory = Path(ensure_demo_model(build, 0, cache_dir=str(tmp_path)))
+    dims = model_dims(make_config(model={"build": build}).model)
     count = 0
     for shard in directory.glob("*.safetensors"):
         with safe_open(shard, "pt") as file:
