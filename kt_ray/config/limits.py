@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 # Words a key may have. Keys whose type also allows null or a number take those as well.
 WORDS: dict[str, tuple[str, ...]] = {
-    "mode": ("train", "plan", "doctor", "preview", "predict", "chat"),
+    "mode": ("train", "plan", "doctor", "preview", "predict", "chat", "serve"),
     "model.build": ("demo", "mini"),
     "model.dtype": ("auto", "bfloat16", "float32"),
     "model.attn_implementation": ("sdpa", "eager"),
@@ -115,4 +115,9 @@ BOUNDS: dict[str, Bound] = {
     "generate.batch_size": Bound(1),
     "generate.prefill_tokens": Bound(1),
     "generate.limit": Bound(1),
+    "serve.port": Bound(1, 65535),
+    "serve.max_batch": Bound(1),
+    "serve.max_queue": Bound(0),
+    "serve.max_tokens": Bound(1),
+    "serve.max_body": Bound(1),
 }

@@ -57,6 +57,7 @@ class ExpertHost:
         self.load_seconds = 0.0
         self.weight_bytes = 0
         self._grads: dict[int, ExpertLora] = {}
+        self._kept: dict[str, dict[int, ExpertLora]] = {}  # adapters for generation, by name
         # (layer, group) -> what its backward needs, and its routed slots
         self._saved: dict[tuple[int, int], Kept] = {}
         self._dropout: DropoutSpec | None = None
@@ -163,6 +164,14 @@ class ExpertHost:
             DropoutSpec(p=p, seed=self.spec.seed, step=step) if train and p > 0 and self.lora else None
         )
 
+    def keep(self, name: str, *, copy: bool) -> None:
+        """Keep the LoRA as it is now as an adapter for generation; `copy` if it will be changed."""
+        kept = {layer: lora.map(torch.Tensor.clone) if copy else lora for layer, lora in self.lora.items()}
+        if copy and self.lane is not None:
+            for lora in kept.values():
+                self.lane.lock(lora)
+        self._kept[name] = kept
+
     def local_ids(self, layer: int, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
         """Global expert ids [T, K] of a layer to local ones; experts held elsewhere become n (no expert)."""
         table = self._local.get(layer)
@@ -183,14 +192,14 @@ class ExpertHost:
         *,
         keep: bool,
         alloc: Alloc = new_memory,
-        adapter: bool = True,
+        adapter: bool | str = True,
     ) -> torch.Tensor:
         """Weighted sum over this host's experts.
 
         Args:
             x: [T, H] float32 or bfloat16. ids: [T, K] local ids. router_weights: [T, K] float32.
             keys: [T] int64 dropout keys. keep: a backward of (layer, group) follows.
-            alloc: where y is to lie. adapter: False = without LoRA.
+            alloc: where y is to lie. adapter: False = without LoRA; a name = with what `keep` kept under it.
 
         Returns:
             y [T, H] float32.
@@ -198,7 +207,9 @@ class ExpertHost:
         start = time.monotonic()
         held = len(self.order[layer])
         counts = torch.bincount(ids.reshape(-1), minlength=held + 1)[:held].tolist()
-        lora, engine_ids, pending = self.lora.get(layer) if adapter else None, ids, None
+        lora, engine_ids, pending = None, ids, None
+        if adapter is not False:
+            lora = (self.lora if adapter is True else self._kept[adapter]).get(layer)
         if self.lane is not None:
             chosen = self.lane.choose(layer, counts, len(x))
             engine_ids = self._without(layer, ids, chosen)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from kt_ray.data.template import ChatEncoder, load_tokenizer
 from kt_ray.data.types import Conversation, Message
 from kt_ray.demo import resolve_model_dir
 from kt_ray.errors import UserError
-from kt_ray.generate.adapter import AdapterReader, adapter_directory
+from kt_ray.generate.adapter import AdapterReader, adapter_directory, settings_of
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request, Sampling
 from kt_ray.model.build import build_on_meta
@@ -43,6 +43,7 @@ class Setup:
         config: with the LoRA settings of the adapter.
         model_dir: resolved Hugging Face directory. fingerprint: of its weights.
         adapter: adapter directory, or None.
+        adapters: name -> adapter directory, where requests name one.
         encoder: tokenizer and chat template. eos: token ids that end an answer.
         context: tokens that the model was made for; None = it does not say.
     """
@@ -57,6 +58,7 @@ class Setup:
     encoder: ChatEncoder
     eos: tuple[int, ...]
     context: int | None
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tokenizer(self) -> Any:
@@ -97,8 +99,11 @@ class Setup:
         return Request(prompt, sampling, adapter, tuple(generate.stop))
 
 
-def setup(config: Config) -> Setup:
-    """Check model, adapter, hardware and plan, cheapest first.
+def setup(config: Config, named: Mapping[str, str] | None = None) -> Setup:
+    """Check model, adapters, hardware and plan, cheapest first.
+
+    Args:
+        named: adapters that requests will name -> what the user calls their directory.
 
     Raises:
         UserError: the first fault.
@@ -108,6 +113,9 @@ def setup(config: Config) -> Setup:
     if config.generate.adapter is not None:
         adapter = adapter_directory(config.generate.adapter)
         lora = AdapterReader(adapter, model_dir).config
+    adapters = {name: adapter_directory(path, "serve.adapters") for name, path in (named or {}).items()}
+    if adapters:
+        lora = settings_of([AdapterReader(directory, model_dir) for directory in adapters.values()])
     config = replace(config, lora=lora)
     dims = dims_from_dir(model_dir)
     plan = make_plan(dims, config, this_host())
@@ -149,6 +157,7 @@ def setup(config: Config) -> Setup:
         encoder=encoder,
         eos=_ends(model_dir, encoder),
         context=context if isinstance(context, int) and context > 0 else None,
+        adapters=adapters,
     )
 
 
@@ -174,8 +183,8 @@ def _ends(model_dir: str, encoder: ChatEncoder) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def generating(made: Setup, name: str) -> Iterator[Generator]:
-    """A generator on a started cluster with the adapter loaded; both end with the block.
+def started(made: Setup, name: str) -> Iterator[ActorCluster]:
+    """A started cluster with the adapters loaded; it ends with the block.
 
     Args:
         made: what `setup` found.
@@ -194,15 +203,33 @@ def generating(made: Setup, name: str) -> Iterator[Generator]:
         if made.adapter is not None:
             count = cluster.load_adapter(made.adapter)
             _say(f"adapter: {made.adapter}, {count} tensors")
-        with Generator(
-            cluster,
-            made.tokenizer,
-            max_rows=config.generate.batch_size,
-            prefill_tokens=config.generate.prefill_tokens,
-        ) as generator:
-            yield generator
+        if made.adapters:
+            count = cluster.load_adapters(made.adapters)
+            _say(f"adapters: {', '.join(made.adapters)}, {count} tensors")
+        yield cluster
     finally:
         cluster.shutdown()
+
+
+@contextlib.contextmanager
+def generating(made: Setup, name: str) -> Iterator[Generator]:
+    """A generator on a started cluster with the adapter loaded; both end with the block.
+
+    Args:
+        made: what `setup` found.
+        name: names the Ray namespace.
+    """
+    generate = made.config.generate
+    with (
+        started(made, name) as cluster,
+        Generator(
+            cluster,
+            made.tokenizer,
+            max_rows=generate.batch_size,
+            prefill_tokens=generate.prefill_tokens,
+        ) as generator,
+    ):
+        yield generator
 
 
 def _cluster(made: Setup, name: str, progress: LoadProgress) -> ActorCluster:
