@@ -13,6 +13,7 @@ import torch
 from kt_ray.actors.mailbox import Aborted, Address, Message
 from kt_ray.actors.recovery import NOTICE, ActorDied, bring_back
 from kt_ray.actors.serving import ServeReport
+from kt_ray.actors.session import serve_session
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.batch import PassSpec
 from kt_ray.errors import UserError
@@ -62,6 +63,7 @@ class ActorCluster(ABC):
         self._load_noted: dict[str, tuple[int, int, int]] = {}
         self._token = 0
         self._closed = False
+        self._broken = False  # the last session of generation did not end as it should
         self._lost: set[Address] = set()  # those found dead since the last recovery
         self._aborts: list[Any] = []  # calls that may still be on their way
 
@@ -280,13 +282,21 @@ class ActorCluster(ABC):
     def serve(self, spec: SessionSpec, opened: Callable[[], None]) -> list[ServeReport]:
         """One session of generation: returns, or raises what an actor raised, when it is over.
 
+        After an error the next session begins with the actors' mailboxes empty: the cluster stays usable
+        as long as all of its actors are alive.
+
         Args:
             opened: called once requests can be sent.
+
+        Raises:
+            ActorLost: an actor died; generation then needs a new cluster.
         """
-        self._gather([(h, "open_outbox", ()) for h in self.workers], self.patience)
-        opened()
-        reports: list[ServeReport] = self._gather([(h, "serve", (spec,)) for h in self.handles], None)
-        return reports
+        return serve_session(self, spec, opened)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of requests are less."""
+        return self.plan.dims.vocab_size
 
     @property
     def coordinators(self) -> list[int]:

@@ -105,7 +105,7 @@ class WorkerSession:
             actor.port,
             replica=here.replica,
             experts=len(plan.experts),
-            number=0,
+            number=spec.tag(0),
             timeout=actor.timeout,
             held=plan.held,
             num_experts=plan.dims.num_experts,
@@ -187,12 +187,13 @@ class WorkerSession:
         self.port.release_all()
         self.actor.doing = f"step {step.number}"
         decoder, here, plan = self.decoder, self.actor.here, self.actor.plan
-        self.exchange.go_on(step.number)
+        number = self.spec.tag(step.number)
+        self.exchange.go_on(number)
         link = StageLink(
             self.mailbox,
             self.port,
             rank=self.actor.rank,
-            number=step.number,
+            number=number,
             timeout=self.actor.timeout,
             device=self.actor.spec.device,
             recorder=self.recorder,
@@ -256,8 +257,10 @@ class ExpertSession:
             self.report.add("wait", time.monotonic() - start)
             assert message is not None
             if message.tag[0] == "bye":
-                workers -= 1
+                workers -= message.tag[1] == self.spec.number
                 continue
+            if not self.spec.holds(message.tag[1]):
+                continue  # of a session that an error ended
             start = time.monotonic()
             self._serve(message)
             self.report.add("engine", time.monotonic() - start)

@@ -16,7 +16,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -34,6 +34,9 @@ class Serving(Protocol):
 
     @property
     def coordinators(self) -> list[int]: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
     def serve(self, spec: SessionSpec, opened: Callable[[], None]) -> list[Any]: ...
 
@@ -85,10 +88,16 @@ class Answer:
         self._give = self._pieces.put if listener is None else listener
         self._ended = threading.Event()
         self._error: BaseException | None = None
+        self._reason = ""
 
     @property
     def text(self) -> str:
         return self._stream.text if self._stream is not None else ""
+
+    @property
+    def error(self) -> str:
+        """What went wrong where `finish` is "error"."""
+        return self._reason or ("" if self._error is None else str(self._error))
 
     def __iter__(self) -> Iterator[Piece]:
         while True:
@@ -130,9 +139,9 @@ class Answer:
                 if not finish:
                     self.cancel()
                 finish = "stop"
-        self.finish = finish
+        self.finish, self._reason = finish, token.error
         if finish != token.finish:
-            token = Token(token.request, token.token, token.logprob, token.top, finish)
+            token = replace(token, finish=finish)
         self._give(Piece(token, text, at))
         if finish:
             self._ended.set()
@@ -152,16 +161,27 @@ class Generator:
         cluster: started.
         tokenizer: for text and stop strings; None = token ids only.
         max_rows: requests of one replica that run at the same time; others wait.
-        prefill_tokens: see SessionSpec.
+        prefill_tokens, cache_tokens: see SessionSpec.
+
+    What is wrong with one request ends that request: `submit` refuses it, or its answer's `finish` is "error"
+    and its `error` says why. An error of the session itself, in an actor, ends all of them; the cluster then
+    serves another generator, unless an actor died.
     """
 
     def __init__(
-        self, cluster: Serving, tokenizer: Any = None, *, max_rows: int = 32, prefill_tokens: int = 2048
+        self,
+        cluster: Serving,
+        tokenizer: Any = None,
+        *,
+        max_rows: int = 32,
+        prefill_tokens: int = 2048,
+        cache_tokens: int | None = None,
     ) -> None:
         self.cluster = cluster
         self.tokenizer = tokenizer
         pad = getattr(tokenizer, "pad_token_id", None)
-        self.spec = SessionSpec(next(_sessions), max_rows, prefill_tokens, int(pad or 0))
+        number = next(_sessions)
+        self.spec = SessionSpec(number, max_rows, prefill_tokens, int(pad or 0), cache_tokens)
         self.reports: list[Any] = []
         self._numbers = itertools.count()
         self._answers: dict[int, tuple[int, Answer]] = {}  # number -> (rank of its coordinator, answer)
@@ -196,15 +216,17 @@ class Generator:
                 must not wait; None = iterate over the answer.
 
         Raises:
-            UserError: the session is over, or stop strings without a tokenizer. Otherwise what ended it.
+            UserError: the request cannot be served: token ids out of range, longer than the caches, stop
+                strings without a tokenizer; or the session is over.
         """
-        if request.stop and self.tokenizer is None:
-            raise UserError(
-                "stop strings need a tokenizer", observed=request.stop, remedy="give the generator one"
-            )
+        self._check(request)
         with self._lock:
             if self._error is not None:
-                raise self._error
+                raise UserError(
+                    "this session of generation has ended with an error",
+                    observed=f"{type(self._error).__name__}: {self._error}",
+                    remedy="make another generator on the same cluster; if an actor died, another cluster",
+                ) from self._error
             if self._closed:
                 raise UserError("the generator is closed", remedy="make another one")
             ranks = self.cluster.coordinators
@@ -217,6 +239,30 @@ class Generator:
             self._answers[number] = rank, answer
             self.cluster.order(rank, "request", self.spec.number, number, request)
         return answer
+
+    def _check(self, request: Request) -> None:
+        if request.stop and self.tokenizer is None:
+            raise UserError(
+                "stop strings need a tokenizer", observed=request.stop, remedy="give the generator one"
+            )
+        vocab, ids = self.cluster.vocab_size, request.prompt
+        if min(ids) < 0 or max(ids) >= vocab:
+            place = next(i for i, token in enumerate(ids) if not 0 <= token < vocab)
+            raise UserError(
+                "a token id of the prompt is not in the model's vocabulary",
+                where=f"token {place} of {len(ids)}",
+                observed=ids[place],
+                required=f"0 to {vocab - 1}",
+                remedy="make the prompt with the model's own tokenizer",
+            )
+        room = self.spec.cache_tokens
+        if room is not None and request.longest > room:
+            raise UserError(
+                "prompt and answer are longer than the key-value caches",
+                observed=f"{len(ids)} tokens and max_new_tokens={request.sampling.max_new_tokens}",
+                required=f"at most {room} tokens together (generate.cache_tokens)",
+                remedy="shorten the prompt, lower max_new_tokens, or raise generate.cache_tokens",
+            )
 
     def _cancel(self, rank: int, number: int) -> None:
         self.cluster.order(rank, "cancel", self.spec.number, number)

@@ -85,6 +85,11 @@ class Request:
     adapter: bool | str = True
     stop: tuple[str, ...] = ()
 
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and answer at the most."""
+        return len(self.prompt) + self.sampling.max_new_tokens
+
     def __post_init__(self) -> None:
         if not self.prompt:
             raise UserError(
@@ -105,7 +110,8 @@ class Token:
         token: the id; -1 where only the end is told (a cancelled request).
         logprob, top: where asked for: natural logarithm of its probability; (id, logprob) of the most
             probable ones, falling.
-        finish: "" = more follow; "stop" (an eos token), "length", "cancelled" or "error" (logits not finite).
+        finish: "" = more follow; "stop" (an eos token), "length", "cancelled" or "error".
+        error: what went wrong, where finish is "error": of this request alone, others go on.
     """
 
     request: int
@@ -113,6 +119,7 @@ class Token:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     finish: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,12 +132,23 @@ class SessionSpec:
         prefill_tokens: tokens, padding included, that one step reads in at the most (a single prompt may
             be longer).
         pad_id: an id to fill padding with; what it is does not matter.
+        cache_tokens: room in one replica's caches: a request is taken in when the longest that its batch's
+            answers can get, times their number, is not more; None = whenever a row is free.
     """
 
     number: int
     max_rows: int = 32
     prefill_tokens: int = 2048
     pad_id: int = 0
+    cache_tokens: int | None = None
+
+    def tag(self, step: int) -> int:
+        """A number for a step's messages that no step of another session has."""
+        return (self.number << 32) + step
+
+    def holds(self, tag: int) -> bool:
+        """Whether `tag` is of this session."""
+        return tag >> 32 == self.number
 
 
 @dataclass(frozen=True)

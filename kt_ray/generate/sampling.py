@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kt_ray.generate.requests import Request, Token
 
+NOT_FINITE = "the logits of its next token are not finite"
+
 
 class RowSampler:
     """Chooses the tokens of one request. Runs on the CPU; its random numbers are its own.
@@ -42,7 +44,7 @@ class RowSampler:
         """Choose one token from float32 logits [V] of the last position."""
         sampling = self.request.sampling
         if not bool(torch.isfinite(logits_V).any()) or bool(torch.isnan(logits_V).any()):
-            return Token(self.number, -1, finish="error")
+            return failed(self.number, NOT_FINITE)
         scores = logits_V.unsqueeze(0)
         if self._processors:
             scores = self._processors(self._seen, scores.clone())
@@ -79,11 +81,24 @@ def sample(rows: Sequence[RowSampler], logits_BV: Tensor) -> list[Token]:
         # A NaN among a row's logits is its maximum.
         bad = (~torch.isfinite(best.values)).tolist()
         return [
-            Token(row.number, -1, finish="error") if wrong else row.take(token)
+            failed(row.number, NOT_FINITE) if wrong else row.take(token)
             for row, token, wrong in zip(rows, best.indices.tolist(), bad, strict=True)
         ]
     host = logits_BV.cpu()
-    return [row.next(logits) for row, logits in zip(rows, host, strict=True)]
+    return [_next(row, logits) for row, logits in zip(rows, host, strict=True)]
+
+
+def failed(number: int, error: object) -> Token:
+    """The end of a request that went wrong."""
+    text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
+    return Token(number, -1, finish="error", error=text)
+
+
+def _next(row: RowSampler, logits_V: Tensor) -> Token:
+    try:
+        return row.next(logits_V)
+    except Exception as error:  # of this row's settings: the others of its batch go on
+        return failed(row.number, error)
 
 
 def _processors(request: Request) -> Any:

@@ -42,13 +42,19 @@ class Schedule:
         return bool(self._waiting or self._cohorts or self._drop)
 
     def add(self, number: int, request: Request) -> list[Token]:
-        """A new request waits for its turn; its end, if it was cancelled before it came."""
-        from kt_ray.generate.sampling import RowSampler
+        """A new request waits for its turn; its end, if it was cancelled before or cannot be served."""
+        from kt_ray.generate.sampling import RowSampler, failed
 
         self._seen.add(number)
         if number in self._unwanted:
             return [Token(number, -1, finish="cancelled")]
-        self._waiting.append(RowSampler(number, request))
+        room = self.spec.cache_tokens
+        if room is not None and request.longest > room:
+            return [failed(number, f"{request.longest} tokens do not fit the caches' {room}")]
+        try:
+            self._waiting.append(RowSampler(number, request))
+        except Exception as error:  # of this request's settings
+            return [failed(number, error)]
         return []
 
     def cancel(self, number: int) -> list[Token]:
@@ -103,11 +109,23 @@ class Schedule:
             sizes[name] = max(length, longest.get(name, 0)) * (len(taken.get(name, ())) + 1)
             if taken and sum(sizes.values()) > self.spec.prefill_tokens:
                 break
+            if not self._has_room(name, row):
+                break
             self._waiting.popleft()
             self._rows[row.number] = row
             taken.setdefault(name, []).append(row)
             longest[name] = max(length, longest.get(name, 0))
         return [self._read_in(name, rows) for name, rows in taken.items()]
+
+    def _has_room(self, name: str, row: RowSampler) -> bool:
+        """Whether the caches can hold one more row to its end, whatever the others' answers become."""
+        room = self.spec.cache_tokens
+        if room is None:
+            return True
+        cohorts: dict[str, list[int]] = {name: [row.request.longest]}
+        for other in self._rows.values():  # those taken in this step as well
+            cohorts.setdefault(self._cohort_of(other), []).append(other.request.longest)
+        return sum(max(longest) * len(longest) for longest in cohorts.values()) <= room
 
     def _cohort_of(self, row: RowSampler) -> str:
         if not self.joint:

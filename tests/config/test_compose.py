@@ -30,6 +30,7 @@ COMPLETE = {
     "trainer": "default",
     "tracking": "jsonl",
     "cluster": "ray",
+    "generate": "default",
 }
 
 

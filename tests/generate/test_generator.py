@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from kt_ray.actors.cluster import ActorCluster
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
-from kt_ray.generate.requests import Request, Sampling
+from kt_ray.generate.requests import Request, Sampling, Token
+from kt_ray.generate.sampling import RowSampler
 from tests.helpers.generation import answers, hugging_face, random_prompts
 from tests.helpers.hf_reference import FAMILIES, Row, build_checkpoint, random_rows
 from tests.helpers.runs import by_row, config_for, local_cluster, one_pass, steps, waves_of
@@ -98,12 +101,7 @@ def test_the_adapter_is_on_or_off_for_each_request(model: Path) -> None:
     prompts = random_prompts(LENGTHS, seed=5)
     base = hugging_face(model, prompts, max_new_tokens=NEW, eos_token_id=None)
     with local_cluster(model, config_for(model, *TWO)) as cluster:
-        generator = torch.Generator().manual_seed(1)
-        values = {
-            name: torch.randn(value.shape, generator=generator, dtype=torch.float32) * 0.3
-            for name, value in cluster.parameters().items()
-        }
-        cluster.set_parameters(values)
+        random_adapter(cluster)
         sampling = Sampling(max_new_tokens=NEW)
         tuned = answers(cluster, prompts, sampling)
         assert all(a != b for a, b in zip(tuned, base, strict=True))
@@ -149,18 +147,70 @@ def test_cancelled_closed_and_streamed(model: Path) -> None:
             generator.submit(Request(prompt))
 
 
-def test_an_error_in_an_actor_reaches_every_answer(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def random_adapter(cluster: ActorCluster) -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = {
+        name: torch.randn(value.shape, generator=generator, dtype=torch.float32) * 0.3
+        for name, value in cluster.parameters().items()
+    }
+    cluster.set_parameters(values)
+
+
+def test_what_is_wrong_with_a_request_ends_that_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = random_prompts((4, 6))
+    choose = RowSampler.next
+
+    def fails_for_seed_7(self: RowSampler, logits: torch.Tensor) -> Token:
+        if self.request.sampling.seed == 7 and len(self.tokens) == 2:
+            raise ValueError("no such setting")
+        return choose(self, logits)
+
+    monkeypatch.setattr(RowSampler, "next", fails_for_seed_7)
+    with local_cluster(model, config_for(model)) as cluster:
+        expected = answers(cluster, prompts[:1], Sampling(max_new_tokens=NEW))[0]
+        with Generator(cluster, cache_tokens=60) as generator:
+            good = generator.submit(Request(prompts[0], Sampling(max_new_tokens=NEW)))
+            bad = generator.submit(Request(prompts[1], Sampling(max_new_tokens=NEW, temperature=1.0, seed=7)))
+            for ids, found in (((5, 96), "found 96"), ((-1, 5), "found -1")):
+                with pytest.raises(UserError, match=rf"token id .*{found}; required 0 to 95"):
+                    generator.submit(Request(ids))
+            with pytest.raises(UserError, match=r"longer than the key-value caches.* at most 60"):
+                generator.submit(Request(prompts[0], Sampling(max_new_tokens=57)))
+            assert good.result(60).tokens == expected
+            assert bad.result(60).finish == "error" and len(bad.tokens) == 2
+            assert bad.error == "ValueError: no such setting"
+
+
+def test_an_error_in_an_actor_ends_the_session_but_not_the_cluster(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kt_ray.experts import ExpertHost
 
-    def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("the engine is broken")
+    prompts, sampling = random_prompts(LENGTHS), Sampling(max_new_tokens=NEW)
+    forward = ExpertHost.forward
+    calls = []
 
-    with local_cluster(model, config_for(model)) as cluster:
-        monkeypatch.setattr(ExpertHost, "forward", broken)
+    def breaks(self: ExpertHost, *args: Any, **options: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 20:
+            raise RuntimeError("the engine is broken")
+        return forward(self, *args, **options)
+
+    with local_cluster(model, config_for(model, *TWO)) as cluster:
+        random_adapter(cluster)
+        expected = answers(cluster, prompts, sampling)
+        monkeypatch.setattr(ExpertHost, "forward", breaks)
         with Generator(cluster) as generator:
-            answer = generator.submit(Request((5, 6)))
+            asked = [generator.submit(Request(p, sampling, adapter=n % 2 > 0)) for n, p in enumerate(prompts)]
+            for answer in asked:
+                with pytest.raises(RuntimeError, match="engine is broken"):
+                    answer.result(60)
+                assert answer.finish == "error" and "engine is broken" in answer.error
             with pytest.raises(RuntimeError, match="engine is broken"):
-                answer.result(60)
-            with pytest.raises(RuntimeError, match="engine is broken"):
-                for _ in answer:
+                for _ in asked[0]:
                     pass
+            with pytest.raises(
+                UserError, match=r"has ended with an error.*engine is broken.*another generator"
+            ):
+                generator.submit(Request(prompts[0]))
+        assert answers(cluster, prompts, sampling) == expected

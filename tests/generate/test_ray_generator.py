@@ -60,5 +60,10 @@ def test_answers_are_hugging_faces_and_a_death_reaches_those_who_wait(
         answer = generator.submit(Request(prompts[0], Sampling(max_new_tokens=1_000_000)))
         next(iter(answer))
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(UserError, match="expert actor 1 died"):
+        with pytest.raises(UserError, match=r"expert actor 1 died.*start the same command again"):
             answer.result(60)
+    with (
+        Generator(cluster) as another,
+        pytest.raises(UserError, match=r"ended with a death.*another cluster"),
+    ):
+        another.submit(Request(prompts[0])).result(60)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kt_ray.generate.requests import Request, Sampling, SessionSpec, Step
 from kt_ray.generate.schedule import Schedule
 
 
-def schedule(max_rows: int = 4, prefill_tokens: int = 100, joint: bool = True) -> Schedule:
-    return Schedule(SessionSpec(1, max_rows, prefill_tokens, pad_id=9), joint)
+def schedule(
+    max_rows: int = 4, prefill_tokens: int = 100, joint: bool = True, cache_tokens: int | None = None
+) -> Schedule:
+    return Schedule(SessionSpec(1, max_rows, prefill_tokens, pad_id=9, cache_tokens=cache_tokens), joint)
 
 
 def request(length: int, new: int = 3, adapter: bool = True) -> Request:
@@ -99,3 +103,28 @@ def test_cancelling() -> None:
     assert book.cancel(0) == [] and book.next().drop == (0,) and not book.busy
     assert book.cancel(7) == []  # before it came
     assert [t.finish for t in book.add(7, request(2))] == ["cancelled"] and not book.busy
+
+
+def test_rows_wait_until_the_caches_have_room_for_their_longest_answers() -> None:
+    book = schedule(cache_tokens=21)
+    book.add(0, request(2))  # 5 at the most
+    book.add(1, request(4))  # 7: both rows are as wide then, 14
+    book.add(2, request(2))  # 21
+    book.add(3, request(2, adapter=False))  # a batch of its own, 26
+    step = book.next()
+    assert [b.rows for b in step.batches] == [(0, 1, 2)]
+    for _ in range(3):
+        ended = advance(book, step)
+        step = book.next()
+    assert [finish for _, finish in ended] == ["length"] * 3 and [b.rows for b in step.batches] == [(3,)]
+
+
+def test_a_request_that_never_fits_or_has_bad_settings_ends_alone() -> None:
+    book = schedule(cache_tokens=8)
+    (token,) = book.add(0, request(6))
+    assert (token.request, token.finish) == (0, "error") and "9 tokens" in token.error
+    wrong = replace(request(2), sampling=Sampling(max_new_tokens=2, temperature=0.5, min_p=0.5))
+    object.__setattr__(wrong.sampling, "min_p", 7.0)  # as if it had come without its checks
+    (token,) = book.add(1, wrong)
+    assert token.finish == "error" and "min_p" in token.error
+    assert not book.busy
