@@ -348,7 +348,9 @@ class ActorCluster(ABC):
         for number, (name, directory) in enumerate(adapters.items(), 1):
             count += int(sum(self._all("load_adapter", directory, True)))
             self._publish()
-            self._all("keep_adapter", name, number < len(adapters))  # the last one's place is not needed again
+            self._all(
+                "keep_adapter", name, number < len(adapters)
+            )  # the last one's place is not needed again
         return count
 
     # -- after a death ------------------------------------------------------------------------

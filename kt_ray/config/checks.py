@@ -33,7 +33,19 @@ def check(config: Config) -> None:
     for key in ("seed", "model.seed"):
         if not 0 <= value_of(config, key) < SEED_LIMIT:
             raise fault(key, value_of(config, key), "is out of range", "at least 0 and less than 2**63")
-    for part in (_model, _rule, check_layers, _data, _lora, _optim, _trainer, _generate, _serve, _cluster, _run):
+    for part in (
+        _model,
+        _rule,
+        check_layers,
+        _data,
+        _lora,
+        _optim,
+        _trainer,
+        _generate,
+        _serve,
+        _cluster,
+        _run,
+    ):
         part(config)
 
 
@@ -316,7 +328,9 @@ def _serve(config: Config) -> None:
         )
     for name, directory in (serve.adapters or {}).items():
         if not name.strip() or not directory or name == (serve.name or config.model.name):
-            what = "an adapter has the base model's name" if name.strip() and directory else "something is empty"
+            what = (
+                "an adapter has the base model's name" if name.strip() and directory else "something is empty"
+            )
             raise fault(
                 "serve.adapters",
                 f"{{{name}: {directory}}}",

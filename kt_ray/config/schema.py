@@ -328,14 +328,15 @@ class ServeConfig:
     Attributes:
         host: address to listen on; beyond this machine (0.0.0.0, an address of its network) only with a key.
         port: to listen on.
-        api_key: what clients send as "Authorization: Bearer ..."; None = the variable KT_RAY_API_KEY, and without
-            one no key is asked for. Prefer the variable: command lines are seen by other users of a machine.
+        api_key: what clients send as "Authorization: Bearer ..."; None = the variable KT_RAY_API_KEY, and
+            without one no key is asked for. Prefer the variable: other users of a machine see command lines.
         name: of the base model in requests; None = model.name.
-        adapters: name in requests -> adapter directory (of kt_ray or PEFT), or a run directory that holds one.
+        adapters: name in requests -> adapter directory (of kt_ray or PEFT), or a run directory that holds
+            one.
         max_batch: answers of one replica that are generated at the same time.
         max_queue: answers that wait beside them; beyond, requests are refused (429).
-        max_tokens: tokens of one answer at the most, and of a chat answer whose request names no limit; None =
-            what is left of the model's context.
+        max_tokens: tokens of one answer at the most, and of a chat answer whose request names no limit;
+            None = what is left of the model's context.
         max_body: bytes of a request at the most.
     """
 
@@ -356,8 +357,8 @@ class Config:
 
     Attributes:
         mode: "train", "plan" (placement and memory), "doctor" (this machine), "preview" (tokenized rows),
-            "predict" (answers to held-out questions), "chat" (in the terminal) or "serve" (an OpenAI-compatible
-            server).
+            "predict" (answers to held-out questions), "chat" (in the terminal) or "serve" (a server
+            compatible with OpenAI's).
         seed: seed of data order, LoRA initialisation and dropout.
         model: see ModelConfig.
         rule: see RuleConfig.

@@ -75,8 +75,8 @@ class Request:
     Attributes:
         prompt: token ids, at least one.
         sampling: see Sampling.
-        adapter: False = the base model answers, as if there were no LoRA; True = with the LoRA that was loaded;
-            a name = with the adapter kept under it (`ActorCluster.load_adapters`).
+        adapter: False = the base model answers, as if there were no LoRA; True = with the LoRA that was
+            loaded; a name = with the adapter kept under it (`ActorCluster.load_adapters`).
         stop: strings that end the answer and are not part of it (the driver looks for them).
     """
 

@@ -296,7 +296,8 @@ class _Adapters:
             for index, layer in layers.items()
         }
         own = {name: parameter.data for name, parameter in parameters.items()}
-        self._values: dict[bool | str, Mapping[str, Tensor]] = {True: own, **kept}
+        self._values: dict[bool | str, Mapping[str, Tensor]] = {True: own}
+        self._values.update(kept)
         self._state: dict[int, bool | str] = dict.fromkeys(layers, True)
         self._holds: dict[int, bool | str] = dict.fromkeys(layers, True)
 

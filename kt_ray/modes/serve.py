@@ -47,7 +47,7 @@ def served_of(made: Setup, key: str | None) -> Served:
     Raises:
         UserError: nothing says how long an answer may be.
     """
-    config, serve = made.config, made.config.serve
+    config, serve, room = made.config, made.config.serve, None
     if made.context is None:
         raise UserError(
             "the model does not say how long its context is",
@@ -61,12 +61,15 @@ def served_of(made: Setup, key: str | None) -> Served:
         tokenizer=config.model.tokenizer or made.model_dir,
         template=config.model.chat_template,
         eos=made.eos,
-        context=made.context,
+        context=made.context if room is None else min(made.context, room),
         max_tokens=serve.max_tokens,
         running=serve.max_batch * made.plan.replicas,
         max_queue=serve.max_queue,
-        max_rows=serve.max_batch,
-        prefill_tokens=config.generate.prefill_tokens,
+        session={
+            "max_rows": serve.max_batch,
+            "prefill_tokens": config.generate.prefill_tokens,
+            "cache_tokens": room,
+        },
         max_body=serve.max_body,
         key=digest(key) if key else None,
         fingerprint=made.fingerprint,
@@ -77,9 +80,7 @@ def served_of(made: Setup, key: str | None) -> Served:
 def _serve(made: Setup, served: Served, cluster: ActorCluster, ready: Callable[[], None]) -> None:
     serve = made.config.serve
     if made.config.cluster.name == "local":
-        with Generator(
-            cluster, made.tokenizer, max_rows=served.max_rows, prefill_tokens=served.prefill_tokens
-        ) as generator:
+        with Generator(cluster, made.tokenizer, **served.session) as generator:
             run_server(make_engine(served, generator), serve.host, serve.port, ready)
         return
     from kt_ray.actors.ray_cluster import RayCluster

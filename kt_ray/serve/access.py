@@ -111,7 +111,9 @@ class Gate:
 
     def _too_large(self) -> ApiError:
         return ApiError(
-            413, f"the request is larger than {self._max_body} bytes (serve.max_body)", code="request_too_large"
+            413,
+            f"the request is larger than {self._max_body} bytes (serve.max_body)",
+            code="request_too_large",
         )
 
 

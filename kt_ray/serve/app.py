@@ -69,7 +69,9 @@ def make_app(engine: Engine) -> FastAPI:
             body.logprobs is not None,
         )
         if body.echo:
-            texts = [p if isinstance(p, str) else engine.encoder.tokenizer.decode(p) for p in body.prompts]
+            texts = [
+                p if isinstance(p, str) else str(engine.encoder.tokenizer.decode(p)) for p in body.prompts
+            ]
             replies.echoes = [text for text in texts for _ in range(body.n or 1)]
         return await _respond(engine, body, prompts, replies, request)
 

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ class Served:
         context: tokens that prompt and answer may have together.
         max_tokens: of one answer; None = what the context leaves.
         running: answers that are generated at the same time, over all replicas. max_queue: that wait.
-        prefill_tokens: see SessionSpec.
+        session: arguments of the Generator: max_rows, prefill_tokens, cache_tokens.
         max_body: bytes of a request. key: digest of the clients' key, or None.
         fingerprint: of the model's weights.
         created: seconds since 1970.
@@ -48,8 +48,7 @@ class Served:
     max_tokens: int | None
     running: int
     max_queue: int
-    max_rows: int
-    prefill_tokens: int
+    session: Mapping[str, Any]
     max_body: int
     key: bytes | None
     fingerprint: str
@@ -88,7 +87,7 @@ class Job:
             if isinstance(piece, BaseException):
                 raise ApiError(503, f"the engine has stopped: {_line(piece)}", code="engine_stopped")
             if piece.token.finish == "error":
-                raise ApiError(500, "the model's output is not finite", code="not_finite")
+                raise ApiError(500, f"this answer failed: {piece.token.error}", code="answer_failed")
             if piece.token.finish == "cancelled":
                 raise ApiError(503, "the server is shutting down", code="shutting_down")
             if piece.token.finish:
@@ -196,7 +195,7 @@ class Engine:
         """n requests per prompt, each with a seed of its own."""
         adapter = self.adapter_of(body.model)
         seed = (secrets.randbits(62) if body.seed is None else body.seed) % 2**63
-        found = []
+        found: list[Request] = []
         for prompt in prompts:
             limit = self._limit(body, len(prompt))
             for _ in range(body.n or 1):
@@ -243,7 +242,7 @@ class Engine:
             if most is not None and asked > most:
                 raise ApiError(
                     400,
-                    f"max_tokens={asked} is more than this server gives one answer: {most} (serve.max_tokens)",
+                    f"max_tokens={asked} is more than one answer can have here: {most} (serve.max_tokens)",
                     param="max_tokens",
                     code="invalid_value",
                 )
@@ -285,7 +284,9 @@ class Engine:
                 self._outstanding -= len(requests) - len(job.answers)
             job.cancel()
             if isinstance(error, UserError):
-                raise ApiError(503, f"the engine has stopped: {_line(error)}", code="engine_stopped") from error
+                raise ApiError(
+                    503, f"the engine has stopped: {_line(error)}", code="engine_stopped"
+                ) from error
             raise
         return job
 

@@ -103,7 +103,7 @@ class StreamOptions(Body):
 
 
 class Common(Body):
-    """What both kinds of request have. Also beyond OpenAI's API: top_k, min_p, repetition_penalty, min_tokens."""
+    """What both kinds of request have. Beyond OpenAI's: top_k, min_p, repetition_penalty, min_tokens."""
 
     labels: ClassVar[tuple[str, ...]] = LABELS
 
