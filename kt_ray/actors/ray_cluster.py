@@ -81,7 +81,7 @@ class RayCluster(ActorCluster):
         self.rule = rule
         self.namespace = config.namespace or f"kt_ray-{run_name}"
         self.dashboard_url: str | None = None
-        self._joined = False  # a cluster that was there before
+        self.joined = False  # a cluster that was there before
         self.connected = False  # to Ray, by this object: it then disconnects, too
         self._group: Any = None
         self._wanted: dict[Address, tuple[int, Wanted]] = {}  # with the number of its bundle
@@ -102,7 +102,7 @@ class RayCluster(ActorCluster):
         running = running_cluster(self.config.address)
         if running is not None:
             self._join(running)
-            self._joined = True
+            self.joined = True
             where = f"{running.address} (from {running.source})"
             return [
                 f"Ray: joined the running cluster at {where}{dashboard_hint(self.dashboard_url)}",
@@ -216,7 +216,7 @@ class RayCluster(ActorCluster):
     def environment(self) -> dict[str, str]:
         """Variables that processes of this cluster must see."""
         found = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        if self._joined:  # that cluster's processes have an environment of their own
+        if self.joined:  # that cluster's processes have an environment of their own
             found |= openmp.settings(os.environ)
         return found
 

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
+from kt_ray.generate.requests import Request
 from kt_ray.placement.types import Plan
 from kt_ray.serve.app import make_app
 from kt_ray.serve.engine import Engine, Served
@@ -53,14 +55,23 @@ def attachment(cluster: RayCluster) -> Attachment:
     )
 
 
-def attach(to: Attachment) -> RayCluster:
-    """The same cluster in this process, for its calls; never shut it down from here."""
-    cluster = RayCluster(to.plan, to.specs, to.config, to.rule, "serve")
-    for kind, handles in (("worker", cluster.workers), ("experts", cluster.experts)):
-        for address in sorted(address for address in to.names if address[0] == kind):
-            actor = ray.get_actor(to.names[address], namespace=to.namespace)
-            handles.append(RayHandle(address, actor))
-    return cluster
+class AttachedCluster(RayCluster):
+    """The same cluster in another process, for its calls; never shut down from there."""
+
+    def __init__(self, to: Attachment) -> None:
+        super().__init__(to.plan, to.specs, to.config, to.rule, "serve")
+        self._orders = ThreadPoolExecutor(1, thread_name_prefix="kt-orders")
+        for kind, handles in (("worker", self.workers), ("experts", self.experts)):
+            for address in sorted(address for address in to.names if address[0] == kind):
+                actor = ray.get_actor(to.names[address], namespace=to.namespace)
+                handles.append(RayHandle(address, actor))
+
+    def order(
+        self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
+    ) -> None:
+        # On a thread that belongs to no HTTP request. When a client leaves, Serve cancels the request's task
+        # and with it the actor calls made in it; one that then never comes holds up all later ones.
+        self._orders.submit(super().order, rank, kind, session, number, request)
 
 
 class Server:
@@ -74,7 +85,7 @@ class Server:
     engine: Engine | None = None  # of this process: there is one replica in it
 
     def __init__(self, to: Attachment, served: Served) -> None:
-        self.generator = Generator(attach(to), _tokenizer(served), **served.session)
+        self.generator = Generator(AttachedCluster(to), _tokenizer(served), **served.session)
         Server.engine = make_engine(served, self.generator)
 
     def look(self) -> str:
@@ -163,8 +174,9 @@ def run_on_serve(
                 handle.stop.remote().result(timeout_s=2 * FAREWELL)
             raise
     finally:
-        with contextlib.suppress(Exception):
-            serve.shutdown()
+        if cluster.joined:  # one of our own ends as a whole
+            with contextlib.suppress(Exception):
+                serve.shutdown()
 
 
 def _refuse_company() -> None:

@@ -109,8 +109,8 @@ async def _respond(
             return Response(status_code=499)  # nobody reads it
         await work
     finally:
+        job.cancel()  # before anything is awaited: this task may be cancelled itself, and twice
         await _end(work, gone)
-        job.cancel()
     return JSONResponse(replies.whole(choices))
 
 
@@ -157,8 +157,8 @@ class EventStream(Response):
             if writer.done() and not isinstance(writer.exception(), OSError):
                 await writer  # OSError: the client left between two chunks
         finally:
-            await _end(writer, gone)
             self._job.cancel()
+            await _end(writer, gone)
 
     async def _write(self, send: Any) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
