@@ -5,6 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+GENERATING = (
+    "predict",
+    "chat",
+    "serve",
+)  # modes that generate: their plan has caches, and nothing for training
+
 # Words a key may have. Keys whose type also allows null or a number take those as well.
 WORDS: dict[str, tuple[str, ...]] = {
     "mode": ("train", "plan", "doctor", "preview", "predict", "chat", "serve"),
@@ -37,6 +43,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "tracking.name": ("jsonl", "wandb"),
     "tracking.mode": ("auto", "online", "offline"),
     "cluster.name": ("ray", "local"),
+    "generate.cache_tokens": ("auto",),
     "generate.answer": ("auto", "adapter", "base", "both"),
     "generate.split": ("eval", "all"),
 }
@@ -114,6 +121,7 @@ BOUNDS: dict[str, Bound] = {
     "generate.repetition_penalty": Bound(0, open_low=True),
     "generate.batch_size": Bound(1),
     "generate.prefill_tokens": Bound(1),
+    "generate.cache_tokens": Bound(1),
     "generate.limit": Bound(1),
     "serve.port": Bound(1, 65535),
     "serve.max_batch": Bound(1),

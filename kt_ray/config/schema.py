@@ -298,7 +298,11 @@ class GenerateConfig:
         repetition_penalty: more than 1 makes tokens that were there already less probable.
         stop: strings that end an answer, besides the model's own end tokens.
         batch_size: answers of one replica that are generated at the same time; others wait.
-        prefill_tokens: prompt tokens (padding included) that one step reads in at the most.
+        prefill_tokens: prompt tokens (padding included) that one step reads in at the most; a single prompt
+            may be longer.
+        cache_tokens: tokens, padding included, that the key-value caches of one replica have room for, which
+            the plan's memory counts; rows wait while their longest answers would not fit. "auto" = for each
+            of batch_size rows data.max_length and max_new_tokens, or the model's context where that is less.
         split: rows of mode=predict: "eval" (the held-out ones, as in training) or "all".
         limit: of mode=predict: rows at the most; None = all.
         system: system prompt of mode=chat; None = none.
@@ -316,6 +320,7 @@ class GenerateConfig:
     stop: list[str] = field(default_factory=list)
     batch_size: int = 32
     prefill_tokens: int = 2048
+    cache_tokens: int | str = "auto"
     split: str = "eval"
     limit: int | None = None
     system: str | None = None

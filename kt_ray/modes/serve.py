@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.config.schema import Config
-from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.modes.generation import Setup, setup, started
 from kt_ray.serve.access import VARIABLE, check_address, digest
@@ -23,7 +23,9 @@ def run(config: Config) -> int:
     key = serve.api_key or os.environ.get(VARIABLE) or None
     check_address(serve.host, key)
     check_port(serve.host, serve.port)
-    made = setup(config, serve.adapters)
+    # The plan counts caches for generate.batch_size rows.
+    generate = replace(config.generate, batch_size=serve.max_batch)
+    made = setup(replace(config, generate=generate), serve.adapters)
     served = served_of(made, key)
 
     def ready() -> None:
@@ -42,26 +44,15 @@ def run(config: Config) -> int:
 
 
 def served_of(made: Setup, key: str | None) -> Served:
-    """What is served, from a checked configuration.
-
-    Raises:
-        UserError: nothing says how long an answer may be.
-    """
-    config, serve, room = made.config, made.config.serve, None
-    if made.context is None:
-        raise UserError(
-            "the model does not say how long its context is",
-            where=f"{made.model_dir}/config.json",
-            required="max_position_embeddings",
-            remedy="add it to the model's config.json",
-        )
+    """What is served, from a checked configuration."""
+    config, serve, room = made.config, made.config.serve, made.cache_tokens
     return Served(
         name=serve.name or config.model.name,
         adapters=tuple(made.adapters),
         tokenizer=config.model.tokenizer or made.model_dir,
         template=config.model.chat_template,
         eos=made.eos,
-        context=made.context if room is None else min(made.context, room),
+        context=min(made.context or room, room),
         max_tokens=serve.max_tokens,
         running=serve.max_batch * made.plan.replicas,
         max_queue=serve.max_queue,
