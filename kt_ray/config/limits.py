@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-GENERATING = (
-    "predict",
-    "chat",
-    "serve",
-)  # modes that generate: their plan has caches, and nothing for training
+# Modes that generate: their plan has caches, and nothing for training.
+GENERATING = ("predict", "chat", "serve")
 
 # Words a key may have. Keys whose type also allows null or a number take those as well.
 WORDS: dict[str, tuple[str, ...]] = {
