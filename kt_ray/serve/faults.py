@@ -55,6 +55,10 @@ def of_user_error(error: UserError) -> ApiError:
 def of_validation(errors: Sequence[Any]) -> ApiError:
     """The first fault that pydantic found in a request's body."""
     first = errors[0]
+    if str(first.get("type")).endswith("_type"):
+        # Of a union, such as text or list of texts, the branch of another type fails first: not the cause.
+        same = (e for e in errors if e["loc"][:2] == first["loc"][:2] and not e["type"].endswith("_type"))
+        first = next(same, first)
     kind, context = str(first.get("type")), first.get("ctx") or {}
     if kind == "json_invalid":
         return ApiError(400, f"the body is not JSON: {context.get('error', first['msg'])}")
