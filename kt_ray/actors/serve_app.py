@@ -27,8 +27,8 @@ from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request
 from kt_ray.placement.types import Plan
 from kt_ray.serve.app import make_app
-from kt_ray.serve.engine import Engine, Served
-from kt_ray.serve.run import FAREWELL, make_engine
+from kt_ray.serve.engine import FAREWELL, Engine, Served
+from kt_ray.serve.run import make_engine
 
 APPLICATION = "kt_ray"
 LOOK = 2.0  # seconds between looks at the deployment
@@ -98,11 +98,7 @@ class Server:
     def stop(self) -> None:
         """Refuse further requests; give those that run a moment; end the session."""
         assert Server.engine is not None
-        Server.engine.stop()
-        deadline = time.monotonic() + FAREWELL
-        while Server.engine.outstanding and time.monotonic() < deadline:
-            time.sleep(0.05)
-        self.generator.close()
+        Server.engine.close()
 
 
 def _tokenizer(served: Served) -> Any:

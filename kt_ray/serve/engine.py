@@ -18,6 +18,7 @@ from kt_ray.generate.requests import Request, Sampling
 from kt_ray.serve.faults import ApiError
 from kt_ray.serve.schemas import ChatMessage, ChatRequest, Common, CompletionRequest
 
+FAREWELL = 5.0  # seconds that running answers get when the server is stopped
 _LONG = 20_000  # characters from which on tokenizing does not hold the event loop up
 _COMPLETION_TOKENS = 16  # of a completion that names no limit, as in OpenAI's API
 
@@ -62,6 +63,8 @@ class Submits(Protocol):
     def error(self) -> BaseException | None: ...
 
     def submit(self, request: Request, listener: Any = None) -> Answer: ...
+
+    def close(self) -> None: ...
 
 
 class Job:
@@ -148,6 +151,14 @@ class Engine:
     def stop(self) -> None:
         """No further requests."""
         self._stopping = True
+
+    def close(self) -> None:
+        """No further requests; those that run get a moment; then the session ends. Blocks."""
+        self.stop()
+        deadline = time.monotonic() + FAREWELL
+        while self._outstanding and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.generator.close()
 
     # -- prompts ----------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -13,9 +14,8 @@ import uvicorn
 from kt_ray.data.template import ChatEncoder, load_tokenizer
 from kt_ray.errors import UserError
 from kt_ray.serve.app import make_app
-from kt_ray.serve.engine import Engine, Served, Submits
+from kt_ray.serve.engine import FAREWELL, Engine, Served, Submits
 
-FAREWELL = 5  # seconds that running answers get when the server is stopped
 _LOOK = 0.5  # seconds between looks at the engine
 
 
@@ -42,6 +42,19 @@ def check_port(host: str, port: int) -> None:
             ) from error
 
 
+class _Server(uvicorn.Server):
+    """Ends the engine beside its connections, so that streams end with an event and not in their middle."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self._engine = engine
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.ensure_future(asyncio.to_thread(self._engine.close))
+        await super().shutdown(sockets)
+        await ending
+
+
 def run_server(engine: Engine, host: str, port: int, ready: Callable[[], None]) -> None:
     """Serve until Ctrl-C, SIGTERM or the engine's end.
 
@@ -60,9 +73,9 @@ def run_server(engine: Engine, host: str, port: int, ready: Callable[[], None]) 
         log_level=logging.WARNING,
         access_log=False,
         lifespan="off",
-        timeout_graceful_shutdown=FAREWELL,
+        timeout_graceful_shutdown=int(2 * FAREWELL),  # clients that do not read what they are sent
     )
-    server = uvicorn.Server(config)
+    server = _Server(config, engine)
     with _watched(engine, server, ready), contextlib.suppress(KeyboardInterrupt):
         server.run()  # uvicorn takes the signals, ends, and raises them again
     if engine.generator.error is not None:
