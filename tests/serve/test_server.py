@@ -43,10 +43,6 @@ class Server:
     model: Path
     adapters: dict[str, Path]
 
-    @property
-    def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=120)
-
 
 @contextlib.contextmanager
 def launched(place: Place, log: Path, *arguments: str) -> Iterator[str]:
@@ -102,8 +98,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(server: Server) -> OpenAI:
-    return server.client
+def client(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=120) as made:
+        yield made
 
 
 def chat(client: OpenAI, **settings: Any) -> Any:
@@ -227,13 +224,12 @@ def test_adapters_by_name(client: OpenAI) -> None:
     assert len(set(first.values())) == 3
 
     async def mixed() -> list[tuple[str, str]]:
-        asked = AsyncOpenAI(base_url=client.base_url, api_key=KEY, max_retries=0)
-
-        async def one(name: str) -> tuple[str, str]:
+        async def one(asked: AsyncOpenAI, name: str) -> tuple[str, str]:
             given: Any = {"model": name, "messages": QUESTION, "max_tokens": 8, "temperature": 0}
             return name, (await asked.chat.completions.create(**given)).choices[0].message.content or ""
 
-        return await asyncio.gather(*(one(name) for name in ["demo", "wild", "calm"] * 4))
+        async with AsyncOpenAI(base_url=client.base_url, api_key=KEY, max_retries=0) as asked:
+            return await asyncio.gather(*(one(asked, name) for name in ["demo", "wild", "calm"] * 4))
 
     assert all(text == first[name] for name, text in asyncio.run(mixed()))
 
@@ -250,7 +246,7 @@ def test_what_is_wrong(server: Server, client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="tools"):
         chat(client, tools=[{"type": "function", "function": {"name": "f"}}])
     with pytest.raises(openai.AuthenticationError) as locked:
-        chat(OpenAI(base_url=client.base_url, api_key="another", max_retries=0))
+        chat(client.with_options(api_key="another"))
     assert locked.value.status_code == 401 and locked.value.code == "invalid_api_key"
     assert fetch(f"{server.url}/health") == (200, '{"status":"ok"}')
     assert fetch(f"{server.url}/v1/nothing", KEY)[0] == 404
@@ -342,13 +338,16 @@ def test_without_ray(server: Server, client: OpenAI, tmp_path: Path, monkeypatch
         "serve.name=demo",
         f"serve.adapters={{wild: {server.adapters['wild']}}}",
     )
-    with ray_place() as place, launched(place, tmp_path / "log.txt", *arguments) as url:
-        local = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        for name in ("demo", "wild"):
-            said = [chat(asked, model=name).choices[0].message.content for asked in (local, client)]
-            assert said[0] == said[1]
-        long = chat(local, max_tokens=1900, n=4, stream=True)  # ends with the server
-        next(iter(long))
+    with contextlib.ExitStack() as stack:
+        with ray_place() as place, launched(place, tmp_path / "log.txt", *arguments) as url:
+            local = stack.enter_context(OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
+            for name in ("demo", "wild"):
+                said = [chat(asked, model=name).choices[0].message.content for asked in (local, client)]
+                assert said[0] == said[1]
+            long = chat(local, max_tokens=2000, n=16, temperature=1, stream=True)
+            next(iter(long))
+        with pytest.raises(openai.APIError, match="shutting down"):  # said in the stream, not just cut off
+            list(long)
 
 
 @pytest.mark.parametrize(
