@@ -10,7 +10,7 @@ number of rows, over the gaps between tokens of all rounds:
     median_s, p10_s, p90_s  from one token to the next as the driver gets them, rows together
     first_s                 from submit to the first token, median of rounds
     terms_s                 per step, as workers and expert actors count them, medians of rounds
-    cpu_s                   CPU seconds of all processes per step: other work on the machine does not change it
+    cpu_s                   CPU seconds of all processes per step, which other work disturbs little
     ray_per_layer_s         under Ray: what median_s is more than in one process, per MoE layer
     ray_per_layer_p10_s     the same of p10_s, which other work on the machine disturbs least
 """
@@ -32,6 +32,8 @@ import common
 
 sys.path.insert(0, str(common.REPO))
 
+from kt_ray import openmp
+
 PROMPT = "Who are you, and what do you like?"
 KINDS = {"local": (), "ray": ("cluster.address=local", "cluster.dashboard=false")}
 
@@ -50,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for record in records:
         _show(record)
     if args.json:
+        if args.note:
+            about["note"] = args.note
         about["load_after"] = round(os.getloadavg()[0], 2)
         common.write_json(args.json, records, about)
     return 0
@@ -63,6 +67,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--warmup", type=int, default=16, help="tokens of each answer before")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--note", help="kept in the file, about the machine")
     parser.add_argument("--child", choices=list(KINDS), help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", help="of the configuration")
     common.add_common_arguments(parser)
@@ -81,6 +86,7 @@ def _process(args: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 
 def _child(args: argparse.Namespace) -> int:
+    openmp.apply()  # as the command line does
     from kt_ray.config.compose import compose
     from kt_ray.generate.generator import Generator
     from kt_ray.modes.generation import generating, setup

@@ -2,6 +2,8 @@
 
 runs/<name>/  config.yaml  plan.json  env.json  metrics.jsonl  train.log  loss.png  wandb_id
               checkpoints/step_000300/...  adapter/  timelines/step_000010.json
+              predictions.jsonl  predictions.json  predictions_base.jsonl  losses.json  eval.json  eval.md
+              report.html
 """
 
 from __future__ import annotations
@@ -27,7 +29,18 @@ from kt_ray.errors import UserError
 log = logging.getLogger(__name__)
 
 # All that a run writes at its top level: what run.overwrite removes, and nothing else.
-_FILES = ("plan.json", "env.json", "metrics.jsonl", "train.log", "loss.png", "wandb_id")
+_FILES = (
+    *("plan.json", "env.json", "metrics.jsonl", "train.log", "loss.png", "wandb_id"),
+    *(
+        "predictions.jsonl",
+        "predictions.json",
+        "predictions_base.jsonl",
+        "losses.json",
+        "eval.json",
+        "eval.md",
+        "report.html",
+    ),
+)
 _DIRECTORIES = ("checkpoints", "adapter", "wandb", "timelines")
 _CONFIG = "config.yaml"  # written first: a directory that holds it is a run
 

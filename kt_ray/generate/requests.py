@@ -30,6 +30,8 @@ class Sampling:
         eos: token ids that end the answer (they are its last token).
         logprobs: None = no log-probabilities; n = the chosen token's and those of the n most probable, of
             the model's own distribution (temperature 1, nothing cut off).
+        candidates: tokens whose log-probabilities are told instead of the most probable ones', in this order
+            (with logprobs=0).
     """
 
     max_new_tokens: int = 256
@@ -42,6 +44,7 @@ class Sampling:
     seed: int = 0
     eos: tuple[int, ...] = ()
     logprobs: int | None = None
+    candidates: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, good, required in (
@@ -54,6 +57,7 @@ class Sampling:
             ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "more than 0"),
             ("seed", 0 <= self.seed < 2**63, "0 to 2**63 - 1"),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "null or at least 0"),
+            ("candidates", not self.candidates or self.logprobs == 0, "none, or logprobs=0 beside them"),
         ):
             if not good:
                 raise UserError(
@@ -109,7 +113,7 @@ class Token:
         request: number that `submit` gave.
         token: the id; -1 where only the end is told (a cancelled request).
         logprob, top: where asked for: natural logarithm of its probability; (id, logprob) of the most
-            probable ones, falling.
+            probable ones, falling, or of Sampling.candidates in their order.
         finish: "" = more follow; "stop" (an eos token), "length", "cancelled" or "error".
         error: what went wrong, where finish is "error": of this request alone, others go on.
     """
@@ -127,7 +131,7 @@ class SessionSpec:
     """One session, the same for all actors.
 
     Attributes:
-        number: increases by one with every session of a cluster: part of messages' tags.
+        number: another one for every session of a cluster: part of messages' tags.
         max_rows: rows of one replica that run at the same time.
         prefill_tokens: tokens, padding included, that one step reads in at the most (a single prompt may
             be longer).

@@ -56,7 +56,11 @@ class RowSampler:
         if sampling.logprobs is None:
             return self.take(token)
         own = torch.log_softmax(logits_V, dim=-1)
-        values, ids = own.topk(min(sampling.logprobs, own.numel()))
+        if sampling.candidates:
+            ids = torch.tensor(sampling.candidates)
+            values = own[ids]
+        else:
+            values, ids = own.topk(min(sampling.logprobs, own.numel()))
         top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
         return self.take(token, float(own[token]), top)
 

@@ -1,4 +1,4 @@
-"""What mode=predict and mode=chat share: a checked configuration, a started cluster, a generator."""
+"""What predict, eval and chat share: a checked configuration, a started cluster, a generator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request, Sampling
 from kt_ray.model.build import build_on_meta
 from kt_ray.model.caches import can_join
-from kt_ray.modes.prepare import _as_stored, _check_formulas, _check_isa, _meta_spec
+from kt_ray.model.family import read_family
+from kt_ray.modes.prepare import Prepared, _as_stored, _check_formulas, _check_isa, _meta_spec
 from kt_ray.native import ExpertFormula
 from kt_ray.placement.dims import dims_from_dir
 from kt_ray.placement.generation_memory import room
@@ -70,9 +71,11 @@ class Setup:
         """Tokens that one replica's caches have room for."""
         return room(self.plan.dims, self.config)
 
-    def prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
+    def prompt(
+        self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None = None
+    ) -> tuple[int, ...]:
         """Token ids of a conversation with the header of the answer to come."""
-        text = self.encoder.render(messages, prompt=True)
+        text = self.encoder.render(messages, prompt=True, tools=tools)
         return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def request(self, prompt: tuple[int, ...], where: str, *, adapter: bool, seed: int) -> Request:
@@ -154,7 +157,7 @@ def setup(config: Config, named: Mapping[str, str] | None = None) -> Setup:
     tokenizer = load_tokenizer(
         config.model.tokenizer or model_dir, "model.tokenizer" if config.model.tokenizer else "model.path"
     )
-    encoder = ChatEncoder(tokenizer, config.model.chat_template)
+    encoder = ChatEncoder(tokenizer, config.model.chat_template, name=config.data.template)
     whole = build_on_meta(_meta_spec(config, dims, model_dir))
     _check_formulas(layout, whole.formulas)
     check_non_experts(index, whole.causal, layout=layout)
@@ -198,6 +201,34 @@ def _check_fits(plan: Plan, config: Config) -> None:
         )
 
 
+def setup_of(prepared: Prepared, config: Config) -> Setup:
+    """The same for a model that a training run has checked already, with the LoRA that it trains.
+
+    Args:
+        prepared: the training run.
+        config: its configuration with the `generate` part to use.
+
+    Raises:
+        UserError: the family cannot generate.
+    """
+    text = read_family(prepared.model_dir).config
+    can_join(text)
+    encoder = ChatEncoder(prepared.data.tokenizer, config.model.chat_template, name=config.data.template)
+    context = getattr(text, "max_position_embeddings", None)
+    return Setup(
+        config=config,
+        model_dir=prepared.model_dir,
+        fingerprint=prepared.fingerprint,
+        plan=prepared.plan,
+        formulas=prepared.formulas,
+        root=prepared.root,
+        adapter=None,
+        encoder=encoder,
+        eos=_ends(prepared.model_dir, encoder),
+        context=context if isinstance(context, int) and context > 0 else None,
+    )
+
+
 def _ends(model_dir: str, encoder: ChatEncoder) -> tuple[int, ...]:
     """Tokens that end an answer: the tokenizer's, those of generation_config.json, and what the chat template
     puts behind an answer, which is what training taught."""
@@ -220,13 +251,22 @@ def _ends(model_dir: str, encoder: ChatEncoder) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def started(made: Setup, name: str) -> Iterator[ActorCluster]:
-    """A started cluster with the adapters loaded; it ends with the block.
+def generating(made: Setup, name: str) -> Iterator[Generator]:
+    """A generator on a started cluster with the adapter loaded; both end with the block.
 
     Args:
         made: what `setup` found.
         name: names the Ray namespace.
     """
+    with started(made, name) as cluster:
+        take_adapter(made, cluster)
+        with generator_on(made, cluster) as generator:
+            yield generator
+
+
+@contextlib.contextmanager
+def started(made: Setup, name: str) -> Iterator[ActorCluster]:
+    """A started cluster whose LoRA is still without effect: the base model. It ends with the block."""
     from kt_ray.modes.train import _say
 
     config = made.config
@@ -237,37 +277,33 @@ def started(made: Setup, name: str) -> Iterator[ActorCluster]:
             _say(line)
         with progress:
             cluster.start()
-        if made.adapter is not None:
-            count = cluster.load_adapter(made.adapter)
-            _say(f"adapter: {made.adapter}, {count} tensors")
-        if made.adapters:
-            count = cluster.load_adapters(made.adapters)
-            _say(f"adapters: {', '.join(made.adapters)}, {count} tensors")
         yield cluster
     finally:
         cluster.shutdown()
 
 
-@contextlib.contextmanager
-def generating(made: Setup, name: str) -> Iterator[Generator]:
-    """A generator on a started cluster with the adapter loaded; both end with the block.
+def take_adapter(made: Setup, cluster: ActorCluster) -> None:
+    """The actors read the adapter, or all that requests will name, if there are any."""
+    from kt_ray.modes.train import _say
 
-    Args:
-        made: what `setup` found.
-        name: names the Ray namespace.
-    """
+    if made.adapter is not None:
+        count = cluster.load_adapter(made.adapter)
+        _say(f"adapter: {made.adapter}, {count} tensors")
+    if made.adapters:
+        count = cluster.load_adapters(made.adapters)
+        _say(f"adapters: {', '.join(made.adapters)}, {count} tensors")
+
+
+def generator_on(made: Setup, cluster: ActorCluster) -> Generator:
+    """A session of generation under the settings of `generate`; close it, or use it in a `with`."""
     generate = made.config.generate
-    with (
-        started(made, name) as cluster,
-        Generator(
-            cluster,
-            made.tokenizer,
-            max_rows=generate.batch_size,
-            prefill_tokens=generate.prefill_tokens,
-            cache_tokens=made.cache_tokens,
-        ) as generator,
-    ):
-        yield generator
+    return Generator(
+        cluster,
+        made.tokenizer,
+        max_rows=generate.batch_size,
+        prefill_tokens=generate.prefill_tokens,
+        cache_tokens=made.cache_tokens,
+    )
 
 
 def _cluster(made: Setup, name: str, progress: LoadProgress) -> ActorCluster:

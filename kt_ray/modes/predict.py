@@ -1,10 +1,12 @@
-"""mode=predict: answers to the held-out questions, one line of predictions.jsonl each.
+"""mode=predict: answers to the held-out questions, one line of predictions.jsonl each; mode=eval uses it.
 
     runs/<run.name or MODEL-predict>/
-        predictions.jsonl   {"id", "prompt", "label", "predict"[, "base"], "finish", "tokens"}
+        predictions.jsonl   {"id", "prompt", "messages", "label", "predict"[, "base"], "finish", "tokens"
+                             [, "error"][, "option_logits"[, "base_option_logits"]]}
         predictions.json    the settings that they were made with
 
-A line is written when its answer is there, so a run that ended early goes on where it stopped.
+A line is written when its answer is there, so a run that ended early goes on where it stopped. Of
+multiple-choice questions the options' log-probabilities as the next token are asked for as well.
 """
 
 from __future__ import annotations
@@ -13,21 +15,19 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
+from kt_ray.checkpoint.adapter import WEIGHTS
 from kt_ray.config.schema import Config
-from kt_ray.data.formats import conversations
-from kt_ray.data.load import _limit, _source
-from kt_ray.data.readers import read_rows
-from kt_ray.data.split import split
-from kt_ray.data.types import Conversation
+from kt_ray.data.load import read_split
+from kt_ray.data.types import Conversation, Message
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Answer, Generator
 from kt_ray.modes.generation import Setup, generating, setup
+from kt_ray.modes.options import Options, options_of
 from kt_ray.rundir import write_atomic
 from kt_ray.tracking.console import console
 
@@ -39,32 +39,74 @@ class Question:
     """One row to answer.
 
     Attributes:
-        id: index of the row in its source. prompt: its text as the model sees it. label: the answer that the
-            row has. ids: token ids of the prompt. where: file and line.
+        id: index of the row in its source. prompt: its text as the model sees it. messages: the same before
+            the template. label: the answer that the row has. ids: token ids of the prompt. where: file and
+            line.
+        options: of a multiple-choice question.
     """
 
     id: int
     prompt: str
+    messages: tuple[Message, ...]
     label: str
     ids: tuple[int, ...]
     where: str
+    options: Options | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """Questions to answer, and where the answers go.
+
+    Attributes:
+        done: ids of those that have been answered.
+    """
+
+    made: Setup
+    questions: list[Question]
+    directory: Path
+    done: frozenset[int]
+
+    @property
+    def left(self) -> list[Question]:
+        return [question for question in self.questions if question.id not in self.done]
+
+    @property
+    def path(self) -> Path:
+        return self.directory / ROWS
 
 
 def run(config: Config) -> int:
     """Answer what has no answer yet. Returns the exit code."""
     made = setup(config)
-    questions = list(_questions(made))
     directory = Path(config.run.root) / (config.run.name or f"{config.model.name}-predict")
-    done = _open(directory, _settings(made, questions), config.run.overwrite)
-    left = [question for question in questions if question.id not in done]
-    _say(f"{len(questions)} rows, {len(done)} of them answered already: {directory / ROWS}")
-    if not left:
-        return 0
-    with generating(made, f"{directory.name}-predict") as generator:
-        tokens, seconds = _answer(made, generator, left, directory / ROWS)
-    rate = tokens / max(seconds, 1e-9)
-    _say(f"{len(left)} rows in {seconds:.1f} s, {tokens} tokens, {rate:.1f} tokens/s: {directory / ROWS}")
+    work = open_work(made, questions_of(made), directory, config.run.overwrite)
+    if work.left:
+        with generating(made, f"{directory.name}-predict") as generator:
+            answer(work, generator)
     return 0
+
+
+def open_work(made: Setup, questions: list[Question], directory: Path, overwrite: bool) -> Work:
+    """What there is to do in a directory, which is made if need be.
+
+    Args:
+        overwrite: begin anew, whatever lies there.
+
+    Raises:
+        UserError: it holds predictions made with other settings.
+    """
+    done = _open(directory, _settings(made, questions), overwrite)
+    _say(f"{len(questions)} rows, {len(done)} of them answered already: {directory / ROWS}")
+    return Work(made, questions, directory, frozenset(done))
+
+
+def answer(work: Work, generator: Generator) -> None:
+    """Answer what is left, a line each."""
+    left = work.left
+    tokens, seconds = _answer(work.made, generator, left, work.path)
+    rate = tokens / max(seconds, 1e-9)
+    _say(f"{len(left)} rows in {seconds:.1f} s, {tokens} tokens, {rate:.1f} tokens/s: {work.path}")
 
 
 def read_predictions(directory: Path) -> dict[int, dict[str, Any]]:
@@ -80,27 +122,44 @@ def read_predictions(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def held_out(config: Config) -> list[Conversation]:
-    """The rows that generate.split names, as training sees them."""
-    data = config.data
-    if config.generate.split == "eval" and data.eval_path is not None:
-        rows = list(conversations(read_rows(data.eval_path, "data.eval_path"), data.format, data.system))
-    else:
-        rows = list(islice(conversations(read_rows(_source(data)), data.format, data.system), _limit(data)))
-        if config.generate.split == "eval":
-            rows = split(rows, data.eval_fraction, config.seed)[1]
+    """The rows that generate.split names, as training sees them.
+
+    Raises:
+        UserError: rows without a question.
+    """
+    parts, _, held, _ = read_split(config.data, config.seed)
+    rows = held if config.generate.split == "eval" else [row for part in parts for row in part.rows]
+    silent = next((row for row in rows if row.text is not None), None)
+    if silent is not None:
+        raise UserError(
+            "raw text asks nothing that could be answered",
+            where=silent.where,
+            required="rows with a question and an answer",
+            remedy="name such rows in data.path, or set data.format if the format was not meant",
+        )
     return rows[: config.generate.limit]
 
 
-def _questions(made: Setup) -> Iterator[Question]:
-    for row in held_out(made.config):
-        messages = row.messages[:-1]
-        ids = made.prompt(messages)
-        made.request(ids, row.where, adapter=False, seed=0)  # refused now, not after hours
-        prompt = made.encoder.render(messages, prompt=True)
-        yield Question(row.sample_id, prompt, row.messages[-1]["content"], ids, row.where)
+def questions_of(made: Setup) -> list[Question]:
+    """The rows that `generate` names, checked.
+
+    Raises:
+        UserError: one that does not fit the model's context, or eval.choice=on and a label that is no option.
+    """
+    rows = held_out(made.config)
+    options = options_of(made, rows)
+    return [_question(made, row, found) for row, found in zip(rows, options, strict=True)]
 
 
-def _who(made: Setup) -> tuple[bool, ...]:
+def _question(made: Setup, row: Conversation, options: Options | None) -> Question:
+    messages = row.messages[:-1]
+    ids = made.prompt(messages, row.tools)
+    made.request(ids, row.where, adapter=False, seed=0)  # refused now, not after hours
+    prompt = made.encoder.render(messages, prompt=True, tools=row.tools)
+    return Question(row.sample_id, prompt, messages, row.messages[-1]["content"], ids, row.where, options)
+
+
+def who(made: Setup) -> tuple[bool, ...]:
     """Adapter on or off, of each answer to a row; the first one is "predict"."""
     answer = made.config.generate.answer
     if answer == "both":
@@ -123,13 +182,24 @@ def _settings(made: Setup, questions: list[Question]) -> dict[str, Any]:
     rows = hashlib.sha256("\n".join(f"{q.id} {q.ids}" for q in questions).encode()).hexdigest()
     return {
         "model": made.fingerprint,
-        "adapter": made.adapter if True in _who(made) else None,
-        "answers": ["adapter" if on else "base" for on in _who(made)],
+        "adapter": made.adapter if True in who(made) else None,
+        "adapter_file": adapter_file(made),
+        "answers": ["adapter" if on else "base" for on in who(made)],
         **{name: getattr(generate, name) for name in names},
         "stop": list(generate.stop),
         "seed": made.config.seed if generate.temperature > 0 else None,
+        "options": "".join(next((q.options.tokens for q in questions if q.options), {})) or None,
         "rows": rows,
+        "count": len(questions),
     }
+
+
+def adapter_file(made: Setup) -> str | None:
+    """Tells an adapter from one that was written to the same place later; None = no adapter answers."""
+    if made.adapter is None or True not in who(made):
+        return None
+    state = (Path(made.adapter) / WEIGHTS).stat()
+    return f"{state.st_size} bytes of {state.st_mtime_ns}"
 
 
 def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int]:
@@ -174,29 +244,40 @@ def _answer(made: Setup, generator: Generator, questions: list[Question], path: 
                 seed = (made.config.seed + question.id) % 2**63
                 asked = [
                     generator.submit(made.request(question.ids, question.where, adapter=on, seed=seed))
-                    for on in _who(made)
+                    for on in who(made)
                 ]
+                if question.options is not None:
+                    asked += [generator.submit(question.options.request(on)) for on in who(made)]
                 waiting.append((question, asked))
             if not waiting:
                 return tokens, time.monotonic() - start
             waiting[0][1][0].result()
             for item in [w for w in waiting if all(answer.finish for answer in w[1])]:
                 waiting.remove(item)
-                answers = [answer.result() for answer in item[1]]
+                found = [answer.result() for answer in item[1]]
+                answers, options = found[: len(who(made))], found[len(who(made)) :]
                 tokens += sum(len(answer.tokens) for answer in answers)
-                _write(file, item[0], answers)
+                _write(file, item[0], answers, options)
 
 
-def _write(file: TextIO, question: Question, answers: list[Answer]) -> None:
-    row = {
+def _write(file: TextIO, question: Question, answers: list[Answer], options: list[Answer]) -> None:
+    row: dict[str, Any] = {
         "id": question.id,
         "prompt": question.prompt,
+        "messages": list(question.messages),
         "label": question.label,
         "predict": answers[0].text,
         **({"base": answers[1].text} if len(answers) > 1 else {}),
         "finish": answers[0].finish,
         "tokens": len(answers[0].tokens),
     }
+    for key, told in zip(("option_logits", "base_option_logits"), options, strict=False):
+        assert question.options is not None
+        row[key] = question.options.logits(told)
+    wrong = [answer for answer in answers if answer.finish == "error"]
+    if wrong:
+        row["error"] = wrong[0].error
+        _say(f"{question.where}: its answer ended with an error: {wrong[0].error}")
     file.write(json.dumps(row, ensure_ascii=False) + "\n")
     file.flush()
     os.fsync(file.fileno())

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.config.schema import Config
-from kt_ray.generate.generator import Generator
-from kt_ray.modes.generation import Setup, setup, started
+from kt_ray.modes.generation import Setup, generator_on, setup, started, take_adapter
 from kt_ray.serve.access import VARIABLE, check_address, digest
 from kt_ray.serve.engine import Served, now
 from kt_ray.serve.run import check_port, make_engine, run_server
@@ -36,6 +35,7 @@ def run(config: Config) -> int:
     with _terminated_as_interrupt():
         try:
             with started(made, f"{config.model.name}-serve") as cluster:
+                take_adapter(made, cluster)
                 _serve(made, served, cluster, ready)
         except KeyboardInterrupt:
             pass
@@ -51,6 +51,7 @@ def served_of(made: Setup, key: str | None) -> Served:
         adapters=tuple(made.adapters),
         tokenizer=config.model.tokenizer or made.model_dir,
         template=config.model.chat_template,
+        template_name=config.data.template,
         eos=made.eos,
         context=min(made.context or room, room),
         max_tokens=serve.max_tokens,
@@ -71,7 +72,7 @@ def served_of(made: Setup, key: str | None) -> Served:
 def _serve(made: Setup, served: Served, cluster: ActorCluster, ready: Callable[[], None]) -> None:
     serve = made.config.serve
     if made.config.cluster.name == "local":
-        with Generator(cluster, made.tokenizer, **served.session) as generator:
+        with generator_on(made, cluster) as generator:
             run_server(make_engine(served, generator), serve.host, serve.port, ready)
         return
     from kt_ray.actors.ray_cluster import RayCluster

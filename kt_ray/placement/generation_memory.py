@@ -8,11 +8,15 @@ runs. Nothing is kept for a backward pass; caches are kept instead:
     workspace     one layer of a step's tokens with its mask, and its keys and values expanded for all cached
                   tokens (latent attention, and where several heads share one key)
     logits        of every row
+
+With eval.after_training, training's plan counts (as `answers`) what this needs beyond activations, workspace
+and logits, which are free by then.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from kt_ray.config.limits import GENERATING
 from kt_ray.config.schema import Config
@@ -23,6 +27,23 @@ from kt_ray.placement.types import ModelDims
 def generates(config: Config) -> bool:
     """Whether the mode generates instead of training."""
     return config.mode in GENERATING
+
+
+def after_training(config: Config) -> Config:
+    """The configuration under which a run answers eval.after_training questions: no more rows than those."""
+    generate = config.generate
+    rows = min(generate.batch_size, max(1, config.eval.after_training))
+    return replace(
+        config,
+        generate=replace(
+            generate,
+            answer="both",
+            split="eval",
+            limit=config.eval.after_training,
+            adapter=None,
+            batch_size=rows,
+        ),
+    )
 
 
 def room(dims: ModelDims, config: Config) -> int:

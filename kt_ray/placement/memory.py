@@ -13,7 +13,8 @@ Expert actor with a share s of the experts (engine_memory.py has the engine's ow
 Attention worker with n layers:
     kept              n * T_r * (streams * H * b + K * 12): input of every layer; routing
     workspace         T_r * (one layer's linear inputs and outputs, LoRA inputs in float32, q/k/v): all
-                      groups of a layer are recomputed before the first is released
+                      groups of a layer are recomputed before the first is released; T_r * data.max_length
+                      of attention masks, kept for the whole pass (`mask_bytes`)
     logits            rows of one chunk * vocabulary * (b + 8), on the last stage
     staging           2 * T_r * H * (4 + 2 * streams * b): x or dy, and h and its gradient for a neighbour
 Generation keeps caches in place of activations: `generation_memory`.
@@ -32,7 +33,13 @@ from kt_ray.config.schema import Config, DataConfig, LoraConfig
 from kt_ray.placement.engine_memory import HUGE_PAGE, EngineShape, rounded
 from kt_ray.placement.families import WITHOUT_SDPA
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
-from kt_ray.placement.generation_memory import generates, generation_items, longest_row, step_tokens
+from kt_ray.placement.generation_memory import (
+    after_training,
+    generates,
+    generation_items,
+    longest_row,
+    step_tokens,
+)
 from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
 from kt_ray.placement.nominal import FORMAT_BYTES
@@ -59,6 +66,7 @@ ITEMS = (
     "optimizer",
     "kept activations",
     "caches",
+    "answers",
     "workspace",
     "logits",
     "staging",
@@ -220,6 +228,21 @@ def layer_activation_bytes(dims: ModelDims, config: Config, layer: int, dtype: s
     return linear + lora + norms + element * dims.attention_width + scores
 
 
+def mask_bytes(dims: ModelDims, config: Config, load: Load, dtype: str) -> int:
+    """Bytes of the attention masks of a replica's wave: [rows, 1, row, row] for each kind of attention.
+
+    They are made when a pass begins, kept until its end and shared by the layers of one kind (all keys, or a
+    window of them). Causal attention over whole rows needs none; packed rows and padding do, and so does
+    eager attention, whose masks are added to scores and have their type.
+    """
+    data, row = config.data, load.row
+    eager = config.model.attn_implementation == "eager" or dims.model_type in WITHOUT_SDPA
+    partial = data.packing or data.pad_to_multiple_of > 1 or load.micro > row
+    windows = {window for _, window in dims.pair_widths} or {0}
+    kinds = sum(1 for window in windows if eager or partial or 0 < window < row)
+    return kinds * load.replica * row * (ELEMENT_BYTES[dtype] if eager else 1)
+
+
 def worker_items(
     dims: ModelDims, config: Config, load: Load, worker: WorkerPlan, stages: int, dtype: str
 ) -> dict[str, float]:
@@ -257,7 +280,8 @@ def worker_items(
         "optimizer": 8 * all_adapters if root else 0,
         "kept activations": kept,
         # The probe of the experts' scale copies one MoE layer to float32 before training.
-        "workspace": max(recompute + unpacked + load.replica * hidden * 8, 4 * probed),
+        "workspace": max(recompute + unpacked + load.replica * hidden * 8, 4 * probed)
+        + mask_bytes(dims, config, load, dtype),
         "logits": logit_rows(config.trainer.loss_chunk, load.micro, dims.vocab_size)
         * dims.vocab_size
         * (element + 8)
@@ -268,6 +292,14 @@ def worker_items(
     if generates(config):
         items |= generation_items(dims, config, own, last=last, layer=largest + hidden * 8, element=element)
         items["workspace"] = max(items["workspace"] + unpacked, 4 * probed)
+    elif config.eval.after_training:
+        answering = generation_items(
+            dims, after_training(config), own, last=last, layer=largest + hidden * 8, element=element
+        )
+        # In the room that training no longer needs, as far as it goes.
+        items["answers"] = max(
+            0.0, sum(answering.values()) - sum(items[name] for name in answering if name in items)
+        )
     return items
 
 

@@ -29,7 +29,7 @@ class Served:
 
     Attributes:
         name: of the base model. adapters: names of the others.
-        tokenizer: directory. template: file of a chat template, or None.
+        tokenizer: directory. template: file of a chat template, or None. template_name: see DataConfig.
         eos: token ids that end an answer.
         context: tokens that prompt and answer may have together.
         max_tokens: of one answer; None = what the context leaves.
@@ -44,6 +44,7 @@ class Served:
     adapters: tuple[str, ...]
     tokenizer: str
     template: str | None
+    template_name: str | None
     eos: tuple[int, ...]
     context: int
     max_tokens: int | None

@@ -23,7 +23,7 @@ def make_engine(served: Served, generator: Submits) -> Engine:
     """With a tokenizer of its own: the generator decodes with its own in other threads."""
     tokenizer = load_tokenizer(served.tokenizer)
     tokenizer("a")  # drops what the file says about padding and truncation, once and not beside others
-    return Engine(served, ChatEncoder(tokenizer, served.template), generator)
+    return Engine(served, ChatEncoder(tokenizer, served.template, name=served.template_name), generator)
 
 
 def check_port(host: str, port: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kt_ray.tracking.metrics import Value
 
@@ -38,6 +38,14 @@ class Tracker(Protocol):
         """Called once, last. `status` is "finished", "interrupted" or "failed"."""
 
 
+@runtime_checkable
+class TakesTables(Protocol):
+    """A tracker that shows tables, too."""
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """`rows` have one entry per column; None is empty."""
+
+
 class MultiTracker:
     """Passes everything on to several trackers; one that raises is reported once and left out thereafter."""
 
@@ -52,6 +60,11 @@ class MultiTracker:
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
         self._each("log", lambda t: t.log(step, metrics))
 
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table, to those that take tables."""
+        for tracker in [t for t in self.trackers if isinstance(t, TakesTables)]:
+            self._one(tracker, "table", lambda t: t.table(name, columns, rows))
+
     def artifact(self, path: Path) -> None:
         self._each("artifact", lambda t: t.artifact(path))
 
@@ -60,9 +73,12 @@ class MultiTracker:
 
     def _each(self, what: str, call: Callable[[Tracker], None]) -> None:
         for tracker in list(self.trackers):
-            try:
-                call(tracker)
-            except Exception as error:
-                name = type(tracker).__name__
-                log.warning("%s failed in %s and is switched off; training goes on: %r", name, what, error)
-                self.trackers.remove(tracker)
+            self._one(tracker, what, call)
+
+    def _one(self, tracker: Any, what: str, call: Callable[[Any], None]) -> None:
+        try:
+            call(tracker)
+        except Exception as error:
+            name = type(tracker).__name__
+            log.warning("%s failed in %s and is switched off; training goes on: %r", name, what, error)
+            self.trackers.remove(tracker)

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,6 +81,11 @@ class WandbTracker:
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
         record = {**metrics, _STEP: step}
         self._submit(lambda: self._run.log(record))
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table (base against adapter, samples), its rows with one entry per column; None is empty."""
+        data = [list(row) for row in rows]
+        self._submit(lambda: self._run.log({name: self._wandb.Table(columns=list(columns), data=data)}))
 
     def artifact(self, path: Path) -> None:
         """Upload a directory (or file) as an artifact of type "model"."""

@@ -17,6 +17,7 @@ from kt_ray.config.compose import compose
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.generate.generator import Generator
+from kt_ray.generate.sampling import RowSampler
 from kt_ray.modes import predict
 from kt_ray.modes.chat import Chat
 from kt_ray.modes.generation import generating, setup
@@ -74,6 +75,24 @@ def test_predictions_go_on_where_they_stopped(
 
     asked.clear()
     assert run(model) == 0 and not asked  # nothing is left to do
+
+
+def test_a_row_that_went_wrong_says_why(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = RowSampler.next
+
+    def fails_once(self: RowSampler, logits: Any) -> Any:
+        if self.number == 1:
+            raise ValueError("no such setting")
+        return choose(self, logits)
+
+    monkeypatch.setattr(RowSampler, "next", fails_once)
+    assert run(model, "generate.limit=3", "generate.repetition_penalty=1.2") == 0
+    rows = lines()
+    assert sorted(row["finish"] == "error" for row in rows) == [False, False, True]
+    assert [row["error"] for row in rows if "error" in row] == ["ValueError: no such setting"]
+    assert "ended with an error: ValueError: no such setting" in capsys.readouterr().out
 
 
 def test_other_settings_are_not_gone_on_with(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kt_ray.config.schema import Config, GenerateConfig
+from kt_ray.config.schema import Config, EvalConfig, GenerateConfig
 from kt_ray.errors import UserError
 from kt_ray.placement.cache import CacheWidth
 from kt_ray.placement.generation_memory import cache_bytes, room, step_tokens
@@ -113,3 +113,26 @@ def test_training_settings_do_not_stop_generation_but_a_refused_family_does() ->
     refused = dataclasses.replace(small_dims("qwen3_moe"), refusal="experts of another kind")
     with pytest.raises(UserError, match=r"cannot be used from this checkpoint.*another kind"):
         make_plan(refused, config, make_hardware())
+
+
+def test_answers_after_training_use_the_room_of_activations_and_count_the_rest() -> None:
+    dims = dataclasses.replace(small_dims("qwen3_moe"), context=0)  # answers as long as asked for
+
+    def of(config: Config) -> dict[str, int]:
+        return items(make_plan(dims, config, make_hardware(memory=64 << 30)))
+
+    def training(count: int, new_tokens: int) -> dict[str, int]:
+        config = config_of("train", batch_size=32, max_new_tokens=new_tokens, prefill_tokens=60)
+        return of(dataclasses.replace(config, eval=EvalConfig(after_training=count)))
+
+    assert "answers" not in training(0, 50)
+    few, many = training(4, 5_000), training(8, 5_000)
+    assert many["answers"] > few["answers"] > 0
+    # Four rows of 70 tokens and an answer each; caches, workspace and logits less what training had there.
+    config = config_of(batch_size=4, max_new_tokens=5_000, prefill_tokens=60)
+    answering = of(config)
+    needed = sum(answering[name] for name in ("caches", "workspace", "logits"))
+    room_of_training = sum(few[name] for name in ("kept activations", "workspace", "logits"))
+    # Training's widths of a layer are taken, which are the larger ones.
+    assert needed - room_of_training <= few["answers"] <= 1.15 * (needed - room_of_training)
+    assert {k: v for k, v in few.items() if k != "answers"} == training(0, 50)

@@ -71,6 +71,7 @@ def served(**changes: Any) -> Served:
         "adapters": ("neko",),
         "tokenizer": "",
         "template": None,
+        "template_name": None,
         "eos": (1,),
         "context": CONTEXT,
         "max_tokens": None,

@@ -288,3 +288,19 @@ def test_tracking_imports_neither_ray_nor_wandb():
         cwd=Path(__file__).parents[2],
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_wandb_tables_offline_for_real(run, make_config, monkeypatch):
+    """A table is a file of the offline run, with its columns and rows."""
+    for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(run.path.parent / "home"))
+    tracker = wandb_tracker(run, make_config, mode="offline", finish_timeout=30.0)
+    tracker.start(run.path, {})
+    tracker.table(
+        "eval/metrics", ["metric", "base", "adapter"], [["loss", None, 1.5], ["rouge-l", 2.0, 30.0]]
+    )
+    tracker.finish("finished")
+    (file,) = run.path.glob("wandb/offline-run-*/files/media/table/eval/*.table.json")
+    written = json.loads(file.read_text())
+    assert written["columns"] == ["metric", "base", "adapter"]
+    assert written["data"] == [["loss", None, 1.5], ["rouge-l", 2.0, 30.0]]

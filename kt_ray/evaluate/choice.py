@@ -1,0 +1,144 @@
+"""Answers that are right or wrong: exact match, and the letter of a multiple-choice question.
+
+A letter comes from generated text (`extract_letter`) or from the logits of the options
+(`argmax_letter`); the two are different measurements, and tables name them apart.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Mapping
+
+from kt_ray.errors import UserError
+
+# Reasoning that some models write before they answer. Unclosed: the answer was never reached.
+_THINKING = re.compile(r"<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)", re.DOTALL | re.IGNORECASE)
+
+# Between a statement and its letter: white space, brackets, emphasis.
+_BETWEEN = r"[\s(\[{<*_`\"'“‘:=]*"
+_IS = r"(?:\s+(?:is|are|would be|must be|should be)\b)?"
+_STATEMENTS = (
+    r"\\boxed\s*\{\s*(?:\\(?:text|mathrm|mathbf)\s*\{)?",
+    rf"\b(?:answers?|(?:correct|right|best)\s+(?:option|choice|letter))\b{_IS}{_BETWEEN}",
+    rf"\b(?:choose|pick|select|go with)\b(?:\s+(?:option|choice|answer))?{_BETWEEN}",
+    rf"(?:答案|正确选项)(?:应该|应当|应)?(?:是|为|选择|选)?{_BETWEEN}",
+    rf"(?<!不)(?<!不应)(?:选择|选)(?!项){_BETWEEN}",
+)
+# "option B is correct", and a small letter where nothing else can be meant.
+_JUDGED = r"(?i:\b(?:option|choice)\s+[(\[*]*)(%s)(?i:[)\]*]*\s+is\s+(?:the\s+)?(?:correct|right|best|true))"
+_SMALL = r"(?im:\banswer\s*:\s*[(\[*]*)((?i:%s))[^\w\n]*$"
+_WRONG = r"[)\]*]*\s*(?:is (?:wrong|incorrect|false)|(?:是|项)?错)"
+# Two options in one breath settle nothing.
+_SECOND = r"\s*(?:,|、|/|&|\band\b|\bor\b|和|或|与)\s*(?:and\s+|or\s+)?[(\[*]*%s(?![\w'’])"
+# After these words (in small letters) a single "A" is an option; after others it is the article.
+_VERBS = ("is", "or", "and", "because", "since", "as", "but", "seems", "would", "must", "should", "for")
+
+
+def exact_match(prediction: str, label: str) -> bool:
+    """Whether both are the same text; white space counts as one space, full-width forms as ASCII ones."""
+    return _plain(prediction) == _plain(label)
+
+
+def extract_letter(text: str, letters: str = "ABCD") -> str | None:
+    """The option that a generated answer settles on; None = it names none, or several.
+
+    In this order: the last statement of the kind "the answer is (B)", "答案：B", "\\boxed{B}"; a letter
+    that begins the answer ("B", "(B)", "B. Paris", "**B**"); a letter alone on the last line; the only
+    option letter that stands alone anywhere and is not denied. Reasoning in <think> is left out. Options
+    are capital letters; a small one counts only where the whole answer, or all behind "answer:", is that
+    letter. An article ("A cat") or "I" is no option.
+
+    Args:
+        text: the answer.
+        letters: the options' letters, capitals.
+    """
+    text = _plain(_THINKING.sub("", text), keep_lines=True)
+    known = _options(letters)
+    bare = re.fullmatch(rf"[^\w]*({known})[^\w]*", text, re.IGNORECASE)
+    if bare:
+        return bare[1].upper()
+    patterns = [rf"(?i:{statement})({known})(?![\w'’])" for statement in _STATEMENTS]
+    patterns += [_JUDGED % known, _SMALL % known]
+    stated = [
+        match
+        for pattern in patterns
+        for match in re.finditer(pattern, text)
+        if not _is_word(text, match.end(1), match[1])
+    ]
+    if stated:
+        last = max(stated, key=lambda match: match.start(1))
+        return None if re.match(_SECOND % known, text[last.end(1) :]) else last[1].upper()
+    first = re.match(rf"[(\[*_`\"]*({known})(?:[)\].:、,，。*_`\"]|\s*[–—]|\s*-\s|\s*\n)", text)
+    if first:
+        return first[1]
+    line = re.search(rf"\n[^\w\n]*({known})[^\w\n]*\Z", text)
+    if line:
+        return line[1]
+    denied = r"(?<!\bnot )(?<!n't )(?<!不是)(?<!不选)"
+    alone = {
+        match[1]
+        for match in re.finditer(rf"(?<![A-Za-z0-9'’]){denied}({known})(?![A-Za-z0-9'’]|-\w|{_WRONG})", text)
+        if not _is_word(text, match.end(1), match[1])
+    }
+    return alone.pop() if len(alone) == 1 else None
+
+
+def label_letter(label: str, letters: str = "ABCD") -> str | None:
+    """The option that a label consists of or begins with ("B", "(B)", "B. Paris"); None = it is no option.
+
+    Stricter than `extract_letter`, since a label is not searched: it has to be written as one.
+    """
+    match = re.match(rf"[(\[]?({_options(letters)})(?:[)\].:、](?:\s|\Z|\w)|\Z)", _plain(label))
+    return match[1] if match else None
+
+
+def option_answers(label: str, letters: str = "ABCD") -> dict[str, str]:
+    """What an answer would begin with for each option, written as the label writes its own.
+
+    "(B) Paris" gives {"A": "(A)", "B": "(B)", …}, "B. Paris" gives "A.", and so on.
+
+    Raises:
+        ValueError: the label is no option.
+    """
+    match = re.match(rf"([(\[]?){_options(letters)}([)\].:、]?)", _plain(label))
+    if match is None or label_letter(label, letters) is None:
+        raise ValueError(f"{label[:60]!r} is none of the options {letters}")
+    return {letter: f"{match[1]}{letter}{match[2]}" for letter in letters}
+
+
+def argmax_letter(logits: Mapping[str, float]) -> str:
+    """The option with the largest logit; the first of equal ones.
+
+    Args:
+        logits: option letter -> logit (or log-probability) of its token as the next one.
+
+    Raises:
+        UserError: no option, or a logit that is not a number.
+    """
+    if not logits or any(math.isnan(value) for value in logits.values()):
+        raise UserError(
+            "the logits of a multiple-choice question cannot be compared",
+            observed=dict(logits),
+            required="a number for every option",
+        )
+    return max(logits, key=lambda letter: logits[letter])
+
+
+def _plain(text: str, *, keep_lines: bool = False) -> str:
+    """NFKC (full-width letters become ASCII), white space collapsed, ends stripped."""
+    text = unicodedata.normalize("NFKC", text)
+    lines = (" ".join(line.split()) for line in text.splitlines())
+    return ("\n" if keep_lines else " ").join(line for line in lines if line)
+
+
+def _options(letters: str) -> str:
+    return f"[{re.escape(letters)}]"
+
+
+def _is_word(text: str, end: int, letter: str) -> bool:
+    """Whether the letter is the article "A" or the pronoun "I": a word in small letters follows it."""
+    following = re.match(r" ([a-z]+)", text[end:])
+    verbs = _VERBS if letter == "A" else ("is",)
+    return letter in "AI" and following is not None and following[1] not in verbs

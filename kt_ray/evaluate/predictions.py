@@ -1,0 +1,291 @@
+"""predictions.jsonl: one answer per line, as mode=predict writes it (and LLaMA-Factory, much the same).
+
+    {"id": 7, "prompt": "…", "predict": "…", "label": "…"}
+
+`predict` (or `prediction`) and `label` are texts; `prompt` is a text or a list of messages; `messages`, if
+there, are the same before the chat template made them a text, and are shown instead. Optional:
+`id`, by which rows are put in order (they are written as answers come); `base`, the base model's
+answer to the same prompt; `option_logits` {"A": -1.2, …}, the logits of a multiple-choice question's
+options as the next token, and `base_option_logits`, the base model's; `loss_nats` and `loss_tokens`, the
+label's negative log-likelihood and its tokens. Further keys are left alone. A directory may also hold the
+base's answers as predictions_base.jsonl, or say in predictions.json ("answers": ["base"]) that its answers
+are the base's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from kt_ray.errors import UserError
+from kt_ray.evaluate.loss import LossSum
+
+ADAPTER_FILE, BASE_FILE = "predictions.jsonl", "predictions_base.jsonl"
+_REMEDY = "write one JSON object per line with prompt, predict and label, as mode=predict does"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One answer.
+
+    Attributes:
+        prompt: what the model was asked, as text ("" when the file does not say).
+        prediction: what it answered.
+        label: what the data says.
+        option_logits: option letter -> logit; empty = not measured.
+        loss: of the label under the model; None = not measured.
+    """
+
+    prompt: str
+    prediction: str
+    label: str
+    option_logits: dict[str, float] = field(default_factory=dict)
+    loss: LossSum | None = None
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """A model's answers to a data set; `source` is the file that they were read from."""
+
+    source: str
+    rows: tuple[Prediction, ...]
+
+
+def find_answers(path: Path) -> tuple[Predictions | None, Predictions | None]:
+    """The answers in a file or directory, as (base's, adapter's); at least one of them.
+
+    Raises:
+        UserError: there are none, or they cannot be read.
+    """
+    if not path.is_dir():
+        base, adapter = _read_both(_existing(path, path))
+        return (adapter, None) if adapter is not None and path.name == BASE_FILE else (base, adapter)
+    if (path / BASE_FILE).is_file() and not (path / ADAPTER_FILE).is_file():
+        return read_predictions(path / BASE_FILE), None
+    base, adapter = _read_both(_existing(path / ADAPTER_FILE, path))
+    if base is None and (path / BASE_FILE).is_file():
+        base = read_predictions(path / BASE_FILE)
+    return base, adapter
+
+
+def _existing(file: Path, path: Path) -> Path:
+    if file.is_file():
+        return file
+    raise UserError(
+        "there are no predictions" + (" in this directory" if path.is_dir() else ""),
+        where=str(path),
+        observed=f"no {file.name}" if path.is_dir() else "no such file",
+        required="a predictions.jsonl, or a run directory that holds one",
+        remedy="make them with mode=predict, or correct the path",
+    )
+
+
+def _read_both(file: Path) -> tuple[Predictions | None, Predictions | None]:
+    """(base's, adapter's) of one file, by its `base` column and by what predictions.json says of it."""
+    rows = _rows(file)
+    answers = Predictions(str(file), tuple(_row(value, where) for value, where in rows))
+    if _of_base(file):
+        return answers, None
+    told = [isinstance(value.get("base"), str) for value, _ in rows]
+    if not any(told):
+        return None, answers
+    if not all(told):
+        value, where = rows[told.index(False)]
+        raise _fault(where, "base", value, "a text in every row, or in none")
+    # The row's loss is that of the first answer.
+    base = tuple(
+        replace(
+            answer,
+            prediction=value["base"],
+            option_logits=_option_logits(value, "base_option_logits", where),
+            loss=None,
+        )
+        for answer, (value, where) in zip(answers.rows, rows, strict=True)
+    )
+    return Predictions(str(file), base), answers
+
+
+def _of_base(file: Path) -> bool:
+    """Whether predictions.json beside predictions.jsonl says that the base model answered."""
+    answers = _settings(file).get("answers")
+    return isinstance(answers, list) and answers[:1] == ["base"]
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """predictions.json beside predictions.jsonl; {} = there is none, or it is another program's."""
+    try:
+        settings = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def missing_answers(file: Path) -> int:
+    """Rows that mode=predict or mode=eval were to answer and have not; 0 for files of other programs."""
+    count = _settings(file).get("count")
+    if not isinstance(count, int):
+        return 0
+    # An unfinished last line, of a process that was killed, is no answer.
+    return max(0, count - file.read_bytes().count(b"\n")) if file.is_file() else count
+
+
+def check_complete(path: Path) -> None:
+    """Raises UserError when the answers in a file or directory stopped in the middle."""
+    file = path / ADAPTER_FILE if path.is_dir() else path
+    missing = missing_answers(file)
+    if missing:
+        raise UserError(
+            "not all rows have been answered: scores of a part would be taken for those of the whole",
+            where=str(file),
+            observed=f"{missing} of {_settings(file)['count']} rows without an answer",
+            remedy="start mode=predict again with the same settings (it goes on where it stopped), or "
+            "mode=eval with generate.adapter, which does so itself",
+        )
+
+
+def read_predictions(file: Path) -> Predictions:
+    """The (first) answers of a predictions file, in the order of their ids if all rows have one.
+
+    Raises:
+        UserError: the file cannot be read, is empty, or a line is not as described above; with its number.
+    """
+    return Predictions(str(file), tuple(_row(value, where) for value, where in _rows(file)))
+
+
+def _rows(file: Path) -> list[tuple[dict[str, Any], str]]:
+    """JSON objects with file and line."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            "predictions cannot be read", where=str(file), observed=reason, remedy=_REMEDY
+        ) from error
+    rows = [
+        (_object(line, f"{file}:{number}"), f"{file}:{number}")
+        for number, line in enumerate(text.split("\n"), 1)  # splitlines would cut at U+2028 inside a text
+        if line.strip()
+    ]
+    if not rows:
+        raise UserError("the predictions file has no rows", where=str(file), remedy=_REMEDY)
+    if all(isinstance(value.get("id"), int) for value, _ in rows):
+        rows.sort(key=lambda row: row[0]["id"])
+        for (a, _), (b, where) in pairwise(rows):
+            if a["id"] == b["id"]:
+                raise _fault(where, "id", b, "an id of its own in every row")
+    return rows
+
+
+def check_same_questions(base: Predictions, adapter: Predictions) -> None:
+    """Raises UserError unless both answer the same prompts with the same labels, in the same order."""
+    if len(base.rows) != len(adapter.rows):
+        raise UserError(
+            "base and adapter answered different numbers of prompts, so they cannot be compared",
+            where=f"{base.source} and {adapter.source}",
+            observed=f"{len(base.rows)} and {len(adapter.rows)} rows",
+            required="the same prompts in the same order",
+            remedy="predict both from the same data with the same limit",
+        )
+    for number, (b, a) in enumerate(zip(base.rows, adapter.rows, strict=True), 1):
+        different = next((k for k in ("prompt", "label") if getattr(b, k) != getattr(a, k)), None)
+        if different:
+            raise UserError(
+                f"base and adapter have another {different} in row {number}, so they cannot be compared",
+                where=f"{base.source} and {adapter.source}",
+                observed=f"{_short(getattr(b, different))!r} and {_short(getattr(a, different))!r}",
+                required="the same prompts and labels in the same order",
+                remedy="predict both from the same data with the same chat template and seed",
+            )
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        value: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        # mode=predict appends: a process that was killed leaves its last line torn.
+        raise UserError(
+            "a line of the predictions is no JSON object",
+            where=where,
+            observed=_short(line),
+            remedy="if this is the last line, mode=predict was stopped: start it again, it goes on; else "
+            + _REMEDY,
+        ) from error
+    if not isinstance(value, dict):
+        raise UserError("a line of the predictions is no JSON object", where=where, remedy=_REMEDY)
+    return value
+
+
+def _row(value: dict[str, Any], where: str) -> Prediction:
+    answer = "prediction" if "prediction" in value else "predict"
+    for key in (answer, "label"):
+        if not isinstance(value.get(key), str):
+            raise _fault(where, key, value, "a text")
+    return Prediction(
+        prompt=_prompt(value["messages"] if _is_question(value) else value.get("prompt", ""), where),
+        prediction=value[answer],
+        label=value["label"],
+        option_logits=_option_logits(value, "option_logits", where),
+        loss=_loss(value, where),
+    )
+
+
+def _is_question(row: dict[str, Any]) -> bool:
+    """Whether the row has messages that end before the answer; other programs' may hold it."""
+    turns: Any = row.get("messages")
+    if not isinstance(turns, list) or not all(isinstance(m, dict) and "content" in m for m in turns):
+        return False
+    return bool(turns) and turns[-1].get("role") != "assistant"
+
+
+def _prompt(value: Any, where: str) -> str:
+    """A text as it is, messages one after the other with their roles."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(m, dict) and "content" in m for m in value):
+        if len(value) == 1:
+            return str(value[0]["content"])
+        return "\n\n".join(f"{m.get('role', 'user')}: {m['content']}" for m in value)
+    raise _fault(where, "prompt", {"prompt": value}, "a text or a list of messages")
+
+
+def _option_logits(value: dict[str, Any], key: str, where: str) -> dict[str, float]:
+    logits = value.get(key) or {}
+    if not isinstance(logits, dict) or not all(_is_number(v) for v in logits.values()):
+        raise _fault(where, key, value, "an object of option letters and numbers")
+    return {str(letter): float(logit) for letter, logit in logits.items()}
+
+
+def _loss(value: dict[str, Any], where: str) -> LossSum | None:
+    nats: Any = value.get("loss_nats")
+    tokens = value.get("loss_tokens")
+    if nats is None and tokens is None:
+        return None
+    if not _is_number(nats):
+        raise _fault(where, "loss_nats", value, "a number beside loss_tokens")
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+        raise _fault(where, "loss_tokens", value, "a whole number beside loss_nats")
+    return LossSum(float(nats), tokens)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _fault(where: str, key: str, row: dict[str, Any], required: str) -> UserError:
+    observed = _short(repr(row[key])) if key in row else f"no {key}"
+    return UserError(
+        f"a line of the predictions has no usable {key}",
+        where=where,
+        observed=observed,
+        required=required,
+        remedy=_REMEDY,
+    )
+
+
+def _short(text: str, limit: int = 60) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,202 @@
+"""The before/after table: base model against adapter, as Markdown, JSON and rows for W&B."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kt_ray.evaluate.predictions import Predictions
+from kt_ray.evaluate.scores import METRICS, Metric, Scores
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Line:
+    """One metric of the table; None = not measured on that side."""
+
+    metric: Metric
+    base: float | None
+    adapter: float | None
+
+    @property
+    def change(self) -> float | None:
+        """Adapter minus base."""
+        if self.base is None or self.adapter is None:
+            return None
+        return self.adapter - self.base
+
+    @property
+    def improved(self) -> bool | None:
+        """Whether the change is for the better; None = no change, or one side missing."""
+        if not self.change:
+            return None
+        return (self.change > 0) == (self.metric.better == "higher")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt with both answers; None = that model was not asked."""
+
+    row: int
+    prompt: str
+    label: str
+    base: str | None
+    adapter: str | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What an evaluation came to.
+
+    Attributes:
+        lines: metrics in the order of `METRICS`; those that no side has are left out.
+        samples: some prompts with their answers.
+        base, adapter: the scores; at least one is there.
+    """
+
+    lines: tuple[Line, ...]
+    samples: tuple[Sample, ...]
+    base: Scores | None = None
+    adapter: Scores | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def rows(self) -> int:
+        """Answers per model."""
+        scores = self.adapter or self.base
+        assert scores is not None
+        return scores.rows
+
+    def markdown(self) -> str:
+        """The table and the samples, ending in a newline."""
+        columns = self.columns()
+        text = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+        text += ["| " + " | ".join(cells) + " |" for cells in self.cells()]
+        text += [
+            "",
+            f"{self.rows} rows. Scores in percent; higher is better, except for loss and perplexity.",
+        ]
+        text += [f"{note[0].upper()}{note[1:]}." for note in self.notes]
+        for sample in self.samples:
+            text += ["", f"**Row {sample.row}**", ""]
+            parts = (
+                ("prompt", sample.prompt),
+                ("label", sample.label),
+                ("base", sample.base),
+                ("adapter", sample.adapter),
+            )
+            for name, value in parts:
+                if value is not None:
+                    text += [f"- {name}:", *(f"  > {line}".rstrip() for line in _lines(value))]
+        return "\n".join(text) + "\n"
+
+    def columns(self) -> list[str]:
+        """Headings: the metric, the sides that there are, and the change when both are."""
+        sides = [
+            side
+            for side in ("base", "adapter")
+            if any(getattr(line, side) is not None for line in self.lines)
+        ]
+        return ["metric", *sides, *(["change"] if len(sides) == 2 else [])]
+
+    def cells(self) -> list[list[str]]:
+        """The table's body as texts, one list per line."""
+        return [self._cells(line) for line in self.lines]
+
+    def _cells(self, line: Line) -> list[str]:
+        cells = [line.metric.title]
+        for name in self.columns()[1:]:
+            value = getattr(line, name)
+            digits = 2 if line.metric.percent else 4
+            sign = "+" if name == "change" else ""
+            cells.append("–" if value is None else f"{value:{sign}.{digits}f}")
+        return cells
+
+    def to_dict(self) -> dict[str, Any]:
+        """eval.json: plain values; metrics by name."""
+        return {
+            "version": VERSION,
+            "rows": self.rows,
+            "base": _side(self.base),
+            "adapter": _side(self.adapter),
+            "change": {line.metric.name: line.change for line in self.lines if line.change is not None},
+            "notes": list(self.notes),
+            "samples": [vars(sample) for sample in self.samples],
+        }
+
+    def wandb_tables(self) -> dict[str, tuple[list[str], list[list[Any]]]]:
+        """Name -> (columns, rows) for `WandbTracker.table`: the metrics, and the samples."""
+        metrics = [
+            [line.metric.name, *(getattr(line, name) for name in self.columns()[1:])] for line in self.lines
+        ]
+        samples = [[s.row, s.prompt, s.label, s.base, s.adapter] for s in self.samples]
+        return {
+            "eval/metrics": (self.columns(), metrics),
+            "eval/samples": (["row", "prompt", "label", "base", "adapter"], samples),
+        }
+
+
+def compare(
+    base: tuple[Predictions, Scores] | None,
+    adapter: tuple[Predictions, Scores] | None,
+    *,
+    samples: int = 3,
+    losses: Mapping[str, Mapping[str, float]] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Comparison:
+    """The table of one or two sets of answers to the same questions.
+
+    Args:
+        base, adapter: answers and their scores; at least one.
+        samples: how many rows to show, evenly spread over the data.
+        losses: "base" or "adapter" -> metrics that were measured elsewhere (the run's held-out loss);
+            those of the answers themselves count more.
+        notes: said under the table.
+    """
+    if base is None and adapter is None:
+        raise ValueError("there is nothing to compare")
+    known = {
+        "base": {**(losses or {}).get("base", {}), **(base[1].metrics if base else {})},
+        "adapter": {**(losses or {}).get("adapter", {}), **(adapter[1].metrics if adapter else {})},
+    }
+    lines = [Line(m, known["base"].get(m.name), known["adapter"].get(m.name)) for m in METRICS]
+    return Comparison(
+        lines=tuple(line for line in lines if line.base is not None or line.adapter is not None),
+        samples=pick_samples(base[0] if base else None, adapter[0] if adapter else None, samples),
+        base=base[1] if base else None,
+        adapter=adapter[1] if adapter else None,
+        notes=notes,
+    )
+
+
+def pick_samples(base: Predictions | None, adapter: Predictions | None, count: int) -> tuple[Sample, ...]:
+    """At most `count` rows, evenly spread, with the answers of both sides; none when there is no side."""
+    shown = adapter or base
+    if shown is None:
+        return ()
+    return tuple(
+        Sample(
+            row=i + 1,
+            prompt=shown.rows[i].prompt,
+            label=shown.rows[i].label,
+            base=base.rows[i].prediction if base else None,
+            adapter=adapter.rows[i].prediction if adapter else None,
+        )
+        for i in spread(len(shown.rows), count)
+    )
+
+
+def spread(total: int, count: int) -> list[int]:
+    """At most `count` of range(total), evenly spread, each once: the first of every equal part."""
+    count = min(total, count)
+    return [i * total // count for i in range(count)]
+
+
+def _side(scores: Scores | None) -> dict[str, Any] | None:
+    return None if scores is None else {"source": scores.source, "metrics": scores.metrics}
+
+
+def _lines(text: str) -> list[str]:
+    return text.splitlines() or [""]

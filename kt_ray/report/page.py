@@ -1,0 +1,293 @@
+"""report.html: one run on one page."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from html import escape
+from typing import Any
+
+import yaml
+
+from kt_ray.evaluate.predictions import ADAPTER_FILE, BASE_FILE, find_answers
+from kt_ray.evaluate.scores import METRICS
+from kt_ray.evaluate.table import Sample, pick_samples
+from kt_ray.report.charts import Line, heat_map, heat_scale, line_chart
+from kt_ray.report.findings import findings
+from kt_ray.report.html import card, page, section, table, tile, value_text
+from kt_ray.report.rundata import RunData
+from kt_ray.tracking.plot import smooth
+from kt_ray.tracking.progress import duration, size
+
+_TERMS = (
+    ("seconds_attention", "attention"),
+    ("seconds_experts", "experts"),
+    ("seconds_transport", "waiting for experts"),
+    ("seconds_optimizer", "optimizer"),
+)
+
+
+def report_page(run: RunData, samples: int = 5) -> str:
+    """The whole document.
+
+    Args:
+        run: what its directory tells.
+        samples: predictions shown.
+    """
+    return page(
+        f"{run.name} · kt_ray",
+        [
+            _header(run),
+            _tiles(run),
+            _remarks(run),
+            _curves(run),
+            _expert_load(run),
+            _answers(run, samples),
+            _actors(run),
+            _settings(run),
+            _environment(run),
+            "<footer>Written by kt_ray mode=report from the files in the run directory.</footer>",
+        ],
+    )
+
+
+def _header(run: RunData) -> str:
+    settings, environment = run.settings(), run.environment
+    facts = [
+        f"{key} {settings[f'{key}.name']}" for key in ("model", "data", "rule") if settings.get(f"{key}.name")
+    ]
+    if environment.get("time"):
+        facts.append(str(environment["time"])[:16].replace("T", " "))
+    if environment.get("git_commit"):
+        facts.append(f"commit {str(environment['git_commit'])[:10]}")
+    text = f"<h1>{escape(run.name)}</h1><p class='soft'>{escape(' · '.join(facts))}</p>"
+    if environment.get("argv"):
+        text += f"<pre class='soft'>{escape(shlex.join(map(str, environment['argv'])))}</pre>"
+    return text
+
+
+def _tiles(run: RunData) -> str:
+    f = run.figures()
+    tiles = [tile("steps", f"{run.steps:,}", f"{f['tokens']:,.0f} tokens" if "tokens" in f else "")]
+    if "loss" in f:
+        tiles.append(tile("training loss", f"{f['loss']:.3f}", f"from {f['first_loss']:.3f}"))
+    if "eval_loss" in f:
+        before = f"from {f['eval_loss_before']:.3f}, " if "eval_loss_before" in f else ""
+        tiles.append(
+            tile("held-out loss", f"{f['eval_loss']:.3f}", f"{before}best {f['eval_loss_best']:.3f}")
+        )
+    if "tokens_per_s" in f:
+        tiles.append(tile("tokens/s", _amount(f["tokens_per_s"]), "all steps but the first"))
+    if "seconds" in f:
+        tiles.append(
+            tile("time in steps", duration(f["seconds"]), f"{f['seconds'] / f['steps']:.2f} s a step")
+        )
+    if "host_bytes" in f:
+        tiles.append(tile("host memory", size(int(f["host_bytes"])), "peak of all processes"))
+    if "gpu_bytes" in f:
+        tiles.append(tile("GPU memory", size(int(f["gpu_bytes"])), "peak of all devices"))
+    if f.get("recoveries"):
+        tiles.append(
+            tile("recoveries", f"{f['recoveries']:.0f}", f"{duration(f.get('seconds_lost', 0))} lost")
+        )
+    return f'<div class="tiles">{"".join(tiles)}</div>'
+
+
+def _remarks(run: RunData) -> str:
+    if not run.records:
+        return section(
+            "Remarks", '<p class="look">No step has been finished yet: metrics.jsonl is empty.</p>'
+        )
+    found = findings(run)
+    if not found:
+        return section("Remarks", '<p class="soft">Nothing out of the ordinary in the figures.</p>')
+    items = "".join(f'<li class="{f.level}">{escape(f.text)}</li>' for f in found)
+    return section("Remarks", f'<ul class="remarks">{items}</ul>')
+
+
+def _curves(run: RunData) -> str:
+    loss, held_out = run.series("loss"), run.series("eval_loss")
+    smoothed = list(zip([s for s, _ in loss], smooth([v for _, v in loss]), strict=True))
+    few = len(loss) < 5
+    curves = [
+        Line("" if not few else "training", loss, 0, faint=not few, dots=few),
+        Line("training, smoothed", [] if few else smoothed, 0),
+        Line("held-out", held_out, 1, dots=len(held_out) <= 100),
+    ]
+    total = Line("whole step", run.series("seconds"), 4)
+    terms = [Line(name, run.series(key), i) for i, (key, name) in enumerate(_TERMS)]
+    charts = [
+        card("Loss", line_chart(curves, "nats per token")),
+        card("Learning rate", line_chart([Line("", run.series("lr"), 0)], "learning rate", from_zero=True)),
+        card("Throughput", line_chart([Line("", run.series("tokens_per_s"), 2)], "tokens/s", from_zero=True)),
+        card("Gradient norm", line_chart([Line("", run.series("grad_norm"), 3)], "norm", from_zero=True)),
+        card("Time of a step", line_chart([total, *terms], "seconds", from_zero=True), _time_split(run)),
+        card("Memory", _memory(run)),
+        card("Who is busy", _per_actor(run, "busy_", "share of the step")),
+        card("Expert load", _imbalance(run)),
+    ]
+    return section("Curves", f'<div class="grid2">{"".join(charts)}</div>' if any(charts) else "")
+
+
+def _time_split(run: RunData) -> str:
+    """Mean shares of the step, in words: the terms overlap, so a pie would lie."""
+    seconds = dict(run.series("seconds"))
+    whole = sum(seconds.values())
+    if whole <= 0:
+        return ""
+    shares = [
+        f"{name} {sum(v for s, v in points if s in seconds) / whole:.0%}"
+        for key, name in _TERMS
+        if (points := run.series(key))
+    ]
+    return (
+        f'<p class="soft">Share of all steps: {escape(", ".join(shares))}. They overlap.</p>'
+        if shares
+        else ""
+    )
+
+
+def _memory(run: RunData) -> str:
+    lines: list[Line] = []
+    for prefix, kind in (("host_rss_bytes_", "host"), ("gpu_memory_bytes_", "GPU")):
+        for key in run.keys(prefix):
+            points = [(step, value / 1e9) for step, value in run.series(key)]
+            lines.append(Line(f"{kind}: {key.removeprefix(prefix)}", points, len(lines)))
+    return line_chart(lines, "GB", from_zero=True)
+
+
+def _per_actor(run: RunData, prefix: str, unit: str) -> str:
+    keys = run.keys(prefix)[:8]  # more curves than colours tell nothing
+    lines = [Line(key.removeprefix(prefix), run.series(key), i) for i, key in enumerate(keys)]
+    return line_chart(lines, unit, from_zero=True)
+
+
+def _imbalance(run: RunData) -> str:
+    lines = [
+        Line("experts", run.series("expert_load_imbalance"), 0),
+        Line("expert actors", run.series("actor_load_imbalance"), 1),
+    ]
+    return line_chart(lines, "fullest over mean", from_zero=True)
+
+
+def _expert_load(run: RunData) -> str:
+    """Layer × expert, as a multiple of the layer's mean."""
+    relative = {
+        layer: [count * len(row) / sum(row) for count in row] for layer, row in run.load.items() if sum(row)
+    }
+    if not relative:
+        text = "No checkpoint of this run holds a histogram (expert_load.json)."
+        return section("Tokens per expert", f'<p class="soft">{text}</p>') if run.records else ""
+    largest = max(max(row) for row in relative.values())
+    top = float(min(10, max(2, math.ceil(largest))))
+    drawn = heat_map(relative, row_name="layer", column_name="expert", top=top)
+    unused = sum(value == 0 for row in relative.values() for value in row)
+    note = (
+        f"Tokens of each expert over the mean of its layer (1 = even), steps 1 to {run.load_step}. "
+        f"Fullest: {largest:.1f} times the mean. Experts without a token: {unused}."
+    )
+    inner = f'<p class="soft">{escape(note)}</p>{heat_scale(top)}{drawn}'
+    return section("Tokens per expert", f'<div class="card">{inner}</div>')
+
+
+def _answers(run: RunData, count: int) -> str:
+    """The metrics of eval.json and some predictions, before and after."""
+    parts = [_metrics(run.evaluation)] if run.evaluation else []
+    there = any((run.path / name).is_file() for name in (ADAPTER_FILE, BASE_FILE))
+    base, adapter = find_answers(run.path) if there else (None, None)
+    if base and adapter and [r.prompt for r in base.rows] != [r.prompt for r in adapter.rows]:
+        base = None  # of another data set; mode=eval says so
+    parts += [_sample(sample) for sample in pick_samples(base, adapter, count)]
+    if not parts:
+        return ""
+    if not run.evaluation:
+        parts.insert(0, '<p class="soft">No metrics yet: mode=eval computes them.</p>')
+    return section("Before and after", *parts)
+
+
+def _metrics(evaluation: dict[str, Any]) -> str:
+    sides = {name: (evaluation.get(name) or {}).get("metrics", {}) for name in ("base", "adapter")}
+    change = evaluation.get("change", {})
+    rows: list[list[str]] = []
+    classes: list[list[str]] = []
+    for metric in METRICS:
+        values = [sides[name].get(metric.name) for name in sides]
+        if all(value is None for value in values):
+            continue
+        difference = change.get(metric.name)
+        digits = 2 if metric.percent else 4
+        cells = ["–" if v is None else f"{v:.{digits}f}" for v in values]
+        rows.append([metric.title, *cells, "–" if difference is None else f"{difference:+.{digits}f}"])
+        better = bool(difference) and (difference > 0) == (metric.better == "higher")
+        classes.append(["", "", "", "" if not difference else "better" if better else "worse"])
+    text = table(("metric", "base", "adapter", "change"), rows, classes=classes)
+    return card(f"{evaluation.get('rows', '?')} answers, scores in percent", text) if rows else ""
+
+
+def _sample(sample: Sample) -> str:
+    texts = (("label", sample.label), ("base", sample.base), ("adapter", sample.adapter))
+    columns = "".join(
+        f'<div><h3>{name}</h3><div class="text">{escape(text)}</div></div>'
+        for name, text in texts
+        if text is not None
+    )
+    prompt = f'<h3>row {sample.row}</h3><div class="text">{escape(sample.prompt)}</div>'
+    return f'<div class="card sample">{prompt}<div class="pair">{columns}</div></div>'
+
+
+def _actors(run: RunData) -> str:
+    """What each actor held, from env.json."""
+    rows = []
+    for actor in run.environment.get("actors") or []:
+        layers = actor.get("layers")
+        holds = (
+            f"layers {layers[0]}–{layers[1] - 1}"
+            if layers
+            else f"{actor.get('experts', '?')} experts a layer"
+        )
+        where = " ".join(str(actor[key]) for key in ("host", "device", "isa") if actor.get(key))
+        weights, load = actor.get("weight_bytes"), actor.get("load_seconds")
+        rows.append(
+            [
+                str(actor.get("actor", "?")),
+                where,
+                holds,
+                str(actor.get("threads", "–")),
+                size(weights) if isinstance(weights, int) else "–",
+                f"{load:.1f} s" if isinstance(load, int | float) else "–",
+            ]
+        )
+    columns = ("actor", "where", "holds", "threads", "weights", "loaded in")
+    return (
+        section("Who held what", f'<div class="card">{table(columns, rows, numbers=False)}</div>')
+        if rows
+        else ""
+    )
+
+
+def _settings(run: RunData) -> str:
+    changed = [
+        [key, value_text(value)] for key, value in run.changed_settings().items() if key != "model.config"
+    ]
+    whole = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
+    rest = f"<details><summary>all of config.yaml</summary><pre>{escape(whole)}</pre></details>"
+    return section(
+        "Configuration",
+        f'<div class="card"><p class="soft">Keys that differ from their defaults</p>'
+        f"{table((), changed, numbers=False)}{rest}</div>",
+    )
+
+
+def _environment(run: RunData) -> str:
+    rows = []
+    for key, value in run.environment.items():
+        if key in ("actors", "argv", "pid") or value is None:
+            continue
+        if isinstance(value, dict):
+            value = ", ".join(f"{name} {version}" for name, version in value.items() if version)
+        rows.append([key, size(value) if key == "memory_bytes" and isinstance(value, int) else str(value)])
+    return section("Environment", f'<div class="card">{table((), rows, numbers=False)}</div>') if rows else ""
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

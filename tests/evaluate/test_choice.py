@@ -1,0 +1,97 @@
+"""Letters of multiple choice: what an answer settles on, and what settles nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from kt_ray.errors import UserError
+from kt_ray.evaluate.choice import argmax_letter, exact_match, extract_letter, label_letter
+
+ANSWERS = [
+    # the letter alone
+    *[(text, "B") for text in ("B", "b", "(B)", "B.", " **B** ", "Ｂ", "[B]", "B\n")],
+    # at the beginning
+    *[
+        (text, "B")
+        for text in ("B. Paris", "B) Paris", "(B) Paris", "B: Paris", "**B** Paris", "B\nbecause A is not")
+    ],
+    # stated
+    ("The answer is B.", "B"),
+    ("The answer is (C), because A is wrong", "C"),
+    ("The correct answer is: **B) Paris**", "B"),
+    ("Answer: b", "B"),
+    ("Let us see. A is too small, so I choose D.", "D"),
+    ("The answer is A. No wait, the answer is D", "D"),
+    ("so \\boxed{D}", "D"),
+    ("so $\\boxed{\\text{B}}$.", "B"),
+    ("答案是B", "B"),
+    ("正确答案为：Ｃ。", "C"),
+    ("因此选择 B 项", "B"),
+    ("不选A，选B", "B"),
+    ("Option A is wrong; option B is correct", "B"),
+    ("Option B is right; option A is wrong", "B"),
+    ("I think the answer is A.", "A"),
+    ("I choose A because it fits", "A"),
+    # on the last line
+    ("A and C are close. Let me see.\nB", "B"),
+    # the only one
+    ("It must be C", "C"),
+    ("A good answer would be C", "C"),
+    # reasoning does not count
+    ("<think>the answer is A</think>B", "B"),
+    # nothing settled
+    *[
+        (text, None)
+        for text in ("", "Paris", "A cat sat on the mat", "the answer is a cat", "D'accord", "B-cells")
+    ],
+    *[
+        (text, None)
+        for text in ("Not A or B", "Both A and B", "the answers are A and C", "选A或B", "A or B?")
+    ],
+    *[(text, None) for text in ("The answer is not A", "It isn't A", "答案不是A", "E", "<think>B, surely")],
+]
+
+
+@pytest.mark.parametrize(("text", "letter"), ANSWERS)
+def test_extract_letter(text, letter):
+    assert extract_letter(text) == letter
+
+
+def test_other_letters():
+    assert extract_letter("The answer is E", "ABCDE") == "E"
+    assert extract_letter("I would say so", "ABCDEFGHI") is None
+    assert extract_letter("The answer is I.", "ABCDEFGHI") == "I"
+
+
+@pytest.mark.parametrize(
+    ("label", "letter"),
+    [
+        ("B", "B"),
+        ("(B)", "B"),
+        ("B. Paris", "B"),
+        ("B)Paris", "B"),
+        ("Ｂ", "B"),
+        ("B：对", "B"),
+        (" B\n", "B"),
+    ],
+)
+def test_label_letter(label, letter):
+    assert label_letter(label) == letter
+
+
+@pytest.mark.parametrize("label", ["", "b", "Because", "B Paris", "E", "The answer is B", "A cat."])
+def test_what_is_no_option(label):
+    assert label_letter(label) is None
+
+
+def test_argmax_letter():
+    assert argmax_letter({"A": -3.0, "B": -0.5, "C": -0.6}) == "B"
+    assert argmax_letter({"A": 1.0, "B": 1.0}) == "A"
+    for logits in ({}, {"A": float("nan"), "B": 1.0}):
+        with pytest.raises(UserError, match="logits"):
+            argmax_letter(logits)
+
+
+def test_exact_match_ignores_white_space_and_width_only():
+    assert exact_match(" the  cat\n", "the cat") and exact_match("ＡＢＣ", "ABC")
+    assert not exact_match("The cat", "the cat") and not exact_match("the cat.", "the cat")

@@ -1,0 +1,207 @@
+"""From predictions files to scores and the before/after table."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from kt_ray.errors import UserError
+from kt_ray.evaluate.loss import LossSum, perplexity
+from kt_ray.evaluate.predictions import (
+    Prediction,
+    Predictions,
+    check_same_questions,
+    find_answers,
+    read_predictions,
+)
+from kt_ray.evaluate.scores import score
+from kt_ray.evaluate.table import compare, spread
+from kt_ray.evaluate.text import text_scores
+
+
+def answers(*pairs: tuple[str, str], **more) -> Predictions:
+    return Predictions(
+        "file", tuple(Prediction(f"q{i}", p, label, **more) for i, (p, label) in enumerate(pairs))
+    )
+
+
+def test_a_file_is_read_row_by_row(tmp_path):
+    file = tmp_path / "predictions.jsonl"
+    rows = [
+        {"prompt": "q", "prediction": "line\u2028separator", "label": "l", "further": 1},
+        {"prompt": [{"role": "user", "content": "q"}], "prediction": "", "label": "l"},
+        {
+            "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
+            "prediction": "B",
+            "label": "B",
+            "option_logits": {"A": 1, "B": 2.5},
+            "loss_nats": 6,
+            "loss_tokens": 3,
+        },
+    ]
+    file.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) + "\n", encoding="utf-8"
+    )
+    read = read_predictions(file)
+    assert read.source == str(file)
+    assert [r.prompt for r in read.rows] == ["q", "q", "system: s\n\nuser: q"]
+    assert read.rows[0].prediction == "line\u2028separator" and read.rows[0].loss is None
+    assert read.rows[2].option_logits == {"A": 1.0, "B": 2.5} and read.rows[2].loss == LossSum(6.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prediction": "x"}', "no label"),
+        ('{"label": "x"}', "no predict"),
+        ('{"prediction": 1, "label": "x"}', "usable prediction"),
+        ('{"prediction": "x", "label": "x", "prompt": 3}', "usable prompt"),
+        ('{"prediction": "x", "label": "x", "option_logits": [1]}', "usable option_logits"),
+        ('{"prediction": "x", "label": "x", "option_logits": {"A": NaN}}', "usable option_logits"),
+        ('{"prediction": "x", "label": "x", "loss_nats": 1}', "usable loss_tokens"),
+        ('{"prediction": "x", "label": "x", "loss_tokens": 1}', "usable loss_nats"),
+        ('{"prediction": "x", "la', "start it again"),
+        ("[1]", "no JSON object"),
+    ],
+)
+def test_bad_lines_are_named_with_their_number(tmp_path, line, message):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prediction": "x", "label": "x"}\n' + line + "\n")
+    with pytest.raises(UserError, match=message) as caught:
+        read_predictions(file)
+    assert f"{file}:2" in str(caught.value)
+
+
+def test_missing_empty_and_unreadable_files(tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        find_answers(tmp_path / "x")
+    with pytest.raises(UserError, match=r"no predictions\.jsonl"):
+        find_answers(tmp_path)
+    (tmp_path / "empty").write_text("\n\n")
+    with pytest.raises(UserError, match="no rows"):
+        read_predictions(tmp_path / "empty")
+    (tmp_path / "latin").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_predictions(tmp_path / "latin")
+
+
+def written(file, *rows) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_answers_of_both_in_one_file_and_in_the_order_of_their_ids(tmp_path):
+    file = tmp_path / "predictions.jsonl"
+    row = {"prompt": "q", "label": "l", "option_logits": {"A": 1.0}}
+    written(
+        file, row | {"id": 2, "predict": "two", "base": "b2"}, row | {"id": 1, "predict": "one", "base": "b1"}
+    )
+    base, adapter = find_answers(tmp_path)
+    assert [r.prediction for r in adapter.rows] == ["one", "two"] and adapter.rows[0].option_logits
+    assert [r.prediction for r in base.rows] == ["b1", "b2"] and not base.rows[0].option_logits
+    written(file, row | {"id": 1, "predict": "x", "base": "y"}, row | {"id": 2, "predict": "x"})
+    with pytest.raises(UserError, match="usable base"):
+        find_answers(file)
+    written(file, row | {"id": 1, "predict": "x"}, row | {"id": 1, "predict": "x"})
+    with pytest.raises(UserError, match="an id of its own"):
+        find_answers(file)
+
+
+def test_whose_answers_they_are(tmp_path):
+    row = {"prompt": "q", "label": "l", "predict": "x"}
+    written(tmp_path / "predictions.jsonl", row)
+    assert find_answers(tmp_path)[0] is None and find_answers(tmp_path)[1].rows[0].prediction == "x"
+    (tmp_path / "predictions.json").write_text('{"answers": ["base"]}')
+    assert find_answers(tmp_path)[0].rows[0].prediction == "x" and find_answers(tmp_path)[1] is None
+    (tmp_path / "predictions.json").unlink()
+    written(tmp_path / "predictions_base.jsonl", row | {"predict": "y"})
+    base, adapter = find_answers(tmp_path)
+    assert (base.rows[0].prediction, adapter.rows[0].prediction) == ("y", "x")
+    assert find_answers(tmp_path / "predictions_base.jsonl")[1] is None
+    (tmp_path / "predictions.jsonl").unlink()
+    assert find_answers(tmp_path)[0] == base and find_answers(tmp_path)[1] is None
+
+
+def test_scores_are_means_over_rows():
+    pairs = [("the cat sat", "the cat sat"), ("a dog", "the cat"), ("", "x")]
+    scores = score(answers(*pairs))
+    assert scores.rows == 3 and scores.metrics["exact_match"] == pytest.approx(100 / 3)
+    by_row = [text_scores(*pair) for pair in pairs]
+    for name in by_row[0]:
+        assert scores.metrics[name] == pytest.approx(sum(row[name] for row in by_row) / 3)
+    assert "letter_accuracy" not in scores.metrics and "loss" not in scores.metrics
+
+
+def test_letter_accuracy_from_answers_and_from_logits():
+    rows = (
+        Prediction("q", "The answer is B", "B", {"A": 2.0, "B": 1.0}),
+        Prediction("q", "Paris", "A. Paris", {"A": 2.0, "B": 1.0}),
+        Prediction("q", "C", "D", {"D": 2.0, "B": 1.0}),
+        Prediction("q", "(D)", "D", {"D": 2.0, "B": 1.0}),
+    )
+    metrics = score(Predictions("f", rows)).metrics
+    assert metrics["letter_accuracy"] == 50 and metrics["letter_found"] == 75
+    assert metrics["letter_accuracy_logits"] == 75
+    assert "letter_accuracy" not in score(Predictions("f", rows), choice="off").metrics
+    with pytest.raises(UserError, match=r"no option.*row 3"):
+        score(Predictions("f", rows), choice="on", letters="ABC")
+    assert "letter_accuracy" not in score(Predictions("f", rows), letters="ABC").metrics
+
+
+def test_loss_weighs_by_tokens_and_needs_every_row():
+    rows = (Prediction("q", "a", "a", loss=LossSum(10.0, 2)), Prediction("q", "a", "a", loss=LossSum(2.0, 8)))
+    metrics = score(Predictions("f", rows)).metrics
+    assert metrics["loss"] == pytest.approx(1.2) and metrics["perplexity"] == pytest.approx(math.exp(1.2))
+    half = (rows[0], Prediction("q", "a", "a"))
+    assert "loss" not in score(Predictions("f", half)).metrics
+
+
+def test_perplexity_of_large_and_no_losses():
+    assert perplexity(1000.0) == math.inf
+    with pytest.raises(ValueError, match="no tokens"):
+        _ = LossSum().loss
+
+
+def test_the_table_before_and_after():
+    base, adapter = answers(("a dog", "the cat"), ("x", "y")), answers(("the cat", "the cat"), ("y", "y"))
+    both = compare((base, score(base)), (adapter, score(adapter)), samples=1, losses={"base": {"loss": 3.0}})
+    lines = {line.metric.name: line for line in both.lines}
+    assert lines["exact_match"].change == 100 and lines["exact_match"].improved
+    assert lines["loss"].base == 3.0 and lines["loss"].adapter is None and lines["loss"].improved is None
+    text = both.markdown()
+    assert (
+        "| metric | base | adapter | change |" in text and "| exact match | 0.00 | 100.00 | +100.00 |" in text
+    )
+    assert "| loss (nats/token) | 3.0000 | – | – |" in text and "> a dog" in text and "q1" not in text
+    assert json.loads(json.dumps(both.to_dict()))["change"]["exact_match"] == 100
+    columns, rows = both.wandb_tables()["eval/metrics"]
+    assert columns == ["metric", "base", "adapter", "change"] and ["exact_match", 0.0, 100.0, 100.0] in rows
+    samples = both.wandb_tables()["eval/samples"]
+    assert samples[1] == [[1, "q0", "the cat", "a dog", "the cat"]]
+
+
+def test_one_side_alone_has_no_change():
+    adapter = answers(("the cat", "the cat"))
+    alone = compare(None, (adapter, score(adapter)))
+    assert alone.columns() == ["metric", "adapter"] and "change" not in alone.markdown()
+    assert alone.to_dict()["base"] is None
+
+
+def test_a_lower_loss_is_better():
+    rows = {n: Predictions("f", (Prediction("q", "a", "a", loss=LossSum(n, 1)),)) for n in (2.0, 1.0)}
+    table = compare(*((rows[n], score(rows[n])) for n in (2.0, 1.0)))
+    assert next(line for line in table.lines if line.metric.name == "loss").improved is True
+
+
+def test_only_answers_to_the_same_questions_are_compared():
+    a = answers(("x", "y"), ("x", "z"))
+    check_same_questions(a, answers(("1", "y"), ("2", "z")))
+    with pytest.raises(UserError, match="2 and 1 rows"):
+        check_same_questions(a, answers(("x", "y")))
+    with pytest.raises(UserError, match="another label in row 2"):
+        check_same_questions(a, answers(("x", "y"), ("x", "other")))
+
+
+def test_samples_are_spread_over_the_data():
+    assert spread(10, 3) == [0, 3, 6] and spread(2, 5) == [0, 1] and spread(3, 0) == []
