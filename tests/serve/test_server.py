@@ -152,7 +152,13 @@ def test_a_chat_answer_and_its_stream(client: OpenAI) -> None:
     texts, scores, ends, usages = together(stream, 2)
     assert texts == [choice.message.content for choice in whole.choices] and texts[0] != texts[1]
     assert ends == [choice.finish_reason for choice in whole.choices]
-    assert scores == [choice.logprobs.content for choice in whole.choices]
+    for streamed, choice in zip(scores, whole.choices, strict=True):
+        assert [score.token for score in streamed] == [score.token for score in choice.logprobs.content]
+        # Whether both answers were read in within one step shows in the last bits.
+        assert [score.logprob for score in streamed] == pytest.approx(
+            [score.logprob for score in choice.logprobs.content], abs=1e-4
+        )
+        assert all(len(score.top_logprobs) == 3 for score in streamed)
     assert usages == [usage]
     for choice in whole.choices:
         spelled = b"".join(bytes(score.bytes) for score in choice.logprobs.content)
