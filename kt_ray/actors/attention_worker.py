@@ -322,13 +322,17 @@ class AttentionWorker(StepEnd):
         read_named_into(directory, self._masters.state())
         self._masters.optimizer.set_step(step)
 
-    def load_adapter(self, directory: str) -> int:
+    def load_adapter(self, directory: str, one_of_several: bool = False) -> int:
         """Worker 0: take all stages' masters from a PEFT adapter; then `publish`. Returns their number."""
         if self._masters is None:
             return 0
         return AdapterReader(directory, self.spec.model_dir).read_into(
-            self._masters.named("param"), self.spec.lora.scale
+            self._masters.named("param"), self.spec.lora.scale, one_of_several=one_of_several
         )
+
+    def keep_adapter(self, name: str, copy: bool) -> None:
+        """What this stage's LoRA is now, it will be for requests that name it."""
+        self.stage.keep(name, copy=copy)
 
     def write_adapter(self, directory: str, layout: Any) -> int:
         """Write this stage's byte ranges of the adapter file (replica 0). Returns the number of tensors."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -347,6 +347,24 @@ class ActorCluster(ABC):
         """
         count = int(sum(self._all("load_adapter", directory)))
         self._publish()
+        return count
+
+    def load_adapters(self, adapters: Mapping[str, str]) -> int:
+        """Several PEFT adapters at once, each for the requests that name it; returns the number of tensors.
+
+        Args:
+            adapters: name -> directory. The LoRA settings of the actors cover all of them.
+
+        Raises:
+            UserError: as `load_adapter`.
+        """
+        count = 0
+        for number, (name, directory) in enumerate(adapters.items(), 1):
+            count += int(sum(self._all("load_adapter", directory, True)))
+            self._publish()
+            self._all(
+                "keep_adapter", name, number < len(adapters)
+            )  # the last one's place is not needed again
         return count
 
     # -- after a death ------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class MessageExchange:
         recorder: of the worker's pass.
 
     Attributes:
-        adapter: whether the experts' LoRA takes part in what is submitted (generation turns it off).
+        adapter: whether the experts' LoRA takes part in what is submitted, or which (generation changes it).
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class MessageExchange:
         recorder: Recorder | None = None,
     ) -> None:
         self.seconds_waiting = 0.0
-        self.adapter = True
+        self.adapter: bool | str = True
         self._mailbox = mailbox
         self._port = port
         self._replica = replica
@@ -151,7 +151,7 @@ class MessageExchange:
         # This message tells the actors that their last answer of this group was read.
         if group in self._copies:
             self._copies.pop(group).synchronize()
-        facts = {} if self.adapter else {"adapter": False}
+        facts = {} if self.adapter is True else {"adapter": self.adapter}
         with self._recorder.span(f"submit {direction}", "transfer", layer, group):
             whole = [address for address in self._experts if address[1] not in rows]
             leases = []

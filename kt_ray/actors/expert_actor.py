@@ -269,11 +269,15 @@ class ExpertActor(PlainActor):
         self._committed = step - 1
         self.reborn = False
 
-    def load_adapter(self, directory: str) -> int:
+    def load_adapter(self, directory: str, one_of_several: bool = False) -> int:
         """Take this actor's experts' LoRA from a PEFT adapter. Returns the number of tensors."""
         return AdapterReader(directory, self.host.spec.model_dir).read_into(
-            self.host.named("param"), self.host.spec.lora.scale
+            self.host.named("param"), self.host.spec.lora.scale, one_of_several=one_of_several
         )
+
+    def keep_adapter(self, name: str, copy: bool) -> None:
+        """What this actor's LoRA is now, it will be for requests that name it."""
+        self.host.keep(name, copy=copy)
 
     def write_adapter(self, directory: str, layout: Any) -> int:
         """Write this actor's byte ranges of the adapter file. Returns the number of tensors."""

@@ -82,7 +82,7 @@ class RayCluster(ActorCluster):
         self.rule = rule
         self.namespace = config.namespace or f"kt_ray-{run_name}"
         self.dashboard_url: str | None = None
-        self._joined = False  # a cluster that was there before
+        self.joined = False  # a cluster that was there before
         self.connected = False  # to Ray, by this object: it then disconnects, too
         self._group: Any = None
         self._wanted: dict[Address, tuple[int, Wanted]] = {}  # with the number of its bundle
@@ -103,7 +103,7 @@ class RayCluster(ActorCluster):
         running = running_cluster(self.config.address)
         if running is not None:
             self._join(running)
-            self._joined = True
+            self.joined = True
             where = f"{running.address} (from {running.source})"
             return [
                 f"Ray: joined the running cluster at {where}{dashboard_hint(self.dashboard_url)}",
@@ -214,12 +214,21 @@ class RayCluster(ActorCluster):
             (self.workers if one.address[0] == "worker" else self.experts).append(handle)
         self._introduce()
 
+    def environment(self) -> dict[str, str]:
+        """Variables that processes of this cluster must see."""
+        found = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        if self.joined:  # that cluster's processes have an environment of their own
+            found |= openmp.settings(os.environ)
+        return found
+
+    def names(self) -> dict[Address, str]:
+        """What the actors are called in the namespace."""
+        return {address: wanted.name for address, (_, wanted) in self._wanted.items()}
+
     def _create(self, address: Address) -> RayHandle:
         """An actor in its bundle of the placement group. Raises ValueError when its name is taken."""
         bundle, one = self._wanted[address]
-        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        if self._joined:  # that cluster's processes have an environment of their own
-            environment |= openmp.settings(os.environ)
+        environment = self.environment()
         runtime_env = {"runtime_env": {"env_vars": environment}} if environment else {}
         factory = RemoteActor.options(
             name=one.name,

@@ -35,8 +35,8 @@ def check(config: Config) -> None:
     for key in ("seed", "model.seed"):
         if not 0 <= value_of(config, key) < SEED_LIMIT:
             raise fault(key, value_of(config, key), "is out of range", "at least 0 and less than 2**63")
-    parts = (_model, _rule, check_layers, _data, _lora, _optim, _trainer, _generate, _cluster, _results, _run)
-    for part in parts:
+    parts = (_model, _rule, check_layers, _data, _lora, _optim, _trainer, _generate, _serve, _cluster)
+    for part in (*parts, _results, _run):
         part(config)
 
 
@@ -87,7 +87,7 @@ def _model(config: Config) -> None:
                     f"leave model.{key} out, or take random weights: model=demo_random",
                 )
     if model.path is None and model.build is None:
-        if config.mode in ("train", "predict", "chat") or (
+        if config.mode in ("train", "predict", "chat", "serve") or (
             config.mode == "preview" and model.tokenizer is None
         ):
             raise fault(
@@ -406,6 +406,33 @@ def _generate(config: Config) -> None:
             "held-out rows, or all",
             "set generate.split=all or data.eval_path=<file>",
         )
+
+
+def _serve(config: Config) -> None:
+    serve = config.serve
+    for key in ("host", "name", "api_key"):
+        if getattr(serve, key) == "":
+            raise fault(f"serve.{key}", "''", "is empty", "text", f"leave serve.{key} out")
+    if config.mode == "serve" and config.generate.adapter is not None:
+        raise fault(
+            "generate.adapter",
+            config.generate.adapter,
+            "has no meaning with mode=serve, where requests name adapters",
+            "serve.adapters",
+            f"set serve.adapters={{NAME: {config.generate.adapter}}}",
+        )
+    for name, directory in (serve.adapters or {}).items():
+        if not name.strip() or not directory or name == (serve.name or config.model.name):
+            what = (
+                "an adapter has the base model's name" if name.strip() and directory else "something is empty"
+            )
+            raise fault(
+                "serve.adapters",
+                f"{{{name}: {directory}}}",
+                f"is no list of adapters: {what}",
+                "{NAME: DIRECTORY}, each name another one",
+                "correct serve.adapters, or give the base model another name: serve.name=NAME",
+            )
 
 
 def _cluster(config: Config) -> None:

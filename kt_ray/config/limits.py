@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-GENERATING = ("predict", "chat")  # modes that generate: their plan has caches, and nothing for training
+# Modes that generate: their plan has caches, and nothing for training.
+GENERATING = ("predict", "chat", "serve")
 
 # Words a key may have. Keys whose type also allows null or a number take those as well.
 WORDS: dict[str, tuple[str, ...]] = {
-    "mode": ("train", "plan", "doctor", "preview", "predict", "chat", "eval", "report", "compare"),
+    "mode": ("train", "plan", "doctor", "preview", "predict", "chat", "serve", "eval", "report", "compare"),
     "model.build": ("demo_base", "demo", "mini"),
     "model.dtype": ("auto", "bfloat16", "float32"),
     "model.attn_implementation": ("sdpa", "eager"),
@@ -144,6 +145,11 @@ BOUNDS: dict[str, Bound] = {
     "generate.prefill_tokens": Bound(1),
     "generate.cache_tokens": Bound(1),
     "generate.limit": Bound(1),
+    "serve.port": Bound(1, 65535),
+    "serve.max_batch": Bound(1),
+    "serve.max_queue": Bound(0),
+    "serve.max_tokens": Bound(1),
+    "serve.max_body": Bound(1),
     "eval.samples": Bound(0),
     "eval.after_training": Bound(0),
     "report.samples": Bound(0),

@@ -96,8 +96,12 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
     experts = dataclasses.replace(config.rule.experts, load=_absolute(config.rule.experts.load))
     rule = dataclasses.replace(config.rule, experts=experts)
     generate = dataclasses.replace(config.generate, adapter=_absolute(config.generate.adapter))
+    adapters = config.serve.adapters
+    if adapters is not None:
+        adapters = {name: absolute(path) if path else path for name, path in adapters.items()}
+    serve = dataclasses.replace(config.serve, adapters=adapters)
     config = dataclasses.replace(
-        config, model=model, rule=rule, data=data, plan=plan, trainer=trainer, generate=generate
+        config, model=model, rule=rule, data=data, plan=plan, trainer=trainer, generate=generate, serve=serve
     )
     config = _settle_results(config)
     run = dataclasses.replace(config.run, root=absolute(config.run.root), name=_run_name(config, job, now))
@@ -267,5 +271,5 @@ def _coerce(hint: Any, value: Any) -> Any:
         if isinstance(value, list | tuple) and len(value) == len(args):
             return tuple(_coerce(a, v) for a, v in zip(args, value, strict=True))
     elif origin is dict and isinstance(value, Mapping):
-        return {str(k): v for k, v in value.items()}
+        return {str(k): _coerce(args[1], v) for k, v in value.items()}
     raise TypeError

@@ -319,13 +319,44 @@ class GenerateConfig:
 
 
 @dataclass(frozen=True)
+class ServeConfig:
+    """The OpenAI-compatible server: `mode=serve`.
+
+    Attributes:
+        host: address to listen on; beyond this machine (0.0.0.0, an address of its network) only with a key.
+        port: to listen on.
+        api_key: what clients send as "Authorization: Bearer ..."; None = the variable KT_RAY_API_KEY, and
+            without one no key is asked for. Prefer the variable: other users of a machine see command lines.
+        name: of the base model in requests; None = model.name.
+        adapters: name in requests -> adapter directory (of kt_ray or PEFT), or a run directory that holds
+            one.
+        max_batch: answers of one replica that are generated at the same time.
+        max_queue: answers that wait beside them; beyond, requests are refused (429).
+        max_tokens: tokens of one answer at the most, and of a chat answer whose request names no limit;
+            None = what is left of the model's context.
+        max_body: bytes of a request at the most.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    name: str | None = None
+    adapters: dict[str, str] | None = None
+    max_batch: int = 32
+    max_queue: int = 256
+    max_tokens: int | None = None
+    max_body: int = 8388608
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything.
 
     Attributes:
         mode: "train", "plan" (placement and memory), "doctor" (this machine), "preview" (tokenized rows),
-            "predict" (answers to held-out questions), "chat" (in the terminal), "eval" (metrics of
-            predictions), "report" (a page about a run) or "compare" (runs side by side).
+            "predict" (answers to held-out questions), "chat" (in the terminal), "serve" (a server compatible
+            with OpenAI's), "eval" (metrics of predictions), "report" (a page about a run) or "compare" (runs
+            side by side).
         seed: seed of data order, LoRA initialisation and dropout.
         model: see ModelConfig.
         rule: see RuleConfig.
@@ -337,6 +368,7 @@ class Config:
         tracking: see TrackingConfig.
         cluster: see ClusterConfig.
         generate: see GenerateConfig.
+        serve: see ServeConfig.
         plan: see PlanConfig.
         eval: see EvalConfig.
         report: see ReportConfig.
@@ -356,6 +388,7 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     report: ReportConfig = field(default_factory=ReportConfig)

@@ -57,6 +57,7 @@ class ExpertHost:
         self.load_seconds = 0.0
         self.weight_bytes = 0
         self._grads: dict[int, ExpertLora] = {}
+        self._kept: dict[str, dict[int, ExpertLora]] = {}  # adapters for generation, by name
         # (layer, group) -> what its backward needs, and its routed slots
         self._saved: dict[tuple[int, int], Kept] = {}
         self._dropout: DropoutSpec | None = None
@@ -167,6 +168,14 @@ class ExpertHost:
             DropoutSpec(p=p, seed=self.spec.seed, step=step) if dropout and p > 0 and self.lora else None
         )
 
+    def keep(self, name: str, *, copy: bool) -> None:
+        """Keep the LoRA as it is now as an adapter for generation; `copy` if it will be changed."""
+        kept = {layer: lora.map(torch.Tensor.clone) if copy else lora for layer, lora in self.lora.items()}
+        if copy and self.lane is not None:
+            for lora in kept.values():
+                self.lane.lock(lora)
+        self._kept[name] = kept
+
     def local_ids(self, layer: int, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
         """Global expert ids [T, K] of a layer to local ones; experts held elsewhere become n (no expert)."""
         table = self._local.get(layer)
@@ -187,14 +196,15 @@ class ExpertHost:
         *,
         keep: bool,
         alloc: Alloc = new_memory,
-        adapter: bool | None = None,
+        adapter: bool | str | None = None,
     ) -> torch.Tensor:
         """Weighted sum over this host's experts.
 
         Args:
             x: [T, H] float32 or bfloat16. ids: [T, K] local ids. router_weights: [T, K] float32.
             keys: [T] int64 dropout keys. keep: a backward of (layer, group) follows.
-            alloc: where y is to lie. adapter: with LoRA or without; None = as begin_pass said.
+            alloc: where y is to lie. adapter: with LoRA or without; a name = with what `keep` kept under it;
+                None = as begin_pass said.
 
         Returns:
             y [T, H] float32.
@@ -202,8 +212,10 @@ class ExpertHost:
         start = time.monotonic()
         held = len(self.order[layer])
         counts = torch.bincount(ids.reshape(-1), minlength=held + 1)[:held].tolist()
-        adapters = self._adapters if adapter is None else adapter
-        lora = self.lora.get(layer) if adapters else None
+        which = self._adapters if adapter is None else adapter
+        lora = None
+        if which is not False:
+            lora = (self.lora if which is True else self._kept[which]).get(layer)
         engine_ids, pending = ids, None
         if self.lane is not None:
             chosen = self.lane.choose(layer, counts, len(x))

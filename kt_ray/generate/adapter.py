@@ -6,7 +6,7 @@ Pairs of a smaller rank get zeros, and B takes up a scale that differs, so PEFT'
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,8 +22,8 @@ from kt_ray.tools.lora import Lora, Pair
 from kt_ray.tools.names import expert_name
 
 
-def adapter_directory(path: str) -> str:
-    """The adapter directory that a user means: itself, or a run's.
+def adapter_directory(path: str, key: str = "generate.adapter") -> str:
+    """The adapter directory that a user means: itself, or a run's. `key`: where it was named.
 
     Raises:
         UserError: neither.
@@ -33,10 +33,23 @@ def adapter_directory(path: str) -> str:
             return str(directory)
     raise UserError(
         "not an adapter directory",
-        where=f"generate.adapter={path}",
+        where=f"{key}={path}",
         observed="no such directory" if not Path(path).is_dir() else f"no {CONFIG} with {WEIGHTS}",
         required=f"a directory with {CONFIG} and {WEIGHTS}, or a finished run's directory",
-        remedy="correct generate.adapter",
+        remedy=f"correct {key}",
+    )
+
+
+def settings_of(readers: Sequence[AdapterReader]) -> LoraConfig:
+    """LoRA settings under which a model has all parameters of all these adapters."""
+    found = [reader.config for reader in readers]
+    linear = sorted({name for reader in readers for name in reader.lora.linear})
+    rank = max(config.rank for config in found)
+    return LoraConfig(
+        rank=rank,
+        alpha=found[0].scale * rank,
+        target_modules=linear or "none",
+        experts=any(config.experts for config in found),
     )
 
 
@@ -80,15 +93,18 @@ class AdapterReader:
         down = self.lora.fused.get((prefix, "down"))
         return down is not None and pair.rank == 2 * down.rank
 
-    def read_into(self, parameters: Iterable[tuple[str, Tensor]], scale: float) -> int:
+    def read_into(
+        self, parameters: Iterable[tuple[str, Tensor]], scale: float, *, one_of_several: bool = False
+    ) -> int:
         """Fill parameters.
 
         Args:
             parameters: (name, float32 tensor to fill), A and B of the same modules.
             scale: that they will be used with.
+            one_of_several: parameters of modules that only other adapters change become zero.
 
         Returns:
-            How many there were.
+            How many the adapter had.
 
         Raises:
             UserError: the adapter has no such tensor, or of another shape.
@@ -97,7 +113,11 @@ class AdapterReader:
         for name, target in parameters:
             found = self._find(module_of(name))
             if found is None:
-                missing.append(name)
+                if one_of_several and not self._changes(name):
+                    with torch.no_grad():
+                        target.zero_()
+                else:
+                    missing.append(name)
                 continue
             a, b, own = found
             value = a if name.endswith("lora_A.weight") else b * (own / scale)
@@ -112,6 +132,13 @@ class AdapterReader:
                 remedy="check that the adapter was trained on this model",
             )
         return count
+
+    def _changes(self, name: str) -> bool:
+        """Whether the adapter ought to have a parameter: it has the module, or routed experts at all."""
+        module = module_of(name)
+        if expert_name(f"{module}.weight") is None:
+            return module in self.lora.linear
+        return bool(self.lora.experts or self.lora.fused)
 
     def _find(self, module: str) -> tuple[Tensor, Tensor, float] | None:
         """A [r, in], B [out, r] and scale of a module."""

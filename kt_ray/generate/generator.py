@@ -51,10 +51,14 @@ class Serving(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """What came at once: the token (-1: only the end), and the text that became certain with it."""
+    """What came at once: the token (-1: only the end), and the text that became certain with it.
+
+    `at`: characters of the answer before this token, held back ones included.
+    """
 
     token: Token
     text: str
+    at: int = 0
 
 
 class Answer:
@@ -65,7 +69,14 @@ class Answer:
         tokens: chosen so far, eos included; text: so far. finish: "" while it runs.
     """
 
-    def __init__(self, number: int, request: Request, tokenizer: Any, cancel: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        request: Request,
+        tokenizer: Any,
+        cancel: Callable[[], None],
+        listener: Callable[[Piece | BaseException], None] | None = None,
+    ) -> None:
         self.number = number
         self.request = request
         self.tokens: list[int] = []
@@ -76,6 +87,7 @@ class Answer:
         if tokenizer is not None:
             self._stream = TextStream(tokenizer, request.stop, request.sampling.eos)
         self._pieces: queue.SimpleQueue[Piece | BaseException] = queue.SimpleQueue()
+        self._give = self._pieces.put if listener is None else listener
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._reason = ""
@@ -115,6 +127,7 @@ class Answer:
         if self.finish:
             return
         text, finish = "", token.finish
+        at = self._stream.decoded if self._stream is not None else 0
         if token.token >= 0:
             self.tokens.append(token.token)
             if token.logprob is not None:
@@ -131,7 +144,7 @@ class Answer:
         self.finish, self._reason = finish, token.error
         if finish != token.finish:
             token = replace(token, finish=finish)
-        self._pieces.put(Piece(token, text))
+        self._give(Piece(token, text, at))
         if finish:
             self._ended.set()
 
@@ -139,7 +152,7 @@ class Answer:
         """The generator's side: the session is over before the answer was."""
         if not self.finish:
             self.finish, self._error = "error", error
-            self._pieces.put(error)
+            self._give(error)
             self._ended.set()
 
 
@@ -195,8 +208,14 @@ class Generator:
     ) -> None:
         self.close()
 
-    def submit(self, request: Request) -> Answer:
+    def submit(
+        self, request: Request, listener: Callable[[Piece | BaseException], None] | None = None
+    ) -> Answer:
         """Hand a request in; it goes to the replica with the fewest.
+
+        Args:
+            listener: takes every piece, or the error that ends them, on a thread of the generator's, and
+                must not wait; None = iterate over the answer.
 
         Raises:
             UserError: the request cannot be served: token ids out of range, longer than the caches, stop
@@ -218,7 +237,7 @@ class Generator:
                 load[rank] += 1
             rank = min(ranks, key=lambda r: (load[r], r))
             number = next(self._numbers)
-            answer = Answer(number, request, self.tokenizer, lambda: self._cancel(rank, number))
+            answer = Answer(number, request, self.tokenizer, lambda: self._cancel(rank, number), listener)
             self._answers[number] = rank, answer
             self.cluster.order(rank, "request", self.spec.number, number, request)
         return answer
@@ -249,6 +268,11 @@ class Generator:
 
     def _cancel(self, rank: int, number: int) -> None:
         self.cluster.order(rank, "cancel", self.spec.number, number)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the session before it was closed."""
+        return self._error
 
     def close(self) -> None:
         """End the session: what still runs is cancelled."""

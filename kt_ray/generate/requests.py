@@ -79,13 +79,14 @@ class Request:
     Attributes:
         prompt: token ids, at least one.
         sampling: see Sampling.
-        adapter: False = the base model answers, as if there were no LoRA.
+        adapter: False = the base model answers, as if there were no LoRA; True = with the LoRA that was
+            loaded; a name = with the adapter kept under it (`ActorCluster.load_adapters`).
         stop: strings that end the answer and are not part of it (the driver looks for them).
     """
 
     prompt: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
-    adapter: bool = True
+    adapter: bool | str = True
     stop: tuple[str, ...] = ()
 
     @property
@@ -160,7 +161,7 @@ class Batch:
 
     Attributes:
         cohort: which cache they have.
-        adapter: whether LoRA takes part.
+        adapter: whether LoRA takes part, or which (see Request).
         rows: request numbers, in the order of the cache's rows.
         ids: int64 [b, s] tokens, padded on the left.
         lengths: int64 [b] valid ones of each row.
@@ -168,7 +169,7 @@ class Batch:
     """
 
     cohort: str
-    adapter: bool
+    adapter: bool | str
     rows: tuple[int, ...]
     ids: np.ndarray
     lengths: np.ndarray

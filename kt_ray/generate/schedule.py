@@ -130,7 +130,10 @@ class Schedule:
     def _cohort_of(self, row: RowSampler) -> str:
         if not self.joint:
             return f"row {row.number}"
-        return "adapter" if row.request.adapter else "base"
+        adapter = row.request.adapter
+        if isinstance(adapter, str):
+            return f"adapter {adapter}"
+        return "adapter" if adapter else "base"
 
     def _read_in(self, name: str, rows: list[RowSampler]) -> Batch:
         lengths = np.array([len(row.request.prompt) for row in rows], dtype=np.int64)

@@ -31,6 +31,11 @@ class TextStream:
         self._context = 0  # decoding begins here: some tokenizers drop the first token's space
         self._held = ""  # decoded, but may be the beginning of a stop string
 
+    @property
+    def decoded(self) -> int:
+        """Characters so far, those held back included."""
+        return len(self.text) + len(self._held)
+
     def add(self, token: int) -> str:
         """The text that can be given out after one more token; often "" or more than one character."""
         if self.stopped or token in self._skip:

@@ -7,7 +7,7 @@ waits for them inside its one run: run twice, it would enter its keys twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,10 +31,10 @@ class DecodeExchange(Exchange, Protocol):
     """An exchange that can leave the experts' LoRA out.
 
     Attributes:
-        adapter: whether LoRA takes part in what is submitted from now on.
+        adapter: whether LoRA takes part in what is submitted from now on, or which adapter.
     """
 
-    adapter: bool
+    adapter: bool | str
 
 
 @dataclass
@@ -64,6 +64,8 @@ class Decoder:
         head: of the last stage.
         device: of the stage.
         first: whether this stage embeds.
+        parameters: LoRA parameters by name.
+        kept: adapter's name -> its values for all of them.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class Decoder:
         head: Head | None,
         device: torch.device,
         first: bool,
+        parameters: Mapping[str, nn.Parameter],
+        kept: Mapping[str, Mapping[str, Tensor]],
     ) -> None:
         self.model = model
         self.device = device
@@ -85,7 +89,7 @@ class Decoder:
         self._head = head
         self._first = first
         self._cohorts: dict[str, Cohort] = {}
-        self._adapters = _Adapters(model.layers)
+        self._adapters = _Adapters(model.layers, parameters, kept)
         self._batches: tuple[Batch, ...] = ()
         self._running: list[Cohort] = []  # of each batch
         self._groups: list[GroupState] = []
@@ -198,7 +202,6 @@ class Decoder:
                 continue
             known = self._cohorts.get(batch.cohort)
             self._cohorts[batch.cohort] = cohort if known is None else self._joined(known, cohort)
-        self._adapters.switch_all(True)
 
     # ------------------------------------------------------------------ cohorts
 
@@ -237,8 +240,8 @@ class Decoder:
         return total
 
     def close(self) -> None:
-        """Forget every cache."""
-        self._adapters.switch_all(True)  # an error may have come in between
+        """Forget every cache; leave the adapters as training wants them."""
+        self._adapters.switch_all(True)
         self._cohorts.clear()
         self._running, self._groups, self._batches, self._loop = [], [], (), None
 
@@ -270,24 +273,48 @@ class DecodeLoop(LayerLoop):
 
 
 class _Adapters:
-    """Switches the LoRA modules of layers on and off; on is how training finds them."""
+    """Which adapter the LoRA modules of a layer use: True = the one that trains, False = none, or a kept one.
 
-    def __init__(self, layers: dict[int, nn.Module]) -> None:
+    Training finds them on, with values of their own: `switch_all(True)`.
+    """
+
+    def __init__(
+        self,
+        layers: dict[int, nn.Module],
+        parameters: Mapping[str, nn.Parameter],
+        kept: Mapping[str, Mapping[str, Tensor]],
+    ) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         self._modules: dict[int, list[Any]] = {
             index: [m for m in layer.modules() if isinstance(m, BaseTunerLayer)]
             for index, layer in layers.items()
         }
-        self._on = dict.fromkeys(layers, True)
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        self._parameters = {
+            index: {names[id(p)]: p for p in layer.parameters() if id(p) in names}
+            for index, layer in layers.items()
+        }
+        own = {name: parameter.data for name, parameter in parameters.items()}
+        self._values: dict[bool | str, Mapping[str, Tensor]] = {True: own}
+        self._values.update(kept)
+        self._state: dict[int, bool | str] = dict.fromkeys(layers, True)
+        self._holds: dict[int, bool | str] = dict.fromkeys(layers, True)
 
-    def switch(self, layer: int, on: bool) -> None:
-        if self._on[layer] != on:
+    def switch(self, layer: int, which: bool | str) -> None:
+        if self._state[layer] == which:
+            return
+        if (self._state[layer] is False) != (which is False):
             for module in self._modules[layer]:
                 # not enable_adapters(): that sets requires_grad of the parameters, too
-                module._disable_adapters = not on
-            self._on[layer] = on
+                module._disable_adapters = which is False
+        if which is not False and self._holds[layer] != which:
+            values = self._values[which]
+            for name, parameter in self._parameters[layer].items():
+                parameter.data = values[name]
+            self._holds[layer] = which
+        self._state[layer] = which
 
-    def switch_all(self, on: bool) -> None:
-        for layer in self._on:
-            self.switch(layer, on)
+    def switch_all(self, which: bool | str) -> None:
+        for layer in self._state:
+            self.switch(layer, which)

@@ -79,6 +79,7 @@ class Stage:
         self.state_shape = model.recorder.state_shape
         self._dropout = DropoutContext()
         self.parameters = self._inject(model)
+        self._kept: dict[str, dict[str, Tensor]] = {}  # adapters for generation, by name
         # PiSSA's come from weights that are changed by taking them: kept for a restart and for the export.
         self.principal = {
             name: p.detach().cpu().clone()
@@ -375,7 +376,20 @@ class Stage:
 
     def decoder(self) -> Decoder:
         """For generation: caches of its own, this stage's weights and adapters."""
-        return Decoder(self.model, self._scales, self._dropout, self._head, self.device, self.first)
+        return Decoder(
+            self.model,
+            self._scales,
+            self._dropout,
+            self._head,
+            self.device,
+            self.first,
+            self.parameters,
+            self._kept,
+        )
+
+    def keep(self, name: str, *, copy: bool) -> None:
+        """Keep what the parameters hold now as an adapter for generation; `copy` if they will be changed."""
+        self._kept[name] = {n: p.data.clone() if copy else p.data for n, p in self.parameters.items()}
 
     # ------------------------------------------------------------- parameters
 

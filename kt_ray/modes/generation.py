@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from kt_ray.data.template import ChatEncoder, load_tokenizer
 from kt_ray.data.types import Conversation, Message
 from kt_ray.demo import resolve_model_dir
 from kt_ray.errors import UserError
-from kt_ray.generate.adapter import AdapterReader, adapter_directory
+from kt_ray.generate.adapter import AdapterReader, adapter_directory, settings_of
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request, Sampling
 from kt_ray.model.build import build_on_meta
@@ -45,6 +45,7 @@ class Setup:
         config: with the LoRA settings of the adapter.
         model_dir: resolved Hugging Face directory. fingerprint: of its weights.
         adapter: adapter directory, or None.
+        adapters: name -> adapter directory, where requests name one.
         encoder: tokenizer and chat template. eos: token ids that end an answer.
         context: tokens that the model was made for; None = it does not say.
     """
@@ -59,6 +60,7 @@ class Setup:
     encoder: ChatEncoder
     eos: tuple[int, ...]
     context: int | None
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tokenizer(self) -> Any:
@@ -115,8 +117,11 @@ class Setup:
         return Request(prompt, sampling, adapter, tuple(generate.stop))
 
 
-def setup(config: Config) -> Setup:
-    """Check model, adapter, hardware and plan, cheapest first.
+def setup(config: Config, named: Mapping[str, str] | None = None) -> Setup:
+    """Check model, adapters, hardware and plan, cheapest first.
+
+    Args:
+        named: adapters that requests will name -> what the user calls their directory.
 
     Raises:
         UserError: the first fault.
@@ -127,6 +132,9 @@ def setup(config: Config) -> Setup:
     if config.generate.adapter is not None:
         adapter = adapter_directory(config.generate.adapter)
         lora = AdapterReader(adapter, model_dir).config
+    adapters = {name: adapter_directory(path, "serve.adapters") for name, path in (named or {}).items()}
+    if adapters:
+        lora = settings_of([AdapterReader(directory, model_dir) for directory in adapters.values()])
     config = replace(config, lora=lora)
     hardware = this_host()
     plan = make_plan(dims, config, hardware)
@@ -166,6 +174,7 @@ def setup(config: Config) -> Setup:
         encoder=encoder,
         eos=_ends(model_dir, encoder),
         context=dims.context or None,
+        adapters=adapters,
     )
 
 
@@ -274,12 +283,15 @@ def started(made: Setup, name: str) -> Iterator[ActorCluster]:
 
 
 def take_adapter(made: Setup, cluster: ActorCluster) -> None:
-    """The actors read the adapter, if there is one."""
+    """The actors read the adapter, or all that requests will name, if there are any."""
     from kt_ray.modes.train import _say
 
     if made.adapter is not None:
         count = cluster.load_adapter(made.adapter)
         _say(f"adapter: {made.adapter}, {count} tensors")
+    if made.adapters:
+        count = cluster.load_adapters(made.adapters)
+        _say(f"adapters: {', '.join(made.adapters)}, {count} tensors")
 
 
 def generator_on(made: Setup, cluster: ActorCluster) -> Generator:
@@ -290,6 +302,7 @@ def generator_on(made: Setup, cluster: ActorCluster) -> Generator:
         made.tokenizer,
         max_rows=generate.batch_size,
         prefill_tokens=generate.prefill_tokens,
+        cache_tokens=made.cache_tokens,
     )
 
 

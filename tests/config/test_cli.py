@@ -162,7 +162,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         seen.append(config)
         return 0
 
-    for mode in ("train", "plan", "doctor", "preview", "predict", "chat"):
+    for mode in ("train", "plan", "doctor", "preview", "predict", "chat", "serve"):
         module = types.ModuleType(f"kt_ray.modes.{mode}")
         module.run = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, f"kt_ray.modes.{mode}", module)

@@ -31,6 +31,7 @@ COMPLETE = {
     "tracking": "jsonl",
     "cluster": "ray",
     "generate": "default",
+    "serve": "default",
 }
 
 

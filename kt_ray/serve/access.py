@@ -1,0 +1,143 @@
+"""Who may ask: the key, and how much of a request is read. One ASGI layer around the application."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from kt_ray.errors import UserError
+from kt_ray.serve.faults import ApiError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+VARIABLE = "KT_RAY_API_KEY"
+OPEN = ("/health",)  # paths that need no key
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False  # a name: it may mean anything
+
+
+def check_address(host: str, key: str | None) -> None:
+    """Refuse to listen beyond this machine without a key.
+
+    Raises:
+        UserError: that.
+    """
+    if key is None and not is_loopback(host):
+        raise UserError(
+            "the server would answer anybody who reaches this machine",
+            where=f"serve.host={host}",
+            observed=f"no key (serve.api_key=null, {VARIABLE} not set)",
+            required="a key, or an address of this machine only",
+            remedy=f"set {VARIABLE}, or serve.host=127.0.0.1",
+        )
+
+
+def digest(key: str) -> bytes:
+    """What is kept of a key."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+class Gate:
+    """The outermost layer.
+
+    Args:
+        app: ASGI application.
+        key: digest of the clients' key; None = nobody needs one.
+        max_body: bytes of a body at the most.
+    """
+
+    def __init__(self, app: Any, key: bytes | None, max_body: int) -> None:
+        self._app = app
+        self._key = key
+        self._max_body = max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_key(scope)
+            receive = await self._read(scope, receive)
+        except ApiError as error:
+            await _answer(send, error)
+            return
+        await self._app(scope, receive, send)
+
+    def _check_key(self, scope: Scope) -> None:
+        if self._key is None or scope["path"] in OPEN:
+            return
+        given = _header(scope, b"authorization").decode("latin-1")
+        scheme, _, key = given.partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(digest(key.strip()), self._key):
+            what = "incorrect API key provided" if given else "no API key provided"
+            raise ApiError(
+                401,
+                f"{what}: send 'Authorization: Bearer <key>'",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+    async def _read(self, scope: Scope, receive: Receive) -> Receive:
+        """Read the body, as far as it may go; what follows it is left to the application."""
+        stated = _header(scope, b"content-length")
+        if stated.isdigit() and int(stated) > self._max_body:
+            raise self._too_large()
+        parts: list[bytes] = []
+        size, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":  # the client left
+                return _after(message, receive)
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._max_body:
+                raise self._too_large()
+            more = message.get("more_body", False)
+        return _after({"type": "http.request", "body": b"".join(parts), "more_body": False}, receive)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"the request is larger than {self._max_body} bytes (serve.max_body)",
+            code="request_too_large",
+        )
+
+
+def _after(first: MutableMapping[str, Any], receive: Receive) -> Receive:
+    waiting = [first]
+
+    async def replay() -> MutableMapping[str, Any]:
+        return waiting.pop() if waiting else await receive()
+
+    return replay
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((bytes(value) for key, value in scope["headers"] if key.lower() == name), b"")
+
+
+async def _answer(send: Send, error: ApiError) -> None:
+    body = json.dumps(error.body).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+    await send(
+        {
+            "type": "http.response.start",
+            "status": error.status,
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,93 @@
+"""What goes wrong, as OpenAI's API says it: an HTTP code and {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kt_ray.errors import UserError
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: HTTP code.
+        message: for people.
+        param: the field of the request that is at fault.
+        code: for programs, as in OpenAI's API ("model_not_found", "context_length_exceeded", ...).
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        super().__init__(message)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
+        elif self.status >= 500:
+            kind = "server_error"
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
+        }
+
+
+def of_user_error(error: UserError) -> ApiError:
+    """A request that the engine refuses."""
+    return ApiError(400, error.line())
+
+
+def of_validation(errors: Sequence[Any]) -> ApiError:
+    """The first fault that pydantic found in a request's body."""
+    first = errors[0]
+    if str(first.get("type")).endswith("_type"):
+        # Of a union, such as text or list of texts, the branch of another type fails first: not the cause.
+        same = (e for e in errors if e["loc"][:2] == first["loc"][:2] and not e["type"].endswith("_type"))
+        first = next(same, first)
+    kind, context = str(first.get("type")), first.get("ctx") or {}
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {context.get('error', first['msg'])}")
+    if "param" in context:  # a check of our own
+        return ApiError(400, str(first["msg"]), param=context["param"], code=kind)
+    place = [part for part in first["loc"] if part != "body"]
+    name = _name(place)
+    if not name:
+        return ApiError(400, "the body must be a JSON object, sent as application/json")
+    if kind == "extra_forbidden":
+        return ApiError(
+            400, f"unrecognized request argument supplied: {name}", param=name, code="unknown_parameter"
+        )
+    if kind == "missing":
+        message, code = f"missing required parameter: '{name}'", "missing_required_parameter"
+        return ApiError(400, message, param=name, code=code)
+    return ApiError(400, f"invalid value for '{name}': {first['msg']}", param=name, code="invalid_value")
+
+
+def _name(place: Sequence[Any]) -> str:
+    """("messages", 0, "role") -> "messages[0].role"; the names of a union's branches are left out."""
+    name = ""
+    for number, part in enumerate(place):
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif number and not str(part).isidentifier():
+            break  # "list[str]", "function-after[...]"
+        elif number and str(part) in ("str", "int"):
+            break
+        else:
+            name += f".{part}" if name else str(part)
+    return name

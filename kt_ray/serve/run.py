@@ -1,0 +1,104 @@
+"""A server without Ray: the application under uvicorn, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from kt_ray.data.template import ChatEncoder, load_tokenizer
+from kt_ray.errors import UserError
+from kt_ray.serve.app import make_app
+from kt_ray.serve.engine import FAREWELL, Engine, Served, Submits
+
+_LOOK = 0.5  # seconds between looks at the engine
+
+
+def make_engine(served: Served, generator: Submits) -> Engine:
+    """With a tokenizer of its own: the generator decodes with its own in other threads."""
+    tokenizer = load_tokenizer(served.tokenizer)
+    tokenizer("a")  # drops what the file says about padding and truncation, once and not beside others
+    return Engine(served, ChatEncoder(tokenizer, served.template, name=served.template_name), generator)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises UserError: nobody can listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host.strip("[]"), port))
+        except OSError as error:
+            raise UserError(
+                "the server cannot listen there",
+                where=f"serve.host={host}, serve.port={port}",
+                observed=error.strerror or str(error),
+                remedy="set serve.port to a free port and serve.host to an address of this machine",
+            ) from error
+
+
+class _Server(uvicorn.Server):
+    """Ends the engine beside its connections, so that streams end with an event and not in their middle."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self._engine = engine
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.ensure_future(asyncio.to_thread(self._engine.close))
+        await super().shutdown(sockets)
+        await ending
+
+
+def run_server(engine: Engine, host: str, port: int, ready: Callable[[], None]) -> None:
+    """Serve until Ctrl-C, SIGTERM or the engine's end.
+
+    Args:
+        engine: that answers.
+        host, port: to listen on.
+        ready: called once requests are answered.
+
+    Raises:
+        BaseException: what ended the engine.
+    """
+    config = uvicorn.Config(
+        make_app(engine),
+        host=host,
+        port=port,
+        log_level=logging.WARNING,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=int(2 * FAREWELL),  # clients that do not read what they are sent
+    )
+    server = _Server(config, engine)
+    with _watched(engine, server, ready), contextlib.suppress(KeyboardInterrupt):
+        server.run()  # uvicorn takes the signals, ends, and raises them again
+    if engine.generator.error is not None:
+        raise engine.generator.error
+
+
+@contextlib.contextmanager
+def _watched(engine: Engine, server: uvicorn.Server, ready: Callable[[], None]) -> Iterator[None]:
+    over = threading.Event()
+
+    def watch() -> None:
+        told = False
+        while not over.wait(0.05 if not told else _LOOK):
+            if server.started and not told:
+                told = True
+                ready()
+            if engine.generator.error is not None:
+                server.should_exit = True
+
+    thread = threading.Thread(target=watch, name="kt-serve-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
