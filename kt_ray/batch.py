@@ -6,7 +6,7 @@ Shapes: b rows, s tokens per row (right-padded), all int64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,12 +22,21 @@ class MicroBatch:
         labels: [b, s] the token itself where it is trained, IGNORE elsewhere (not shifted).
         lengths: [b] valid tokens of each row.
         sample_ids: [b] index of each row in its data set: the key of counter-based dropout.
+        signs: [b] +1 chosen or wanted, -1 rejected or unwanted, 0 neither; a pair's rows follow each other.
+        reference: float64 [b] log-probability of each answer without adapters, where it is known.
+        samples_BS: packed rows only: [b, s] sample id of each position's document.
+        positions_BS: packed rows only: [b, s] position within the document; a document begins where it is 0.
+            None = every row is one document.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     lengths: np.ndarray
     sample_ids: np.ndarray
+    signs: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    reference: np.ndarray | None = None
+    samples_BS: np.ndarray | None = None
+    positions_BS: np.ndarray | None = None
 
     @property
     def tokens(self) -> int:
@@ -38,6 +47,29 @@ class MicroBatch:
     def loss_tokens(self) -> int:
         """Tokens that contribute to the loss (labels after the shift)."""
         return int((self.labels[:, 1:] != IGNORE).sum())
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A preference loss: see kt_ray.model.preference.
+
+    Attributes:
+        stage: "dpo", "orpo" or "kto".
+        units: pairs (dpo, orpo) or rows (kto) of the whole step: what the loss is the mean over.
+        kind, beta, label_smoothing, desirable_weight, undesirable_weight: as configured.
+        nll_tokens: orpo: tokens of the step's chosen rows, prompts included.
+        kl: kto: its reference point.
+    """
+
+    stage: str
+    units: int
+    kind: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    nll_tokens: int = 0
+    kl: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +85,12 @@ class PassSpec:
         loss_tokens: the divisor of the loss: all trained tokens of the step, over all replicas.
         return_logits: eval only: workers of the last stage hand back float32 logits (tests, small runs).
         timeline: actors report every span of the pass, not only their sums (kt_ray.timeline).
+        adapters: False = the model without LoRA, on workers and expert actors alike (eval only).
+        return_logps: workers of the last stage hand back the rows' log-probabilities.
+        objective: the loss, where it is not the mean token loss; `loss_tokens` is then its `units`.
+        routing: eval only: count what routers choose, with a training pass's dropout (kt_ray.model.routing).
+        router_slopes: train only: gradient of the load-balancing loss in a probability of each expert.
+        profile: attention workers write a torch.profiler trace of the pass into this directory; None = none.
     """
 
     number: int
@@ -63,6 +101,17 @@ class PassSpec:
     loss_tokens: int
     return_logits: bool = False
     timeline: bool = False
+    profile: str | None = None
+    adapters: bool = True
+    return_logps: bool = False
+    objective: Objective | None = None
+    routing: bool = False
+    router_slopes: tuple[float, ...] | None = None
+
+    @property
+    def dropout(self) -> bool:
+        """Whether LoRA's dropout is on."""
+        return self.kind == "train" or self.routing
 
     @property
     def tokens(self) -> int:

@@ -53,6 +53,10 @@ class UserError(Exception):
         return (_rebuild, (type(self), self.what, self.where, self.observed, self.required, self.remedy))
 
 
+class BadStep(UserError):
+    """A training step that must not be applied: its loss or gradients are not finite, or far too large."""
+
+
 def _rebuild(
     cls: type[UserError],
     what: str,

@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 
+from kt_ray.actors.doorbell import DoorbellAddress
 from kt_ray.actors.exchange import MessageExchange
+from kt_ray.actors.inbox import Outbox
 from kt_ray.actors.masters import Masters
-from kt_ray.actors.serving import Outbox, ServeReport, WorkerSession
+from kt_ray.actors.profile import profiled
+from kt_ray.actors.serving import ServeReport, WorkerSession
 from kt_ray.actors.stage_link import StageLink
 from kt_ray.actors.step_end import StepEnd
 from kt_ray.batch import PassSpec
@@ -27,10 +30,9 @@ from kt_ray.config.schema import OptimConfig
 from kt_ray.experts.memory import bound_compiled_products
 from kt_ray.generate.adapter import AdapterReader
 from kt_ray.generate.requests import SessionSpec, Token
-from kt_ray.model.lora import initial_lora
 from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
-from kt_ray.optim import use_torch_threads
+from kt_ray.optim import gradient_norms, use_torch_threads
 from kt_ray.placement.order import Op, worker_program
 from kt_ray.placement.types import Plan
 from kt_ray.timeline import Recorder, name_thread
@@ -44,7 +46,7 @@ class AttentionWorker(StepEnd):
         plan: the whole plan.
         rank: this worker's number: replica * stages + stage.
         spec: what to build; its device is the one this process sees (cuda:0 inside a Ray actor).
-        optim: AdamW settings (worker 0).
+        optim: of the masters (worker 0).
         timeout: seconds to wait for a message before giving the pass up.
         build_stage: what makes the stage of its spec.
     """
@@ -66,7 +68,7 @@ class AttentionWorker(StepEnd):
         self._build_stage = build_stage
         super().__init__(f"attention worker {rank}", timeout)
         self.load_seconds = 0.0
-        self.outbox = Outbox()
+        self.outbox = Outbox(rank)
         self._stage: Stage | None = None
         self._masters: Masters | None = None
         bound_compiled_products(tight=plan.is_tight)  # before the first product in this process
@@ -128,6 +130,10 @@ class AttentionWorker(StepEnd):
 
     def run_pass(self, spec: PassSpec) -> WorkerPassReport:
         """Walk this worker's program of the pass."""
+        with profiled(spec, self.rank, self._on_gpu):
+            return self._run_pass(spec)
+
+    def _run_pass(self, spec: PassSpec) -> WorkerPassReport:
         self.check_restored()
         assert self.port is not None
         self._claim_thread()
@@ -182,6 +188,8 @@ class AttentionWorker(StepEnd):
         }
         groups = range(len(spec.waves[self.here.replica]))
         logits = [stage.logits(group) for group in groups] if spec.return_logits and stage.last else []
+        wanted = spec.return_logps or spec.objective is not None
+        losses = [stage.losses(group) for group in groups] if stage.last else []
         return WorkerPassReport(
             rank=self.rank,
             seconds=total,
@@ -192,6 +200,9 @@ class AttentionWorker(StepEnd):
             pid=os.getpid(),
             activity=recorder.activity(f"worker-{self.rank}", self.host_name, self.here.threads),
             logits=logits,
+            losses=losses,
+            routing=stage.routing() if spec.routing else None,
+            logps=[stage.logps(group) for group in groups] if stage.last and wanted else [],
         )
 
     def _run(self, op: Op, link: StageLink) -> float:
@@ -230,9 +241,9 @@ class AttentionWorker(StepEnd):
         self.doing = "idle"
         return report
 
-    def open_outbox(self) -> None:
-        """Before a session."""
-        self.outbox.open()
+    def open_outbox(self, address: DoorbellAddress | None) -> bool:
+        """Before a session. Returns whether tokens go to the driver's doorbell at `address`."""
+        return self.outbox.open(address)
 
     def tokens(self, timeout: float) -> tuple[list[Token], bool]:
         """What was generated since the last call, and whether more can come (from another thread)."""
@@ -256,13 +267,21 @@ class AttentionWorker(StepEnd):
             # Copies out of peers' memory may be under way, which is unmapped when peers were replaced.
             torch.cuda.synchronize(self.spec.device)
 
+    def skip(self, step: int) -> None:
+        """Forget a step's gradients; it counts as taken."""
+        self.discard()
+        if self._masters is not None:
+            self._masters.optimizer.set_step(step + 1)
+        self._committed = step
+
+    def largest_gradients(self, count: int) -> list[tuple[float, str]]:
+        """Worker 0, after `prepare`: norm and name of the largest gradients of all stages."""
+        return gradient_norms(self._masters.named("grad"), count) if self._masters is not None else []
+
     def restart(self) -> None:
         """Back to before the first step; then `hold_masters`, `start_masters` and `publish`."""
         self.discard()
-        shapes = self.collect_shapes()
-        self.stage.load_parameters(
-            {name: initial_lora(self.spec.seed, name, shape) for name, shape in shapes.items()}
-        )
+        self.stage.load_parameters(self.stage.initial_parameters())
         self._committed = -1
         self.reborn = False
 
@@ -315,6 +334,6 @@ class AttentionWorker(StepEnd):
         """Write this stage's byte ranges of the adapter file (replica 0). Returns the number of tensors."""
         if self.here.replica != 0:
             return 0
-        tensors = self.parameters()
+        tensors = self.stage.adapter()
         write_tensors(directory, layout, tensors)
         return len(tensors)

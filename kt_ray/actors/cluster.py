@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
+from kt_ray.actors.inbox import Inbox
 from kt_ray.actors.mailbox import Aborted, Address, Message
 from kt_ray.actors.recovery import NOTICE, ActorDied, bring_back
 from kt_ray.actors.serving import ServeReport
-from kt_ray.actors.session import serve_session
+from kt_ray.actors.session import serve_session, take_tokens
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.batch import PassSpec
 from kt_ray.errors import UserError
 from kt_ray.generate.requests import Request, SessionSpec, Token
+from kt_ray.optim import largest
 from kt_ray.placement.types import Plan
 from kt_ray.train.cluster import ActorLost
 from kt_ray.train.reports import PassReport
@@ -63,6 +65,7 @@ class ActorCluster(ABC):
         self._load_noted: dict[str, tuple[int, int, int]] = {}
         self._token = 0
         self._closed = False
+        self._inbox: Inbox | None = None  # of the last session
         self._broken = False  # the last session of generation did not end as it should
         self._lost: set[Address] = set()  # those found dead since the last recovery
         self._aborts: list[Any] = []  # calls that may still be on their way
@@ -256,6 +259,8 @@ class ActorCluster(ABC):
         if not self._closed:
             self._closed = True
             self._close()
+            if self._inbox is not None:
+                self._inbox.close()
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -264,7 +269,9 @@ class ActorCluster(ABC):
         reports = self._gather([(h, "run_pass", (spec,)) for h in self.handles], None)
         workers = tuple(reports[: len(self.workers)])
         loss = sum(w.loss_sum for w in workers) / max(1, spec.loss_tokens)
-        return PassReport(loss, time.monotonic() - start, workers, tuple(reports[len(self.workers) :]))
+        last = [self.plan.worker(replica, self.plan.stages - 1).rank for replica in range(self.plan.replicas)]
+        micro = (tuple(workers[rank].losses for rank in last),)
+        return PassReport(loss, time.monotonic() - start, workers, tuple(reports[len(self.workers) :]), micro)
 
     def prepare(self, step: int) -> float:
         self._token += 1
@@ -276,6 +283,13 @@ class ActorCluster(ABC):
 
     def discard(self) -> None:
         self._all("discard")
+
+    def skip(self, step: int) -> None:
+        self._all("skip", step)
+
+    def largest_gradients(self, count: int) -> list[tuple[float, str]]:
+        found = [item for part in self._all("largest_gradients", count) for item in part]
+        return largest(found, count)
 
     # -- generation ---------------------------------------------------------------------------
 
@@ -319,11 +333,11 @@ class ActorCluster(ABC):
         Returns:
             The tokens, and whether more can come.
         """
-        future = self.workers[rank].listen("tokens", timeout)
-        if not self._wait([future], timeout + self.specs.timeout):
-            return [], True
-        found: tuple[list[Token], bool] = self._result(future)
-        return found
+        return take_tokens(self, rank, timeout)
+
+    def _make_inbox(self) -> Inbox | None:
+        """For tokens of a session; None = coordinators are asked for them."""
+        return None
 
     def load_adapter(self, directory: str) -> int:
         """Every actor takes its own tensors of a PEFT adapter; returns how many there were.

@@ -120,9 +120,14 @@ class Ringer:
             raise FileNotFoundError(f"{address.path} is not the peer's pipe")
         self._token = address.token
 
+    @staticmethod
+    def fits(frame: bytes) -> bool:
+        """Whether a frame is small enough."""
+        return len(frame) <= FRAME_BYTES
+
     def ring(self, frame: bytes) -> bool:
         """Whether the frame is in the peer's pipe; False = send it another way."""
-        if len(frame) > FRAME_BYTES:
+        if not self.fits(frame):
             return False
         try:
             os.write(self._fd, self._token + _LENGTH.pack(len(frame)) + frame)

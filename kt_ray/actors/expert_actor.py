@@ -26,7 +26,7 @@ from kt_ray.experts import ExpertHost, ExpertHostSpec
 from kt_ray.experts.parts import Alloc, new_memory
 from kt_ray.generate.adapter import AdapterReader
 from kt_ray.generate.requests import SessionSpec
-from kt_ray.optim import use_torch_threads
+from kt_ray.optim import gradient_norms, state_kinds, use_torch_threads
 from kt_ray.placement.order import expert_order
 from kt_ray.placement.types import Plan
 from kt_ray.timeline import Recorder, name_thread
@@ -101,7 +101,7 @@ class ExpertActor(PlainActor):
         self.port.release_all()
         self.mailbox.seconds_waited = 0.0
         train = spec.kind == "train"
-        self.host.begin_pass(spec.step, train)
+        self.host.begin_pass(spec.step, spec.dropout, spec.adapters)
         leases: dict[tuple[int, int], Lease] = {}
         engine = self.host.engine
         start, busy = time.monotonic(), engine.busy_seconds
@@ -215,6 +215,16 @@ class ExpertActor(PlainActor):
         self.host.discard_gradients()
         self.host.take_counters()  # a pass that ended half-way is not to count in the next one's report
 
+    def skip(self, step: int) -> None:
+        """Forget a step's gradients; it counts as taken."""
+        self.discard()
+        self.host.set_step(step + 1)
+        self._committed = step
+
+    def largest_gradients(self, count: int) -> list[tuple[float, str]]:
+        """Norm and name of this actor's largest gradients."""
+        return gradient_norms(self.host.named("grad"), count)
+
     def restart(self) -> None:
         """Back to before the first step: initial LoRA, no moments."""
         self.host.restart_lora()
@@ -244,14 +254,14 @@ class ExpertActor(PlainActor):
         """Write this actor's parameters and moments. None when it trains nothing."""
         tensors = {
             f"{what}/{name}": tensor
-            for what in ("param", "exp_avg", "exp_avg_sq")
+            for what in ("param", *state_kinds(self.host.spec.optim))
             for name, tensor in self.host.named(what)
         }
         return write_shard(directory, f"experts-{self.rank}.safetensors", tensors) if tensors else None
 
     def restore(self, directory: str, step: int) -> None:
         """Take parameters and moments by name from a checkpoint; `step` updates were taken so far."""
-        for what in ("param", "exp_avg", "exp_avg_sq"):
+        for what in ("param", *state_kinds(self.host.spec.optim)):
             # Straight into place: a copy of one kind would be gigabytes for a large model.
             read_named_into(directory, {f"{what}/{name}": tensor for name, tensor in self.host.named(what)})
         self.host.set_step(step)

@@ -3,50 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
 from kt_ray.config.schema import OptimConfig
-from kt_ray.optim import LoraOptimizer
+from kt_ray.optim import LoraOptimizer, elementwise, state_kinds
 
 
 class Masters:
-    """Float32 masters of the non-expert LoRA of all stages: one flat parameter per stage, with names."""
+    """Float32 masters of the non-expert LoRA of all stages: one flat vector per stage, with names.
+
+    Where the optimizer treats all elements alike a stage is one parameter to it; else every matrix is one,
+    as a view of the same vector.
+    """
 
     def __init__(self, shapes: list[dict[str, tuple[int, ...]]], optim: OptimConfig, device: str) -> None:
         self._shapes = shapes
+        if optim.name == "deepspeed_cpu_adam":  # the experts' alone: these may lie on a GPU
+            optim = replace(optim, name="adamw")
+        self._kinds = state_kinds(optim)
         sizes = [sum(torch.Size(shape).numel() for shape in stage.values()) for stage in shapes]
-        self._flat = [torch.nn.Parameter(torch.zeros(size, device=device)) for size in sizes]
-        self.optimizer = LoraOptimizer(self._flat, optim)
+        self._flat = [torch.zeros(size, device=device, dtype=torch.float32) for size in sizes]
+        self._grad = [torch.zeros_like(flat) for flat in self._flat]
+        # per stage: the optimizer's parameters, one for all names or one for each
+        self._parameters: list[list[torch.nn.Parameter]] = []
+        sides: list[str] = []
+        for stage, flat, grad in zip(shapes, self._flat, self._grad, strict=True):
+            whole = elementwise(optim)
+            values, grads = ([flat], [grad]) if whole else (_views(flat, stage), _views(grad, stage))
+            parameters = [torch.nn.Parameter(value) for value in values]
+            for parameter, of_it in zip(parameters, grads, strict=True):
+                parameter.grad = of_it
+            self._parameters.append(parameters)
+            sides += [""] if whole else ["A" if name.endswith(".lora_A.weight") else "B" for name in stage]
+        self.optimizer = LoraOptimizer([p for stage in self._parameters for p in stage], optim, sides)
 
     def set(self, stage: int, flat: torch.Tensor) -> None:
-        self._flat[stage].data.copy_(flat)
+        self._flat[stage].copy_(flat)
 
     def get(self, stage: int) -> torch.Tensor:
-        return self._flat[stage].data
+        return self._flat[stage]
 
     def set_grad(self, stage: int, flat: torch.Tensor) -> None:
-        grad = self._flat[stage].grad
-        assert grad is not None
-        grad.copy_(flat)
+        self._grad[stage].copy_(flat)
 
     def named(self, what: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, live view) for "param", "exp_avg" or "exp_avg_sq"."""
-        for shapes, flat in zip(self._shapes, self._flat, strict=True):
-            source = flat.data if what == "param" else self.optimizer.moments(flat)[what == "exp_avg_sq"]
-            begin = 0
-            for name, shape in shapes.items():
-                count = torch.Size(shape).numel()
-                yield name, source[begin : begin + count].view(shape)
-                begin += count
+        """Yield (name, live view) for "param", "grad", or one of the optimizer's `state_kinds`."""
+        for i, (shapes, parameters) in enumerate(zip(self._shapes, self._parameters, strict=True)):
+            if what in ("param", "grad"):
+                yield from zip(
+                    shapes, _views((self._flat if what == "param" else self._grad)[i], shapes), strict=True
+                )
+            elif len(parameters) == 1 and parameters[0].dim() == 1:
+                yield from zip(shapes, _views(self.optimizer.state(parameters[0], what), shapes), strict=True)
+            else:
+                yield from zip(shapes, (self.optimizer.state(p, what) for p in parameters), strict=True)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Live views of all masters and moments under "param/NAME", "exp_avg/NAME" and "exp_avg_sq/NAME"."""
+        """Live views of all masters and what the optimizer keeps, under "param/NAME", "exp_avg/NAME", ..."""
         return {
-            f"{what}/{name}": tensor
-            for what in ("param", "exp_avg", "exp_avg_sq")
-            for name, tensor in self.named(what)
+            f"{what}/{name}": tensor for what in ("param", *self._kinds) for name, tensor in self.named(what)
         }
+
+
+def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> list[torch.Tensor]:
+    if not shapes:
+        return []
+    parts = flat.split([torch.Size(shape).numel() for shape in shapes.values()])
+    return [part.view(shape) for part, shape in zip(parts, shapes.values(), strict=True)]
 
 
 def flat_of(parameters: Iterable[torch.Tensor], *, grad: bool) -> torch.Tensor:

@@ -21,6 +21,7 @@ from kt_ray import openmp
 from kt_ray.actors.cluster import ActorCluster, ActorDied, LoadNote
 from kt_ray.actors.gloo_link import Meeting
 from kt_ray.actors.gpu import VARIABLE, own_gpu, own_lane
+from kt_ray.actors.inbox import Inbox
 from kt_ray.actors.mailbox import Address
 from kt_ray.actors.ray_actor import RayHandle, RemoteActor
 from kt_ray.actors.ray_address import Running, free_port, running_cluster
@@ -366,6 +367,9 @@ class RayCluster(ActorCluster):
         except RayError as error:
             # RayActorError, and what Ray says instead when memory ran out or a node went away.
             raise ActorDied(" ".join(str(error).split())) from None
+
+    def _make_inbox(self) -> Inbox | None:
+        return Inbox() if self.plan.transport.near == "arena" else None
 
     def _close(self) -> None:
         if not ray.is_initialized():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from kt_ray.actors.mailbox import Address, Message
 from kt_ray.actors.port import Lease
 from kt_ray.actors.stage_link import StageLink
 from kt_ray.experts.parts import new_memory
-from kt_ray.generate.requests import SessionSpec, Step, Token
+from kt_ray.generate.requests import SessionSpec, Step
 from kt_ray.generate.schedule import Schedule
 from kt_ray.timeline import Recorder
 
@@ -29,41 +28,6 @@ if TYPE_CHECKING:
 
     from kt_ray.actors.attention_worker import AttentionWorker
     from kt_ray.actors.expert_actor import ExpertActor
-
-
-class Outbox:
-    """Tokens on their way to the driver, which fetches them from another thread."""
-
-    def __init__(self) -> None:
-        self._tokens: deque[Token] = deque()
-        self._closed = False
-        self._changed = threading.Condition()
-
-    def open(self) -> None:
-        """A session begins."""
-        with self._changed:
-            self._tokens.clear()
-            self._closed = False
-
-    def put(self, tokens: list[Token]) -> None:
-        with self._changed:
-            self._tokens.extend(tokens)
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """No more will come in this session."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def take(self, timeout: float) -> tuple[list[Token], bool]:
-        """All tokens there are, after waiting up to `timeout` seconds for one; and whether more can come."""
-        with self._changed:
-            if not self._tokens and not self._closed:
-                self._changed.wait(timeout)
-            found = list(self._tokens)
-            self._tokens.clear()
-            return found, not self._closed
 
 
 @dataclass
@@ -249,7 +213,7 @@ class ExpertSession:
     def run(self) -> ServeReport:
         """Until all workers have left."""
         workers = len(self.actor.plan.workers)
-        self.actor.host.begin_pass(0, train=False)
+        self.actor.host.begin_pass(0, dropout=False)
         while workers:
             self.actor.doing = "serving"
             start = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kt_ray.actors.inbox import Found
 from kt_ray.actors.recovery import find_lost
 from kt_ray.actors.serving import ServeReport
 from kt_ray.generate.requests import SessionSpec
@@ -28,13 +29,36 @@ def serve_session(cluster: ActorCluster, spec: SessionSpec, opened: Callable[[],
         if cluster._broken:
             _mend(cluster)
         cluster._broken = True
-        cluster._gather([(h, "open_outbox", ()) for h in cluster.workers], cluster.patience)
+        if cluster._inbox is not None:
+            cluster._inbox.close()
+        cluster._inbox = inbox = cluster._make_inbox()
+        address = None if inbox is None else inbox.address
+        rings = cluster._gather([(h, "open_outbox", (address,)) for h in cluster.workers], cluster.patience)
+        for rank in (rank for rank, ring in enumerate(rings) if ring):
+            assert inbox is not None
+            inbox.expect(rank)
         opened()
         reports: list[ServeReport] = cluster._gather([(h, "serve", (spec,)) for h in cluster.handles], None)
     except ActorLost as error:
         raise ActorLost(error.what, where=error.where, observed=error.observed, remedy=_ANEW) from error
     cluster._broken = False
     return reports
+
+
+def take_tokens(cluster: ActorCluster, rank: int, timeout: float) -> Found:
+    """`ActorCluster.tokens`."""
+
+    def fetch(wait: float) -> Found:
+        future = cluster.workers[rank].listen("tokens", wait)
+        if not cluster._wait([future], wait + cluster.specs.timeout):
+            return [], True
+        found: Found = cluster._result(future)
+        return found
+
+    inbox = cluster._inbox
+    if inbox is None or not inbox.has(rank):
+        return fetch(timeout)
+    return inbox.take(rank, timeout, lambda: fetch(0.0))
 
 
 def _mend(cluster: ActorCluster) -> None:

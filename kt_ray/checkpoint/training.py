@@ -2,6 +2,7 @@
 
     checkpoints/step_000300/  worker-0.safetensors  experts-0.safetensors ...  expert_load.json  manifest.json
     checkpoints/latest -> step_000300
+    checkpoints/best -> step_000200            with trainer.save_best
 
 Every actor writes its shard into a hidden directory; the driver writes the manifest last and renames
 the directory. A directory without manifest.json is therefore never a checkpoint. Shard keys are
@@ -35,6 +36,7 @@ from kt_ray.checkpoint.safetensors_file import (
 from kt_ray.errors import UserError
 
 LATEST = "latest"
+BEST = "best"
 
 
 def step_name(step: int) -> str:
@@ -142,15 +144,13 @@ def _publish(partial: Path, final: Path, manifest: Manifest) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         partial.rename(final)
-    link = final.parent / f".{LATEST}.partial"
-    link.unlink(missing_ok=True)
-    link.symlink_to(final.name)
-    os.replace(link, final.parent / LATEST)
+    _link(final.parent, LATEST, final.name)
     _fsync_dir(final.parent)
 
 
 def prune_checkpoints(root: str | os.PathLike[str], keep: int) -> list[Path]:
-    """Remove all but the `keep` newest checkpoints (0 keeps all) and what interrupted writes left.
+    """Remove all but the `keep` newest checkpoints (0 keeps all), the best one, and what interrupted
+    writes left.
 
     Returns:
         The checkpoints that were removed.
@@ -158,12 +158,39 @@ def prune_checkpoints(root: str | os.PathLike[str], keep: int) -> list[Path]:
     for pattern in (".step_*.partial", ".step_*.old"):
         for path in Path(root).glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
-    complete = list_checkpoints(root)
-    removed = complete[:-keep] if keep > 0 else []
+    complete, best = list_checkpoints(root), best_checkpoint(root)
+    removed = [path for path in complete[:-keep] if path != best] if keep > 0 else []
     for path in removed:
         (path / MANIFEST).unlink()  # first: what is half removed is no checkpoint any more
         shutil.rmtree(path)
     return removed
+
+
+def mark_best(root: str | os.PathLike[str], step: int) -> None:
+    """Point `best` at a step's checkpoint, which then outlives newer ones.
+
+    Raises:
+        UserError: the disk is full or not writable.
+    """
+    try:
+        _link(Path(root), BEST, step_name(step))
+    except OSError as error:
+        raise not_written(Path(root) / BEST, error) from error
+
+
+def best_checkpoint(root: str | os.PathLike[str]) -> Path | None:
+    """The complete checkpoint that `mark_best` named last, if there is one."""
+    link = Path(root) / BEST
+    if not (link / MANIFEST).is_file():
+        return None
+    return Path(root) / link.resolve().name
+
+
+def _link(root: Path, name: str, target: str) -> None:
+    beside = root / f".{name}.partial"
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(target)
+    os.replace(beside, root / name)
 
 
 def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
@@ -181,10 +208,7 @@ def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
             shutil.rmtree(target, ignore_errors=True)
             renamed.append(path.rename(target))
     if renamed:
-        link = Path(root) / f".{LATEST}.partial"
-        link.unlink(missing_ok=True)
-        link.symlink_to(step_name(step))
-        os.replace(link, Path(root) / LATEST)
+        _link(Path(root), LATEST, step_name(step))
     return renamed
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+GENERATING = ("predict", "chat")  # modes that generate: their plan has caches, and nothing for training
+
 # Words a key may have. Keys whose type also allows null or a number take those as well.
 WORDS: dict[str, tuple[str, ...]] = {
     "mode": ("train", "plan", "doctor", "preview", "predict", "chat", "eval", "report", "compare"),
@@ -29,14 +31,26 @@ WORDS: dict[str, tuple[str, ...]] = {
     "rule.ray.expert_cpus": ("auto",),
     "rule.ray.strategy": ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
     "data.builtin": ("demo",),
-    "data.format": ("auto", "alpaca", "messages"),
+    "data.format": (
+        *("auto", "alpaca", "sharegpt", "messages", "prompt_completion", "preference", "kto", "text"),
+    ),
+    "data.template": (
+        *("chatml", "deepseek3", "kimi", "llama3", "mistral", "olmoe", "phi3", "plain", "qwen"),
+    ),
+    "data.train_on": ("all", "last"),
     "data.overflow": ("truncate", "drop"),
-    "optim.name": ("adamw",),
-    "optim.schedule": ("cosine", "linear", "constant"),
+    "lora.init": ("default", "gaussian", "pissa", "pissa_niter_16"),
+    "optim.name": ("adamw", "deepspeed_cpu_adam", "muon"),
+    "optim.schedule": ("cosine", "linear", "constant", "wsd", "inverse_sqrt"),
+    "optim.decay_shape": ("cosine", "linear", "1-sqrt"),
     "trainer.loss_chunk": ("auto",),
+    "trainer.stage": ("sft", "pt", "dpo", "orpo", "kto"),
+    "preference.loss": ("sigmoid", "hinge", "ipo", "robust"),
+    "trainer.bad_steps": ("stop", "skip"),
     "tracking.name": ("jsonl", "wandb"),
     "tracking.mode": ("auto", "online", "offline"),
     "cluster.name": ("ray", "local"),
+    "generate.cache_tokens": ("auto",),
     "generate.answer": ("auto", "adapter", "base", "both"),
     "generate.split": ("eval", "all"),
     "eval.choice": ("auto", "on", "off"),
@@ -82,6 +96,7 @@ BOUNDS: dict[str, Bound] = {
     "data.max_length": Bound(2),  # the first token predicts, the second is predicted
     "data.limit": Bound(1),
     "data.pad_to_multiple_of": Bound(1, 1024),
+    "data.cache_gb": Bound(0),
     "lora.rank": Bound(1, 256),
     "lora.alpha": Bound(0, open_low=True),
     "lora.dropout": Bound(0, 1, open_high=True),
@@ -91,6 +106,12 @@ BOUNDS: dict[str, Bound] = {
     "optim.max_grad_norm": Bound(0),
     "optim.warmup": Bound(0),
     "optim.min_lr_ratio": Bound(0, 1),
+    "optim.decay": Bound(0, open_low=True),
+    "optim.lora_plus_ratio": Bound(1, 1000),
+    "preference.beta": Bound(0, open_low=True),
+    "preference.label_smoothing": Bound(0, 0.5, open_high=True),
+    "preference.desirable_weight": Bound(0),
+    "preference.undesirable_weight": Bound(0),
     "trainer.epochs": Bound(0, open_low=True),
     "trainer.max_steps": Bound(1),
     "trainer.batch_size": Bound(1),
@@ -104,6 +125,11 @@ BOUNDS: dict[str, Bound] = {
     "trainer.log_every": Bound(1),
     "trainer.recoveries": Bound(0),
     "trainer.timeline_every": Bound(0),
+    "trainer.aux_loss": Bound(0),
+    "trainer.max_hours": Bound(0, open_low=True),
+    "trainer.early_stopping": Bound(0),
+    "trainer.early_stopping_threshold": Bound(0),
+    "trainer.spike": Bound(0),
     "cluster.dashboard_port": Bound(1, 65535),
     "cluster.start_timeout": Bound(0, open_low=True),
     "cluster.load_timeout": Bound(0, open_low=True),
@@ -116,6 +142,7 @@ BOUNDS: dict[str, Bound] = {
     "generate.repetition_penalty": Bound(0, open_low=True),
     "generate.batch_size": Bound(1),
     "generate.prefill_tokens": Bound(1),
+    "generate.cache_tokens": Bound(1),
     "generate.limit": Bound(1),
     "eval.samples": Bound(0),
     "eval.after_training": Bound(0),

@@ -56,7 +56,7 @@ def from_dict(mapping: Mapping[str, Any]) -> Config:
 def settle(config: Config, *, job: int | None = None, now: datetime.datetime | None = None) -> Config:
     """Fills what follows from other keys: labels, absolute paths, a multirun's run names.
 
-    `model.path` overrules `model.build`, and `data.path` overrules `data.builtin`. plan.hardware
+    `model.path` overrules `model.build`, `data.path` and `data.sources` `data.builtin`. plan.hardware
     may be the bare name of a file in conf/hardware. Outside a multirun run.name=None stays: the
     run directory is named when it is made. In one, each job gets "<name>-<job>".
 
@@ -79,6 +79,11 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
         first = paths if isinstance(paths, str) else paths[0]
         name = Path(first).stem if data.builtin is not None or data.name == "jsonl" else data.name
         data = dataclasses.replace(data, path=paths, name=name, builtin=None)
+    if data.sources is not None:
+        sources = [{**source, "path": _paths(source["path"])} for source in data.sources]
+        first = sources[0]["path"] if isinstance(sources[0]["path"], str) else sources[0]["path"][0]
+        name = Path(first).stem if data.builtin is not None or data.name == "jsonl" else data.name
+        data = dataclasses.replace(data, sources=sources, name=name, builtin=None)
     if data.eval_path is not None:
         data = dataclasses.replace(data, eval_path=_paths(data.eval_path))
     if plan.hardware is not None:
@@ -125,7 +130,9 @@ def _absolute(path: str | None) -> str | None:
 
 
 def _paths(path: str | list[str]) -> str | list[str]:
-    return absolute(path) if isinstance(path, str) else [absolute(p) for p in path]
+    if not isinstance(path, str):
+        return [str(_paths(p)) for p in path]
+    return path if path.startswith("hf://") else absolute(path)
 
 
 def _run_name(config: Config, job: int | None, now: datetime.datetime | None) -> str | None:

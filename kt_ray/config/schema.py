@@ -71,10 +71,20 @@ class DataConfig:
 
     Attributes:
         name: label; "jsonl" is replaced by the file's name.
-        path: jsonl, json or parquet file, or a list of them; None with `builtin`.
+        path: file (jsonl, json, parquet, csv, tsv, arrow; txt and md are raw text), directory of such files,
+            hf://owner/name[@revision] of the Hugging Face hub, or a list of them; None with `builtin`.
         builtin: "demo" = the data set inside the package.
-        format: "auto", "alpaca" ({instruction, input, output[, system, history]}) or "messages"
-            ({messages: [...]}).
+        split: of a data set of several splits (hub, directories); None = train.
+        subset: configuration of a hub data set that has several; None = its only one.
+        sources: several data sets instead of `path`: a list of {path: ..., weight: 2.0}, where weight is how
+            often a row is taken per epoch (0.5 = a fixed half of them), and format, columns, split, subset,
+            system and limit are as below, each for its source.
+        format: "auto" (by the keys of the rows), "alpaca", "sharegpt", "messages", "prompt_completion",
+            "preference" (chosen and rejected), "kto" or "text"; docs/data.md shows a row of each.
+        columns: the files' names of columns that are called otherwise there: {instruction: question}.
+        template: chat template by name (kt_ray/data/templates), or "plain" (no turns: question and answer
+            are one text); None = the tokenizer's own, or model.chat_template.
+        train_on: "all" answers of a conversation, or the "last" one (all answers after the last question).
         eval_path: file with held-out rows; None = `eval_fraction` of `path`.
         eval_fraction: share of rows held out when `eval_path` is None (0 = no evaluation).
         max_length: tokens per row; longer rows are truncated and reported, or dropped.
@@ -83,12 +93,23 @@ class DataConfig:
         system: system prompt put before rows that have none; None = none.
         shuffle: shuffle rows each epoch (by the run's seed).
         limit: use the first N rows only; None = all.
+        packing: fill rows up to max_length with several short ones, each in attention and positions alone.
+            trainer.batch_size then counts filled rows.
+        group_by_length: rows of a batch have similar lengths, which saves padding where
+            trainer.micro_batch_size > 1.
+        cache_gb: size limit of the cache of tokenised rows ($KT_RAY_CACHE/tokens); 0 = no cache.
     """
 
     name: str = "jsonl"
     path: str | list[str] | None = None
+    split: str | None = None
+    subset: str | None = None
+    sources: list[Any] | None = None
     builtin: str | None = None
     format: str = "auto"
+    columns: dict[str, Any] | None = None
+    template: str | None = None
+    train_on: str = "all"
     eval_path: str | list[str] | None = None
     eval_fraction: float = 0.05
     max_length: int = 512
@@ -97,6 +118,9 @@ class DataConfig:
     system: str | None = None
     shuffle: bool = True
     limit: int | None = None
+    packing: bool = False
+    group_by_length: bool = False
+    cache_gb: float = 5.0
 
 
 @dataclass(frozen=True)
@@ -112,6 +136,11 @@ class LoraConfig:
             indexers), "none", a list of module name suffixes, or a regex (full match) over module names of
             the non-expert part.
         experts: train LoRA on gate, up and down of every routed expert.
+        init: how adapters begin: "default" (A uniform as PEFT draws it, B zero), "gaussian" (A normal with
+            deviation 1 / rank, B zero), or "pissa" (the largest singular values and vectors of the weight,
+            which keeps the rest; Meng et al. 2024; "pissa_niter_16" finds them by iteration). PiSSA needs
+            lora.experts=false.
+        rank_pattern: must stay null: every adapter has lora.rank (the reason is in the message).
     """
 
     rank: int = 8
@@ -120,6 +149,8 @@ class LoraConfig:
     dropout: float = 0.0
     target_modules: str | list[str] = "auto"
     experts: bool = True
+    init: str = "default"
+    rank_pattern: dict[str, Any] | None = None
 
     @property
     def scale(self) -> float:
@@ -128,23 +159,29 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its schedule.
+    """The optimizer and its schedule.
 
     Attributes:
-        name: "adamw".
+        name: "adamw"; "deepspeed_cpu_adam" (DeepSpeed's AdamW for the experts' LoRA, torch's for the rest);
+            or "muon" (orthogonalised momentum for every A and B).
         lr: peak learning rate.
-        betas: moment decay rates.
+        lora_plus_ratio: LoRA+ (Hayou et al. 2024): B's learning rate is this many times A's, which is `lr`.
+        betas: moment decay rates; Muon's momentum is the first.
         eps: denominator term.
         weight_decay: decoupled weight decay.
         max_grad_norm: global norm (GPU and expert LoRA together) that gradients are clipped to;
             0 = no clipping.
-        schedule: "cosine", "linear" or "constant", after warm-up.
+        schedule: after warm-up: "cosine", "linear", "constant", "wsd" (constant, then down over the last
+            `decay` steps) or "inverse_sqrt".
         warmup: warm-up steps (int >= 1) or share of all steps (float < 1).
-        min_lr_ratio: final learning rate as a share of `lr` for cosine and linear.
+        min_lr_ratio: final learning rate as a share of `lr` for cosine, linear and wsd.
+        decay: for wsd: steps of its last part (int >= 1), or their share of all steps (float < 1).
+        decay_shape: for wsd: how it goes down: "cosine", "linear" or "1-sqrt".
     """
 
     name: str = "adamw"
     lr: float = 1e-4
+    lora_plus_ratio: float = 1.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -152,6 +189,8 @@ class OptimConfig:
     schedule: str = "cosine"
     warmup: float = 0.03
     min_lr_ratio: float = 0.0
+    decay: float = 0.1
+    decay_shape: str = "cosine"
 
 
 @dataclass(frozen=True)
@@ -159,6 +198,8 @@ class TrainerConfig:
     """The loop.
 
     Attributes:
+        stage: what is learned: "sft" (answers), "pt" (continued pre-training: every token), or
+            from preferences "dpo", "orpo" (pairs) or "kto" (rows, wanted or not); see PreferenceConfig.
         epochs: passes over the data; ignored when max_steps is set.
         max_steps: optimizer steps; None = from epochs.
         batch_size: rows per optimizer step, over all replicas.
@@ -177,8 +218,24 @@ class TrainerConfig:
             a death ends the run.
         timeline_every: steps between timelines (Chrome trace of all actors, under timelines/ of the run
             directory); 0 = never.
+        aux_loss: coefficient of the routers' load-balancing loss, as transformers computes it over the whole
+            step; costs a forward pass more. Routers stay frozen: its gradient reaches the LoRA before them;
+            0 = off.
+        max_hours: the run stops with a checkpoint before this many hours have passed since the command
+            began; null = no limit.
+        early_stopping: evaluations in a row without a lower held-out loss after which the run stops; 0 =
+            never.
+        early_stopping_threshold: by how much the held-out loss must fall to count as lower.
+        save_best: keep the checkpoint with the lowest held-out loss (checkpoints/best), and write the
+            adapter from it.
+        spike: a step whose loss or gradient norm is more than this many times the median of the last 16
+            steps is not applied; 0 = only steps that are not finite.
+        bad_steps: what follows a step that is not applied: "stop", or "skip" (go on with the next one).
+        profile_steps: numbers of the steps of which attention workers write a torch.profiler trace, under
+            profile/ of the run directory.
     """
 
+    stage: str = "sft"
     epochs: float = 1.0
     max_steps: int | None = None
     batch_size: int = 8
@@ -193,6 +250,33 @@ class TrainerConfig:
     log_every: int = 1
     recoveries: int = 3
     timeline_every: int = 0
+    aux_loss: float = 0.0
+    max_hours: float | None = None
+    early_stopping: int = 0
+    early_stopping_threshold: float = 0.0
+    save_best: bool = False
+    spike: float = 0.0
+    bad_steps: str = "stop"
+    profile_steps: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PreferenceConfig:
+    """Losses of trainer.stage=dpo, orpo and kto, as trl defines them.
+
+    Attributes:
+        loss: of dpo: "sigmoid", "hinge", "ipo" or "robust".
+        beta: dpo and kto: strength of the reference (ipo: its tau); orpo: weight of the odds ratio.
+        label_smoothing: of dpo's sigmoid and robust: share of pairs taken to be the wrong way round.
+        desirable_weight: of kto: weight of wanted rows.
+        undesirable_weight: of kto: weight of unwanted rows.
+    """
+
+    loss: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -357,7 +441,11 @@ class GenerateConfig:
         repetition_penalty: more than 1 makes tokens that were there already less probable.
         stop: strings that end an answer, besides the model's own end tokens.
         batch_size: answers of one replica that are generated at the same time; others wait.
-        prefill_tokens: prompt tokens (padding included) that one step reads in at the most.
+        prefill_tokens: prompt tokens (padding included) that one step reads in at the most; a single prompt
+            may be longer.
+        cache_tokens: tokens, padding included, that the key-value caches of one replica have room for, which
+            the plan's memory counts; rows wait while their longest answers would not fit. "auto" = for each
+            of batch_size rows data.max_length and max_new_tokens, or the model's context where that is less.
         split: rows of mode=predict: "eval" (the held-out ones, as in training) or "all".
         limit: of mode=predict: rows at the most; None = all.
         system: system prompt of mode=chat; None = none.
@@ -375,6 +463,7 @@ class GenerateConfig:
     stop: list[str] = field(default_factory=list)
     batch_size: int = 32
     prefill_tokens: int = 2048
+    cache_tokens: int | str = "auto"
     split: str = "eval"
     limit: int | None = None
     system: str | None = None
@@ -395,6 +484,7 @@ class Config:
         lora: see LoraConfig.
         optim: see OptimConfig.
         trainer: see TrainerConfig.
+        preference: see PreferenceConfig.
         tracking: see TrackingConfig.
         cluster: see ClusterConfig.
         generate: see GenerateConfig.
@@ -413,6 +503,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)

@@ -5,9 +5,9 @@ numpy at import; transformers and pyarrow only where a function needs them; neve
 
 from kt_ray.data.batches import Batches, Wave, epoch_order, eval_waves, loss_tokens, micro_batch, wave
 from kt_ray.data.load import DataBundle, load_data
-from kt_ray.data.preview import PreviewRow, preview_rows, print_preview
+from kt_ray.data.preview import PreviewRow, preview_pairs, preview_rows, print_preview
 from kt_ray.data.report import DataReport, SplitReport
-from kt_ray.data.types import Conversation, Dataset, Row
+from kt_ray.data.types import Conversation, Dataset, Pair, Row
 
 __all__ = [
     "Batches",
@@ -15,6 +15,7 @@ __all__ = [
     "DataBundle",
     "DataReport",
     "Dataset",
+    "Pair",
     "PreviewRow",
     "Row",
     "SplitReport",
@@ -24,6 +25,7 @@ __all__ = [
     "load_data",
     "loss_tokens",
     "micro_batch",
+    "preview_pairs",
     "preview_rows",
     "print_preview",
     "wave",

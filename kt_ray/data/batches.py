@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from kt_ray.batch import IGNORE, MicroBatch
-from kt_ray.data.types import Row
+from kt_ray.data.types import Pair, Row
 
+GROUPED_BATCHES = 50  # batches whose rows are sorted together: similar lengths, still mixed over an epoch
 Wave = tuple[tuple[tuple[MicroBatch, ...], ...], ...]  # per replica, per group, the micro-batches
 
 
@@ -30,6 +32,27 @@ def epoch_order(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.nd
     return np.argsort(words, kind="stable").astype(np.int64)
 
 
+def grouped_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    """`epoch_order` with rows of similar length beside each other, int64 [rows].
+
+    The shuffled rows are cut into spans of GROUPED_BATCHES batches, each sorted by length, longest first;
+    then full batches are shuffled, so that an epoch does not run from long rows to short ones again and
+    again. Rows of a smaller last batch stay last.
+
+    Args:
+        lengths: int64 [rows], tokens. batch_size: rows per optimizer step.
+    """
+    order = epoch_order(len(lengths), seed, epoch, shuffle)
+    span = batch_size * GROUPED_BATCHES
+    parts = [order[i : i + span] for i in range(0, len(order), span)]
+    order = np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts])
+    full = len(order) // batch_size
+    # another stream than the rows' own
+    batches = epoch_order(full, seed ^ 0x5BD1E995, epoch, shuffle)
+    head = order[: full * batch_size].reshape(full, batch_size)[batches].reshape(-1)
+    return np.concatenate([head, order[full * batch_size :]])
+
+
 def micro_batch(rows: Sequence[Row], pad_id: int = 0, multiple: int = 1) -> MicroBatch:
     """Rows padded on the right to the longest of them, and that to a multiple of `multiple`. Padding is known
     by `lengths`, never by its id."""
@@ -40,7 +63,46 @@ def micro_batch(rows: Sequence[Row], pad_id: int = 0, multiple: int = 1) -> Micr
     for i, row in enumerate(rows):
         ids_BS[i, : lengths[i]] = row.input_ids
         labels_BS[i, : lengths[i]] = row.labels
-    return MicroBatch(ids_BS, labels_BS, lengths, np.array([row.sample_id for row in rows], dtype=np.int64))
+    samples = np.array([row.sample_id for row in rows], dtype=np.int64)
+    signs = np.array([row.sign for row in rows], dtype=np.int64)
+    if not any(row.documents for row in rows):
+        return MicroBatch(ids_BS, labels_BS, lengths, samples, signs)
+    samples_BS = np.empty_like(ids_BS)
+    positions_BS = np.empty_like(ids_BS)
+    for i, row in enumerate(rows):
+        # Padding is one more document: it neither sees the others nor is seen.
+        padding = (int(row.sample_id), ids_BS.shape[1] - int(lengths[i]))
+        documents = [*(row.documents or ((row.sample_id, int(lengths[i])),)), padding]
+        samples_BS[i] = np.concatenate([np.full(n, sample) for sample, n in documents])
+        positions_BS[i] = np.concatenate([np.arange(n) for _, n in documents])
+    # Whoever made the labels: a document's first token is never predicted from the document before.
+    labels_BS[positions_BS == 0] = IGNORE
+    return MicroBatch(
+        ids_BS, labels_BS, lengths, samples, signs, samples_BS=samples_BS, positions_BS=positions_BS
+    )
+
+
+def flat(units: Sequence[Row] | Sequence[Pair]) -> tuple[list[Row], int]:
+    """(rows in order, a pair's chosen one first; rows per unit: 2 for pairs)."""
+    rows = [row for u in units for row in ((u.chosen, u.rejected) if isinstance(u, Pair) else (u,))]
+    return rows, max(1, len(rows) // max(1, len(units)))
+
+
+def mismatched(rows: Sequence[Row], max_length: int) -> list[Row]:
+    """KTO's rows for its reference point: each prompt with the answer of the row before it.
+
+    The answer is what follows the first trained token; the first row takes the last one's. One row alone has
+    none.
+    """
+    if len(rows) < 2:
+        return []
+    made = []
+    for row, other in zip(rows, [rows[-1], *rows[:-1]], strict=True):
+        begin, theirs = (int(np.argmax(r.labels != IGNORE)) for r in (row, other))
+        ids = np.concatenate([row.input_ids[:begin], other.input_ids[theirs:]])[:max_length]
+        labels = np.concatenate([np.full(begin, IGNORE), other.labels[theirs:]])[:max_length]
+        made.append(Row(ids, labels.astype(np.int64), row.sample_id))
+    return made
 
 
 def wave(
@@ -101,7 +163,7 @@ def step_waves(
 
 
 def eval_waves(
-    rows: Sequence[Row],
+    rows: Sequence[Row] | Sequence[Pair],
     batch_size: int,
     micro_batch_size: int,
     replicas: int = 1,
@@ -113,11 +175,11 @@ def eval_waves(
     """All rows once, in source order, as passes of `batch_size` rows, or of what `largest` allows."""
     _positive(batch_size=batch_size)
     starts = range(0, len(rows), batch_size)
-    parts = [rows[i : i + batch_size] for i in starts]
+    parts = [flat(rows[i : i + batch_size]) for i in starts]
     return [
         w
-        for part in parts
-        for w in step_waves(part, micro_batch_size, replicas, groups, largest, pad_id, multiple)
+        for part, unit in parts
+        for w in step_waves(part, unit * micro_batch_size, replicas, groups, largest, pad_id, multiple)
     ]
 
 
@@ -128,9 +190,9 @@ class Batches:
     calls but a cache, so `step(k)` gives the same rows whether or not the steps before it were taken.
 
     Args:
-        rows: training rows.
-        batch_size: rows per optimizer step, over all replicas.
-        micro_batch_size: rows that pass a layer together.
+        rows: training rows, or pairs of them.
+        batch_size: rows (pairs) per optimizer step, over all replicas.
+        micro_batch_size: rows (pairs) that pass a layer together.
         replicas: copies of the attention side.
         groups: micro-batch groups in flight per replica.
         largest_wave: micro-batches of a replica that pass the layers together, at the most; None = all.
@@ -138,11 +200,12 @@ class Batches:
         seed: the run's seed.
         pad_id: id that fills padding.
         multiple: widths of micro-batches are multiples of this.
+        group_by_length: batches of rows of similar length, see `grouped_order`.
     """
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[Row] | Sequence[Pair],
         batch_size: int,
         micro_batch_size: int = 1,
         replicas: int = 1,
@@ -152,6 +215,7 @@ class Batches:
         pad_id: int = 0,
         largest_wave: int | None = None,
         multiple: int = 1,
+        group_by_length: bool = False,
     ) -> None:
         _positive(batch_size=batch_size, micro_batch_size=micro_batch_size, replicas=replicas, groups=groups)
         if not rows:
@@ -166,6 +230,7 @@ class Batches:
         self.pad_id = pad_id
         self.largest_wave = largest_wave
         self.multiple = multiple
+        self.group_by_length = group_by_length
         self._cached: tuple[int, np.ndarray] | None = None
 
     @property
@@ -177,26 +242,42 @@ class Batches:
         return divmod(step, self.steps_per_epoch)
 
     def step(self, step: int) -> list[Row]:
-        """The rows of optimizer step `step` (0-based), in order."""
+        """The rows of optimizer step `step` (0-based), in order; of pairs both, chosen first."""
+        return flat(self.units(step))[0]
+
+    def units(self, step: int) -> list[Any]:
+        """The rows or pairs of optimizer step `step` (0-based), in order."""
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
         epoch, index = self.position(step)
         if self._cached is None or self._cached[0] != epoch:
-            self._cached = (epoch, epoch_order(len(self.rows), self.seed, epoch, self.shuffle))
+            self._cached = (epoch, self._order(epoch))
         order = self._cached[1][index * self.batch_size : (index + 1) * self.batch_size]
         return [self.rows[i] for i in order]
 
+    def _order(self, epoch: int) -> np.ndarray:
+        if not self.group_by_length:
+            return epoch_order(len(self.rows), self.seed, epoch, self.shuffle)
+        lengths = np.array([_length(row) for row in self.rows], dtype=np.int64)
+        return grouped_order(lengths, self.batch_size, self.seed, epoch, self.shuffle)
+
     def waves(self, step: int) -> list[Wave]:
         """The passes of optimizer step `step`, each as PassSpec wants it."""
+        return self.waves_of(*flat(self.units(step)))
+
+    def waves_of(self, rows: Sequence[Row], unit: int = 1) -> list[Wave]:
+        """Passes over any rows, cut as those of a step; `unit` rows are never parted."""
+        size = unit * self.micro_batch_size
         return step_waves(
-            self.step(step),
-            self.micro_batch_size,
-            self.replicas,
-            self.groups,
-            self.largest_wave,
-            self.pad_id,
-            self.multiple,
+            rows, size, self.replicas, self.groups, self.largest_wave, self.pad_id, self.multiple
         )
+
+
+def _length(unit: Row | Pair) -> int:
+    """Tokens of a row, or of both rows of a pair."""
+    if isinstance(unit, Pair):
+        return len(unit.chosen.input_ids) + len(unit.rejected.input_ids)
+    return len(unit.input_ids)
 
 
 def _cut(micro: Sequence[MicroBatch], groups: int) -> tuple[tuple[MicroBatch, ...], ...]:

@@ -1,93 +1,167 @@
-"""Turn source rows (alpaca or messages) into conversations, and refuse what is neither.
+"""Turn source rows of a known format into conversations, and refuse what is none of them.
 
-alpaca:   {"instruction", "input"?, "output", "system"?} are strings, "history"? is [[user, assistant], …]
-messages: {"messages": [{"role": "system" | "user" | "assistant", "content": string}, …]}
+Each format's keys are in FORMATS (detect.py). `detect` goes by keys alone; a row whose keys fit two
+formats is refused rather than guessed: the wrong one would train on the wrong text without a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from kt_ray.data.detect import ALPACA, COLUMNS, FORMATS, ambiguous, detect, unknown, verdict
+from kt_ray.data.turns import (
+    OPENAI,
+    ROLES,
+    SHAREGPT,
+    answer_of,
+    kind,
+    missing,
+    require_answer,
+    tools_of,
+    turn,
+    turns,
+    wrong,
+)
 from kt_ray.data.types import Conversation, Message
 from kt_ray.errors import UserError
 
-FORMATS = ("alpaca", "messages")
-ALPACA = '{"instruction": …, "output": …[, "input", "system", "history"]}'
-MESSAGES = '{"messages": [{"role": …, "content": …}, …]}'
-JSON_KINDS = {
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-    str: "a string",
-    list: "a list",
-    dict: "an object",
-}
+_LISTS = ("messages", "conversations", "history")
 
 
-def conversations(
-    rows: Iterable[tuple[str, Any]], format: str = "auto", system: str | None = None
-) -> Iterator[Conversation]:
-    """Conversations in source order, numbered from 0.
+class Parser:
+    """Rows to conversations, one after the other.
 
     Args:
-        rows: (where, row) pairs as `read_rows` yields them.
-        format: "auto" (the first row decides, the rest must agree), "alpaca" or "messages".
+        format: "auto" (the first row decides, the rest must agree) or one of FORMATS.
         system: system prompt of rows that have none; None = none.
+        columns: column of the files for each name of COLUMNS that is called otherwise there.
 
-    Raises:
-        UserError: a row that is not of the format; the message names file and line.
+    Attributes:
+        format: as given, or as the first row decided.
     """
-    if format not in ("auto", *FORMATS):
-        raise UserError(
-            "unknown data format",
-            where="data.format",
-            observed=format,
-            required="auto, alpaca or messages",
-            remedy="set data.format=auto",
-        )
-    for index, (where, row) in enumerate(rows):
+
+    def __init__(
+        self, format: str = "auto", system: str | None = None, columns: Mapping[str, str] | None = None
+    ) -> None:
+        if format != "auto" and format not in FORMATS:
+            raise UserError(
+                "unknown data format",
+                where="data.format",
+                observed=format,
+                required="auto or " + ", ".join(FORMATS),
+                remedy="set data.format=auto",
+            )
+        self.format = format
+        self.guessed = format == "auto"
+        self.system = system
+        self.columns = dict(columns or {})
+        for name in self.columns:
+            if name not in COLUMNS:
+                raise UserError(
+                    "unknown column name",
+                    where=f"data.columns.{name}",
+                    required="one of " + ", ".join(COLUMNS),
+                    remedy="write data.columns={instruction: <your column>, …}",
+                )
+
+    def __call__(self, row: Any, where: str, sample_id: int) -> Conversation:
+        """The conversation of one row.
+
+        Raises:
+            UserError: the row is not of the format, or its keys fit several; the message names it.
+        """
         if not isinstance(row, dict):
             raise UserError(
                 "a row is not an object",
                 where=where,
-                observed=_kind(row),
-                required=f"{ALPACA} or {MESSAGES}",
+                observed=kind(row),
+                required=" or ".join(FORMATS.values()) if self.format == "auto" else FORMATS[self.format],
                 remedy="write every row as a JSON object",
             )
-        if format == "auto":
-            format = _detect(row, where)
-        turns = _alpaca(row, where) if format == "alpaca" else _messages(row, where)
-        if system and turns[0]["role"] != "system":
-            turns.insert(0, Message(role="system", content=system))
-        yield Conversation(tuple(turns), index, where)
+        row = self._renamed(row, where)
+        if self.guessed:
+            found = detect(row)
+            if len(found) > 1:
+                raise ambiguous(row, found, where)
+            if self.format == "auto":
+                if not found:
+                    raise unknown(row, where)
+                self.format = found[0]
+        return _PARSE[self.format](row, where, sample_id, self.system)
+
+    def _renamed(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+        """The row under this project's names, lists decoded where a file keeps them as JSON text."""
+        inner: dict[str, str] = {n: self.columns[n] for n in ("role", "content") if n in self.columns}
+        outer = {name: column for name, column in self.columns.items() if name not in inner}
+        result = {key: value for key, value in row.items() if key not in outer.values()}
+        for name, column in outer.items():
+            if column not in row:
+                raise UserError(
+                    "a column named in data.columns is not in the row",
+                    where=where,
+                    observed="keys " + (", ".join(map(str, row)) or "(none)"),
+                    required=f"{column}, for {name}",
+                    remedy="correct data.columns",
+                )
+            result[name] = row[column]
+        for name in _LISTS:
+            value = result.get(name)
+            if isinstance(value, str) and value.lstrip().startswith("["):
+                try:
+                    result[name] = json.loads(value)
+                except ValueError as error:
+                    raise wrong(name, value, where, "a list (as JSON)") from error
+        if inner:
+            for name in ("messages", "conversations", "chosen", "rejected"):
+                result[name] = _inner_keys(result[name], inner) if name in result else None
+        return result
 
 
-def _detect(row: dict[str, Any], where: str) -> str:
-    if row.get("messages") is not None:
-        return "messages"
-    if "instruction" in row or "output" in row:
-        return "alpaca"
-    remedy = "rename the keys, or convert the file to one of these formats"
-    if "conversations" in row:
-        remedy = (
-            'rename "conversations" to "messages", "from" and "value" to "role" and "content", '
-            '"human" and "gpt" to "user" and "assistant"'
-        )
-    raise UserError(
-        "unknown data format",
-        where=where,
-        observed="keys " + (", ".join(map(str, row)) or "(none)"),
-        required=f"alpaca {ALPACA} or messages {MESSAGES}",
-        remedy=remedy,
-    )
+def conversations(
+    rows: Iterable[tuple[str, Any]],
+    format: str = "auto",
+    system: str | None = None,
+    columns: Mapping[str, str] | None = None,
+) -> Iterator[Conversation]:
+    """Conversations in source order, numbered from 0; see Parser.
+
+    Args:
+        rows: (where, row) pairs as `read_rows` yields them.
+
+    Raises:
+        UserError: a row that is not of the format; the message names file and line.
+    """
+    parser = Parser(format, system, columns)
+    for index, (where, row) in enumerate(rows):
+        yield parser(row, where, index)
 
 
-def _alpaca(row: dict[str, Any], where: str) -> list[Message]:
+def _inner_keys(given: Any, inner: Mapping[str, str]) -> Any:
+    names = {column: name for name, column in inner.items()}
+    if isinstance(given, dict):
+        return {names.get(key, key): value for key, value in given.items()}
+    return [_inner_keys(part, inner) for part in given] if isinstance(given, list) else given
+
+
+def _with_system(found: list[Message], system: str | None) -> list[Message]:
+    if system and found[0]["role"] != "system":
+        found.insert(0, Message(role="system", content=system))
+    return found
+
+
+def _alpaca(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
     if "instruction" not in row and "input" not in row:
-        raise _missing("instruction", row, where, ALPACA)
+        raise missing("instruction", row, where, ALPACA)
     if "output" not in row:
-        raise _missing("output", row, where, ALPACA)
+        raise missing("output", row, where, ALPACA)
+    found = _alpaca_prompt(row, where)
+    found.append(turn("assistant", _text(row, "output", where), where, "output"))
+    return Conversation(tuple(_with_system(found, system)), number, where, tools_of(row.get("tools"), where))
+
+
+def _alpaca_prompt(row: dict[str, Any], where: str) -> list[Message]:
     instruction = _text(row, "instruction", where, optional=True)
     extra = _text(row, "input", where, optional=True)
     question = "\n".join(part for part in (instruction, extra) if part.strip())
@@ -99,119 +173,171 @@ def _alpaca(row: dict[str, Any], where: str) -> list[Message]:
             required="text in one of them",
             remedy="fill or delete that row",
         )
-    turns: list[Message] = []
+    found: list[Message] = []
     system = _text(row, "system", where, optional=True)
     if system:
-        turns.append(Message(role="system", content=system))
+        found.append(Message(role="system", content=system))
     history = row.get("history")
     if not (history is None or isinstance(history, list)):
-        raise _wrong("history", history, where, "a list of [user, assistant] pairs")
+        raise wrong("history", history, where, "a list of [user, assistant] pairs")
     for number, pair in enumerate(history or (), start=1):
         place = f"history[{number}]"
         strings = isinstance(pair, list) and all(isinstance(text, str) for text in pair)
         if not (strings and len(pair) == 2):
-            raise _wrong(place, pair, where, "a [user, assistant] pair of strings")
-        turns += [_turn("user", pair[0], where, place), _turn("assistant", pair[1], where, place)]
-    turns.append(Message(role="user", content=question))
-    turns.append(_turn("assistant", _text(row, "output", where), where, "output"))
-    return turns
+            raise wrong(place, pair, where, "a [user, assistant] pair of strings")
+        found += [turn("user", pair[0], where, place), turn("assistant", pair[1], where, place)]
+    found.append(turn("user", question, where, "instruction"))
+    return found
 
 
-def _messages(row: dict[str, Any], where: str) -> list[Message]:
-    if "messages" not in row:
-        raise _missing("messages", row, where, MESSAGES)
-    given = row["messages"]
-    if not isinstance(given, list) or not given:
-        raise _wrong("messages", given, where, 'a non-empty list of {"role", "content"} objects')
-    turns: list[Message] = []
-    for number, message in enumerate(given, start=1):
-        place = f"messages[{number}]"
-        if not isinstance(message, dict):
-            raise _wrong(place, message, where, 'an object with "role" and "content"')
-        for key in ("role", "content"):
-            if key not in message:
-                raise _missing(f"{place}.{key}", message, where, '{"role": …, "content": …}')
-        if message.get("tool_calls"):
-            raise UserError(
-                "tool calls are not supported in training data",
-                where=f"{where}, {place}",
-                observed="tool_calls",
-                required="text content",
-                remedy="delete that row, or render the call into the content",
-            )
-        role, expected = message["role"], _expected(turns)
-        if role not in expected:
-            raise UserError(
-                "roles are out of order" if role in ("system", "user", "assistant") else "unknown role",
-                where=f"{where}, {place}",
-                observed=role,
-                required=" or ".join(expected),
-                remedy="reorder, merge or delete messages: a row is [system,] user, assistant, user, …",
-            )
-        turns.append(_turn(role, _text(message, "content", where, label=f"{place}.content"), where, place))
-    if turns[-1]["role"] != "assistant":
+def _chat(
+    row: dict[str, Any], where: str, name: str, keys: tuple[str, str], number: int, system: str | None
+) -> Conversation:
+    if name not in row or row[name] is None:
+        raise missing(name, row, where, FORMATS["messages" if name == "messages" else "sharegpt"])
+    found = _turns_with_system(row, where, name, keys)
+    require_answer(found, where)
+    return Conversation(tuple(_with_system(found, system)), number, where, tools_of(row.get("tools"), where))
+
+
+def _turns_with_system(row: dict[str, Any], where: str, name: str, keys: tuple[str, str]) -> list[Message]:
+    given = row[name]
+    first = given[0] if isinstance(given, list) and given else None
+    if keys == SHAREGPT and isinstance(first, dict) and "from" not in first and "role" in first:
+        keys = OPENAI  # "conversations" of role and content are common
+    found = turns(given, where, name, keys)
+    own = row.get("system")
+    return _with_system(found, own if isinstance(own, str) and own.strip() else None)
+
+
+def _messages(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
+    return _chat(row, where, "messages", OPENAI, number, system)
+
+
+def _sharegpt(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
+    return _chat(row, where, "conversations", SHAREGPT, number, system)
+
+
+def _prompt_of(row: dict[str, Any], where: str, format: str) -> list[Message]:
+    """The turns before the answer, from whichever keys the row has them under."""
+    if row.get("messages") is not None:
+        return _turns_with_system(row, where, "messages", OPENAI)
+    if row.get("conversations") is not None:
+        return _turns_with_system(row, where, "conversations", SHAREGPT)
+    if isinstance(row.get("prompt"), list):
+        return turns(row["prompt"], where, "prompt")
+    if row.get("prompt") is None:
+        if "instruction" in row or "input" in row:
+            return _alpaca_prompt(row, where)
+        raise missing("prompt", row, where, FORMATS[format])
+    found = []
+    system = _text(row, "system", where, optional=True)
+    if system:
+        found.append(Message(role="system", content=system))
+    return [*found, turn("user", _text(row, "prompt", where), where, "prompt")]
+
+
+def _prompt_completion(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
+    if row.get("completion") is None:
+        raise missing("completion", row, where, FORMATS["prompt_completion"])
+    if row.get("prompt") is None:
+        raise missing("prompt", row, where, FORMATS["prompt_completion"])
+    prompt = _prompt_of({k: v for k, v in row.items() if k not in _LISTS}, where, "prompt_completion")
+    found = answer_of(row["completion"], prompt, where, "completion")
+    return Conversation(tuple(_with_system(found, system)), number, where, tools_of(row.get("tools"), where))
+
+
+def _preference(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
+    for key in ("chosen", "rejected"):
+        if row.get(key) is None:
+            raise missing(key, row, where, FORMATS["preference"])
+    whole = all(_opens(row[key]) for key in ("chosen", "rejected"))
+    prompt = [] if whole else _prompt_of(row, where, "preference")
+    chosen, rejected = (
+        _with_system(answer_of(row[key], prompt, where, key), system) for key in ("chosen", "rejected")
+    )
+    shared = 0
+    for one, other in zip(chosen, rejected, strict=False):
+        if one != other:
+            break
+        shared += 1
+    if shared == len(chosen) == len(rejected):
         raise UserError(
-            "a conversation does not end with an answer",
+            "chosen and rejected are the same",
             where=where,
-            observed=f"last role {turns[-1]['role']}",
-            required="assistant",
-            remedy="add the answer, or delete the trailing question",
+            observed=repr(chosen[-1]["content"][:60]),
+            required="two different answers",
+            remedy="delete that row",
         )
-    return turns
-
-
-def _expected(turns: list[Message]) -> tuple[str, ...]:
-    if not turns:
-        return ("system", "user")
-    return ("assistant",) if turns[-1]["role"] == "user" else ("user",)
-
-
-def _turn(role: str, content: str, where: str, place: str) -> Message:
-    if role != "system" and not content.strip():
+    if shared < max(i for i, m in enumerate(chosen) if m["role"] == "user") + 1:
         raise UserError(
-            "an answer is empty: nothing in it can be trained"
-            if role == "assistant"
-            else "a question is empty",
-            where=f"{where}, {place}",
-            observed=repr(content),
+            "chosen and rejected answer different questions",
+            where=where,
+            observed=f"they differ from message {shared + 1} on",
+            required="one prompt, two answers",
+            remedy="correct or delete that row",
+        )
+    tools = tools_of(row.get("tools"), where)
+    return Conversation(tuple(chosen), number, where, tools, rejected=tuple(rejected))
+
+
+def _opens(value: Any) -> bool:
+    """Whether an answer is a whole conversation."""
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and ROLES.get(str(first.get("role", first.get("from")))) in (
+        "system",
+        "user",
+    )
+
+
+def _kto(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
+    wanted = verdict(row)
+    if wanted is None:
+        given = row.get("label", row.get("kto_tag"))
+        if given is None:
+            raise missing("label", row, where, FORMATS["kto"])
+        raise wrong("label", given, where, "true or false")
+    if row.get("completion") is not None:
+        found = answer_of(row["completion"], _prompt_of(row, where, "kto"), where, "completion")
+    elif row.get("output") is not None:
+        found = answer_of(row["output"], _alpaca_prompt(row, where), where, "output")
+    else:
+        found = _prompt_of(row, where, "kto")
+    require_answer(found, where)
+    tools = tools_of(row.get("tools"), where)
+    return Conversation(tuple(_with_system(found, system)), number, where, tools, label=wanted)
+
+
+def _raw(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
+    if "text" not in row:
+        raise missing("text", row, where, FORMATS["text"])
+    text = _text(row, "text", where)
+    if not text.strip():
+        raise UserError(
+            "the text is empty",
+            where=where,
+            observed=repr(text[:20]),
             required="text",
             remedy="fill or delete that row",
         )
-    return Message(role=role, content=content)
+    return Conversation((), number, where, text=text)
 
 
-def _text(row: dict[str, Any], key: str, where: str, *, optional: bool = False, label: str = "") -> str:
+_PARSE = {
+    "alpaca": _alpaca,
+    "sharegpt": _sharegpt,
+    "messages": _messages,
+    "prompt_completion": _prompt_completion,
+    "preference": _preference,
+    "kto": _kto,
+    "text": _raw,
+}
+
+
+def _text(row: dict[str, Any], key: str, where: str, *, optional: bool = False) -> str:
     value = row.get(key)
     if value is None and optional:
         return ""
     if not isinstance(value, str):
-        raise _wrong(label or key, value, where, "a string")
+        raise wrong(key, value, where, "a string")
     return value
-
-
-def _missing(key: str, row: dict[str, Any], where: str, required: str) -> UserError:
-    return UserError(
-        f"{key} is missing",
-        where=where,
-        observed="keys " + (", ".join(map(str, row)) or "(none)"),
-        required=required,
-        remedy="add the key, or set data.format if another format was meant",
-    )
-
-
-def _wrong(key: str, value: Any, where: str, required: str) -> UserError:
-    return UserError(
-        f"{key} has the wrong type",
-        where=where,
-        observed=_kind(value),
-        required=required,
-        remedy="correct or delete that row",
-    )
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    text = repr(value)
-    name = JSON_KINDS.get(type(value), type(value).__name__)
-    return f"{name} {text if len(text) <= 60 else text[:59] + '…'}"

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from kt_ray.config.schema import Config, DataConfig
-from kt_ray.data.formats import conversations
-from kt_ray.data.readers import read_rows
+from kt_ray.data.cache import TokenCache, default_token_cache
+from kt_ray.data.encode import Encoded, Taken, encode_pairs, encode_rows
+from kt_ray.data.packing import pack
 from kt_ray.data.report import DataReport, SplitReport
-from kt_ray.data.split import split
+from kt_ray.data.sources import SourceRows, eval_source, read_sources, sources_of, weighted
+from kt_ray.data.split import same_prompt, split
 from kt_ray.data.template import ChatEncoder, check_vocabulary, load_tokenizer
-from kt_ray.data.types import Conversation, Dataset, Row
+from kt_ray.data.types import KINDS, Conversation, Pair
 from kt_ray.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+_KIND_NAMES = {
+    "sft": "answers or text to learn",
+    "pairs": "preference pairs (chosen and rejected)",
+    "kto": "answers with a verdict (kto)",
+}
 
 
 @dataclass(frozen=True)
@@ -25,139 +33,153 @@ class DataBundle:
     """Everything the driver needs of the data.
 
     Attributes:
-        train: training rows in source order.
-        eval: held-out rows in source order (empty = no evaluation).
+        train: training rows (or pairs) in source order, packed with data.packing.
+        eval: held-out rows (or pairs) in source order (empty = no evaluation), never packed.
         tokenizer: with the chat template that was used set on it.
         report: what was cut and dropped.
         pad_id: an id to fill padding with.
+        kind: "sft", "pairs" (train and eval hold Pair instead of Row) or "kto" (rows have signs).
+        eval_conversations: held-out source rows, those included whose tokens do not fit.
     """
 
-    train: Dataset
-    eval: Dataset
+    train: Any
+    eval: Any
     tokenizer: PreTrainedTokenizerFast
     report: DataReport
     pad_id: int
+    kind: str = "sft"
+    eval_conversations: list[Conversation] = field(default_factory=list)
 
 
-def load_data(config: Config, model_dir: str, seed: int) -> DataBundle:
+def load_data(
+    config: Config,
+    model_dir: str,
+    seed: int,
+    kinds: Sequence[str] = KINDS,
+    cache: TokenCache | None = None,
+) -> DataBundle:
     """Read, split and tokenise as `config.data` says.
 
     Args:
         config: the run's configuration (data and model.tokenizer / model.chat_template are read).
         model_dir: checkpoint directory; its tokenizer is used unless model.tokenizer names another.
-        seed: decides which rows are held out.
+        seed: decides which rows are held out, and how they are packed.
+        kinds: of rows that the caller can use, of kt_ray.data.types.KINDS.
+        cache: of tokenised rows; None = the default place, as large as data.cache_gb says.
 
     Raises:
         UserError: any fault in files, rows, tokenizer or template, with file and line.
     """
     data = config.data
-    rows = list(islice(conversations(read_rows(_source(data)), data.format, data.system), _limit(data)))
-    notes: list[str] = []
-    if data.eval_path is None:
-        train, held = split(rows, data.eval_fraction, seed)
-    else:
-        train = rows
-        held = list(conversations(read_rows(data.eval_path, "data.eval_path"), data.format, data.system))
-        known = {row.prompt_key for row in train}
-        shared = sum(row.prompt_key in known for row in held)
-        if shared:
-            notes.append(f"{shared} of {len(held)} held-out rows ask a question that training rows ask too")
+    parts, train, held, notes = read_split(data, seed)
+    rows = sum(len(part.rows) for part in parts)
+    everything = [*train, *held]
+    kind = _kind(everything, kinds, data)
 
     tokenizer = load_tokenizer(
         config.model.tokenizer or model_dir, "model.tokenizer" if config.model.tokenizer else "model.path"
     )
-    encoder = ChatEncoder(tokenizer, config.model.chat_template)
-    report = DataReport(data.max_length)
-    train_rows = encode_rows(train, encoder, data, report.train)
-    eval_rows: Dataset = []
+    encoder = ChatEncoder(tokenizer, config.model.chat_template, name=data.template, train_on=data.train_on)
+    encoded = Encoded(everything, encoder, cache or TokenCache(default_token_cache(), data.cache_gb))
+    report = DataReport(data.max_length, template=encoder.source, sources=[part.line() for part in parts])
+    report.cached = encoded.cached
+    taken = _mixed(parts, train, rows, seed)
+    held_out = [(row, row.sample_id) for row in held]
     if held:
         report.eval = SplitReport()
-        eval_rows = encode_rows(held, encoder, data, report.eval)
+    spare = count(1 + max(sample for _, sample in (*taken, *held_out)))
+
+    def rows_of(chosen: Taken, counts: SplitReport) -> list[Any]:
+        if kind == "pairs":
+            return list(encode_pairs(chosen, encoded, data, counts))
+        return list(encode_rows(chosen, encoded, data, counts, spare))
+
+    train_rows = rows_of(taken, report.train)
+    eval_rows = [] if report.eval is None else rows_of(held_out, report.eval)
+    sides = [
+        row
+        for unit in (*train_rows, *eval_rows)
+        for row in ((unit.chosen, unit.rejected) if isinstance(unit, Pair) else (unit,))
+    ]
+    check_vocabulary(max((int(row.input_ids.max()) for row in sides), default=0), model_dir)
+    if data.packing:
+        report.packed_from = len(train_rows)
+        train_rows = list(pack(train_rows, data.max_length, seed, data.shuffle))
+        report.packed_to = len(train_rows)
     report.notes = notes + encoder.notes
-    largest = max((int(row.input_ids.max()) for row in (*train_rows, *eval_rows)), default=0)
-    check_vocabulary(largest, model_dir)
     pad: Any = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return DataBundle(train_rows, eval_rows, tokenizer, report, int(pad or 0))
+    return DataBundle(
+        train=train_rows,
+        eval=eval_rows,
+        tokenizer=tokenizer,
+        report=report,
+        pad_id=int(pad or 0),
+        kind=kind,
+        eval_conversations=list(held),
+    )
 
 
-def encode_rows(
-    rows: Sequence[Conversation], encoder: ChatEncoder, data: DataConfig, report: SplitReport
-) -> Dataset:
-    """Tokenise, cut to data.max_length, and count into `report`.
+def read_split(
+    data: DataConfig, seed: int
+) -> tuple[list[SourceRows], list[Conversation], list[Conversation], list[str]]:
+    """The rows as they are in their files: (by source, training rows, held-out rows, notes).
 
     Raises:
-        UserError: a row without a trained token before cutting, or nothing left after it.
+        UserError: a fault of a file or row.
     """
-    if data.max_length < 2:
-        raise UserError(
-            "data.max_length is too small",
-            where="data.max_length",
-            observed=data.max_length,
-            required="at least 2 tokens",
-            remedy="set data.max_length=512",
-        )
-    if data.overflow not in ("truncate", "drop"):
-        raise UserError(
-            "unknown way to treat long rows",
-            where="data.overflow",
-            observed=data.overflow,
-            required="truncate or drop",
-            remedy="set data.overflow=truncate",
-        )
-    kept: Dataset = []
-    for conversation in rows:
-        ids, labels = encoder.encode(conversation)
-        full = Row(ids, labels, conversation.sample_id)
-        if full.trained == 0:
-            raise UserError(
-                "no token of the row is trained",
-                where=conversation.where,
-                observed=f"{len(ids)} tokens, all masked",
-                required="an answer of at least one token",
-                remedy="fill or delete that row, or check the chat template with mode=preview",
-            )
-        row = Row(ids[: data.max_length], labels[: data.max_length], conversation.sample_id)
-        over = len(ids) > data.max_length
-        report.source_rows += 1
-        report.longest = max(report.longest, len(ids))
-        if (over and data.overflow == "drop") or row.trained == 0:
-            report.dropped_long += over and data.overflow == "drop"
-            report.dropped_no_answer += data.overflow != "drop"
-            report.tokens_lost += len(ids)
-            report.trained_lost += full.trained
-            continue
-        report.rows += 1
-        report.truncated += over
-        report.tokens += len(row.input_ids)
-        report.trained += row.trained
-        report.tokens_lost += len(ids) - len(row.input_ids)
-        report.trained_lost += full.trained - row.trained
-        kept.append(row)
-    if rows and not kept:
-        raise UserError(
-            "no row is left after cutting",
-            where="data.max_length",
-            observed=f"{data.max_length} tokens; all {report.source_rows} rows dropped",
-            required=f"{report.longest} tokens for the longest row",
-            remedy=f"set data.max_length={report.longest}",
-        )
-    return kept
+    parts = read_sources(sources_of(data), _limit(data))
+    rows = [row for part in parts for row in part.rows]
+    if data.eval_path is None:
+        train, held = split(rows, data.eval_fraction, seed)
+        return parts, train, held, []
+    (other,) = read_sources([eval_source(data)])
+    known = {same_prompt(row.prompt_key) for row in rows}
+    shared = sum(same_prompt(row.prompt_key) in known for row in other.rows)
+    notes = [f"{shared} of {len(other.rows)} held-out rows ask a question that training rows ask too"]
+    return parts, rows, other.rows, notes if shared else []
 
 
-def _source(data: DataConfig) -> str | list[str]:
-    if data.path is not None:
-        return data.path
-    if data.builtin == "demo":
-        from kt_ray.demo.recipes import persona_path
-
-        return str(persona_path())
-    raise UserError(
-        "no training data is named" if data.builtin is None else "no such built-in data set",
-        where="data.path" if data.builtin is None else "data.builtin",
-        observed=data.builtin,
-        required="a .jsonl, .json or .parquet file, or data.builtin=demo",
-        remedy="set data.path=<file>, or take data=demo",
+def _mixed(parts: Sequence[SourceRows], train: Sequence[Conversation], total: int, seed: int) -> Taken:
+    """The training rows of an epoch with their sample ids; of one source with weight 1, as they are."""
+    if len(parts) == 1 and parts[0].source.weight == 1:
+        return [(row, row.sample_id) for row in train]
+    kept = {row.sample_id for row in train}
+    return weighted(
+        [(part.source.weight, [row for row in part.rows if row.sample_id in kept]) for part in parts],
+        total,
+        seed,
     )
+
+
+def _kind(rows: Sequence[Conversation], kinds: Sequence[str], data: DataConfig) -> str:
+    """The one kind of all rows."""
+    kind = rows[0].kind
+    other = next((row for row in rows if row.kind != kind), None)
+    if other is not None:
+        raise UserError(
+            "held-out rows are of another kind than training rows",
+            where=other.where,
+            observed=_KIND_NAMES[other.kind],
+            required=_KIND_NAMES[kind],
+            remedy="correct data.eval_path",
+        )
+    if kind not in kinds:
+        raise UserError(
+            "the rows are not what this run trains on",
+            where=rows[0].where,
+            observed=_KIND_NAMES[kind],
+            required=" or ".join(_KIND_NAMES[name] for name in kinds),
+            remedy="name rows of that kind in data.path, or set data.format if the format was not meant",
+        )
+    if data.packing and kind != "sft":
+        raise UserError(
+            "rows of this kind cannot be packed: their losses are per row",
+            where="data.packing=true",
+            observed=_KIND_NAMES[kind],
+            required=_KIND_NAMES["sft"],
+            remedy="set data.packing=false",
+        )
+    return kind
 
 
 def _limit(data: DataConfig) -> int | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from kt_ray.batch import IGNORE
-from kt_ray.data.types import Row
+from kt_ray.data.types import Pair, Row
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 OPEN, CLOSE = "[[", "]]"
+SEPARATOR = "\n--- next document ---\n"
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,19 @@ class PreviewRow:
         tokens: tokens of the row.
         trained: tokens that contribute to the loss.
         segments: (text, is it trained), in order; joined they are the decoded row.
+        what: what kind of row it is, where that is not plain.
     """
 
     sample_id: int
     tokens: int
     trained: int
     segments: tuple[tuple[str, bool], ...]
+    what: str = ""
 
     @property
     def title(self) -> str:
-        return f"row {self.sample_id}: {self.tokens} tokens, {self.trained} trained"
+        what = f" ({self.what})" if self.what else ""
+        return f"row {self.sample_id}{what}: {self.tokens} tokens, {self.trained} trained"
 
     def plain(self) -> str:
         """Trained text between [[ and ]]."""
@@ -50,8 +54,25 @@ class PreviewRow:
 
 
 def preview_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerFast, n: int = 3) -> list[PreviewRow]:
-    """The first `n` rows, decoded."""
-    return [_preview(row, tokenizer) for row in rows[:n]]
+    """The first `n` rows, decoded. Of a packed row, each document begins on a line of its own."""
+    return [_preview(row, tokenizer, _what(row)) for row in rows[:n]]
+
+
+def preview_pairs(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerFast, n: int = 3) -> list[PreviewRow]:
+    """Both sides of the first `n` pairs, decoded."""
+    return [
+        replace(_preview(side, tokenizer, what), sample_id=side.sample_id // 2)  # of the pair
+        for pair in pairs[:n]
+        for side, what in ((pair.chosen, "chosen"), (pair.rejected, "rejected"))
+    ]
+
+
+def _what(row: Row) -> str:
+    if row.documents:
+        return f"packed: rows {', '.join(str(sample) for sample, _ in row.documents)}"
+    if row.sign:
+        return "wanted" if row.sign > 0 else "not wanted"
+    return ""
 
 
 def print_preview(previews: Sequence[PreviewRow], console: Console) -> None:
@@ -65,11 +86,18 @@ def print_preview(previews: Sequence[PreviewRow], console: Console) -> None:
         console.print()
 
 
-def _preview(row: Row, tokenizer: PreTrainedTokenizerFast) -> PreviewRow:
+def _preview(row: Row, tokenizer: PreTrainedTokenizerFast, what: str = "") -> PreviewRow:
     segments: list[tuple[str, bool]] = []
-    pairs = zip(row.input_ids.tolist(), (row.labels != IGNORE).tolist(), strict=True)
-    for trained, run in groupby(pairs, key=lambda pair: pair[1]):
-        ids = [token for token, _ in run]
-        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        segments.append((str(text), bool(trained)))
-    return PreviewRow(row.sample_id, len(row.input_ids), row.trained, tuple(segments))
+    marks = (row.labels != IGNORE).tolist()
+    ids = row.input_ids.tolist()
+    start = 0
+    for _, length in row.documents or ((row.sample_id, len(ids)),):
+        if start:
+            segments.append((SEPARATOR, False))
+        pairs = zip(ids[start : start + length], marks[start : start + length], strict=True)
+        for trained, run in groupby(pairs, key=lambda pair: pair[1]):
+            part = [token for token, _ in run]
+            text = tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            segments.append((str(text), bool(trained)))
+        start += length
+    return PreviewRow(row.sample_id, len(ids), row.trained, tuple(segments), what)

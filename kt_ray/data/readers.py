@@ -1,23 +1,36 @@
-"""Read rows from jsonl, json and parquet files; every fault is named by file and line or row."""
+"""Read rows from files, directories and the hub; every fault is named by file and line or row."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kt_ray.data.tables import clip, is_hub, read_arrow, read_hub, read_parquet
 from kt_ray.errors import UserError
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
+TEXT_SUFFIXES = (".txt", ".md")
 
 
-def read_rows(paths: str | Path | Sequence[str | Path], key: str = "data.path") -> Iterator[tuple[str, Any]]:
+def read_rows(
+    paths: str | Path | Sequence[str | Path],
+    key: str = "data.path",
+    *,
+    split: str | None = None,
+    subset: str | None = None,
+) -> Iterator[tuple[str, Any]]:
     """Yield (where, row) from one file or several, in order.
 
     Args:
-        paths: a .jsonl, .json (a list of objects) or .parquet file, or a list of such files.
+        paths: files, directories (their data files by name) and hub names (hf://owner/name), or one of them.
         key: the configuration key that named them, for messages.
+        split: of a data set of several splits (hub, or saved by `datasets`); None = "train".
+        subset: of a hub data set.
 
     Raises:
         UserError: a file is missing, empty, of unknown kind or not parseable.
@@ -28,41 +41,128 @@ def read_rows(paths: str | Path | Sequence[str | Path], key: str = "data.path") 
             "the list of data files is empty", where=key, remedy=f"give {key} at least one file ({_kinds()})"
         )
     for name in listed:
-        path = Path(name).expanduser()
-        _check_file(path, key)
         count = 0
-        for count, item in enumerate(_read(path), start=1):  # noqa: B007 (count is read after the loop)
-            yield item
+        if is_hub(str(name)):
+            for item in read_hub(str(name), key, split, subset):
+                count += 1
+                yield item
+        else:
+            for path in files_of(Path(name).expanduser(), key, split):
+                for item in _read(path):
+                    count += 1
+                    yield item
         if count == 0:
             raise UserError(
                 "the data file holds no rows",
-                where=str(path),
+                where=str(name),
                 remedy=f"put at least one row into it or change {key}",
             )
 
 
+def files_of(path: Path, key: str = "data.path", split: str | None = None) -> list[Path]:
+    """The data files that a path stands for: itself, or those of a directory, by name.
+
+    A directory that `datasets` saved gives the files of its split in their order. Any other one gives its
+    files with known suffixes, all of the same kind of place: directories inside it are entered too.
+
+    Raises:
+        UserError: nothing there that can be read.
+    """
+    if not path.is_dir():
+        _check_file(path, key)
+        return [path]
+    if (path / "dataset_dict.json").is_file():
+        splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
+        chosen = split or "train"
+        if chosen not in splits:
+            raise UserError(
+                "the data set has no such split",
+                where=f"{key}={path}",
+                observed=chosen,
+                required=" or ".join(splits),
+                remedy="set data.split",
+            )
+        path = path / chosen
+    if (path / "state.json").is_file():
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if state.get("_indices_files") or not isinstance(state.get("_data_files"), list):
+            raise UserError(
+                "the saved data set holds a selection of rows, not the rows",
+                where=f"{key}={path}",
+                remedy="save it again after dataset.flatten_indices()",
+            )
+        return [path / entry["filename"] for entry in state["_data_files"]]
+    # Hidden files, and what only describes data, are not rows.
+    found = sorted(
+        p
+        for p in path.rglob("*")
+        if p.is_file()
+        and p.suffix.lower() in (*SUFFIXES, *TEXT_SUFFIXES)
+        and not any(part.startswith(".") for part in p.relative_to(path).parts)
+        and p.name.lower() not in ("readme.md", "license.txt", "dataset_info.json", "dataset_infos.json")
+    )
+    if not found:
+        inside = ", ".join(sorted(p.name for p in path.iterdir())[:5])
+        raise UserError(
+            "the directory holds no data file",
+            where=f"{key}={path}",
+            observed=inside or "nothing",
+            required=_kinds(),
+            remedy=f"correct {key}, or put data files there",
+        )
+    return _of_split(found, path, split or "train", key)
+
+
+# Words of file and directory names that name a split.
+_SPLITS = {
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "eval": "validation",
+}
+
+
+def _of_split(files: list[Path], root: Path, split: str, key: str) -> list[Path]:
+    """Where names tell splits apart, the files of one: test rows in training would go unnoticed."""
+
+    def named(path: Path) -> str:
+        words = re.split(r"[^a-z]+", str(path.relative_to(root)).lower())
+        return next((_SPLITS[word] for word in words if word in _SPLITS), "")
+
+    names = {path: named(path) for path in files}
+    if len(set(names.values())) < 2:
+        return files
+    chosen = [path for path in files if names[path] == _SPLITS.get(split, split)]
+    if not chosen:
+        raise UserError(
+            "the directory has no file of that split",
+            where=f"{key}={root}",
+            observed=", ".join(sorted(p.name for p in files)[:8]),
+            required=f"names with {split} in them",
+            remedy="set data.split, or name the files",
+        )
+    return chosen
+
+
 def _kinds() -> str:
-    return ", ".join(SUFFIXES)
+    return ", ".join((*SUFFIXES, *TEXT_SUFFIXES))
 
 
 def _check_file(path: Path, key: str) -> None:
-    if path.is_dir():
-        inside = sorted(p.name for p in path.iterdir() if p.suffix.lower() in SUFFIXES)
-        raise UserError(
-            "a data path is a directory",
-            where=f"{key}={path}",
-            observed=f"a directory with {', '.join(inside[:5]) or 'no data file'}",
-            required=f"a file ({_kinds()}) or a list of files",
-            remedy=f"name the files: {key}=[file1,file2]",
-        )
     if not path.is_file():
         raise UserError(
             "the data file does not exist",
             where=f"{key}={path}",
             observed=f"working directory {Path.cwd()}",
-            remedy=f"correct {key}; relative paths count from the working directory",
+            remedy=f"correct {key}; relative paths count from the working directory, a data set of the hub "
+            "is hf://owner/name",
         )
-    if path.suffix.lower() not in SUFFIXES:
+    if path.suffix.lower() not in (*SUFFIXES, *TEXT_SUFFIXES):
         raise UserError(
             "unknown kind of data file",
             where=f"{key}={path}",
@@ -73,8 +173,9 @@ def _check_file(path: Path, key: str) -> None:
 
 
 def _read(path: Path) -> Iterator[tuple[str, Any]]:
-    if path.suffix.lower() == ".parquet":
-        yield from _read_parquet(path)
+    suffix = path.suffix.lower()
+    if suffix in (".parquet", ".arrow"):
+        yield from read_parquet(path) if suffix == ".parquet" else read_arrow(path)
         return
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -86,7 +187,12 @@ def _read(path: Path) -> Iterator[tuple[str, Any]]:
             remedy=f"convert it: iconv -f <encoding> -t utf-8 {path}",
         ) from error
     # A .json file of one object per line is common enough to be taken for what it is.
-    if path.suffix.lower() == ".json" and not _looks_like_lines(text):
+    if suffix in TEXT_SUFFIXES:
+        if text.strip():
+            yield str(path), {"text": text}
+    elif suffix in (".csv", ".tsv"):
+        yield from _read_csv(path, text, "," if suffix == ".csv" else "\t")
+    elif suffix == ".json" and not _looks_like_lines(text):
         yield from _read_json(path, text)
     else:
         yield from _read_jsonl(path, text)
@@ -110,7 +216,7 @@ def _read_jsonl(path: Path, text: str) -> Iterator[tuple[str, Any]]:
             raise UserError(
                 "invalid JSON",
                 where=f"{path}, line {number}, column {error.colno}",
-                observed=f"{error.msg}: {_clip(line)}",
+                observed=f"{error.msg}: {clip(line)}",
                 required="one JSON object per line",
                 remedy="correct or delete that line (a JSON list belongs into a .json file)",
             ) from error
@@ -145,36 +251,29 @@ def _read_json(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         yield f"{path}, row {number}", row
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise UserError(
-            "parquet files need pyarrow",
-            where=str(path),
-            remedy="pip install pyarrow, or convert the file to .jsonl",
-        ) from error
+def _read_csv(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, Any]]:
+    """Rows under the names of the first line; an empty cell is a missing value."""
+    csv.field_size_limit(1 << 30)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     number = 0
     try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}, row {number}", row
-    except (pa.ArrowException, OSError) as error:
+        names = reader.fieldnames or []
+        if len(set(names)) != len(names):
+            raise csv.Error("two columns of the same name")
+        for row in reader:
+            number += 1
+            if None in row or None in row.values():
+                raise csv.Error(f"{'more' if None in row else 'fewer'} cells than the {len(names)} columns")
+            yield f"{path}, row {number}", {name: value or None for name, value in row.items()}
+    except csv.Error as error:
         raise UserError(
-            "the parquet file cannot be read",
-            where=f"{path}, after row {number}",
-            observed=_clip(str(error)),
-            remedy="write it again, or convert it to .jsonl",
+            "invalid CSV",
+            where=f"{path}, line {reader.line_num}",
+            observed=str(error),
+            required="column names in the first line, quoted cells where they hold line breaks",
+            remedy="correct that line, or write the rows as .jsonl",
         ) from error
 
 
 def _keys(row: dict[str, Any]) -> str:
     return "keys " + (", ".join(map(str, list(row)[:8])) or "(none)")
-
-
-def _clip(text: str, width: int = 80) -> str:
-    flat = " ".join(text.split())
-    return flat if len(flat) <= width else flat[: width - 1] + "…"

@@ -21,6 +21,7 @@ class SplitReport:
         tokens_lost: tokens cut or dropped.
         trained_lost: trained tokens among those.
         longest: tokens of the longest row before cutting.
+        cut_texts: raw texts that became several rows.
     """
 
     source_rows: int = 0
@@ -33,6 +34,7 @@ class SplitReport:
     tokens_lost: int = 0
     trained_lost: int = 0
     longest: int = 0
+    cut_texts: int = 0
 
     @property
     def trained_share(self) -> float:
@@ -44,6 +46,8 @@ class SplitReport:
             f"{name}: {self.rows:,} of {self.source_rows:,} rows, {self.tokens:,} tokens, "
             f"{self.trained:,} trained ({self.trained_share:.0%}), longest row {self.longest:,}"
         ]
+        if self.cut_texts:
+            lines.append(f"{name}: {self.cut_texts:,} texts cut into rows of at most {max_length:,} tokens")
         if self.truncated:
             lines.append(f"{name}: {self.truncated:,} rows cut to {max_length:,} tokens, answers cut short")
         if self.dropped_long:
@@ -64,15 +68,39 @@ class SplitReport:
 
 @dataclass
 class DataReport:
-    """Both parts and the notes on them. `eval` is None when nothing is held out."""
+    """Both parts and the notes on them. `eval` is None when nothing is held out.
+
+    Attributes:
+        sources: one line per source: rows and format.
+        template: where the chat template comes from.
+        cached: tokens came from the cache.
+        packed_from, packed_to: training rows before and after packing; 0 = not packed.
+    """
 
     max_length: int
     train: SplitReport = field(default_factory=SplitReport)
     eval: SplitReport | None = None
     notes: list[str] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    template: str = ""
+    cached: bool = False
+    packed_from: int = 0
+    packed_to: int = 0
+
+    def origin(self) -> list[str]:
+        """Where rows and template come from, for mode=preview."""
+        lines = [f"source: {line}" for line in self.sources]
+        lines.append(f"template: {self.template}")
+        return [*lines, "tokens: from the cache"] if self.cached else lines
 
     def lines(self) -> list[str]:
         lines = self.train.lines("train", self.max_length)
+        if self.packed_to:
+            filled = self.train.tokens / (self.packed_to * self.max_length)
+            lines.append(
+                f"train: {self.packed_from:,} rows packed into {self.packed_to:,}, {filled:.0%} of "
+                f"{self.max_length:,} tokens each"
+            )
         if self.eval is not None:
             lines += self.eval.lines("held out", self.max_length)
         return lines + [f"note: {note}" for note in self.notes]

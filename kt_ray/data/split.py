@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import unicodedata
 from collections.abc import Sequence
 
 from kt_ray.data.types import Conversation
@@ -14,7 +15,8 @@ def split(
 ) -> tuple[list[Conversation], list[Conversation]]:
     """(train, held out), both in source order.
 
-    Groups of rows with one prompt are taken in the order of hash(seed, prompt) as long as they fit, so
+    Prompts that differ in case, spacing or the form of their characters only are one prompt. Groups of
+    rows with one prompt are taken in the order of hash(seed, prompt) as long as they fit, so
     the choice does not depend on the order of rows in the file, and at least one row is held out.
 
     Args:
@@ -35,9 +37,7 @@ def split(
         )
     if fraction == 0:
         return list(rows), []
-    groups: dict[str, list[int]] = {}
-    for index, row in enumerate(rows):
-        groups.setdefault(row.prompt_key, []).append(index)
+    groups = _groups(rows)
     if len(groups) < 2:
         raise UserError(
             "no rows can be held out: all rows ask the same question",
@@ -56,3 +56,16 @@ def split(
         held.update(groups[min(order, key=lambda prompt: len(groups[prompt]))])
     train = [row for index, row in enumerate(rows) if index not in held]
     return train, [row for index, row in enumerate(rows) if index in held]
+
+
+def same_prompt(prompt: str) -> str:
+    """What two prompts have in common that are one question."""
+    return " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
+
+
+def _groups(rows: Sequence[Conversation]) -> dict[str, list[int]]:
+    """Indices of the rows of each prompt, under the least spelling of it in the rows."""
+    found: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        found.setdefault(same_prompt(row.prompt_key), []).append(index)
+    return {min(rows[i].prompt_key for i in indices): indices for indices in found.values()}

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from kt_ray.batch import IGNORE
+from kt_ray.data.answers import answers_wanted, arguments_as_text, plain_turns
+from kt_ray.data.templates import named_template
 from kt_ray.data.types import Conversation, Message
 from kt_ray.errors import UserError
 
@@ -91,20 +95,34 @@ class ChatEncoder:
         tokenizer: a fast tokenizer.
         template: file of a Jinja chat template instead of the tokenizer's own; None = its own, or
             DEFAULT_TEMPLATE when it has none.
+        name: a template of kt_ray.data.templates instead of either.
+        train_on: "all" answers, or the "last" ones: those after the last question.
 
     Attributes:
+        source: where the template comes from, in words.
         notes: what a user should know about the choices made (at most one line each).
 
     Raises:
         UserError: the template file is missing, or DEFAULT_TEMPLATE is needed and there is no EOS token.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        template: str | None = None,
+        *,
+        name: str | None = None,
+        train_on: str = "all",
+    ) -> None:
         self.tokenizer = tokenizer
+        self.train_on = train_on
+        self.source = "the tokenizer's own"
         self.notes: list[str] = []
         added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._special = {*tokenizer.all_special_tokens, *added}
-        self.template = self._choose(template)
+        self.template = named_template(name, tokenizer) if name else self._choose(template)
+        if name:
+            self.source = f"{name} (data.template)"
         tokenizer.chat_template = self.template  # what was trained with is what is saved and served
         self.marked = GENERATION.search(self.template) is not None
         self._warned = False
@@ -118,6 +136,7 @@ class ChatEncoder:
                     where=f"model.chat_template={path}",
                     remedy="correct model.chat_template, or leave it out for the tokenizer's own template",
                 )
+            self.source = f"{path} (model.chat_template)"
             return path.read_text(encoding="utf-8")
         if self.tokenizer.chat_template:
             return str(self.tokenizer.get_chat_template())
@@ -127,15 +146,21 @@ class ChatEncoder:
                 where="model.tokenizer",
                 remedy="give model.chat_template a Jinja template, or add eos_token to tokenizer_config.json",
             )
+        self.source = "kt_ray's default"
         self.notes.append("the tokenizer has no chat template: kt_ray's default one is used (docs/data.md)")
         return DEFAULT_TEMPLATE
 
     def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """(input_ids, labels), both int64 [s]; labels are IGNORE outside answers.
+        """(input_ids, labels), both int64 [s]; labels are IGNORE outside the answers to be trained.
+
+        Raw text is trained whole, ended by the end-of-sequence token where the tokenizer has one. Of a
+        preference pair this is the chosen side.
 
         Raises:
             UserError: the template refuses the conversation, or no answer can be located in it.
         """
+        if conversation.text is not None:
+            return self._encode_text(conversation.text)
         text, spans = self._spans(conversation)
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = np.asarray(encoding["input_ids"], dtype=np.int64)
@@ -149,30 +174,93 @@ class ChatEncoder:
             )
         return ids, np.where(trained, ids, IGNORE)
 
-    def render(self, messages: tuple[Message, ...], *, prompt: bool = False) -> str:
+    def _encode_text(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
+        end = self.tokenizer.eos_token_id
+        if end is not None and (not ids or ids[-1] != end):
+            ids.append(int(end))
+        array = np.asarray(ids, dtype=np.int64)
+        return array, array.copy()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        prompt: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
         """The conversation as text; `prompt` adds the header of the answer to come."""
-        turns = [{"role": m["role"], "content": m["content"]} for m in messages]
-        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt))
+        return str(
+            self.tokenizer.apply_chat_template(
+                plain_turns(messages),
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=prompt,
+            )
+        )
 
     def _spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
         from jinja2 import TemplateError
 
-        try:
-            if self.marked:
-                text, spans = self._marked_spans(conversation)
-            else:
-                text, spans = self._rendered_spans(conversation)
-        except (TemplateError, TypeError, KeyError) as error:
+        spanned = self._marked_spans if self.marked else self._rendered_spans
+        forms = [conversation.messages]
+        if any(m.get("tool_calls") for m in conversation.messages):
+            # Most templates write a call's arguments with tojson; some expect them written already.
+            forms.append(arguments_as_text(conversation.messages))
+        refusal: Exception | None = None
+        for messages in forms:
+            try:
+                text, spans = spanned(replace(conversation, messages=messages))
+                break
+            except (TemplateError, TypeError, KeyError) as error:
+                refusal = refusal or error
+        else:
             raise UserError(
                 "the chat template refuses the conversation",
                 where=conversation.where,
-                observed=f"{type(error).__name__}: {error}",
+                observed=f"{type(refusal).__name__}: {refusal}",
                 remedy="correct that row, or give model.chat_template a template that takes it",
-            ) from error
+            ) from refusal
+        self._check_rendered(conversation, text)
         spans = self._with_end(text, spans)
         if not any(stop > start for start, stop in spans):
             raise self._lost(conversation, "no character of the rendering is marked as an answer")
+        wanted = answers_wanted(conversation, self.train_on)
+        if not all(wanted):
+            if len(spans) != len(wanted):
+                raise self._lost(conversation, f"{len(spans)} marked spans for {len(wanted)} answers")
+            spans = [span for span, want in zip(spans, wanted, strict=True) if want]
         return text, spans
+
+    def _check_rendered(self, conversation: Conversation, text: str) -> None:
+        """Refuse a template that leaves out, without a word, what the answers depend on."""
+
+        def lacks(part: str) -> bool:
+            part = part.strip()
+            return part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text
+
+        for number, message in enumerate(conversation.messages, start=1):
+            what = ""
+            if message["role"] in ("system", "tool") and lacks(message["content"]):
+                what = f"the {message['role']} turn"
+            calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
+            if any(lacks(name) for name in calls):
+                what = f"the call of {calls[0]}"
+            if what:
+                raise self._left_out(conversation, f"{what} (messages[{number}])")
+        for tool in conversation.tools or ():
+            if lacks(tool["function"]["name"]):
+                raise self._left_out(conversation, f"the tool {tool['function']['name']}")
+
+    def _left_out(self, conversation: Conversation, what: str) -> UserError:
+        return UserError(
+            "the chat template leaves a part of the row out",
+            where=conversation.where,
+            observed=f"{what} is not in the rendering",
+            required="a template that renders system prompts, tools and their results where rows have them",
+            remedy="set data.template=qwen (ChatML with tools), give model.chat_template one that does, or "
+            "delete such rows",
+        )
 
     def _marked_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Spans as the template's {% generation %} blocks give them."""
@@ -180,7 +268,8 @@ class ChatEncoder:
 
         names: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
         rendered: Any = render_jinja_template(
-            conversations=[[dict(m) for m in conversation.messages]],
+            conversations=[plain_turns(conversation.messages)],
+            tools=list(conversation.tools) if conversation.tools else None,
             chat_template=self.template,
             return_assistant_tokens_mask=True,
             **names,
@@ -191,13 +280,15 @@ class ChatEncoder:
     def _rendered_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Spans by rendering up to each answer and through it."""
         messages = conversation.messages
-        text = self.render(messages)
+        tools = conversation.tools
+        text = self.render(messages, tools=tools)
         spans: list[Span] = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.render(messages[:i], prompt=True)
-            through = text if i == len(messages) - 1 else self.render(messages[: i + 1])
+            before = self.render(messages[:i], prompt=True, tools=tools)
+            last = i == len(messages) - 1
+            through = text if last else self.render(messages[: i + 1], tools=tools)
             if not (through.startswith(before) and text.startswith(before)):
                 raise self._lost(
                     conversation,
@@ -219,7 +310,7 @@ class ChatEncoder:
     def _later(text: str, start: int, said: str, content: str) -> int:
         """Where an answer ends whose scaffold (an empty <think> block) went as turns followed; -1: not so."""
         at = said.rfind(content)
-        if at < 0:
+        if at < 0 or not content:
             return -1
         scaffold, rest = said[:at], said[at:]
         found = text.find(rest, start)

@@ -3,62 +3,112 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
 from kt_ray.batch import IGNORE
 
+# What a row is for: answers (or text) to learn, a better and a worse answer, or an answer with a verdict.
+KINDS = ("sft", "pairs", "kto")
+
 
 class Message(TypedDict):
-    """One turn: role is "system", "user" or "assistant"."""
+    """One turn.
+
+    role is "system", "user", "assistant" or "tool". tool_calls (assistant), name and tool_call_id (tool)
+    are as OpenAI's API has them, arguments decoded. weight 0 = do not train this answer.
+    """
 
     role: str
     content: str
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+    weight: NotRequired[int]
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One source row as chat messages.
+    """One source row.
 
     Attributes:
-        messages: [system,] user, assistant, user, assistant, …
+        messages: [system,] user, assistant, user, assistant, …; empty for raw text.
         sample_id: index of the row in source order, counted over all files.
         where: file and line (or row) for error messages.
+        tools: functions the model may call, as OpenAI's API has them; None = none.
+        rejected: the same conversation with the worse answer; None = the row is no preference pair.
+        label: whether the answer is wanted (KTO); None = the row has no verdict.
+        text: raw text of a row without turns; None = a conversation.
     """
 
     messages: tuple[Message, ...]
     sample_id: int
     where: str
+    tools: tuple[dict[str, Any], ...] | None = None
+    rejected: tuple[Message, ...] | None = None
+    label: bool | None = None
+    text: str | None = None
 
     @property
     def prompt_key(self) -> str:
-        """What must not straddle a split: the first question.
+        """What must not straddle a split: the first question, or the whole raw text.
 
         The first one and not the whole prompt, because a longer conversation that opens with the same
         question holds the shorter one's answer.
         """
+        if self.text is not None:
+            return self.text.strip()
         return next(m["content"].strip() for m in self.messages if m["role"] == "user")
+
+    @property
+    def kind(self) -> str:
+        """One of KINDS."""
+        if self.rejected is not None:
+            return "pairs"
+        return "sft" if self.label is None else "kto"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tokenised row.
+    """One tokenised row, or several packed into one.
 
     Attributes:
         input_ids: int64 [s].
         labels: int64 [s], the token itself where it is trained, IGNORE elsewhere (not shifted).
         sample_id: index of the row in source order: stable across runs, the key of dropout.
+        documents: (sample_id, tokens) of each row that was packed into this one, in order; empty = this is
+            one row. The first token of a document is never trained: the one before it is another's.
+        sign: +1 a wanted answer, -1 an unwanted one (KTO; inside pairs), 0 where there is no such thing.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     sample_id: int
+    documents: tuple[tuple[int, int], ...] = ()
+    sign: int = 0
 
     @property
     def trained(self) -> int:
         """Tokens that contribute to the loss (position 0 has no predecessor and never does)."""
         return int((self.labels[1:] != IGNORE).sum())
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A chosen and a rejected answer to one prompt (DPO, ORPO): never parted.
+
+    Attributes:
+        chosen: its sign is +1. rejected: its sign is -1, its sample_id another than chosen's.
+    """
+
+    chosen: Row
+    rejected: Row
+
+    @property
+    def trained(self) -> int:
+        """Answer tokens of both."""
+        return self.chosen.trained + self.rejected.trained
 
 
 Dataset = list[Row]

@@ -24,7 +24,7 @@ from kt_ray.experts.parts import Alloc, Kept, as_adapter, first_experts, new_mem
 from kt_ray.experts.spec import ExpertHostSpec, HostCounters
 from kt_ray.model.lora import init_lora_a, initial_lora
 from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights, Saved
-from kt_ray.optim import LoraOptimizer, squared_norm
+from kt_ray.optim import LoraOptimizer, squared_norm, state_kinds
 
 Progress = Callable[[int, int, int], None]  # (layer, bytes done, bytes in total)
 # What a backend of the rule quantises experts to while they are read; the others take them as stored.
@@ -60,6 +60,7 @@ class ExpertHost:
         # (layer, group) -> what its backward needs, and its routed slots
         self._saved: dict[tuple[int, int], Kept] = {}
         self._dropout: DropoutSpec | None = None
+        self._adapters = True
         self._optimizer: LoraOptimizer | None = None
         self._parameters: dict[int, dict[str, torch.nn.Parameter]] = {}
         self._shapes: dict[int, dict[str, tuple[int, int]]] = {}  # layer -> projection -> outputs, inputs
@@ -127,13 +128,15 @@ class ExpertHost:
                 # float32 by name: in one process a worker that builds its model changes the default type.
                 a = torch.empty(experts, rank, in_features, dtype=torch.float32)
                 for i, names in enumerate(named):
-                    a[i] = init_lora_a(spec.seed, f"{names[projection]}.lora_A.weight", (rank, in_features))
+                    name = f"{names[projection]}.lora_A.weight"
+                    a[i] = init_lora_a(spec.seed, name, (rank, in_features), spec.lora.init)
                 matrices[f"{projection}_a"] = torch.nn.Parameter(a)
                 b = torch.zeros(experts, out_features, rank, dtype=torch.float32)
                 matrices[f"{projection}_b"] = torch.nn.Parameter(b)
             self._parameters[layer] = matrices
             parameters.extend(matrices.values())
-        self._optimizer = LoraOptimizer(parameters, spec.optim)
+        sides = [key[-1].upper() for matrices in self._parameters.values() for key in matrices]
+        self._optimizer = LoraOptimizer(parameters, spec.optim, sides)
         for layer, matrices in self._parameters.items():
             self.lora[layer] = as_adapter({k: p.data for k, p in matrices.items()}, spec.lora.scale)
             grads = {k: p.grad for k, p in matrices.items() if p.grad is not None}
@@ -146,8 +149,8 @@ class ExpertHost:
         if self._optimizer is None:
             return
         for name, tensor in self.named("param"):
-            tensor.copy_(initial_lora(self.spec.seed, name, tensor.shape))
-        for what in ("exp_avg", "exp_avg_sq"):
+            tensor.copy_(initial_lora(self.spec.seed, name, tensor.shape, self.spec.lora.init))
+        for what in state_kinds(self.spec.optim):
             for _, tensor in self.named(what):
                 tensor.zero_()
         self._optimizer.zero_grad()
@@ -155,12 +158,13 @@ class ExpertHost:
 
     # -- computing ---------------------------------------------------------------------------
 
-    def begin_pass(self, step: int, train: bool) -> None:
-        """Forget kept activations; dropout is on in training passes only."""
+    def begin_pass(self, step: int, dropout: bool, adapters: bool = True) -> None:
+        """Forget kept activations. dropout: whether LoRA's is on. adapters: False = without LoRA."""
         self._saved.clear()
+        self._adapters = adapters
         p = self.spec.lora.dropout
         self._dropout = (
-            DropoutSpec(p=p, seed=self.spec.seed, step=step) if train and p > 0 and self.lora else None
+            DropoutSpec(p=p, seed=self.spec.seed, step=step) if dropout and p > 0 and self.lora else None
         )
 
     def local_ids(self, layer: int, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -183,14 +187,14 @@ class ExpertHost:
         *,
         keep: bool,
         alloc: Alloc = new_memory,
-        adapter: bool = True,
+        adapter: bool | None = None,
     ) -> torch.Tensor:
         """Weighted sum over this host's experts.
 
         Args:
             x: [T, H] float32 or bfloat16. ids: [T, K] local ids. router_weights: [T, K] float32.
             keys: [T] int64 dropout keys. keep: a backward of (layer, group) follows.
-            alloc: where y is to lie. adapter: False = without LoRA.
+            alloc: where y is to lie. adapter: with LoRA or without; None = as begin_pass said.
 
         Returns:
             y [T, H] float32.
@@ -198,7 +202,9 @@ class ExpertHost:
         start = time.monotonic()
         held = len(self.order[layer])
         counts = torch.bincount(ids.reshape(-1), minlength=held + 1)[:held].tolist()
-        lora, engine_ids, pending = self.lora.get(layer) if adapter else None, ids, None
+        adapters = self._adapters if adapter is None else adapter
+        lora = self.lora.get(layer) if adapters else None
+        engine_ids, pending = ids, None
         if self.lane is not None:
             chosen = self.lane.choose(layer, counts, len(x))
             engine_ids = self._without(layer, ids, chosen)
@@ -309,7 +315,7 @@ class ExpertHost:
         return squared_norm(self._optimizer.gradients()) if self._optimizer is not None else 0.0
 
     def apply_gradients(self, lr: float, clip: float) -> None:
-        """Clip, AdamW, zero the gradients."""
+        """Clip, take the optimizer's step, zero the gradients."""
         if self._optimizer is not None:
             self._optimizer.apply(lr, clip)
 
@@ -320,7 +326,7 @@ class ExpertHost:
     # -- by name -----------------------------------------------------------------------------
 
     def named(self, what: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(parameter name, live view) for what = "param", "grad", "exp_avg" or "exp_avg_sq"."""
+        """(parameter name, live view) for what = "param", "grad", or one of the optimizer's `state_kinds`."""
         for layer, matrices in self._parameters.items():
             for key, parameter in matrices.items():
                 if what == "param":
@@ -330,7 +336,7 @@ class ExpertHost:
                     stacked = parameter.grad
                 else:
                     assert self._optimizer is not None
-                    stacked = self._optimizer.moments(parameter)[what == "exp_avg_sq"]
+                    stacked = self._optimizer.state(parameter, what)
                 projection, side = key.split("_")
                 for i, names in enumerate(self.names[layer]):
                     yield f"{names[projection]}.lora_{side.upper()}.weight", stacked[i]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +27,8 @@ from kt_ray.generate.text import TextStream
 
 _POLL = 1.0  # seconds that one question for tokens waits; nothing depends on it
 _NOTICE = 60.0  # seconds that a session gets to end when its coordinator does not answer
-_sessions = itertools.count(1)
+# From anywhere: other processes may have had generators on the same cluster, whose messages are not ours.
+_sessions = itertools.count(secrets.randbits(30))
 
 
 class Serving(Protocol):

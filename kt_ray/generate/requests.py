@@ -130,7 +130,7 @@ class SessionSpec:
     """One session, the same for all actors.
 
     Attributes:
-        number: increases by one with every session of a cluster: part of messages' tags.
+        number: another one for every session of a cluster: part of messages' tags.
         max_rows: rows of one replica that run at the same time.
         prefill_tokens: tokens, padding included, that one step reads in at the most (a single prompt may
             be longer).

@@ -24,6 +24,7 @@ from kt_ray.model.dropout import DropoutContext
 from kt_ray.model.exchange import Exchange
 from kt_ray.model.hook import Handler, LayerContext
 from kt_ray.model.metrics import Clock, Histogram
+from kt_ray.model.routing import RouterWatch
 from kt_ray.model.state import Graph, GroupState, MicroState, Routes
 
 _WEIGHT_TOLERANCE = 1e-5  # routing weights recomputed on the same device are bit-equal in practice
@@ -45,6 +46,7 @@ class LayerLoop:
         exchange: to the experts.
         clock: seconds by term.
         histogram: tokens per expert.
+        watch: of the routers, in passes that ask for it.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class LayerLoop:
         clock: Clock,
         histogram: Histogram,
         device: torch.device,
+        watch: RouterWatch | None = None,
     ) -> None:
         self.model = model
         self.scales = scales
@@ -68,6 +71,7 @@ class LayerLoop:
         self.clock = clock
         self.histogram = histogram
         self.device = device
+        self.watch = watch
         self.train = spec.kind == "train"
 
     # ---------------------------------------------------------------- forward
@@ -103,6 +107,8 @@ class LayerLoop:
                     out.append(self._run(layer, micro, h))
                 except _Stop:
                     out.append(h)
+                if self.watch is not None and self.spec.routing:
+                    self.watch.count(micro.rows)
         if len(collected) != len(state.micro):
             raise RuntimeError(
                 f"layer {layer} called its experts {len(collected)} times for {len(state.micro)} inputs"
@@ -199,6 +205,9 @@ class LayerLoop:
 
             with torch.enable_grad(), _handled(context, handler), self.clock.device("attention"):
                 graph.out = self._run(layer, micro, h)
+                if self.watch is not None and self.spec.router_slopes is not None:
+                    slopes_E = torch.tensor(self.spec.router_slopes, dtype=torch.float32, device=self.device)
+                    graph.balance = (self.watch.take(micro.rows) * slopes_E).sum()
             graphs.append(graph)
         return graphs, ids
 
@@ -257,6 +266,8 @@ class LayerLoop:
                 if graph.x_TH is not None and graph.weights_TK is not None:
                     pairs.append((graph.x_TH, dx[number]))
                     pairs.append((graph.weights_TK, dw[number]))
+                if graph.balance is not None:
+                    pairs.append((graph.balance, torch.ones_like(graph.balance)))
                 pairs = [(t, g.to(t.dtype)) for t, g in pairs if t.requires_grad]
                 if pairs:
                     torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
@@ -269,7 +280,7 @@ class LayerLoop:
     def _run(self, layer: int, micro: MicroState, hidden: Tensor) -> Tensor:
         """One call of one layer on one micro-batch, with its rows known to dropout."""
         dropout = self.dropout
-        dropout.seed, dropout.step, dropout.enabled = self.spec.seed, self.spec.step, self.train
+        dropout.seed, dropout.step, dropout.enabled = self.spec.seed, self.spec.step, self.spec.dropout
         dropout.samples_N, dropout.positions_N = micro.samples_N, micro.positions_N
         try:
             return micro.calls[layer].run(self.model.layers[layer], hidden)

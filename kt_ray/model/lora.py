@@ -17,6 +17,7 @@ from kt_ray.checkpoint.quantized_linear import QuantizedLinear
 from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.model.dropout import CounterDropout, DropoutContext
+from kt_ray.model.pissa import take_principal
 
 ADAPTER = "default"  # PEFT's name of the one adapter
 # Linear modules whose weight Mamba layers multiply with by themselves: an adapter would never be called.
@@ -25,29 +26,34 @@ _BYPASSED = frozenset({"dt_proj"})
 _GATES = re.compile(r"(^|\.)(gate|router|indexer|[a-z0-9_]*_gate|router_[a-z0-9_]+)(\.|$)")
 
 
-def init_lora_a(seed: int, name: str, shape: Sequence[int]) -> Tensor:
+def init_lora_a(seed: int, name: str, shape: Sequence[int], init: str = "default") -> Tensor:
     """Initial value of a LoRA A matrix, a pure function of (seed, name).
 
-    Uniform in ±1/sqrt(in), which is PEFT's kaiming_uniform_(a=sqrt(5)).
+    Uniform in ±1/sqrt(in), which is PEFT's kaiming_uniform_(a=sqrt(5)); "gaussian" is normal with
+    deviation 1/rank, as PEFT's.
 
     Args:
         seed: the run's seed.
         name: canonical name of the parameter, e.g. "model.layers.3.self_attn.q_a_proj.lora_A.weight".
         shape: (rank, in).
+        init: see LoraConfig; PiSSA's A comes from the weight (kt_ray/model/pissa.py) and not from here.
 
     Returns:
         float32 tensor on the CPU.
     """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    value = torch.empty(tuple(shape), dtype=torch.float32)
+    if init == "gaussian":
+        return value.normal_(0.0, 1.0 / shape[0], generator=generator)
     bound = 1.0 / math.sqrt(shape[-1])
-    return torch.empty(tuple(shape), dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+    return value.uniform_(-bound, bound, generator=generator)
 
 
-def initial_lora(seed: int, name: str, shape: Sequence[int]) -> Tensor:
+def initial_lora(seed: int, name: str, shape: Sequence[int], init: str = "default") -> Tensor:
     """Initial value of a LoRA parameter by its canonical name: A by `init_lora_a`, B zero; float32, CPU."""
     if name.endswith(".lora_A.weight"):
-        return init_lora_a(seed, name, shape)
+        return init_lora_a(seed, name, shape, init)
     return torch.zeros(tuple(shape), dtype=torch.float32)
 
 
@@ -143,7 +149,7 @@ def inject_lora(
 
     Returns:
         Canonical name -> float32 parameter, in the order of the model's modules: A drawn by
-        `init_lora_a`, B zero.
+        `init_lora_a`, B zero; or both out of the weights, which are changed (PiSSA).
     """
     if not targets:
         return {}
@@ -178,8 +184,12 @@ def inject_lora(
             linear = getattr(module, f"lora_{side}")[ADAPTER]
             key = f"{name}.lora_{side}.weight"
             shape = tuple(linear.weight.shape)
-            linear.weight = nn.Parameter(initial_lora(seed, key, shape).to(device), requires_grad=True)
+            value = initial_lora(seed, key, shape, config.init)
+            linear.weight = nn.Parameter(value.to(device), requires_grad=True)
             parameters[key] = linear.weight
+        if config.init.startswith("pissa"):
+            a, b = (parameters[f"{name}.lora_{side}.weight"] for side in "AB")
+            take_principal(module.get_base_layer(), a, b, config, f"{seed}:{name}")
         if config.dropout > 0.0:
             module.lora_dropout[ADAPTER] = CounterDropout(config.dropout, name, context)
     assert len(parameters) == 2 * len(targets), "PEFT adapted other modules than asked"

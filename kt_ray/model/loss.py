@@ -130,6 +130,40 @@ class Head:
                 return self._whole(h, targets, scale)
             return self._rows(h, targets, scale)
 
+    def token_losses(self, h: Tensor, targets: Tensor, with_grad: bool) -> tuple[Tensor, Tensor | None]:
+        """Every token's loss, and the gradient of each at its own position.
+
+        Args:
+            h: [b, s, *state_shape] output of the last layer (not changed).
+            targets: int64 [b, s], already shifted, IGNORE where there is none.
+
+        Returns:
+            (float64 [b, s], 0 without a target; like h: at a position the gradient of that position's loss,
+            or None). Heads act on positions one by one.
+        """
+        with torch.set_grad_enabled(with_grad):
+            if self.norm is None:
+                leaf = h.detach().requires_grad_(with_grad)
+                logits = self.logits(leaf)
+                losses_N = plain_cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+                grad = None
+                if with_grad:
+                    (grad,) = torch.autograd.grad(losses_N.sum(), leaf)
+                return losses_N.detach().double().view(targets.shape), grad
+            flat_NH, targets_N = h.detach().reshape(-1, self.hidden_size), targets.reshape(-1)
+            rows = (targets_N != IGNORE).nonzero().squeeze(1)
+            chunk = logit_rows(self.loss_chunk, rows.numel(), self.lm_head.out_features)
+            entropy = chunked_cross_entropy() if chunk < rows.numel() else plain_cross_entropy
+            out_N = torch.zeros(targets_N.shape, dtype=torch.float64, device=h.device)
+            grad_NH = torch.zeros_like(flat_NH) if with_grad else None
+            for part in rows.split(chunk):
+                leaf = flat_NH[part].requires_grad_(with_grad)
+                losses = entropy(self.lm_head(self.norm(leaf)), targets_N[part])
+                out_N[part] = losses.detach().double()
+                if grad_NH is not None:
+                    (grad_NH[part],) = torch.autograd.grad(losses.sum(), leaf)
+            return out_N.view(targets.shape), None if grad_NH is None else grad_NH.view_as(h)
+
     def _rows(self, h: Tensor, targets: Tensor, scale: float | None) -> tuple[float, Tensor | None]:
         flat_NH, targets_N = h.detach().reshape(-1, self.hidden_size), targets.reshape(-1)
         # positions without a target have neither a loss nor a gradient

@@ -48,7 +48,7 @@ def probe_layer(
     def normal(scale: float) -> Tensor:
         return (torch.randn(shape, generator=generator, dtype=torch.float32) * scale).to(device)
 
-    call = RecordedCall(_float(call.args), _float(call.kwargs), call.keyword, call.carried)
+    call = RecordedCall(as_float(call.args), as_float(call.kwargs), call.keyword, call.carried)
     if len(shape) > 3:  # y goes to several streams by gates computed from h
         try:
             with torch.no_grad():
@@ -96,14 +96,14 @@ def _run(layer: nn.Module, call: RecordedCall, context: LayerContext, h: Tensor,
     return out
 
 
-def _float(value: Any) -> Any:
+def as_float(value: Any) -> Any:
     """The same arguments with floating tensors in float32."""
     if isinstance(value, Tensor):
         return value.float() if value.is_floating_point() else value
     if isinstance(value, tuple):
-        return tuple(_float(v) for v in value)
+        return tuple(as_float(v) for v in value)
     if isinstance(value, list):
-        return [_float(v) for v in value]
+        return [as_float(v) for v in value]
     if isinstance(value, dict):
-        return {k: _float(v) for k, v in value.items()}
+        return {k: as_float(v) for k, v in value.items()}
     return value

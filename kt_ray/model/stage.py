@@ -12,21 +12,26 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kt_ray.batch import PassSpec
-from kt_ray.errors import UserError
+from kt_ray.errors import BadStep, UserError
 from kt_ray.model.build import StageModel, build_stage_model
 from kt_ray.model.decode import Decoder
 from kt_ray.model.dropout import DropoutContext
 from kt_ray.model.exchange import Exchange
 from kt_ray.model.loop import LayerLoop
-from kt_ray.model.lora import inject_lora, resolve_targets
+from kt_ray.model.lora import initial_lora, inject_lora, resolve_targets
 from kt_ray.model.loss import Head
 from kt_ray.model.metrics import Clock, Histogram
+from kt_ray.model.objective import preference_loss
+from kt_ray.model.packing import check_packing
+from kt_ray.model.pissa import relative_to_weights
 from kt_ray.model.probe import probe_layer
 from kt_ray.model.recording import RecordedCall, check_carry, check_family
+from kt_ray.model.routing import RouterWatch
 from kt_ray.model.spec import StageSpec
 from kt_ray.model.state import GroupState, MicroState
 
@@ -48,6 +53,7 @@ class Stage:
         last: whether this stage has the head.
         moe_layers: own layers with routed experts.
         parameters: canonical name -> float32 LoRA parameter, gradients in `.grad`.
+        principal: PiSSA: the parameters' initial values, on the CPU; else empty.
         num_experts, top_k, hidden_size, vocab_size: dimensions.
         state_shape: of the hidden state between layers after [b, s]: (H,), or (streams, H).
         dtype: of the hidden state.
@@ -73,6 +79,12 @@ class Stage:
         self.state_shape = model.recorder.state_shape
         self._dropout = DropoutContext()
         self.parameters = self._inject(model)
+        # PiSSA's come from weights that are changed by taking them: kept for a restart and for the export.
+        self.principal = {
+            name: p.detach().cpu().clone()
+            for name, p in self.parameters.items()
+            if spec.lora.init.startswith("pissa")
+        }
         self._scales = self._probe()
         self._head: Head | None = None
         if self.last:
@@ -88,8 +100,11 @@ class Stage:
         self._clock = Clock(self.device)
         self._histogram = Histogram(self.num_experts)
         self._groups: list[GroupState] = []
+        self._adapters_on = True
+        self._watch: RouterWatch | None = None
         self._loop: LayerLoop | None = None
         self._spec: PassSpec | None = None
+        self._packing_checked = False
         self.zero_grad()
 
     @property
@@ -158,6 +173,13 @@ class Stage:
         self._histogram.reset()
         self._spec = spec
         self._groups = []
+        self._switch_adapters(spec.adapters)
+        wanted = spec.routing or spec.router_slopes is not None
+        if wanted and self._watch is None:
+            model = self.model
+            self._watch = RouterWatch(model.causal, model.layers, self.top_k, self.num_experts)
+        if self._watch is not None:
+            self._watch.reset(wanted)
         with self._clock.device("attention"):
             for group in spec.waves[replica]:
                 self._groups.append(
@@ -173,7 +195,22 @@ class Stage:
             self._clock,
             self._histogram,
             self.device,
+            self._watch,
         )
+
+    def _switch_adapters(self, on: bool) -> None:
+        """PEFT's layers with or without their adapters; gradients are wanted of both kinds of pass."""
+        from peft.tuners.tuners_utils import BaseTunerLayer  # slow to import, and only needed here
+
+        if on == self._adapters_on:
+            return
+        for layer in self.model.layers.values():
+            for module in layer.modules():
+                if isinstance(module, BaseTunerLayer):
+                    module.enable_adapters(on)
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(True)
+        self._adapters_on = on
 
     def _record(self, micro: MicroState) -> MicroState:
         ids = torch.from_numpy(micro.batch.input_ids)
@@ -184,9 +221,26 @@ class Stage:
                 micro.embedded = hidden
             return hidden
 
-        calls = self.model.recorder.record(self._inputs(ids), micro.mask, note)
+        inputs = self._inputs(ids)
+        if micro.documents is not None:
+            if not self._packing_checked:
+                self._check_packing()
+            # transformers makes a block-diagonal mask of position ids that restart (masking_utils)
+            inputs["position_ids"] = micro.documents
+        calls = self.model.recorder.record(inputs, micro.mask, note)
         micro.calls = {layer: calls[layer] for layer in range(start, stop)}
         return micro
+
+    def _check_packing(self) -> None:
+        model = self.model
+        for context in model.experts.values():
+            context.handler = lambda x, ids, weights: torch.zeros_like(x)
+        try:
+            check_packing(model.recorder, model.layers, self.state_shape, self.device)
+        finally:
+            for context in model.experts.values():
+                context.handler = None
+        self._packing_checked = True
 
     def embed(self, group: int) -> None:
         """First stage: the embedded tokens become the group's hidden state."""
@@ -228,25 +282,37 @@ class Stage:
         if hidden is None:
             raise RuntimeError(f"loss of group {group} came before its last layer")
         scale = 1.0 / max(spec.loss_tokens, 1) if spec.kind == "train" else None
-        total, grads, logits = 0.0, [], []
+        values: list[float] = []
+        logps: list[np.ndarray] = []
+        grads, logits = [], []
         with self._clock.device("loss"):
             for micro, h in zip(state.micro, hidden, strict=True):
-                labels = torch.from_numpy(micro.batch.labels).to(self.device)
-                value, grad = self._head.loss(h, labels, scale)
-                total += value
+                if spec.objective is not None or spec.return_logps:
+                    value, grad, of_rows = preference_loss(
+                        self._head, h, micro.batch, spec.objective, scale is not None
+                    )
+                    logps.append(of_rows)
+                else:
+                    labels = torch.from_numpy(micro.batch.labels).to(self.device)
+                    value, grad = self._head.loss(h, labels, scale)
+                values.append(value)
                 if grad is not None:
                     grads.append(grad)
                 if spec.return_logits:
                     with torch.no_grad():
                         logits.append(self._head.logits(h).float().cpu())
+        total = 0.0
+        for value in values:
+            total += value
         if not math.isfinite(total):
-            raise self._not_finite(total, group)
+            raise self._not_finite(total, group, values)
         state.hidden = None
         state.grads = grads if spec.kind == "train" else None
         state.logits = logits if spec.return_logits else None
+        state.losses, state.logps = values, logps
         return total
 
-    def _not_finite(self, total: float, group: int) -> UserError:
+    def _not_finite(self, total: float, group: int, values: list[float]) -> UserError:
         """Where a NaN or infinity of the loss comes from, as far as this stage kept what went through it."""
         assert self._spec is not None
         state = self._groups[group]
@@ -255,14 +321,30 @@ class Stage:
             if not all(bool(torch.isfinite(h).all()) for h in state.kept[layer]):
                 origin = f"layer {layer - 1} or before" if layer > 0 else "the embedding"
                 break
-        samples = [int(s) for micro in state.micro for s in micro.batch.sample_ids]
-        return UserError(
+        bad = next((i for i, value in enumerate(values) if not math.isfinite(value)), 0)
+        samples = [int(s) for s in state.micro[bad].batch.sample_ids]
+        rows = f"rows {samples[:8]}" + (", ..." if len(samples) > 8 else "")
+        return BadStep(
             f"the loss of step {self._spec.step + 1} is {total}; the step was not applied",
-            where=f"{origin}, group {group}, rows {samples[:8]}" + (", ..." if len(samples) > 8 else ""),
+            where=f"{origin}, group {group}, micro-batch {bad}, {rows}",
             required="a finite number",
             remedy="lower optim.lr or optim.max_grad_norm and continue from the last checkpoint with "
             "trainer.resume=latest; if it is the first step, look at these rows with mode=preview",
         )
+
+    def logps(self, group: int) -> list[np.ndarray]:
+        """Last stage: float64 [b] log-probabilities of each micro-batch's rows, when asked for."""
+        return self._groups[group].logps
+
+    def routing(self) -> np.ndarray | None:
+        """After a pass with `routing`: float64 [2, E], how often each was chosen, its probabilities."""
+        if self._watch is None or self._spec is None or not self._spec.routing:
+            return None
+        return np.stack([self._watch.counts, self._watch.probabilities])
+
+    def losses(self, group: int) -> list[float]:
+        """Last stage: the summed token losses of each of a group's micro-batches."""
+        return self._groups[group].losses
 
     def logits(self, group: int) -> list[Tensor]:
         """Float32 logits [b, s, V] of a group's micro-batches (padding included), on the CPU."""
@@ -304,6 +386,21 @@ class Stage:
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 parameter.grad.zero_()
+
+    def initial_parameters(self) -> dict[str, Tensor]:
+        """Every parameter's value before the first step."""
+        spec = self.spec
+        return {
+            name: self.principal[name]
+            if name in self.principal
+            else initial_lora(spec.seed, name, p.shape, spec.lora.init)
+            for name, p in self.parameters.items()
+        }
+
+    def adapter(self) -> dict[str, Tensor]:
+        """The adapter of the unchanged weights, on the CPU: the parameters, or PiSSA's of rank 2r."""
+        now = {name: p.detach().cpu().clone() for name, p in self.parameters.items()}
+        return relative_to_weights(now, self.principal) if self.principal else now
 
     @torch.no_grad()
     def load_parameters(self, values: Mapping[str, Tensor]) -> None:

@@ -24,6 +24,9 @@ class MicroState:
         rows: int64 [T] flat indices of the valid positions, or None when all N are valid.
         keys_T: int64 [T] on the CPU: sample · 2³² + position.
         samples_N: int64 [N]; positions_N: int64 [N].
+        mask: int64 [b, s], 1 for valid positions; None when all are, or when rows are packed: then
+            `documents` keeps padding apart too.
+        documents: int64 [b, s] position ids that restart with each document of packed rows, or None.
         calls: own layer -> call arguments.
         embedded: [b, s, H] input of the first layer (first stage only, until `embed`).
     """
@@ -34,6 +37,7 @@ class MicroState:
     samples_N: Tensor
     positions_N: Tensor
     mask: Tensor | None
+    documents: Tensor | None = None
     calls: dict[int, RecordedCall] = field(default_factory=dict)
     embedded: Tensor | None = None
 
@@ -43,17 +47,25 @@ class MicroState:
         b, s = batch.input_ids.shape
         position = np.arange(s, dtype=np.int64)[None, :].repeat(b, axis=0)
         sample = np.asarray(batch.sample_ids, dtype=np.int64)[:, None].repeat(s, axis=1)
+        within, documents = position, None
+        if batch.positions_BS is not None and batch.samples_BS is not None:
+            # Dropout's counters are those of the unpacked rows: sample and position within it.
+            sample, within = batch.samples_BS, batch.positions_BS
+            documents = torch.from_numpy(within).to(device)
         valid = position < np.asarray(batch.lengths)[:, None]
         full = bool(valid.all())
         flat = valid.reshape(-1)
-        keys = ((sample << 32) + position).reshape(-1)[flat]
+        keys = ((sample << 32) + within).reshape(-1)[flat]
         return cls(
             batch=batch,
             rows=None if full else torch.from_numpy(np.flatnonzero(flat)).to(device),
             keys_T=torch.from_numpy(keys),
             samples_N=torch.from_numpy(sample.reshape(-1)).to(device),
-            positions_N=torch.from_numpy(position.reshape(-1)).to(device),
-            mask=None if full else torch.from_numpy(valid.astype(np.int64)).to(device),
+            positions_N=torch.from_numpy(within.reshape(-1)).to(device),
+            mask=None
+            if full or documents is not None
+            else torch.from_numpy(valid.astype(np.int64)).to(device),
+            documents=documents,
         )
 
     @property
@@ -87,6 +99,7 @@ class Graph:
     out: Tensor
     x_TH: Tensor | None = None
     weights_TK: Tensor | None = None
+    balance: Tensor | None = None  # scalar: its share of the routers' load-balancing loss
 
 
 @dataclass
@@ -102,6 +115,7 @@ class GroupState:
         routes: MoE layer -> experts chosen.
         graphs: layer -> recomputed graph of each.
         logits: float32 [b, s, V] of each, on the CPU, when asked for.
+        losses: summed losses of each, after `loss`. logps: float64 [b] of each, when asked for.
     """
 
     micro: list[MicroState]
@@ -112,6 +126,8 @@ class GroupState:
     routes: dict[int, Routes] = field(default_factory=dict)
     graphs: dict[int, list[Graph]] = field(default_factory=dict)
     logits: list[Tensor] | None = None
+    losses: list[float] = field(default_factory=list)
+    logps: list[np.ndarray] = field(default_factory=list)
 
     @property
     def sizes(self) -> list[int]:

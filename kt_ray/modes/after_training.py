@@ -12,6 +12,7 @@ from kt_ray.modes import predict
 from kt_ray.modes.eval import evaluate, show, write
 from kt_ray.modes.generation import Setup, generator_on, setup_of
 from kt_ray.modes.prepare import Prepared
+from kt_ray.placement.generation_memory import after_training as settings_after
 from kt_ray.rundir import RunDir
 from kt_ray.tracking.console import console
 
@@ -33,10 +34,7 @@ def after_training(prepared: Prepared) -> AfterTraining | None:
     config = prepared.config
     if not config.eval.after_training:
         return None
-    generate = replace(
-        config.generate, answer="both", split="eval", limit=config.eval.after_training, adapter=None
-    )
-    made = setup_of(prepared, replace(config, generate=generate))
+    made = setup_of(prepared, settings_after(config))
     return AfterTraining(made, predict.questions_of(made))
 
 

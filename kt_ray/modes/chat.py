@@ -126,7 +126,7 @@ class Chat:
         rate = (len(answer.tokens) - 1) / max(seconds - first, 1e-9)
         self._say(
             f"\n[{len(answer.tokens)} tokens, first after {first:.2f} s, "
-            f"then {rate:.1f} per s, {answer.finish}]"
+            f"then {rate:.1f} per s, {answer.finish}{f': {answer.error}' if answer.error else ''}]"
         )
         if answer.text.strip():
             self.messages = [*messages, {"role": "assistant", "content": answer.text}]

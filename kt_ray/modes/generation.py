@@ -13,7 +13,7 @@ from typing import Any
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.actors.specs import actor_specs
-from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, check_content, check_non_experts
+from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_content, check_non_experts
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.data.template import ChatEncoder, load_tokenizer
 from kt_ray.data.types import Conversation, Message
@@ -25,10 +25,10 @@ from kt_ray.generate.requests import Request, Sampling
 from kt_ray.model.build import build_on_meta
 from kt_ray.model.caches import can_join
 from kt_ray.model.family import read_family
-from kt_ray.model.spec import StageSpec
-from kt_ray.modes.prepare import Prepared
+from kt_ray.modes.prepare import Prepared, _as_stored, _check_formulas, _check_isa, _meta_spec
 from kt_ray.native import ExpertFormula
 from kt_ray.placement.dims import dims_from_dir
+from kt_ray.placement.generation_memory import room
 from kt_ray.placement.hardware import this_host
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.types import Plan
@@ -64,16 +64,24 @@ class Setup:
     def tokenizer(self) -> Any:
         return self.encoder.tokenizer
 
-    def prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that one replica's caches have room for."""
+        return room(self.plan.dims, self.config)
+
+    def prompt(
+        self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None = None
+    ) -> tuple[int, ...]:
         """Token ids of a conversation with the header of the answer to come."""
-        text = self.encoder.render(messages, prompt=True)
+        text = self.encoder.render(messages, prompt=True, tools=tools)
         return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def request(self, prompt: tuple[int, ...], where: str, *, adapter: bool, seed: int) -> Request:
         """A request under the settings of `generate`.
 
         Raises:
-            UserError: prompt and answer are longer than the model's context; `where` says whose.
+            UserError: prompt and answer are longer than the model's context, or than the caches; `where`
+                says whose.
         """
         generate = self.config.generate
         total = len(prompt) + generate.max_new_tokens
@@ -84,6 +92,14 @@ class Setup:
                 observed=f"{len(prompt)} tokens and generate.max_new_tokens={generate.max_new_tokens}",
                 required=f"at most {self.context} tokens together",
                 remedy="lower generate.max_new_tokens or shorten the prompt",
+            )
+        if total > self.cache_tokens:
+            raise UserError(
+                "prompt and answer are longer than the key-value caches",
+                where=where,
+                observed=f"{len(prompt)} tokens and generate.max_new_tokens={generate.max_new_tokens}",
+                required=f"at most {self.cache_tokens} tokens together",
+                remedy=f"set generate.cache_tokens={total} or more",
             )
         sampling = Sampling(
             max_new_tokens=generate.max_new_tokens,
@@ -106,13 +122,15 @@ def setup(config: Config) -> Setup:
         UserError: the first fault.
     """
     model_dir = os.path.abspath(resolve_model_dir(config.model))
+    dims = dims_from_dir(model_dir)
     adapter, lora = None, NO_LORA
     if config.generate.adapter is not None:
         adapter = adapter_directory(config.generate.adapter)
         lora = AdapterReader(adapter, model_dir).config
     config = replace(config, lora=lora)
-    dims = dims_from_dir(model_dir)
-    plan = make_plan(dims, config, this_host())
+    hardware = this_host()
+    plan = make_plan(dims, config, hardware)
+    _check_isa(config)
     index = CheckpointIndex.open(model_dir)
     layout = ExpertLayout.detect(index)
     layout.check(
@@ -121,37 +139,57 @@ def setup(config: Config) -> Setup:
         hidden=dims.hidden_size,
         intermediate=dims.expert_intermediate,
     )
+    gguf = None
+    if config.model.experts_path is not None:
+        gguf = GgufExperts.open(config.model.experts_path, index, layout)
+    stored = _as_stored(dims, layout) if gguf is None else _as_stored(dims, gguf.layout, own_file=True)
+    if stored != dims:
+        plan = make_plan(stored, config, hardware)
+    _check_fits(plan, config)
     tokenizer = load_tokenizer(
         config.model.tokenizer or model_dir, "model.tokenizer" if config.model.tokenizer else "model.path"
     )
-    encoder = ChatEncoder(tokenizer, config.model.chat_template)
-    whole = build_on_meta(
-        StageSpec(
-            model_dir=model_dir,
-            layers=(0, dims.num_layers),
-            num_layers=dims.num_layers,
-            dtype=config.model.dtype,
-            attn_implementation=config.model.attn_implementation,
-            lora=lora,
-            keep_quantized=config.model.keep_quantized,
-        )
-    )
+    encoder = ChatEncoder(tokenizer, config.model.chat_template, name=config.data.template)
+    whole = build_on_meta(_meta_spec(config, dims, model_dir))
+    _check_formulas(layout, whole.formulas)
     check_non_experts(index, whole.causal, layout=layout)
     check_content(index)
     can_join(whole.base.config)  # refuses a family without a cache
-    context = getattr(whole.base.config, "max_position_embeddings", None)
     return Setup(
         config=config,
         model_dir=model_dir,
-        fingerprint=index.fingerprint,
+        fingerprint=index.fingerprint if gguf is None else f"{index.fingerprint} {gguf.fingerprint}",
         plan=plan,
         formulas=whole.formulas,
         root=whole.root,
         adapter=adapter,
         encoder=encoder,
         eos=_ends(model_dir, encoder),
-        context=context if isinstance(context, int) and context > 0 else None,
+        context=dims.context or None,
     )
+
+
+def _check_fits(plan: Plan, config: Config) -> None:
+    """Refuse before Ray starts what would not fit, with how many tokens of cache would."""
+    for budget in plan.budgets:
+        if budget.fits:
+            continue
+        caches = sum(line.bytes for line in budget.lines if line.item == "caches")
+        left = budget.capacity - (budget.total - caches)
+        tokens = room(plan.dims, config)
+        fewer = int(tokens * left / caches) if caches and left > 0 else 0
+        largest = sorted(budget.lines, key=lambda line: -line.bytes)[:4]
+        raise UserError(
+            "the model and its key-value caches do not fit",
+            where=budget.device,
+            observed=f"{budget.total / 1e9:.1f} GB needed: "
+            + ", ".join(f"{line.item} {line.bytes / 1e9:.1f}" for line in largest),
+            required=f"at most {budget.capacity / 1e9:.1f} GB",
+            remedy=f"set generate.cache_tokens={fewer} (now {tokens})"
+            if fewer
+            else "lower generate.prefill_tokens and generate.batch_size, or take a rule with more memory "
+            "(mode=plan shows all of them)",
+        )
 
 
 def setup_of(prepared: Prepared, config: Config) -> Setup:
@@ -166,7 +204,7 @@ def setup_of(prepared: Prepared, config: Config) -> Setup:
     """
     text = read_family(prepared.model_dir).config
     can_join(text)
-    encoder = ChatEncoder(prepared.data.tokenizer, config.model.chat_template)
+    encoder = ChatEncoder(prepared.data.tokenizer, config.model.chat_template, name=config.data.template)
     context = getattr(text, "max_position_embeddings", None)
     return Setup(
         config=config,

@@ -59,6 +59,7 @@ def open_held_out(made: Setup, ids: Sequence[int], directory: Path) -> HeldOut:
         UserError: any fault in files, rows, tokenizer or template.
     """
     config, data = made.config, made.config.data
+    data = replace(data, packing=False)  # a row is a row here
     every = config.generate.split == "all"
     if every:
         data = replace(data, eval_fraction=0.0, eval_path=None)

@@ -2,7 +2,7 @@
 
     runs/<run.name or MODEL-predict>/
         predictions.jsonl   {"id", "prompt", "messages", "label", "predict"[, "base"], "finish", "tokens"
-                             [, "option_logits"[, "base_option_logits"]]}
+                             [, "error"][, "option_logits"[, "base_option_logits"]]}
         predictions.json    the settings that they were made with
 
 A line is written when its answer is there, so a run that ended early goes on where it stopped. Of
@@ -22,10 +22,7 @@ from typing import Any, TextIO
 
 from kt_ray.checkpoint.adapter import WEIGHTS
 from kt_ray.config.schema import Config
-from kt_ray.data.formats import conversations
-from kt_ray.data.load import _limit, _source
-from kt_ray.data.readers import read_rows
-from kt_ray.data.split import split
+from kt_ray.data.load import read_split
 from kt_ray.data.types import Conversation, Message
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Answer, Generator
@@ -125,14 +122,21 @@ def read_predictions(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def held_out(config: Config) -> list[Conversation]:
-    """The rows that generate.split names, as training sees them."""
-    data = config.data
-    if config.generate.split == "eval" and data.eval_path is not None:
-        rows = list(conversations(read_rows(data.eval_path, "data.eval_path"), data.format, data.system))
-    else:
-        rows = list(islice(conversations(read_rows(_source(data)), data.format, data.system), _limit(data)))
-        if config.generate.split == "eval":
-            rows = split(rows, data.eval_fraction, config.seed)[1]
+    """The rows that generate.split names, as training sees them.
+
+    Raises:
+        UserError: rows without a question.
+    """
+    parts, _, held, _ = read_split(config.data, config.seed)
+    rows = held if config.generate.split == "eval" else [row for part in parts for row in part.rows]
+    silent = next((row for row in rows if row.text is not None), None)
+    if silent is not None:
+        raise UserError(
+            "raw text asks nothing that could be answered",
+            where=silent.where,
+            required="rows with a question and an answer",
+            remedy="name such rows in data.path, or set data.format if the format was not meant",
+        )
     return rows[: config.generate.limit]
 
 
@@ -149,9 +153,9 @@ def questions_of(made: Setup) -> list[Question]:
 
 def _question(made: Setup, row: Conversation, options: Options | None) -> Question:
     messages = row.messages[:-1]
-    ids = made.prompt(messages)
+    ids = made.prompt(messages, row.tools)
     made.request(ids, row.where, adapter=False, seed=0)  # refused now, not after hours
-    prompt = made.encoder.render(messages, prompt=True)
+    prompt = made.encoder.render(messages, prompt=True, tools=row.tools)
     return Question(row.sample_id, prompt, messages, row.messages[-1]["content"], ids, row.where, options)
 
 
@@ -270,6 +274,10 @@ def _write(file: TextIO, question: Question, answers: list[Answer], options: lis
     for key, told in zip(("option_logits", "base_option_logits"), options, strict=False):
         assert question.options is not None
         row[key] = question.options.logits(told)
+    wrong = [answer for answer in answers if answer.finish == "error"]
+    if wrong:
+        row["error"] = wrong[0].error
+        _say(f"{question.where}: its answer ended with an error: {wrong[0].error}")
     file.write(json.dumps(row, ensure_ascii=False) + "\n")
     file.flush()
     os.fsync(file.fileno())

@@ -22,6 +22,7 @@ from kt_ray.demo import resolve_model_dir
 from kt_ray.errors import UserError
 from kt_ray.model.build import build_on_meta
 from kt_ray.model.lora import resolve_targets
+from kt_ray.model.routing import router_recorder
 from kt_ray.model.spec import StageSpec
 from kt_ray.modes.known_load import known_load, resumed_load
 from kt_ray.native import ISA_VARIABLE, ExpertFormula, available_isas, select_isa
@@ -30,9 +31,11 @@ from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.formats import plain_storage
 from kt_ray.placement.hardware import this_host
 from kt_ray.placement.lane_rates import lane_rates
+from kt_ray.placement.packing import check_packing_family
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.types import ModelDims, Plan
 from kt_ray.train.loop import Schedule
+from kt_ray.train.preference import check_units
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ def prepare(config: Config) -> Prepared:
     rates = lane_rates(config, hardware, dims)
     plan = make_plan(dims, config, hardware, load, rates)
     _check_isa(config)
+    if config.data.packing:
+        check_packing_family(model_dir)
     index = CheckpointIndex.open(model_dir)
     layout = ExpertLayout.detect(index)
     layout.check(
@@ -103,10 +108,12 @@ def prepare(config: Config) -> Prepared:
     _check_fits(plan)
     whole = build_on_meta(_meta_spec(config, dims, model_dir))
     _check_formulas(layout, whole.formulas)
+    if config.trainer.aux_loss:
+        router_recorder(whole.causal)
     report = check_non_experts(index, whole.causal, layout=layout)
     check_content(index)
     resolve_targets(config.lora.target_modules, whole.lora_names)
-    data = load_data(config, model_dir, config.seed)
+    data = for_stage(config.trainer.stage, load_data(config, model_dir, config.seed))
     schedule = _schedule(config, plan, data)
     notes = (*index.notes, *_ignored_note(report.ignored), *(() if gguf is None else gguf.notes))
     names = tuple(whole.lora_names)
@@ -202,6 +209,33 @@ def _check_fits(plan: Plan) -> None:
             )
 
 
+def for_stage(stage: str, data: DataBundle) -> DataBundle:
+    """The rows as the stage wants them: pre-training trains every token.
+
+    Raises:
+        UserError: rows of another kind.
+    """
+    wrong = check_units(stage, [*data.train, *data.eval])
+    if wrong is not None:
+        raise UserError(
+            f"the data is not what trainer.stage={stage} learns from",
+            where="data.path",
+            observed=wrong,
+            required={
+                "dpo": "rows with a prompt, a chosen and a rejected answer",
+                "orpo": "rows with a prompt, a chosen and a rejected answer",
+                "kto": "rows with a prompt, an answer and whether it is wanted",
+            }.get(stage, "rows with one answer each"),
+            remedy="choose the file in data.path for this stage, or set trainer.stage",
+        )
+    if stage != "pt":
+        return data
+    train, held = (
+        [replace(row, labels=row.input_ids.copy()) for row in rows] for rows in (data.train, data.eval)
+    )
+    return replace(data, train=train, eval=held)
+
+
 def _schedule(config: Config, plan: Plan, data: DataBundle) -> Schedule:
     trainer = config.trainer
     if config.lora.target_modules == "none" and not config.lora.experts:
@@ -221,6 +255,7 @@ def _schedule(config: Config, plan: Plan, data: DataBundle) -> Schedule:
         pad_id=data.pad_id,
         largest_wave=plan.wave,
         multiple=config.data.pad_to_multiple_of,
+        group_by_length=config.data.group_by_length,
     )
     total = trainer.max_steps
     if total is None:
@@ -240,4 +275,5 @@ def _schedule(config: Config, plan: Plan, data: DataBundle) -> Schedule:
         steps_per_epoch=batches.steps_per_epoch,
         train=batches.waves,
         evaluate=held_out,
+        cut=batches.waves_of,
     )

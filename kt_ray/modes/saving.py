@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from kt_ray.checkpoint.peft_config import INTERLEAVED, AdapterInfo
 from kt_ray.checkpoint.training import (
     Manifest,
     begin_checkpoint,
+    best_checkpoint,
     commit_checkpoint,
     not_written,
     prune_checkpoints,
@@ -23,8 +24,10 @@ from kt_ray.checkpoint.training import (
     write_beside_shards,
 )
 from kt_ray.config.schema import Config
+from kt_ray.data.batches import flat
 from kt_ray.errors import UserError
 from kt_ray.model.family import read_family
+from kt_ray.model.pissa import doubled_shape
 from kt_ray.modes.prepare import Prepared
 from kt_ray.placement.balance import owners_of
 from kt_ray.placement.expert_load import FILE as LOAD_FILE
@@ -32,6 +35,7 @@ from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.formats import BACKEND_STORAGE
 from kt_ray.rundir import RunDir, checkpoint_to_resume
 from kt_ray.train.cluster import ActorLost, Cluster
+from kt_ray.train.preference import STAGES
 
 
 @dataclass(frozen=True)
@@ -68,19 +72,24 @@ def resume_point(prepared: Prepared) -> ResumePoint | None:
 
 
 def save_checkpoint(
-    prepared: Prepared, rundir: RunDir, cluster: Cluster, taken: int, load: ExpertLoad
+    prepared: Prepared,
+    rundir: RunDir,
+    cluster: Cluster,
+    taken: int,
+    load: ExpertLoad,
+    eval_loss: float | None = None,
 ) -> Path:
     """Every actor writes its shard, then the manifest, then old checkpoints go.
 
     Args:
-        taken: steps so far. load: tokens per expert in them.
+        taken: steps so far. load: tokens per expert in them. eval_loss: held-out loss after them.
 
     Raises:
         UserError: it cannot be written; what there was of it is removed, earlier checkpoints stay.
     """
     partial = begin_checkpoint(rundir.checkpoints, taken)
     try:
-        return _fill_checkpoint(partial, prepared, rundir, cluster, taken, load)
+        return _fill_checkpoint(partial, prepared, rundir, cluster, taken, load, eval_loss)
     except ActorLost:
         raise  # written again after the recovery
     except (UserError, OSError) as error:
@@ -89,7 +98,13 @@ def save_checkpoint(
 
 
 def _fill_checkpoint(
-    partial: Path, prepared: Prepared, rundir: RunDir, cluster: Cluster, taken: int, load: ExpertLoad
+    partial: Path,
+    prepared: Prepared,
+    rundir: RunDir,
+    cluster: Cluster,
+    taken: int,
+    load: ExpertLoad,
+    eval_loss: float | None,
 ) -> Path:
     shards = cluster.save_shards(str(partial))
     write_beside_shards(
@@ -107,11 +122,21 @@ def _fill_checkpoint(
         model=prepared.fingerprint,
         fields=_fields(prepared),
         shards=tuple(shards),
-        state={"total_steps": prepared.schedule.total_steps},
+        state={"total_steps": prepared.schedule.total_steps}
+        | ({} if eval_loss is None else {"eval_loss": eval_loss}),
     )
     final = commit_checkpoint(partial, rundir.checkpoints / step_name(taken), manifest)
     prune_checkpoints(rundir.checkpoints, prepared.config.trainer.keep_checkpoints)
     return final
+
+
+def best_so_far(rundir: RunDir) -> tuple[int, float] | None:
+    """Steps and held-out loss of a continued run's best checkpoint, if it marked one."""
+    path = best_checkpoint(rundir.checkpoints)
+    if path is None:
+        return None
+    manifest = Manifest.load(path)
+    return manifest.step, float(manifest.state["eval_loss"])
 
 
 def go_on_from(resume: ResumePoint, rundir: RunDir) -> list[str]:
@@ -127,13 +152,17 @@ def go_on_from(resume: ResumePoint, rundir: RunDir) -> list[str]:
 def write_adapter(prepared: Prepared, directory: Path, cluster: Cluster, notes: tuple[str, ...] = ()) -> Path:
     """The PEFT directory: laid out by the driver, filled by every actor, then published."""
     lora = prepared.config.lora
-    layout = adapter_layout(cluster.parameter_shapes())
+    shapes, wider = cluster.parameter_shapes(), 1
+    if lora.init.startswith("pissa"):  # relative to the weights as they are in the checkpoint
+        shapes, wider = {name: doubled_shape(name, shape) for name, shape in shapes.items()}, 2
+    layout = adapter_layout(shapes)
     family = read_family(prepared.model_dir).text_type
     info = AdapterInfo(
         base_model=prepared.model_dir,
         model_type=family,
-        rank=lora.rank,
-        alpha=lora.alpha,
+        rank=wider * lora.rank,
+        # With rsLoRA the scale falls with the root of the rank.
+        alpha=(wider**0.5 if lora.rslora else wider) * lora.alpha,
         rslora=lora.rslora,
         dropout=lora.dropout,
         interleaved=family in INTERLEAVED,
@@ -152,7 +181,10 @@ def _fields(prepared: Prepared) -> dict[str, Any]:
     config: Config = prepared.config
     lora = config.lora
     quantised = config.rule.experts.backend
+    # Only where it is set: checkpoints of versions that did not know it stay good.
+    grouped = {"data.group_by_length": True} if config.data.group_by_length else {}
     return {
+        **grouped,
         "seed": config.seed,
         # The frozen weights are others then. The other backends compute the checkpoint's own.
         "rule.experts.backend": quantised if quantised in BACKEND_STORAGE else "auto",
@@ -162,6 +194,8 @@ def _fields(prepared: Prepared) -> dict[str, Any]:
         "lora.dropout": lora.dropout,
         "lora.target_modules": lora.target_modules,
         "lora.experts": lora.experts,
+        **({} if lora.init == "default" else {"lora.init": lora.init}),
+        **_stage_fields(config),
         "optim.name": config.optim.name,
         "trainer.batch_size": config.trainer.batch_size,
         "data.shuffle": config.data.shuffle,
@@ -169,10 +203,22 @@ def _fields(prepared: Prepared) -> dict[str, Any]:
     }
 
 
+def _stage_fields(config: Config) -> dict[str, Any]:
+    """Of what is not supervised fine-tuning; a checkpoint without them is of that."""
+    stage = config.trainer.stage
+    if stage == "sft":
+        return {}
+    return {"trainer.stage": stage} | ({"preference": asdict(config.preference)} if stage in STAGES else {})
+
+
 def _digest(prepared: Prepared) -> str:
     digest = hashlib.sha256()
-    for row in prepared.data.train:
+    for row in flat(prepared.data.train)[0]:
         digest.update(np.int64(row.sample_id).tobytes())
+        if row.sign:
+            digest.update(np.int64(row.sign).tobytes())
+        for document in row.documents:
+            digest.update(np.array(document, dtype=np.int64).tobytes())
         digest.update(np.ascontiguousarray(row.input_ids).tobytes())
         digest.update(np.ascontiguousarray(row.labels).tobytes())
     return digest.hexdigest()[:16]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,21 @@ from typing import Any
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.actors.specs import actor_specs
+from kt_ray.checkpoint.training import best_checkpoint, mark_best
 from kt_ray.config.schema import Config
 from kt_ray.environment import environment
 from kt_ray.errors import UserError
-from kt_ray.modes.after_training import after_training, before_and_after
+from kt_ray.modes.after_training import AfterTraining, after_training, before_and_after
 from kt_ray.modes.plan_time import predicted_run, run_line
 from kt_ray.modes.prepare import Prepared, prepare
-from kt_ray.modes.saving import ResumePoint, go_on_from, resume_point, save_checkpoint, write_adapter
+from kt_ray.modes.saving import (
+    ResumePoint,
+    best_so_far,
+    go_on_from,
+    resume_point,
+    save_checkpoint,
+    write_adapter,
+)
 from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.plan import plan_to_dict
 from kt_ray.placement.rate_files import rates_for
@@ -36,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 def run(config: Config) -> int:
     """Train. Returns the exit code; a user's mistake raises UserError before Ray is touched."""
+    began = time.monotonic()
     prepared = prepare(config)
     after = after_training(prepared)
     resume = resume_point(prepared)
@@ -72,10 +82,9 @@ def run(config: Config) -> int:
             tracker.start(
                 rundir.path, plain(config), rundir.wandb_id, first_step=first_step + 1 if first_step else 0
             )
-            summary = _train(prepared, rundir, cluster, tracker, resume)
+            summary = _train(prepared, rundir, cluster, tracker, resume, began)
             if after is not None:
-                for name, (columns, rows) in before_and_after(after, rundir, cluster).wandb_tables().items():
-                    tracker.table(name, columns, rows)
+                _tell(after, rundir, cluster, tracker)
         status = "finished"
         if config.tracking.upload_adapter:
             tracker.artifact(rundir.adapter)
@@ -166,6 +175,7 @@ def _train(
     cluster: ActorCluster,
     tracker: MultiTracker,
     resume: ResumePoint | None,
+    began: float,
 ) -> Summary:
     config = prepared.config
     first_step = resume.manifest.step if resume else 0
@@ -185,12 +195,21 @@ def _train(
         shown.line(f"step {taken}/{prepared.schedule.total_steps}  held-out loss {loss:.4f}")
 
     def save(taken: int) -> Path:
-        return save_checkpoint(prepared, rundir, cluster, taken, trainer.load)
+        loss = trainer.summary.eval_losses.get(taken)
+        return save_checkpoint(prepared, rundir, cluster, taken, trainer.load, loss)
 
     def timeline(taken: int, activities: Sequence[Activity]) -> None:
         write_timeline(rundir.timelines, taken, activities, {"run": rundir.name, "step": taken})
 
+    def best(taken: int, loss: float) -> None:
+        mark_best(rundir.checkpoints, taken)
+        shown.line(f"step {taken}: the lowest held-out loss so far, {loss:.4f}")
+
     def finish() -> None:
+        chosen = best_checkpoint(rundir.checkpoints) if config.trainer.save_best else None
+        if chosen is not None and trainer.best is not None:
+            cluster.restore(str(chosen), trainer.best[0])
+            shown.line(f"the adapter is that of {chosen.name}, held-out loss {trainer.best[1]:.4f}")
         try:
             write_adapter(prepared, rundir.adapter, cluster)
         except ActorLost:
@@ -201,7 +220,7 @@ def _train(
         rundir.write_env({**environment(), "actors": cluster.info(), "dashboard": _dashboard(cluster)})
 
     with shown:
-        events = Events(on_step, on_eval, save, timeline, shown.repeating, shown.line)
+        events = Events(on_step, on_eval, save, timeline, shown.repeating, shown.line, best)
         trainer = Trainer(
             config,
             cluster,
@@ -210,6 +229,9 @@ def _train(
             first_step=first_step,
             resumed_from=resume.directory if resume else None,
             load=prepared.load,
+            profile=rundir.path / "profile",
+            began=began,
+            best=best_so_far(rundir) if resume and config.trainer.save_best else None,
         )
         done = trainer.run()
         trainer.with_all_steps(finish)
@@ -226,6 +248,17 @@ def _train(
         recoveries=done.recoveries,
         seconds_lost=done.seconds_lost,
     )
+
+
+def _tell(after: AfterTraining, rundir: RunDir, cluster: ActorCluster, tracker: MultiTracker) -> None:
+    """Answers before and after. The adapter is safe by now: what fails here fails nothing else."""
+    try:
+        result = before_and_after(after, rundir, cluster)
+    except UserError as error:
+        _say(f"held-out questions were not answered, the adapter is not concerned: {error}")
+        return
+    for name, (columns, rows) in result.wandb_tables().items():
+        tracker.table(name, columns, rows)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kt_ray.placement.cache import CacheWidth
 from kt_ray.placement.keys import Keys, LayerParts
 
 
@@ -47,6 +48,10 @@ def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_att
         parts.attention += heads  # attention sinks
     parts.width = heads * head * 3
     parts.pair, parts.window = 2 * q_out, _window(keys, layer)
+    if parts.window:
+        parts.cache = CacheWidth(near=2 * kv_out, window=parts.window - 1)
+    else:
+        parts.cache = CacheWidth(token=2 * kv_out)
     if family == "minimax_m3_vl_text":
         _block_indexer(keys, layer, parts)
 
@@ -83,6 +88,7 @@ def _block_indexer(keys: Keys, layer: int, parts: LayerParts) -> None:
     parts.project("self_attn.indexer.q_proj", hidden, heads * head)
     parts.project("self_attn.indexer.k_proj", hidden, head)
     parts.attention += 2 * head  # norms
+    parts.cache = parts.cache._replace(token=parts.cache.token + head)
 
 
 def _mla(keys: Keys, parts: LayerParts) -> None:
@@ -101,6 +107,7 @@ def _mla(keys: Keys, parts: LayerParts) -> None:
         parts.project("self_attn.q_proj", hidden, q_out)
     parts.project("self_attn.kv_a_proj_with_mqa", hidden, kv_rank + rope, bias)
     parts.attention += kv_rank  # norm
+    parts.cache = CacheWidth(token=kv_rank + rope)
     parts.project("self_attn.kv_b_proj", kv_rank, heads * (nope + v_head))
     parts.project("self_attn.o_proj", heads * v_head, hidden, bias)
     if keys.flag("mla_use_output_gate"):
@@ -112,6 +119,7 @@ def _mla(keys: Keys, parts: LayerParts) -> None:
         parts.attention += 2 * index_head  # norm with bias
         parts.project("self_attn.indexer.weights_proj", hidden, index_heads)
         parts.pair = index_heads * index_head
+        parts.cache = CacheWidth(token=kv_rank + rope + index_head)
     parts.width = heads * (2 * (nope + rope) + v_head)
     parts.pair += heads * (nope + rope + v_head)
 
@@ -126,15 +134,23 @@ def _deepseek_v4(keys: Keys, layer: int, parts: LayerParts) -> None:
     parts.project("self_attn.o_b_proj", groups * o_rank, hidden)
     parts.attention += heads + q_rank + head + heads * head * o_rank  # sinks, two norms, o_a_proj in groups
     ratio, fine = _compression(keys, layer)
+    window = keys.size("sliding_window", default=128)
+    # Keys are values, but only compressing layers' caches hold them once.
+    parts.cache = CacheWidth(near=head if ratio else 2 * head, window=window - 1)
     if ratio:
         name = "self_attn.compressor"
         overlap = 2 if fine else 1  # the fine compressor keeps two overlapping windows
         parts.attention += overlap * head * ratio + head  # position bias, norm
         parts.project(f"{name}.kv_proj", hidden, overlap * head)
         parts.project(f"{name}.gate_proj", hidden, overlap * head)
+        # Besides compressed tokens those that are not compressed yet, and the fine one's window before.
+        kept = 2 * (overlap * head * (ratio - 1) + (overlap - 1) * head * ratio)
+        parts.cache = parts.cache._replace(token=head / ratio, row=kept)
         if fine:
             index_heads, index_head = keys.size("index_n_heads"), keys.size("index_head_dim")
             parts.attention += 2 * index_head * ratio + index_head
+            kept += 2 * (2 * index_head * (ratio - 1) + index_head * ratio)
+            parts.cache = parts.cache._replace(token=(head + index_head) / ratio, row=kept)
             parts.project(f"{name}.indexer.kv_proj", hidden, 2 * index_head)
             parts.project(f"{name}.indexer.gate_proj", hidden, 2 * index_head)
             parts.project(f"{name}.indexer.q_b_proj", q_rank, index_heads * index_head)
@@ -145,7 +161,7 @@ def _deepseek_v4(keys: Keys, layer: int, parts: LayerParts) -> None:
         mixes * streams * hidden + mixes + 3
     )  # hyper-connections of attention and of the MoE
     parts.width = heads * head + 2 * head
-    parts.pair, parts.window = 2 * heads * head, keys.size("sliding_window", default=128)
+    parts.pair, parts.window = 2 * heads * head, window
 
 
 def _compression(keys: Keys, layer: int) -> tuple[int, bool]:
@@ -209,6 +225,7 @@ def _kimi_delta(keys: Keys, inner: Keys, parts: LayerParts) -> None:
     parts.attention += 3 * width * kernel + hidden * head + head * width  # convolution, forget gate
     parts.attention += width + heads + head  # dt_bias, A_log, norm
     parts.width = 3 * width
+    parts.cache = CacheWidth(row=3 * width * kernel, state=width * head)
 
 
 def _gated_delta(keys: Keys, parts: LayerParts) -> None:
@@ -227,5 +244,6 @@ def _gated_delta(keys: Keys, parts: LayerParts) -> None:
         parts.project("linear_attn.in_proj_a", hidden, value_heads)
     parts.project("linear_attn.out_proj", value, hidden)
     conv = (2 * key + value) * keys.size("linear_conv_kernel_dim", default=4)
+    parts.cache = CacheWidth(row=conv, state=value * keys.size("linear_key_head_dim"))
     parts.attention += conv + 2 * value_heads + value_head  # dt_bias and A_log, norm
     parts.width = 2 * key + value

@@ -139,7 +139,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
     if plain:
         notes.append(f"the experts of {len(plain)} of {len(moe)} MoE layers are not quantised")
     tie = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
-    latent = latent_width(keys)
+    latent, context = latent_width(keys), text.get("max_position_embeddings")
     return ModelDims(
         model_type=str(text.get("model_type") or config.get("model_type") or "unknown"),
         hidden_size=hidden,
@@ -165,6 +165,8 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         num_heads=keys.size("num_attention_heads"),
         attention_width=max(p.width for p in parts),
         pair_widths=tuple((p.pair, p.window) for p in parts),
+        cache_widths=tuple(p.cache for p in parts),
+        context=context if isinstance(context, int) and context > 0 else 0,
         hidden_streams=streams,
         gated=keys.family not in UNGATED,
         plain_expert_layers=plain,

@@ -9,6 +9,7 @@ estimates.
 from __future__ import annotations
 
 from kt_ray.placement.attention import attention, grouped_query
+from kt_ray.placement.cache import CacheWidth
 from kt_ray.placement.keys import Keys, LayerParts
 
 # Families whose experts the engine does not compute, whatever their activation is called.
@@ -124,6 +125,7 @@ def _nemotron_block(keys: Keys, layer: int, parts: LayerParts) -> None:
         bias = convolved if keys.flag("use_conv_bias", True) else 0
         parts.attention += convolved * kernel + bias + 3 * heads + inner  # dt_bias, A_log, D; norm
         parts.width = inner + convolved
+        parts.cache = CacheWidth(row=convolved * kernel, state=inner * keys.size("ssm_state_size"))
 
 
 def _ungated_mlp(parts: LayerParts, name: str, hidden: int, intermediate: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kt_ray.errors import UserError
+from kt_ray.placement.cache import CacheWidth
 
 # Other names that checkpoints give the same architecture.
 ALIASES = {
@@ -91,6 +92,7 @@ class LayerParts:
     width: int = 0  # elements per token of expanded queries, keys and values
     pair: int = 0  # elements of keys and values that a query multiplies for each key it meets
     window: int = 0  # keys that a query meets at most; 0 = all before it
+    cache: CacheWidth = field(default_factory=CacheWidth)  # what generation keeps of a row
 
     def project(self, name: str, n_in: int, n_out: int, bias: bool = False) -> None:
         """An attention projection."""

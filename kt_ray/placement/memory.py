@@ -13,9 +13,11 @@ Expert actor with a share s of the experts (engine_memory.py has the engine's ow
 Attention worker with n layers:
     kept              n * T_r * (streams * H * b + K * 12): input of every layer; routing
     workspace         T_r * (one layer's linear inputs and outputs, LoRA inputs in float32, q/k/v): all
-                      groups of a layer are recomputed before the first is released
+                      groups of a layer are recomputed before the first is released; T_r * data.max_length
+                      of attention masks, kept for the whole pass (`mask_bytes`)
     logits            rows of one chunk * vocabulary * (b + 8), on the last stage
     staging           2 * T_r * H * (4 + 2 * streams * b): x or dy, and h and its gradient for a neighbour
+Generation keeps caches in place of activations: `generation_memory`.
 LoRA is float32: 4 bytes for the weights, 4 for the gradients; AdamW's moments another 8. Expert
 LoRA stays in its actor; the masters and moments of all other LoRA are held by worker 0.
 """
@@ -31,6 +33,13 @@ from kt_ray.config.schema import Config, DataConfig, LoraConfig
 from kt_ray.placement.engine_memory import HUGE_PAGE, EngineShape, rounded
 from kt_ray.placement.families import WITHOUT_SDPA
 from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
+from kt_ray.placement.generation_memory import (
+    after_training,
+    generates,
+    generation_items,
+    longest_row,
+    step_tokens,
+)
 from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
 from kt_ray.placement.nominal import FORMAT_BYTES
@@ -56,6 +65,8 @@ ITEMS = (
     "LoRA",
     "optimizer",
     "kept activations",
+    "caches",
+    "answers",
     "workspace",
     "logits",
     "staging",
@@ -84,11 +95,15 @@ def widest_row(data: DataConfig) -> int:
 
 
 def load_of(config: Config, wave: int, groups: int) -> Load:
-    """Tokens per wave and its parts, every row at data.max_length.
+    """Tokens per wave and its parts, every row at data.max_length; of generation those of one step, each
+    replica's an engine call of its own.
 
     Args:
         wave: micro-batches of a replica that pass the layers together. groups: they are cut into so many.
     """
+    if generates(config):
+        tokens = step_tokens(config)
+        return Load(tokens * config.rule.replica_count, tokens, tokens, tokens, tokens)
     trainer, row = config.trainer, widest_row(config.data)
     replicas = config.rule.replica_count
     step_rows = math.ceil(trainer.batch_size / replicas)
@@ -208,8 +223,24 @@ def layer_activation_bytes(dims: ModelDims, config: Config, layer: int, dtype: s
     norms = 2 * dims.hidden_streams * dims.hidden_size * (element + 4)
     scores = 0
     if config.model.attn_implementation == "eager" or dims.model_type in WITHOUT_SDPA:
-        scores = dims.num_heads * widest_row(config.data) * (element + 4)
+        row = longest_row(dims, config) if generates(config) else widest_row(config.data)
+        scores = dims.num_heads * row * (element + 4)
     return linear + lora + norms + element * dims.attention_width + scores
+
+
+def mask_bytes(dims: ModelDims, config: Config, load: Load, dtype: str) -> int:
+    """Bytes of the attention masks of a replica's wave: [rows, 1, row, row] for each kind of attention.
+
+    They are made when a pass begins, kept until its end and shared by the layers of one kind (all keys, or a
+    window of them). Causal attention over whole rows needs none; packed rows and padding do, and so does
+    eager attention, whose masks are added to scores and have their type.
+    """
+    data, row = config.data, load.row
+    eager = config.model.attn_implementation == "eager" or dims.model_type in WITHOUT_SDPA
+    partial = data.packing or data.pad_to_multiple_of > 1 or load.micro > row
+    windows = {window for _, window in dims.pair_widths} or {0}
+    kinds = sum(1 for window in windows if eager or partial or 0 < window < row)
+    return kinds * load.replica * row * (ELEMENT_BYTES[dtype] if eager else 1)
 
 
 def worker_items(
@@ -239,16 +270,18 @@ def worker_items(
     held = element * sum(params.values()) + sum(q.bytes - element * q.params for q in stored)
     # What is dequantised when used, one matrix at a time.
     unpacked = element * max((q.largest for q in stored), default=0)
-    recompute = load.replica * max(layer_activation_bytes(dims, config, layer, dtype) for layer in own)
+    largest = max(layer_activation_bytes(dims, config, layer, dtype) for layer in own)
+    recompute = load.replica * largest
     neighbours = dims.hidden_streams * (2 if stages > 1 else 0)
-    return {
+    items: dict[str, float] = {
         "weights": held + element * (dims.outside_params if last else 0),
         "embedding and head": element * dims.embedding_params * ends,
         "LoRA": 8 * adapters + (8 * all_adapters if root else 0),
         "optimizer": 8 * all_adapters if root else 0,
         "kept activations": kept,
         # The probe of the experts' scale copies one MoE layer to float32 before training.
-        "workspace": max(recompute + unpacked + load.replica * hidden * 8, 4 * probed),
+        "workspace": max(recompute + unpacked + load.replica * hidden * 8, 4 * probed)
+        + mask_bytes(dims, config, load, dtype),
         "logits": logit_rows(config.trainer.loss_chunk, load.micro, dims.vocab_size)
         * dims.vocab_size
         * (element + 8)
@@ -256,6 +289,18 @@ def worker_items(
         else 0,
         "staging": 2 * load.replica * hidden * (4 + neighbours * element),
     }
+    if generates(config):
+        items |= generation_items(dims, config, own, last=last, layer=largest + hidden * 8, element=element)
+        items["workspace"] = max(items["workspace"] + unpacked, 4 * probed)
+    elif config.eval.after_training:
+        answering = generation_items(
+            dims, after_training(config), own, last=last, layer=largest + hidden * 8, element=element
+        )
+        # In the room that training no longer needs, as far as it goes.
+        items["answers"] = max(
+            0.0, sum(answering.values()) - sum(items[name] for name in answering if name in items)
+        )
+    return items
 
 
 def logit_rows(loss_chunk: int | str, rows: int, vocab: int) -> int:
@@ -284,7 +329,11 @@ def _expert_actor(
     slots_per_token = dims.experts_per_token * per_layer / dims.num_experts
     recompute = actor.activations == "recompute"
     shape = engine_shape(dims, config.lora, isa, actor.backend)
-    kept = shape.saved(load.total, load.total * slots_per_token, recompute=recompute)
+    kept = (
+        {}
+        if generates(config)
+        else shape.saved(load.total, load.total * slots_per_token, recompute=recompute)
+    )
     rows = load.group * slots_per_token
     buffers = shape.call(load.group, rows, recompute=recompute)
     call = sum(buffers.values()) + actor.threads * rounded(shape.thread()) + load.group * width * 16

@@ -11,6 +11,7 @@ from kt_ray.placement.balance import place_experts
 from kt_ray.placement.devices import count_stages, resolve_device, shared_devices, stage_devices
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.formats import BACKEND_STORAGE
+from kt_ray.placement.generation_memory import generates, room, step_tokens
 from kt_ray.placement.hosts import with_hosts
 from kt_ray.placement.lane import LaneRates
 from kt_ray.placement.lane_plan import plan_lanes
@@ -23,7 +24,7 @@ from kt_ray.placement.stage_split import balanced_stages
 from kt_ray.placement.traffic import traffic_notes
 from kt_ray.placement.transport import choose_transport
 from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, ModelDims, Plan, Socket, WorkerPlan
-from kt_ray.placement.wave import choose_groups, fit
+from kt_ray.placement.wave import Fit, choose_groups, fit
 
 __all__ = ["make_plan", "plan_to_dict", "resolve_device"]
 
@@ -69,14 +70,16 @@ def _laid_out(
 ) -> Plan:
     """`make_plan` with as many stages and replicas as the rule says."""
     rule = config.rule
-    if config.mode == "train" and dims.refusal:
+    generating = generates(config)
+    if (config.mode == "train" or generating) and dims.refusal:
         raise UserError(
-            f"{dims.model_type} cannot be trained from this checkpoint",
+            f"{dims.model_type} cannot be {'used' if generating else 'trained'} from this checkpoint",
             where=dims.name,
             observed=dims.refusal,
             remedy="use another checkpoint, or mode=plan to see its placement",
         )
-    _check_replicas(config)
+    if not generating:
+        _check_replicas(config)
     local = config.cluster.name == "local"  # then all hosts' actors are in this process
     hardware = with_hosts(hardware, 1 if local else rule.nodes)
     device = resolve_device(rule, hardware)
@@ -109,7 +112,10 @@ def _laid_out(
         groups, _ = choose_groups(config, wave)
         return budgets(dims, config, hardware, workers, keeping(activations), wave, groups, dtype)
 
-    chosen = fit(dims, config, budget_of)
+    if generating:
+        chosen = Fit(1, "retain", budget_of(1, "retain"), _cache_notes(dims, config))
+    else:
+        chosen = fit(dims, config, budget_of)
     groups, group_notes = choose_groups(config, chosen.wave)
     notes += [*expert_notes, *chosen.notes, *group_notes, *_backend_notes(rule, hardware)]
     plan = Plan(
@@ -125,7 +131,9 @@ def _laid_out(
         budgets=chosen.memory,
         rule=rule.name,
         dtype=dtype,
-        tokens_per_step=config.trainer.batch_size * config.data.max_length,
+        tokens_per_step=rule.replica_count * step_tokens(config)
+        if generating
+        else config.trainer.batch_size * config.data.max_length,
         transport=choose_transport(rule),
         expected_load=expected,
     )
@@ -134,6 +142,13 @@ def _laid_out(
             notes.append(f"rule.transport={rule.transport} changes nothing with cluster=local")
         return replace(plan, notes=tuple(notes))
     return replace(plan, notes=(*notes, *traffic_notes(plan)))
+
+
+def _cache_notes(dims: ModelDims, config: Config) -> tuple[str, ...]:
+    generate, tokens = config.generate, room(dims, config)
+    auto = "generate.cache_tokens=auto: " if generate.cache_tokens == "auto" else ""
+    rows = counted(generate.batch_size, "row")
+    return (f"{auto}key-value caches of {tokens:,} tokens per replica, in at most {rows}",)
 
 
 def _check_replicas(config: Config) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kt_ray.placement.cache import CacheWidth
 from kt_ray.placement.formats import Storage, plain_storage
 from kt_ray.placement.rates import Figure
 from kt_ray.placement.transport import DEFAULT, Transport
@@ -56,6 +57,8 @@ class ModelDims:
     pair_widths: tuple[
         tuple[int, int], ...
     ] = ()  # per layer: elements that a query multiplies per key, window
+    cache_widths: tuple[CacheWidth, ...] = ()  # per layer: what generation keeps of a row
+    context: int = 0  # tokens that the model was made for (max_position_embeddings); 0 = it does not say
     hidden_streams: int = 1  # residual streams between layers (hyper-connections), each hidden_size wide
     gated: bool = True  # whether the routed experts have a gate projection
     plain_expert_layers: tuple[int, ...] = ()  # MoE layers whose experts are stored in `dtype`

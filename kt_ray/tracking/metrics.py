@@ -61,6 +61,9 @@ class StepMetrics:
         actor_load_imbalance: tokens per thread of the fullest expert actor over the mean, averaged over
             layers; 1 = all actors end together.
         eval_loss: held-out loss after this step, where one was measured.
+        aux_loss: the routers' load-balancing loss over the step, without its coefficient (trainer.aux_loss).
+        preference: of preference stages: mean rewards of chosen and rejected rows; of pairs their mean margin
+            and the share that is ordered rightly ("accuracy"); of kto its reference point ("kl").
         recoveries: lost actors brought back in this process so far; absent before the first.
         seconds_lost: wall time that they cost so far: from the last progress before a death to the moment
             when as much was done again.
@@ -90,6 +93,8 @@ class StepMetrics:
     queue_depth: Mapping[str, float] = field(default_factory=dict)
     actor_load_imbalance: float | None = None
     eval_loss: float | None = None
+    aux_loss: float | None = None
+    preference: Mapping[str, float] = field(default_factory=dict)
     recoveries: int | None = None
     seconds_lost: float | None = None
 

@@ -42,11 +42,19 @@ class Cluster(Protocol):
         ...
 
     def commit(self, step: int, lr: float, clip: float) -> float:
-        """Phase two, idempotent: scale by `clip`, AdamW at `lr`, weights back. Returns seconds."""
+        """Phase two, idempotent: scale by `clip`, a step at `lr`, weights back. Returns seconds."""
         ...
 
     def discard(self) -> None:
         """Give a step up: gradients to zero, messages forgotten."""
+        ...
+
+    def skip(self, step: int) -> None:
+        """As `discard`, and the step counts as taken: nothing of it is applied."""
+        ...
+
+    def largest_gradients(self, count: int) -> list[tuple[float, str]]:
+        """After `prepare`: norm and parameter name of the largest gradients, not finite ones first."""
         ...
 
     def parameters(self) -> dict[str, torch.Tensor]:

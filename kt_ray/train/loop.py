@@ -17,14 +17,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kt_ray.batch import MicroBatch, PassSpec
+import numpy as np
+
+from kt_ray.batch import MicroBatch, Objective, PassSpec
 from kt_ray.config.schema import Config
-from kt_ray.errors import UserError
+from kt_ray.data.types import Row
+from kt_ray.errors import BadStep, UserError
+from kt_ray.model.routing import balance
 from kt_ray.optim import learning_rate
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.timeline import Activity, Recorder
 from kt_ray.train.cluster import ActorLost, Cluster
 from kt_ray.train.figures import step_metrics, tokens_per_expert
+from kt_ray.train.guard import judge
+from kt_ray.train.preference import STAGES, Preference
 from kt_ray.train.recovery import Point, Recovery
 from kt_ray.train.reports import PassReport, merged
 
@@ -43,25 +49,31 @@ class Schedule:
         steps_per_epoch: for the epoch figure.
         train: step (0-based) -> the step's waves, each the micro-batches per replica and group.
         evaluate: the held-out passes, each as waves; empty = no evaluation.
+        cut: any rows as waves, like those of a step (KTO).
     """
 
     total_steps: int
     steps_per_epoch: int
     train: Callable[[int], Sequence[Waves]]
     evaluate: Sequence[Waves] = ()
+    cut: Callable[[Sequence[Row]], Sequence[Waves]] | None = None
 
 
 @dataclass
 class Summary:
     """What a run came to. Losses are token means in nats; eval_losses maps steps taken -> held-out loss.
 
-    Steps that were repeated after a recovery count once.
+    Steps that were repeated after a recovery count once. Those passed over (trainer.bad_steps=skip) are in
+    `losses` and `grad_norms` too, as what they were. stopped: why the run ended early, "" = it did not.
     """
 
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    skipped: int = 0
+    stopped: str = ""
     eval_losses: dict[int, float] = field(default_factory=dict)
     recoveries: int = 0
     seconds_lost: float = 0.0
@@ -73,7 +85,8 @@ class Events:
 
     on_step gets the metrics of each step, on_eval (steps taken, loss), save (steps taken), which returns
     where it lies, timeline (steps taken, what every actor and the driver did) every trainer.timeline_every
-    steps. After a recovery: on_repeat gets the number of steps that the run is back at, then those of every
+    steps. best (steps taken, loss): the checkpoint just saved has the lowest held-out loss so far. After a
+    recovery: on_repeat gets the number of steps that the run is back at, then those of every
     repeated step; say takes lines for the user.
     """
 
@@ -83,6 +96,7 @@ class Events:
     timeline: Callable[[int, Sequence[Activity]], None] = lambda *_: None
     on_repeat: Callable[[int], None] = lambda _: None
     say: Callable[[str], None] = lambda _: None
+    best: Callable[[int, float], None] = lambda *_: None
 
 
 class Trainer:
@@ -96,6 +110,12 @@ class Trainer:
         first_step: number of steps already taken (resume).
         resumed_from: the checkpoint that they come from.
         load: tokens per expert in those; `self.load` goes on from it, with every step that was applied.
+        profile: directory of the traces of trainer.profile_steps.
+        began: time.monotonic() of the command's start, which trainer.max_hours counts from; None = now.
+        best: the checkpoint with the lowest held-out loss of the run resumed: steps taken and that loss.
+
+    Attributes:
+        best: the lowest held-out loss so far, and after how many steps.
     """
 
     def __init__(
@@ -108,6 +128,9 @@ class Trainer:
         first_step: int = 0,
         resumed_from: Path | None = None,
         load: ExpertLoad | None = None,
+        profile: Path | None = None,
+        began: float | None = None,
+        best: tuple[int, float] | None = None,
     ) -> None:
         self.config = config
         self.cluster = cluster
@@ -116,10 +139,18 @@ class Trainer:
         self.first_step = first_step
         self.load = load or ExpertLoad()
         self.summary = Summary()
+        self.best = best
+        self._profile = profile
+        self._began = time.monotonic() if began is None else began
+        self._longest = 0.0  # seconds of a step
+        self._last = schedule.total_steps
         self._passes = 0
         self._taken = first_step  # updates behind the cluster's state
         self._done = first_step  # steps that were taken at least once
         self._saved = first_step
+        self._preference: Preference | None = None
+        if config.trainer.stage in STAGES:
+            self._preference = Preference(config, cluster.plan, self._log_probabilities, schedule.cut)
         # Steps taken elsewhere can be had again from their checkpoint only.
         limit = config.trainer.recoveries if resumed_from or not first_step else 0
         self.recovery = Recovery(cluster, limit, Point(first_step, resumed_from), self.events.say)
@@ -151,15 +182,35 @@ class Trainer:
         """From the state that the cluster is in to the last step. What was evaluated or saved stays so."""
         trainer, total = self.config.trainer, self.schedule.total_steps
         while True:
-            taken, last = self._taken, self._taken == total
+            taken = self._taken
             moved = taken > self.first_step
-            if self._evaluates and (taken == 0 or (moved and (last or taken % trainer.eval_every == 0))):
+            if self._evaluates and (
+                taken == 0 or (moved and (taken == total or taken % trainer.eval_every == 0))
+            ):
                 self._evaluate(taken)
-            if moved and (last or (trainer.save_every and taken % trainer.save_every == 0)):
+            if moved and taken < self._last:
+                self._consider_stopping(taken)
+            if moved and (taken == self._last or (trainer.save_every and taken % trainer.save_every == 0)):
                 self._save(taken)
-            if taken >= total:
+            if taken >= self._last:
                 return
             self.step(taken)
+
+    def _consider_stopping(self, taken: int) -> None:
+        """Make `taken` the last step when time or patience is over."""
+        trainer = self.config.trainer
+        after = [step for step in self.summary.eval_losses if self.best is None or step > self.best[0]]
+        hours = (time.monotonic() - self._began + self._longest) / 3600
+        reason = ""
+        if trainer.max_hours is not None and hours >= trainer.max_hours:
+            reason = f"trainer.max_hours={trainer.max_hours:g} would pass in the next step"
+        elif trainer.early_stopping and len(after) >= trainer.early_stopping:
+            reason = f"{len(after)} evaluations without a lower held-out loss (trainer.early_stopping)"
+        if reason:
+            self._last = taken
+            self.summary.stopped = f"stopped after step {taken} of {self.schedule.total_steps}: {reason}"
+            logger.info("%s", self.summary.stopped)
+            self.events.say(self.summary.stopped)
 
     def _save(self, taken: int) -> None:
         if taken <= self._saved:
@@ -179,8 +230,25 @@ class Trainer:
     def _evaluates(self) -> bool:
         return bool(self.config.trainer.eval_every) and bool(self.schedule.evaluate)
 
+    def _balance(self, step: int, waves: Sequence[Waves]) -> tuple[float, tuple[float, ...]]:
+        """The routers' load-balancing loss over the whole step, and its slopes for the training passes."""
+        total = np.zeros((2, self.cluster.plan.dims.num_experts))
+        for wave in waves:
+            _, report = self._pass(step, "eval", wave, trained_tokens(wave), routing=True)
+            for worker in report.workers:
+                if worker.routing is not None:
+                    total += worker.routing
+        return balance(
+            total[0], total[1], self.cluster.plan.dims.experts_per_token, self.config.trainer.aux_loss
+        )
+
+    def _log_probabilities(self, step: int, wave: Waves, adapters: bool) -> PassReport:
+        """A forward pass; without adapters it is the reference's."""
+        tokens = trained_tokens(wave)
+        return self._pass(step, "eval", wave, tokens, adapters=adapters, return_logps=True)[1]
+
     def _pass(
-        self, step: int, kind: str, waves: Waves, loss_tokens: int, timeline: bool = False
+        self, step: int, kind: str, waves: Waves, loss_tokens: int, timeline: bool = False, **more: Any
     ) -> tuple[PassSpec, PassReport]:
         self._passes += 1
         spec = PassSpec(
@@ -191,11 +259,51 @@ class Trainer:
             waves=waves,
             loss_tokens=loss_tokens,
             timeline=timeline,
+            profile=self._profile_of(step, kind),
+            **more,
         )
         return spec, self.cluster.run_pass(spec)
 
+    def _profile_of(self, step: int, kind: str) -> str | None:
+        if self._profile is None or kind != "train" or step + 1 not in self.config.trainer.profile_steps:
+            return None
+        return str(self._profile)
+
     def step(self, step: int) -> None:
-        """Optimizer step `step` (0-based): pass, prepare, commit."""
+        """Optimizer step `step` (0-based): pass, prepare, commit; or what trainer.bad_steps says.
+
+        Raises:
+            BadStep: it must not be applied, and was not.
+        """
+        try:
+            self._step(step)
+        except BadStep as bad:
+            self.cluster.discard()
+            if self.config.trainer.bad_steps != "skip":
+                raise
+            self._skip(step, bad)
+
+    def _skip(self, step: int, bad: BadStep) -> None:
+        """Go on without a step: it counts as taken, its rows are not trained on."""
+        self.cluster.skip(step)
+        self._taken = step + 1
+        logger.warning("%s", bad.line())
+        if step < self._done:
+            self._repeated(step, math.nan)
+            return
+        self._done = step + 1
+        self.events.say(f"step {step + 1} skipped: {bad.what}; at {bad.where}")
+        self.summary.skipped += 1
+        self._note(step, math.nan, math.nan)  # of a pass that broke off; else they are known
+        self.recovery.progressed()
+
+    def _note(self, step: int, loss: float, norm: float) -> None:
+        """Once per step: an actor may be lost between this and the commit, and the step is repeated."""
+        if len(self.summary.losses) == step - self.first_step:
+            self.summary.losses.append(loss)
+            self.summary.grad_norms.append(norm)
+
+    def _step(self, step: int) -> None:
         optim = self.config.optim
         start = time.monotonic()
         every = self.config.trainer.timeline_every
@@ -204,21 +312,33 @@ class Trainer:
         with recorder.span("batches", "compute"):
             waves = self.schedule.train(step)
             loss_tokens = sum(map(trained_tokens, waves))
+        divisor = loss_tokens
+        objective: Objective | None = None
+        if self._preference is not None:
+            with recorder.span("reference", "wait"):
+                waves, objective = self._preference.prepared(step, waves)
+            divisor = objective.units
+        aux_loss: float | None = None
+        slopes: tuple[float, ...] | None = None
+        if self.config.trainer.aux_loss:
+            with recorder.span("routing", "wait"):
+                aux_loss, slopes = self._balance(step, waves)
         passes = []
         for wave in waves:
             with recorder.span("pass", "wait"):
-                passes.append(self._pass(step, "train", wave, loss_tokens, timeline))
+                more = {"objective": objective, "router_slopes": slopes}
+                passes.append(self._pass(step, "train", wave, divisor, timeline, **more))
         report = merged([report for _, report in passes])
         tokens = sum(spec.tokens for spec, _ in passes)
-        if not math.isfinite(report.loss):
-            self.cluster.discard()
-            raise _not_finite("loss", report.loss, step)
         passed = time.monotonic()
         with recorder.span("prepare", "wait"):
             norm = math.sqrt(self.cluster.prepare(step))
-        if not math.isfinite(norm):
-            self.cluster.discard()
-            raise _not_finite("gradient norm", norm, step)
+        known = step - self.first_step
+        losses, norms = self.summary.losses[:known], self.summary.grad_norms[:known]
+        bad = judge(self.cluster, step, waves, report, norm, losses, norms, self.config.trainer.spike)
+        self._note(step, report.loss, norm)
+        if bad is not None:
+            raise bad
         clip = 1.0
         if optim.max_grad_norm > 0 and norm > optim.max_grad_norm:
             clip = optim.max_grad_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
@@ -234,7 +354,7 @@ class Trainer:
         self.load = self.load.plus(tokens_per_expert(self.cluster.plan, report))
         self.summary.steps += 1
         self.summary.tokens += tokens
-        self.summary.losses.append(report.loss)
+        self._longest = max(self._longest, now - start)
         metrics = step_metrics(
             self.cluster.plan,
             self.config,
@@ -249,6 +369,10 @@ class Trainer:
             optimizer_seconds=now - passed,
         )
         logger.info("step %d loss %.6f grad_norm %.4f lr %.3e", step + 1, report.loss, norm, lr)
+        if self._preference is not None and objective is not None:
+            found = self._preference.figures(waves, objective, [report for _, report in passes])
+            metrics = replace(metrics, preference=found)
+        metrics = replace(metrics, aux_loss=aux_loss)
         if self.recovery.used:
             metrics = replace(metrics, recoveries=self.recovery.used, seconds_lost=self.recovery.seconds_lost)
         self.events.on_step(metrics)
@@ -279,25 +403,27 @@ class Trainer:
             return
         total, tokens = 0.0, 0
         for waves in self.schedule.evaluate:
-            spec, report = self._pass(taken, "eval", waves, trained_tokens(waves))
+            divisor = trained_tokens(waves)
+            objective: Objective | None = None
+            if self._preference is not None:
+                (waves,), objective = self._preference.prepared(taken, [waves])
+                divisor = objective.units
+            spec, report = self._pass(taken, "eval", waves, divisor, objective=objective)
             total += report.loss * spec.loss_tokens
             tokens += spec.loss_tokens
         loss = total / max(1, tokens)
         self.summary.eval_losses[taken] = loss
-        logger.info("after step %d: held-out loss %.6f over %d tokens", taken, loss, tokens)
+        logger.info("after step %d: held-out loss %.6f, mean of %d", taken, loss, tokens)
         self.events.on_eval(taken, loss)
+        trainer = self.config.trainer
+        if self.best is None or loss < self.best[1] - trainer.early_stopping_threshold:
+            self.best = taken, loss
+            if trainer.save_best and taken > self.first_step:
+                self._save(taken)
+                self.events.best(taken, loss)
         self.recovery.progressed()
 
 
 def trained_tokens(waves: Waves) -> int:
     """Tokens of a pass that contribute to the loss."""
     return sum(mb.loss_tokens for wave in waves for group in wave for mb in group)
-
-
-def _not_finite(what: str, value: float, step: int) -> UserError:
-    return UserError(
-        f"the {what} of step {step + 1} is {value}; the step was not applied",
-        required="a finite number",
-        remedy="lower optim.lr or optim.max_grad_norm and continue from the last checkpoint with "
-        "trainer.resume=latest; if it is the first step, look at the data with mode=preview",
-    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from kt_ray.experts import HostCounters
@@ -40,6 +41,8 @@ class WorkerPassReport:
     loss_sum: float64 sum of token losses (last stage only, else 0). seconds: by term
     ("attention", "experts" = waiting for expert actors, "stages" = waiting for other stages,
     "head"). activity: what it did when. logits: per group, per micro-batch, when asked for.
+    losses: likewise the summed losses (last stage only). logps: likewise float64 [b], when asked for.
+    routing: float64 [2, E], counts and probabilities of the routers, when asked for.
     """
 
     rank: int
@@ -51,16 +54,23 @@ class WorkerPassReport:
     pid: int
     activity: Activity
     logits: list[list[torch.Tensor]] = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=list)
+    logps: list[list[np.ndarray]] = field(default_factory=list)
+    routing: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class PassReport:
-    """A whole pass: every actor's report. `loss` is the token mean over the step."""
+    """A whole pass: every actor's report. `loss` is the token mean over the step.
+
+    micro_losses: per wave, replica and group the summed token losses of each micro-batch.
+    """
 
     loss: float
     seconds: float
     workers: tuple[WorkerPassReport, ...]
     experts: tuple[ExpertPassReport, ...]
+    micro_losses: tuple[tuple[list[list[float]], ...], ...] = ()
 
 
 def merged(passes: Sequence[PassReport]) -> PassReport:
@@ -72,7 +82,8 @@ def merged(passes: Sequence[PassReport]) -> PassReport:
         return passes[0]
     workers = tuple(_add_workers(parts) for parts in zip(*(p.workers for p in passes), strict=True))
     experts = tuple(_add_experts(parts) for parts in zip(*(p.experts for p in passes), strict=True))
-    return PassReport(sum(p.loss for p in passes), sum(p.seconds for p in passes), workers, experts)
+    micro = tuple(wave for p in passes for wave in p.micro_losses)
+    return PassReport(sum(p.loss for p in passes), sum(p.seconds for p in passes), workers, experts, micro)
 
 
 def _add_workers(parts: Sequence[WorkerPassReport]) -> WorkerPassReport:
@@ -85,6 +96,8 @@ def _add_workers(parts: Sequence[WorkerPassReport]) -> WorkerPassReport:
         gpu_bytes=max(p.gpu_bytes for p in parts),
         activity=reduce(Activity.plus, (p.activity for p in parts)),
         logits=[group for p in parts for group in p.logits],
+        losses=[group for p in parts for group in p.losses],
+        logps=[group for p in parts for group in p.logps],
     )
 
 

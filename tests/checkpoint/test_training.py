@@ -23,7 +23,7 @@ from kt_ray.checkpoint import (
     step_name,
     write_shard,
 )
-from kt_ray.checkpoint.training import set_aside_later
+from kt_ray.checkpoint.training import best_checkpoint, mark_best, set_aside_later
 from kt_ray.errors import UserError
 
 FIELDS = {"lora.rank": 8, "lora.experts": True, "lora.target_modules": ["q_proj"], "seed": 3}
@@ -75,6 +75,21 @@ def test_latest_points_at_the_newest_and_pruning_keeps_it(tmp_path: Path) -> Non
     assert [p.name for p in list_checkpoints(root)] == ["step_000020", "step_000030"]
     assert not list(root.glob(".step*"))
     assert prune_checkpoints(root, 0) == []
+
+
+def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    assert best_checkpoint(root) is None
+    for step in (10, 20):
+        save(tmp_path, step)
+    mark_best(root, 10)
+    for step in (30, 40):
+        save(tmp_path, step)
+    assert [p.name for p in prune_checkpoints(root, 1)] == ["step_000020", "step_000030"]
+    assert [p.name for p in list_checkpoints(root)] == ["step_000010", "step_000040"]
+    assert best_checkpoint(root) == root / "step_000010"
+    mark_best(root, 40)
+    assert [p.name for p in prune_checkpoints(root, 1)] == ["step_000010"]
 
 
 def test_an_interrupted_write_is_no_checkpoint(tmp_path: Path) -> None:

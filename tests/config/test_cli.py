@@ -94,7 +94,10 @@ BAD: list[tuple[list[str], list[str]]] = [
     ),
     (["data.eval_fraction=1.5"], ["data.eval_fraction=1.5", "less than 1", "set data.eval_fraction=0.05"]),
     (["data.eval_fraction=0"], ["trainer.eval_every=20", "data.eval_fraction=0", "set trainer.eval_every=0"]),
-    (["data.format=sharegtp"], ["data.format=sharegtp", "auto or alpaca or messages", "set data.format="]),
+    (
+        ["data.format=sharegtp"],
+        ["data.format=sharegtp", "auto or alpaca or sharegpt or messages", "set data.format=sharegpt"],
+    ),
     (["data=jsonl"], ["data.path=null", "mode=train needs rows", "set data.path="]),
     (["model=deepseek_v3"], ["model.path=null", "deepseek_v3", "set model.path=<directory>, or mode=plan"]),
     (["model=custom", "mode=plan"], ["model.path=null", "nothing to plan", "set model.path=<directory>"]),

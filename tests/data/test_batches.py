@@ -171,3 +171,24 @@ def test_sizes_must_be_positive(name: str) -> None:
         Batches([], 1)
     with pytest.raises(ValueError, match="negative"):
         Batches(ROWS, 1).step(-1)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_batches_of_rows_of_similar_length(shuffle: bool) -> None:
+    lengths = np.random.default_rng(0).integers(2, 400, 1003)
+    rows = [Row(np.arange(n), np.arange(n), i) for i, n in enumerate(lengths.tolist())]
+
+    def padding(batches: Batches) -> int:
+        steps = [batches.step(i) for i in range(batches.steps_per_epoch)]
+        assert sorted(i for step in steps for i in ids(step)) == list(range(1003))
+        assert [len(step) for step in steps] == [8] * 125 + [3]
+        return sum(max(len(r.input_ids) for r in step) * len(step) for step in steps) - int(lengths.sum())
+
+    grouped = Batches(rows, 8, seed=1, shuffle=shuffle, group_by_length=True)
+    assert padding(grouped) < padding(Batches(rows, 8, seed=1, shuffle=shuffle)) / 5
+    again = Batches(rows, 8, seed=1, shuffle=shuffle, group_by_length=True)
+    assert ids(again.step(130)) == ids(grouped.step(130)), "the second epoch, without the first"
+    longest = [max(len(r.input_ids) for r in grouped.step(i)) for i in range(125)]
+    assert longest != sorted(longest, reverse=True) or not shuffle, "batches are mixed over an epoch"
+    other = ids(grouped.step(0)) == ids(grouped.step(126))
+    assert other == (not shuffle)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kt_ray.data.formats import conversations
+from kt_ray.data.formats import Parser, conversations
 from kt_ray.errors import UserError
 
 GOOD = {"instruction": "q", "output": "a"}
@@ -55,7 +55,7 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "a string": ("text", ["not an object", "a string 'text'"]),
     "no known key": ({"question": "q", "answer": "a"}, ["unknown data format", "keys question, answer"]),
     "no key": ({}, ["unknown data format", "(none)"]),
-    "sharegpt": ({"conversations": []}, ["unknown data format", 'rename "conversations" to "messages"']),
+    "sharegpt": ({"conversations": []}, ["conversations has the wrong type", "a list []"]),
     "no output": ({"instruction": "q"}, ["output is missing", "keys instruction"]),
     "no instruction": ({"output": "a"}, ["instruction is missing"]),
     "null output": ({"instruction": "q", "output": None}, ["output has the wrong type", "null", "a string"]),
@@ -71,12 +71,14 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "message text": ({"messages": ["hi"]}, ["messages[1] has the wrong type"]),
     "no role": ({"messages": [{"content": "q"}]}, ["messages[1].role is missing"]),
     "no content": ({"messages": [{"role": "user"}]}, ["messages[1].content is missing"]),
-    "parts": (chat(("user", [{"type": "text"}])), ["messages[1].content has the wrong type"]),
+    "parts": (chat(("user", [{"type": "image_url"}])), ["a part that is not text", "found image_url"]),
+    "no parts": (chat(("user", [])), ["messages[1].content has the wrong type", "a list []"]),
     "answer first": (chat(("assistant", "a")), ["roles are out of order", "messages[1]", "system or user"]),
     "two questions": (chat(("user", "q"), ("user", "q")), ["roles are out of order", "messages[2]"]),
     "late system": (chat(("user", "q"), ("system", "s")), ["roles are out of order", "found system"]),
     "two systems": (chat(("system", "s"), ("system", "s")), ["roles are out of order", "required user"]),
-    "a tool": (chat(("user", "q"), ("tool", "t")), ["unknown role", "found tool"]),
+    "a tool": (chat(("user", "q"), ("tool", "t")), ["roles are out of order", "found tool"]),
+    "a stranger": (chat(("user", "q"), ("narrator", "t")), ["unknown role", "found narrator"]),
     "no answer": (chat(("user", "q")), ["does not end with an answer", "last role user"]),
     "trailing question": (
         chat(("user", "q"), ("assistant", "a"), ("user", "q")),
@@ -90,7 +92,7 @@ BAD: dict[str, tuple[Any, list[str]]] = {
                 {"role": "assistant", "content": "", "tool_calls": [1]},
             ]
         },
-        ["tool calls are not supported", "messages[2]"],
+        ["messages[2].tool_calls has the wrong type", "a number 1"],
     ),
 }
 
@@ -116,5 +118,184 @@ def test_the_first_row_decides_and_the_rest_must_agree() -> None:
 def test_a_named_format_is_not_guessed() -> None:
     with pytest.raises(UserError, match=r"messages is missing"):
         turns(GOOD, format="messages")
-    with pytest.raises(UserError, match=r"unknown data format.*data\.format.*found sharegpt"):
-        turns(GOOD, format="sharegpt")
+    with pytest.raises(UserError, match=r"unknown data format.*data\.format.*found csv"):
+        turns(GOOD, format="csv")
+
+
+PROMPT = {"prompt": "q", "completion": "a"}
+SHAREGPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+PAIR = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+QA = [("user", "q"), ("assistant", "a")]
+
+
+def parse(row: Any, format: str = "auto", **options: Any) -> Any:
+    parser = Parser(format, **options)
+    return parser(row, "f.jsonl, line 1", 0), parser.format
+
+
+@pytest.mark.parametrize(
+    ("row", "format"),
+    [
+        (SHAREGPT, "sharegpt"),
+        ({"conversations": chat(*QA)["messages"]}, "sharegpt"),
+        (PROMPT, "prompt_completion"),
+        ({"prompt": [{"role": "user", "content": "q"}], "completion": "a"}, "prompt_completion"),
+        ({**chat(*QA), "prompt": "kept by some sets", "label": 3}, "messages"),
+        ({"question": "ignored", "instruction": "q", "output": "a", "text": None}, "alpaca"),
+    ],
+)
+def test_formats_of_answers_are_told_by_their_keys(row: Any, format: str) -> None:
+    found, name = parse(row)
+    assert name == format
+    assert [(m["role"], m["content"]) for m in found.messages] == QA
+    assert found.kind == "sft"
+
+
+def test_sharegpt_system_prompts() -> None:
+    found, _ = parse({**SHAREGPT, "system": "own"}, system="default")
+    assert found.messages[0] == {"role": "system", "content": "own"}
+    found, _ = parse(SHAREGPT, system="default")
+    assert found.messages[0] == {"role": "system", "content": "default"}
+
+
+def test_raw_text() -> None:
+    found, name = parse({"text": " Once.\n"})
+    assert (name, found.text, found.messages, found.kind) == ("text", " Once.\n", (), "sft")
+    assert found.prompt_key == "Once."
+    with pytest.raises(UserError, match="the text is empty"):
+        parse({"text": " "}, "text")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        PAIR,
+        {"instruction": "q", "chosen": "good", "rejected": "bad"},
+        {"messages": [{"role": "user", "content": "q"}], "chosen": "good", "rejected": "bad"},
+        {
+            "conversations": [{"from": "human", "value": "q"}],
+            "chosen": {"from": "gpt", "value": "good"},
+            "rejected": {"from": "gpt", "value": "bad"},
+        },
+        {
+            "prompt": "q",  # beside whole conversations, as ultrafeedback has it
+            "chosen": chat(("user", "q"), ("assistant", "good"))["messages"],
+            "rejected": chat(("user", "q"), ("assistant", "bad"))["messages"],
+        },
+    ],
+)
+def test_preference_pairs(row: Any) -> None:
+    found, name = parse(row)
+    assert (name, found.kind) == ("preference", "pairs")
+    assert [m["content"] for m in found.messages] == ["q", "good"]
+    assert [m["content"] for m in found.rejected] == ["q", "bad"]
+
+
+def test_pairs_that_are_none() -> None:
+    with pytest.raises(UserError, match=r"chosen and rejected are the same.*line 1"):
+        parse({**PAIR, "rejected": "good"})
+    with pytest.raises(UserError, match="answer different questions"):
+        parse(
+            {
+                "chosen": chat(("user", "p"), ("assistant", "a"))["messages"],
+                "rejected": chat(("user", "q"), ("assistant", "b"))["messages"],
+            }
+        )
+    with pytest.raises(UserError, match="prompt is missing"):
+        parse({"chosen": "a", "rejected": "b"})
+
+
+@pytest.mark.parametrize(
+    ("row", "label"),
+    [
+        ({**PROMPT, "label": True}, True),
+        ({**chat(*QA), "label": False}, False),
+        ({"instruction": "q", "output": "a", "kto_tag": True}, True),
+        ({**SHAREGPT, "label": "False"}, False),  # csv has no booleans
+    ],
+)
+def test_verdicts(row: Any, label: bool) -> None:
+    found, name = parse(row)
+    assert (name, found.kind, found.label) == ("kto", "kto", label)
+    assert [(m["role"], m["content"]) for m in found.messages] == QA
+    with pytest.raises(UserError, match=r"label has the wrong type.*a number 1"):
+        parse({**PROMPT, "label": 1}, "kto")
+
+
+@pytest.mark.parametrize(
+    ("row", "formats"),
+    [
+        ({**GOOD, "text": "### q a"}, ["alpaca", "text"]),
+        ({**chat(*QA), **SHAREGPT}, ["messages", "sharegpt"]),
+        ({**PROMPT, **GOOD}, ["alpaca", "prompt_completion"]),
+        ({**PAIR, "completion": "a"}, ["preference", "prompt_completion"]),
+        ({**PAIR, **chat(*QA)}, ["preference", "messages"]),
+        ({**PAIR, "label": True}, ["preference", "kto"]),
+    ],
+)
+def test_ambiguous_rows_are_refused_by_number_until_a_format_is_named(row: Any, formats: list[str]) -> None:
+    with pytest.raises(UserError, match=r"fits several data formats.*line 1") as caught:
+        parse(row)
+    for name in formats:
+        assert name in str(caught.value)
+    assert parse(row, formats[0])[1] == formats[0]
+    with pytest.raises(UserError, match="line 2"):
+        turns({key: value for key, value in row.items() if key in GOOD} or GOOD, row)
+
+
+def test_columns_of_other_names() -> None:
+    row = {"question": "q", "answer": "a", "text": "q a"}
+    columns = {"instruction": "question", "output": "answer"}
+    found, _ = parse(row, "alpaca", columns=columns)
+    assert [m["content"] for m in found.messages] == ["q", "a"]
+    row = {"dialog": [{"who": "human", "says": "q"}, {"who": "bot", "says": "a"}]}
+    found, name = parse(row, columns={"messages": "dialog", "role": "who", "content": "says"})
+    assert name == "messages"
+    assert [(m["role"], m["content"]) for m in found.messages] == QA
+    with pytest.raises(UserError, match=r"data\.columns is not in the row.*keys question.*required frage"):
+        parse({"question": "q"}, columns={"instruction": "frage"})
+    with pytest.raises(UserError, match=r"unknown column name.*data\.columns\.instructions"):
+        parse(row, columns={"instructions": "q"})
+
+
+def test_lists_kept_as_json_text() -> None:
+    found, _ = parse(
+        {"messages": '[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]'}
+    )
+    assert [(m["role"], m["content"]) for m in found.messages] == QA
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "sum", "arguments": '{"a": 1}'}}
+TOOLS = [{"type": "function", "function": {"name": "sum", "parameters": {}}}]
+
+
+def test_tool_turns() -> None:
+    row = {
+        "messages": [
+            {"role": "user", "content": "1 + 2?"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "1", "content": "3"},
+            {"role": "assistant", "content": [{"type": "text", "text": "Three."}], "weight": 1},
+        ],
+        "tools": TOOLS,
+    }
+    found, _ = parse(row)
+    assert [m["role"] for m in found.messages] == ["user", "assistant", "tool", "assistant"]
+    assert found.messages[1]["tool_calls"][0]["function"] == {"name": "sum", "arguments": {"a": 1}}
+    assert found.messages[3]["content"] == "Three."
+    assert found.tools == tuple(TOOLS)
+    sharegpt = {
+        "conversations": [
+            {"from": "human", "value": "1 + 2?"},
+            {"from": "function_call", "value": '{"name": "sum", "arguments": {"a": 1}}'},
+            {"from": "observation", "value": "3"},
+            {"from": "gpt", "value": "Three."},
+        ],
+        "tools": '[{"name": "sum", "parameters": {}}]',
+    }
+    same, _ = parse(sharegpt)
+    assert same.tools == found.tools
+    assert same.messages[1]["tool_calls"][0]["function"] == found.messages[1]["tool_calls"][0]["function"]
+    row["messages"][1]["tool_calls"] = [{"function": {"name": "sum", "arguments": "{"}}]  # type: ignore[index]
+    with pytest.raises(UserError, match=r"messages\[2\]\.tool_calls is not valid JSON.*line 1"):
+        parse(row)

@@ -14,6 +14,7 @@ from kt_ray.batch import IGNORE
 from kt_ray.config.schema import Config
 from kt_ray.data import load_data
 from kt_ray.errors import UserError
+from tests.data.conftest import trained_texts
 
 Build = Callable[..., Config]
 # Tokens around question and answer: one per byte of the role headers and line breaks, four special ones.
@@ -168,3 +169,76 @@ def test_an_all_masked_row_is_named(config: Build, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=expected) as caught:
             load(config(path=rows, model={"chat_template": str(template)}))
         assert "a.jsonl, line 2" in str(caught.value)
+
+
+def lines(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_preference_pairs(config: Build, tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{i}", "chosen": "good", "rejected": "a worse one"} for i in range(6)]
+    chosen = config(path=lines(tmp_path / "a.jsonl", *rows), eval_fraction=0.3)
+    bundle = load_data(chosen, "", 0, ("pairs",))
+    assert (bundle.kind, len(bundle.train), len(bundle.eval)) == ("pairs", 4, 2)
+    for pair in (*bundle.train, *bundle.eval):
+        assert (pair.chosen.sign, pair.rejected.sign) == (1, -1)
+        assert pair.rejected.sample_id == pair.chosen.sample_id + 1
+        texts = [trained_texts(bundle.tokenizer, r.input_ids, r.labels) for r in (pair.chosen, pair.rejected)]
+        assert texts == [["good<|im_end|>"], ["a worse one<|im_end|>"]]
+    ids = [row.sample_id for pair in (*bundle.train, *bundle.eval) for row in (pair.chosen, pair.rejected)]
+    assert sorted(ids) == list(range(12))
+    with pytest.raises(UserError, match=r"not what this run trains on.*line 1.*preference pairs"):
+        load_data(chosen, "", 0, ("sft", "kto"))
+
+
+def test_a_pair_that_loses_an_answer_is_dropped_whole(config: Build, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": "q" * 90, "chosen": "a", "rejected": "b"},
+        {"prompt": "p", "chosen": "a", "rejected": "b" * 90},
+    ]
+    path = lines(tmp_path / "a.jsonl", *rows)
+    for overflow, kept in (("truncate", [0, 2]), ("drop", [0])):
+        bundle = load_data(config(path=path, max_length=80, overflow=overflow), "", 0, ("pairs",))
+        assert [pair.chosen.sample_id // 2 for pair in bundle.train] == kept
+        assert bundle.report.train.source_rows == 3
+        assert bundle.report.train.dropped_long + bundle.report.train.dropped_no_answer == 3 - len(kept)
+
+
+def test_verdicts(config: Build, tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{i}", "completion": "a", "label": i % 2 == 0} for i in range(4)]
+    bundle = load_data(config(path=lines(tmp_path / "a.jsonl", *rows)), "", 0, ("kto",))
+    assert [row.sign for row in bundle.train] == [1, -1, 1, -1]
+
+
+def test_long_texts_are_cut_into_rows_and_lose_nothing(config: Build, tmp_path: Path) -> None:
+    texts = ["x" * 100, "short", "y" * 33]
+    path = lines(tmp_path / "a.jsonl", *({"text": text} for text in texts))
+    bundle = load_data(config(path=path, max_length=32), "", 0)
+    assert [len(row.input_ids) for row in bundle.train] == [32, 32, 32, 5, 6, 32, 2]
+    whole = np.concatenate([row.input_ids for row in bundle.train])
+    assert bundle.tokenizer.decode(whole) == "".join(f"{text}<|im_end|>" for text in texts)
+    ids = [row.sample_id for row in bundle.train]
+    assert ids[0] == 0 and ids[4] == 1 and ids[5] == 2 and len(set(ids)) == 7
+    assert bundle.report.train.tokens_lost == 0
+    assert "2 texts cut into rows" in "\n".join(bundle.report.lines())
+    dropped = load_data(config(path=path, max_length=32, overflow="drop"), "", 0)
+    assert [row.sample_id for row in dropped.train] == [1]
+
+
+def test_preview_shows_pairs_and_verdicts(
+    config: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kt_ray.modes import preview
+
+    path = lines(tmp_path / "a.jsonl", {"prompt": "q", "chosen": "good", "rejected": "bad"})
+    assert preview.run(config(path=path)) == 0
+    out = capsys.readouterr().out
+    assert "row 0 (chosen)" in out and "[[good<|im_end|>]]" in out
+    assert "row 0 (rejected)" in out and "[[bad<|im_end|>]]" in out
+    assert "source: a.jsonl: 1 rows, format preference (detected)" in out
+    assert "template: the tokenizer's own" in out
+    path = lines(tmp_path / "b.jsonl", {"prompt": "q", "completion": "bad", "label": False})
+    assert preview.run(config(path=path)) == 0
+    assert "row 0 (not wanted)" in capsys.readouterr().out

@@ -69,7 +69,13 @@ BAD = {
     "empty json": ("a.json", "", ["holds no rows"]),
     "empty list": ("a.json", "[]", ["holds no rows"]),
     "latin-1": ("a.jsonl", b'{"a": "gr\xfc\xdf"}', ["not UTF-8", "0xfc at offset 9"]),
-    "a csv": ("a.csv", "a,b", ["unknown kind of data file", ".csv", ".jsonl"]),
+    "a workbook": ("a.xlsx", "a,b", ["unknown kind of data file", ".xlsx", ".jsonl"]),
+    "a csv without rows": ("a.csv", "a,b", ["holds no rows"]),
+    "a ragged csv": ("a.csv", "a,b\n1,2\n1\n", ["invalid CSV", "line 3", "fewer cells"]),
+    "a wide csv": ("a.csv", "a,b\n1,2,3\n", ["invalid CSV", "line 2", "more cells"]),
+    "a csv with twins": ("a.csv", "a,a\n1,2\n", ["invalid CSV", "same name"]),
+    "an open quote": ("a.csv", 'a\n"x\n', ["invalid CSV"]),
+    "no arrow": ("a.arrow", "ARROW1 not really", ["arrow file cannot be read", "after row 0"]),
     "no parquet": ("a.parquet", "PAR1 not really", ["parquet file cannot be read", "after row 0"]),
 }
 
@@ -90,8 +96,9 @@ def test_missing_file_directory_and_empty_list(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"does not exist.*data\.path="):
         rows_of(tmp_path / "absent.jsonl")
     jsonl(tmp_path / "inside.jsonl", ROWS)
-    with pytest.raises(UserError, match=r"is a directory.*inside\.jsonl"):
-        rows_of(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"directory holds no data file.*empty"):
+        rows_of(tmp_path / "empty")
     with pytest.raises(UserError, match=r"list of data files is empty.*data\.eval_path"):
         list(read_rows([], "data.eval_path"))
 
@@ -100,3 +107,87 @@ def test_the_second_of_two_files_is_named(tmp_path: Path) -> None:
     first, second = jsonl(tmp_path / "1.jsonl", ROWS), write(tmp_path / "2.jsonl", "{}\n{")
     with pytest.raises(UserError, match=r"2\.jsonl, line 2"):
         rows_of(first, second)
+
+
+def test_tables_as_text(tmp_path: Path) -> None:
+    text = 'instruction,output\n"Who, then?","Two\nlines"\nq,\n'
+    expected = [{"instruction": "Who, then?", "output": "Two\nlines"}, {"instruction": "q", "output": None}]
+    assert rows_of(write(tmp_path / "a.csv", text)) == expected
+    assert rows_of(write(tmp_path / "a.tsv", "a\tb\n1\t2\n")) == [{"a": "1", "b": "2"}]
+
+
+def test_text_files_are_one_row_each(tmp_path: Path) -> None:
+    assert rows_of(write(tmp_path / "a.txt", "Once.\n\nTwice.")) == [{"text": "Once.\n\nTwice."}]
+    with pytest.raises(UserError, match="holds no rows"):
+        rows_of(write(tmp_path / "b.md", "\n"))
+
+
+@pytest.mark.parametrize("footer", [False, True])
+def test_arrow_files(footer: bool, tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    table = pa.Table.from_pylist(ROWS)
+    path = tmp_path / "a.arrow"
+    opened = pa.ipc.new_file if footer else pa.ipc.new_stream
+    with pa.OSFile(str(path), "wb") as sink, opened(sink, table.schema) as writer:
+        writer.write_table(table)
+    assert list(read_rows(path)) == [(f"{path}, row {i}", row) for i, row in enumerate(ROWS, start=1)]
+
+
+def test_directories(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    jsonl(tmp_path / "b" / "2.jsonl", [ROWS[1]])
+    jsonl(tmp_path / "1.jsonl", [ROWS[0]])
+    write(tmp_path / "README.md", "about")
+    write(tmp_path / ".hidden.jsonl", "{")
+    write(tmp_path / "notes.log", "x")
+    assert rows_of(tmp_path) == ROWS, "files by name, those of inner directories too"
+
+
+def test_a_directory_of_splits_gives_one_of_them(tmp_path: Path) -> None:
+    """Test rows in training would go unnoticed."""
+    jsonl(tmp_path / "train-00000.jsonl", [ROWS[0]])
+    jsonl(tmp_path / "test-00000.jsonl", [ROWS[1]])
+    assert rows_of(tmp_path) == [ROWS[0]]
+    assert [row for _, row in read_rows(tmp_path, split="test")] == [ROWS[1]]
+    with pytest.raises(UserError, match=r"no file of that split.*test-00000"):
+        list(read_rows(tmp_path, split="validation"))
+
+
+def saved(folder: Path, rows: list[Any]) -> None:
+    """A data set as `datasets` saves it."""
+    pa = pytest.importorskip("pyarrow")
+    folder.mkdir(parents=True)
+    for number, row in enumerate(rows):
+        table = pa.Table.from_pylist([row])
+        path = folder / f"data-{len(rows) - number}.arrow"  # the order of the list counts, not of names
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    names = [{"filename": f"data-{len(rows) - n}.arrow"} for n in range(len(rows))]
+    write(folder / "state.json", json.dumps({"_data_files": names, "_indices_files": None}))
+    write(folder / "dataset_info.json", "{}")
+
+
+def test_saved_data_sets(tmp_path: Path) -> None:
+    saved(tmp_path / "one", ROWS)
+    assert rows_of(tmp_path / "one") == ROWS
+    saved(tmp_path / "dict" / "train", ROWS)
+    saved(tmp_path / "dict" / "test", ROWS[:1])
+    write(tmp_path / "dict" / "dataset_dict.json", '{"splits": ["train", "test"]}')
+    assert rows_of(tmp_path / "dict") == ROWS
+    assert len(list(read_rows(tmp_path / "dict", split="test"))) == 1
+    with pytest.raises(UserError, match=r"no such split.*found dev.*train or test"):
+        list(read_rows(tmp_path / "dict", split="dev"))
+
+
+def test_hub_names_go_through_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own code reads a local directory; nothing is downloaded."""
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "set").mkdir()
+    jsonl(tmp_path / "set" / "train.jsonl", ROWS)
+    found = list(read_rows(f"hf://{tmp_path / 'set'}"))
+    assert [row for _, row in found] == ROWS
+    assert found[1][0] == f"hf://{tmp_path / 'set'} [train], row 2"
+    with pytest.raises(UserError, match=r"cannot be loaded from the hub.*hf://.*data\.split"):
+        list(read_rows(f"hf://{tmp_path / 'set'}", split="nights"))

@@ -70,3 +70,12 @@ def test_bad_fraction(fraction: float) -> None:
 def test_one_prompt_cannot_be_split() -> None:
     with pytest.raises(UserError, match=r"all rows ask the same question.*data\.eval_fraction=0"):
         split(rows("a", "a"), 0.5, 0)
+
+
+def test_one_question_in_other_spellings_stays_on_one_side() -> None:
+    spellings = [("Who\u00a0keeps  the light?", "who keeps the LIGHT?"), ("ﬁne?", "fine?")]
+    found = rows(*(text for pair in spellings for text in pair), *(f"q{i}" for i in range(20)))
+    for seed in range(20):
+        _, held = split(found, 0.3, seed)
+        ids = {row.sample_id for row in held}
+        assert (0 in ids) == (1 in ids) and (2 in ids) == (3 in ids)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ from kt_ray.config.compose import compose
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.generate.generator import Generator
+from kt_ray.generate.sampling import RowSampler
 from kt_ray.modes import predict
 from kt_ray.modes.chat import Chat
 from kt_ray.modes.generation import generating, setup
+from kt_ray.placement.hardware import this_host
 from tests.helpers.hf_reference import build_checkpoint
 
 SMALL = ["cluster=local", "model.dtype=float32", "rule.worker_threads=1", "tracking.progress=false"]
@@ -73,6 +77,24 @@ def test_predictions_go_on_where_they_stopped(
     assert run(model) == 0 and not asked  # nothing is left to do
 
 
+def test_a_row_that_went_wrong_says_why(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = RowSampler.next
+
+    def fails_once(self: RowSampler, logits: Any) -> Any:
+        if self.number == 1:
+            raise ValueError("no such setting")
+        return choose(self, logits)
+
+    monkeypatch.setattr(RowSampler, "next", fails_once)
+    assert run(model, "generate.limit=3", "generate.repetition_penalty=1.2") == 0
+    rows = lines()
+    assert sorted(row["finish"] == "error" for row in rows) == [False, False, True]
+    assert [row["error"] for row in rows if "error" in row] == ["ValueError: no such setting"]
+    assert "ended with an error: ValueError: no such setting" in capsys.readouterr().out
+
+
 def test_other_settings_are_not_gone_on_with(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(model, "generate.limit=2") == 0
     before = lines()
@@ -115,6 +137,43 @@ def test_what_cannot_be_is_refused(
     assert run(model, override) == 2
     error = capsys.readouterr().err
     assert message in error and "To fix" in error and not Path("runs").exists()
+
+
+@pytest.mark.parametrize("room", [150, 0], ids=["caches", "everything"])
+def test_what_does_not_fit_is_refused_before_anything_starts(
+    model: Path, room: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remedy is as large as it can be: with it the plan fits."""
+    host = this_host()
+    wide = ["generate.batch_size=8", "generate.prefill_tokens=32", "generate.cache_tokens=1000000"]
+    config = compose(["mode=predict", "data=demo", f"model.path={model}", *SMALL, *wide])
+    (budget,) = setup(config).plan.budgets
+    caches = next(line.bytes for line in budget.lines if line.item == "caches")
+    memory = budget.total - caches + caches // 3 if room else budget.total // 1000
+    sockets = tuple(dataclasses.replace(socket, memory_bytes=memory) for socket in host.sockets[:1])
+    monkeypatch.setattr(
+        "kt_ray.modes.generation.this_host", lambda: dataclasses.replace(host, sockets=sockets)
+    )
+    monkeypatch.setattr("kt_ray.actors.local_cluster.LocalCluster.start", lambda _: pytest.fail("started"))
+    assert run(model, *wide) == 2
+    error = capsys.readouterr().err
+    assert "caches do not fit" in error and "GB needed" in error
+    assert not Path("runs/p/predictions.jsonl").exists()
+    found = re.search(r"generate\.cache_tokens=(\d+)", error)
+    if not room:
+        assert found is None and "generate.prefill_tokens" in error
+        return
+    assert found is not None and 100_000 < int(found[1]) < 1_000_000
+    smaller = compose([*wide[:2], found[0], "mode=predict", "data=demo", f"model.path={model}", *SMALL])
+    assert setup(smaller).plan.fits
+
+
+def test_a_question_longer_than_the_caches_is_refused(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, "generate.cache_tokens=13") == 2
+    error = capsys.readouterr().err
+    assert "longer than the key-value caches" in error and "generate.cache_tokens=" in error
 
 
 def test_a_chat(model: Path) -> None:

@@ -36,15 +36,33 @@ DATA: list[Case] = [
         lambda p: (p.path / "rows.jsonl").unlink(),
     ),
     Case(
-        "data path is a directory",
-        TINY + " data.path={dir}",
-        ["is a directory", "with rows.jsonl", "data.path=[file1,file2]"],
+        "data directory without data",
+        TINY + " data.path={dir}/rows",
+        ["directory holds no data file", "data.path={dir}/rows", "found notes.log", "put data files there"],
+        lambda p: ((p.path / "rows").mkdir(), (p.path / "rows" / "notes.log").write_text("x")),
+    ),
+    Case(
+        "packed rows of a family with state",
+        TINY + " data.packing=true",
+        ["data.packing=true does not work", "qwen3_next", "gated delta", "set data.packing=false"],
+        lambda p: p.config(model_type="qwen3_next"),
+    ),
+    Case(
+        "rows that fit two formats",
+        TINY,
+        ["fits several data formats", "rows.jsonl, line 2", "alpaca, text", "set data.format=alpaca"],
+        lambda p: p.rows(ROWS[0], {**ROWS[1], "text": "both"}),
+    ),
+    Case(
+        "template of another model",
+        TINY + " data.template=llama3",
+        ["does not have the tokens of the template llama3", "<|eot_id|>", "set data.template=null"],
     ),
     Case(
         "data file of unknown kind",
-        TINY + " data.path={dir}/rows.csv",
-        ["unknown kind of data file", "found .csv", "convert it"],
-        lambda p: p.write("rows.csv", "a,b"),
+        TINY + " data.path={dir}/rows.xlsx",
+        ["unknown kind of data file", "found .xlsx", "convert it"],
+        lambda p: p.write("rows.xlsx", "a,b"),
     ),
     Case(
         "data file empty",
@@ -95,9 +113,9 @@ DATA: list[Case] = [
         lambda p: p.rows({"question": "a", "answer": "b"}),
     ),
     Case(
-        "ShareGPT data",
+        "ShareGPT data without an answer",
         TINY,
-        ["unknown data format", "keys conversations", 'rename "conversations" to "messages"'],
+        ["does not end with an answer", "last role user", "add the answer"],
         lambda p: p.rows({"conversations": [{"from": "human", "value": "x"}]}),
     ),
     Case(
@@ -139,8 +157,8 @@ DATA: list[Case] = [
     Case(
         "unknown role",
         TINY,
-        ["unknown role", "messages[1]", "found bot", "[system,] user, assistant"],
-        lambda p: p.rows({"messages": [{"role": "bot", "content": "x"}]}),
+        ["unknown role", "messages[1]", "found narrator", "[system,] user, assistant"],
+        lambda p: p.rows({"messages": [{"role": "narrator", "content": "x"}]}),
     ),
     Case(
         "conversation without an answer",

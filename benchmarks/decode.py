@@ -1,0 +1,184 @@
+"""What one generated token costs, in one process and under Ray, and what Ray adds per layer.
+
+    python benchmarks/decode.py --rounds 3 --json out.json                       # the demo model
+    python benchmarks/decode.py --rounds 3 -- model=custom model.path=DIR         # another one
+
+Each round is one process per cluster, in turn, so that both meet the same machine. A process answers `--rows`
+prompts together with `--tokens` tokens each, after a warm-up of `--warmup` tokens. Records, per cluster and
+number of rows, over the gaps between tokens of all rounds:
+
+    median_s, p10_s, p90_s  from one token to the next as the driver gets them, rows together
+    first_s                 from submit to the first token, median of rounds
+    terms_s                 per step, as workers and expert actors count them, medians of rounds
+    cpu_s                   CPU seconds of all processes per step, which other work disturbs little
+    ray_per_layer_s         under Ray: what median_s is more than in one process, per MoE layer
+    ray_per_layer_p10_s     the same of p10_s, which other work on the machine disturbs least
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import common
+
+sys.path.insert(0, str(common.REPO))
+
+from kt_ray import openmp
+
+PROMPT = "Who are you, and what do you like?"
+KINDS = {"local": (), "ray": ("cluster.address=local", "cluster.dashboard=false")}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
+    if args.child:
+        return _child(args)
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    about = common.quiet_machine(args.wait_quiet)
+    rounds: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    for number in range(args.rounds):
+        for kind in KINDS if number % 2 == 0 else reversed(KINDS):
+            rounds[kind].append(_process(args, kind))
+    records = summary(rounds)
+    for record in records:
+        _show(record)
+    if args.json:
+        about["load_after"] = round(os.getloadavg()[0], 2)
+        common.write_json(args.json, records, about)
+    return 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", default="1,8", help="answers at the same time")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--warmup", type=int, default=16, help="tokens of each answer before")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--child", choices=list(KINDS), help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", help="of the configuration")
+    common.add_common_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def _process(args: argparse.Namespace, kind: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--child", kind, "--rows", args.rows, "--tokens", str(args.tokens)]
+    command += ["--warmup", str(args.warmup), "--", *args.overrides]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=900)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# ------------------------------------------------------------------ one process
+
+
+def _child(args: argparse.Namespace) -> int:
+    openmp.apply()  # as the command line does
+    from kt_ray.config.compose import compose
+    from kt_ray.generate.generator import Generator
+    from kt_ray.modes.generation import generating, setup
+
+    overrides = ["mode=chat", f"cluster={args.child}", *KINDS[args.child], *args.overrides]
+    made = setup(compose([*overrides, "tracking.progress=false", "run.name=decode"]))
+    prompt = made.prompt(({"role": "user", "content": PROMPT},))
+    found: dict[str, Any] = {"model": made.config.model.name, "moe_layers": len(made.plan.dims.moe_layers)}
+    with generating(made, "decode") as first:
+        first.close()
+        for rows in map(int, args.rows.split(",")):
+            with Generator(first.cluster, max_rows=rows) as warm:
+                _answer(warm, prompt, rows, args.warmup)
+            with Generator(first.cluster, max_rows=rows) as generator:
+                measured = _answer(generator, prompt, rows, args.tokens)
+            found[str(rows)] = {**measured, "terms_s": _terms(generator.reports)}
+    print(json.dumps(found))
+    return 0
+
+
+def _answer(generator: Any, prompt: tuple[int, ...], rows: int, tokens: int) -> dict[str, Any]:
+    """Gaps between the first answer's tokens; the first one's gap is from `submit` on."""
+    from kt_ray.generate.requests import Request, Sampling
+
+    before, start = common.cpu_seconds()[0], time.perf_counter()
+    asked = [generator.submit(Request(prompt, Sampling(max_new_tokens=tokens))) for _ in range(rows)]
+    times = [start]
+    for _ in asked[0]:
+        times.append(time.perf_counter())
+    answers = [answer.result(600).tokens for answer in asked]
+    cpu = common.cpu_seconds()[0] - before
+    assert all(len(answer) == tokens for answer in answers)
+    gaps = [late - early for early, late in itertools.pairwise(times)]
+    return {"first_s": gaps[0], "gaps_s": gaps[1:], "cpu_s": cpu / tokens}
+
+
+def _terms(reports: Sequence[Any]) -> dict[str, float]:
+    """Seconds per step, of worker 0 and of expert actor 0."""
+    workers = [report for report in reports if "attention" in report.seconds]
+    experts = [report for report in reports if "engine" in report.seconds]
+    steps = workers[0].steps
+    terms = {name: seconds / steps for name, seconds in workers[0].seconds.items() if name != "idle"}
+    return {**terms, "engine": experts[0].seconds["engine"] / steps}
+
+
+# ------------------------------------------------------------------ of all rounds
+
+
+def summary(rounds: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Records of what the processes printed, by cluster."""
+    records: list[dict[str, Any]] = []
+    for kind, found in rounds.items():
+        about = {"impl": f"kt_ray_{kind}", "model": found[0]["model"], "moe_layers": found[0]["moe_layers"]}
+        for rows in (key for key in found[0] if key.isdigit()):
+            parts = [one[rows] for one in found]
+            gaps = sorted(gap for part in parts for gap in part["gaps_s"])
+            middle = statistics.median(gaps)
+            records.append(
+                {
+                    **about,
+                    "rows": int(rows),
+                    "tokens": len(gaps),
+                    "median_s": middle,
+                    "p10_s": gaps[len(gaps) // 10],
+                    "p90_s": gaps[len(gaps) * 9 // 10],
+                    "tokens_per_s": int(rows) / middle,
+                    "first_s": statistics.median(part["first_s"] for part in parts),
+                    "cpu_s": statistics.median(part["cpu_s"] for part in parts),
+                    "terms_s": {
+                        name: statistics.median(part["terms_s"][name] for part in parts)
+                        for name in parts[0]["terms_s"]
+                    },
+                }
+            )
+    base = {record["rows"]: record for record in records if record["impl"] == "kt_ray_local"}
+    for record in records:
+        if record["impl"] == "kt_ray_ray" and record["rows"] in base:
+            for key, out in (("median_s", "ray_per_layer_s"), ("p10_s", "ray_per_layer_p10_s")):
+                record[out] = (record[key] - base[record["rows"]][key]) / record["moe_layers"]
+    return records
+
+
+def _show(record: dict[str, Any]) -> None:
+    terms = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in record["terms_s"].items())
+    print(
+        f"{record['impl']} {record['rows']} rows: token {record['median_s'] * 1e3:.2f} ms "
+        f"(p10 {record['p10_s'] * 1e3:.2f}, p90 {record['p90_s'] * 1e3:.2f}), first "
+        f"{record['first_s'] * 1e3:.1f} ms, CPU {record['cpu_s'] * 1e3:.2f} ms; {terms}"
+        + (
+            f"; Ray adds {record['ray_per_layer_s'] * 1e3:.2f} ms a layer"
+            if "ray_per_layer_s" in record
+            else ""
+        )
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,131 @@
+"""Tokenised rows kept between runs, under a name made from all that they depend on.
+
+The key covers the rows as read (so files, columns, limits and system prompts), the template, the
+tokenizer and what is trained. Nothing is ever outdated: another content has another name. A file is
+written beside its place and renamed, so that runs at the same time read whole files or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kt_ray.batch import IGNORE
+from kt_ray.data.types import Conversation
+
+if TYPE_CHECKING:
+    from kt_ray.data.template import ChatEncoder
+
+VERSION = 1  # of the encoding: raise it when the same input is to give other tokens
+WORTH = 2_000  # fewer rows are tokenised in about a second
+Tokens = list[tuple[np.ndarray, np.ndarray]]  # ids and labels of each row
+
+
+def default_token_cache() -> Path:
+    """`$KT_RAY_CACHE/tokens`, else `~/.cache/kt_ray/tokens`."""
+    return Path(os.environ.get("KT_RAY_CACHE") or Path.home() / ".cache" / "kt_ray") / "tokens"
+
+
+def encoder_key(encoder: ChatEncoder) -> bytes:
+    """Digest of what turns a conversation into tokens."""
+    tokenizer = encoder.tokenizer
+    parts = (
+        str(VERSION),
+        tokenizer.backend_tokenizer.to_str(),
+        json.dumps({k: str(v) for k, v in tokenizer.special_tokens_map.items()}, sort_keys=True),
+        encoder.template,
+        encoder.train_on,
+    )
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def rows_key(rows: Sequence[Conversation], encoder: bytes) -> str:
+    """Name of the file that holds these rows encoded."""
+    digest = hashlib.sha256(encoder)
+    for row in rows:
+        content = (row.messages, row.tools, row.rejected, row.text, row.kind)
+        digest.update(json.dumps(content, ensure_ascii=False, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()
+
+
+class TokenCache:
+    """A directory of encoded data sets, the longest unused deleted when it outgrows its limit.
+
+    Args:
+        directory: made when first written.
+        limit_gb: size limit; 0 = nothing is read or written.
+        worth: rows below which nothing is cached.
+    """
+
+    def __init__(self, directory: Path, limit_gb: float, worth: int = WORTH) -> None:
+        self.directory = directory
+        self.limit = int(limit_gb * 1e9)
+        self.worth = worth
+
+    def read(self, key: str, rows: int) -> Tokens | None:
+        """(ids, labels) of each row, or None when they are not here (or no longer readable)."""
+        path = self.directory / f"{key}.npz"
+        if not self.limit or not path.is_file():
+            return None
+        try:
+            # opened here: np.load leaves a file open that is no archive
+            with path.open("rb") as handle, np.load(handle, allow_pickle=False) as file:
+                ids, trained, lengths = file["ids"], file["trained"], file["lengths"]
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return None
+        if len(lengths) != rows or int(lengths.sum()) != len(ids) or len(trained) != len(ids):
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # used now: the last to be deleted
+        stops = np.cumsum(lengths)
+        ids = ids.astype(np.int64)
+        labels = np.where(trained, ids, IGNORE)
+        bounds = zip(stops - lengths, stops, strict=True)
+        return [(ids[start:stop], labels[start:stop]) for start, stop in bounds]
+
+    def write(self, key: str, encoded: Tokens) -> None:
+        """Keep these rows; a full or read-only disk costs the cache, not the run."""
+        if not self.limit or len(encoded) < self.worth:
+            return
+        with contextlib.suppress(OSError):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.directory, suffix=".part")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    np.savez(
+                        file,
+                        ids=np.concatenate([ids for ids, _ in encoded]).astype(np.int32),
+                        trained=np.concatenate([labels != IGNORE for _, labels in encoded]),
+                        lengths=np.array([len(ids) for ids, _ in encoded], dtype=np.int64),
+                    )
+                os.replace(name, self.directory / f"{key}.npz")
+            finally:
+                Path(name).unlink(missing_ok=True)
+            self._shrink(f"{key}.npz")
+
+    def _shrink(self, keep: str) -> None:
+        files = []
+        for path in self.directory.glob("*.npz"):
+            with contextlib.suppress(OSError):  # another run may delete it meanwhile
+                stat = path.stat()
+                files.append((stat.st_mtime, stat.st_size, path))
+        total = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
+            if total <= self.limit:
+                break
+            if path.name != keep:
+                path.unlink(missing_ok=True)
+                total -= size

@@ -1,0 +1,182 @@
+"""Where rows come from: one data set or several with weights, read into conversations in one order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from kt_ray.config.schema import DataConfig
+from kt_ray.data.formats import Parser
+from kt_ray.data.readers import read_rows
+from kt_ray.data.types import Conversation
+from kt_ray.errors import UserError
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data set.
+
+    Attributes:
+        path: as in DataConfig. key: the configuration key that names it.
+        weight: how often each row is taken per epoch.
+        format, columns, split, subset, system, limit: as in DataConfig.
+    """
+
+    path: str | list[str]
+    key: str = "data.path"
+    weight: float = 1.0
+    format: str = "auto"
+    columns: dict[str, Any] = field(default_factory=dict)
+    split: str | None = None
+    subset: str | None = None
+    system: str | None = None
+    limit: int | None = None
+
+    @property
+    def name(self) -> str:
+        first = self.path if isinstance(self.path, str) else self.path[0]
+        more = "" if isinstance(self.path, str) or len(self.path) == 1 else f" and {len(self.path) - 1} more"
+        return first.rstrip("/").rpartition("/")[2] + more
+
+
+@dataclass(frozen=True)
+class SourceRows:
+    """What a source gave.
+
+    Attributes:
+        source: where from.
+        format: of its rows, as named or as detected (`guessed`).
+        rows: conversations, sample_ids counted on from the source before.
+    """
+
+    source: Source
+    format: str
+    guessed: bool
+    rows: list[Conversation]
+
+    def line(self) -> str:
+        """One line of the report."""
+        how = "detected" if self.guessed else "as set"
+        weight = f", weight {self.source.weight:g}" if self.source.weight != 1 else ""
+        return f"{self.source.name}: {len(self.rows):,} rows, format {self.format} ({how}){weight}"
+
+
+def sources_of(data: DataConfig) -> list[Source]:
+    """The data sets that a configuration names.
+
+    Raises:
+        UserError: it names none.
+    """
+    shared = {
+        "format": data.format,
+        "columns": dict(data.columns or {}),
+        "split": data.split,
+        "subset": data.subset,
+        "system": data.system,
+    }
+    if data.sources is not None:
+        return [
+            Source(**{**shared, **source, "key": f"data.sources[{number}].path"})
+            for number, source in enumerate(data.sources)
+        ]
+    if data.path is not None:
+        return [Source(data.path, **shared)]  # type: ignore[arg-type]
+    if data.builtin == "demo":
+        from kt_ray.demo.recipes import persona_path
+
+        return [Source(str(persona_path()), system=data.system, format=data.format)]
+    raise UserError(
+        "no training data is named" if data.builtin is None else "no such built-in data set",
+        where="data.path" if data.builtin is None else "data.builtin",
+        observed=data.builtin,
+        required="a file, a directory, hf://owner/name, or data.builtin=demo",
+        remedy="set data.path=<file>, or take data=demo",
+    )
+
+
+def eval_source(data: DataConfig) -> Source:
+    """The data set of data.eval_path, which must be set."""
+    assert data.eval_path is not None
+    columns = dict(data.columns or {})
+    return Source(data.eval_path, "data.eval_path", format=data.format, columns=columns, system=data.system)
+
+
+def read_sources(sources: Sequence[Source], limit: int | None = None) -> list[SourceRows]:
+    """Every source's rows, numbered through; all of one kind.
+
+    Args:
+        limit: rows over all sources at the most; None = all.
+
+    Raises:
+        UserError: a fault of a file or row, or rows of different kinds (answers, pairs, verdicts).
+    """
+    result: list[SourceRows] = []
+    total = 0
+    for source in sources:
+        parser = Parser(source.format, source.system, source.columns)
+        stops = [n for n in (source.limit, None if limit is None else limit - total) if n is not None]
+        rows: list[Conversation] = []
+        given = read_rows(source.path, source.key, split=source.split, subset=source.subset)
+        for where, row in islice(given, min(stops) if stops else None):
+            rows.append(parser(row, where, total + len(rows)))
+        total += len(rows)
+        result.append(SourceRows(source, parser.format, source.format == "auto", rows))
+    kinds: dict[str, Conversation] = {}
+    for part in result:
+        for conversation in part.rows:
+            kinds.setdefault(conversation.kind, conversation)
+    if len(kinds) > 1:
+        first, other, *_ = kinds.values()
+        raise UserError(
+            "rows of different kinds cannot be trained together",
+            where=other.where,
+            observed=f"{other.kind} here, {first.kind} in {first.where}",
+            required="answers (sft), pairs or verdicts (kto), one of them in all sources",
+            remedy="train them one after the other",
+        )
+    return result
+
+
+def weighted(
+    parts: Sequence[tuple[float, Sequence[Conversation]]], total: int, seed: int
+) -> list[tuple[Conversation, int]]:
+    """One epoch's rows: each part's as often as its weight says, evenly mixed, in a fixed order.
+
+    A weight of 2.5 takes every row twice and a seeded half of them a third time. Copy k of a row has
+    sample_id + k·total, so that its dropout differs from the first one's.
+
+    Args:
+        parts: weight and rows.
+        total: rows of all sources, held-out ones included.
+        seed: decides which rows a broken weight takes.
+
+    Returns:
+        (row, sample id of this copy).
+    """
+    placed: list[tuple[float, int, Conversation, int]] = []
+    for number, (weight, rows) in enumerate(parts):
+        whole = int(weight)
+        rest = round((weight - whole) * len(rows))
+        if rows and not whole and not rest:
+            rest = 1  # a source that is named gives at least one row
+        chosen: list[tuple[Conversation, int]] = []
+        for copy in range(whole + (1 if rest else 0)):
+            keep = rows if copy < whole else _some(rows, rest, seed)
+            chosen += [(row, row.sample_id + copy * total) for row in keep]
+        # spread evenly over [0, 1); ties by the order of the sources
+        placed += [((i + 0.5) / len(chosen), number, row, sample) for i, (row, sample) in enumerate(chosen)]
+    placed.sort(key=lambda item: item[:2])
+    return [(row, sample) for _, _, row, sample in placed]
+
+
+def _some(rows: Sequence[Conversation], count: int, seed: int) -> list[Conversation]:
+    """A fixed choice of `count` rows, in source order."""
+
+    def rank(index: int) -> bytes:
+        return hashlib.sha256(f"{seed}:{rows[index].sample_id}".encode()).digest()
+
+    chosen = sorted(sorted(range(len(rows)), key=rank)[:count])
+    return [rows[i] for i in chosen]

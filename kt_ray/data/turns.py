@@ -1,0 +1,268 @@
+"""Turns of a row: messages of OpenAI's and sharegpt's shape, checked and brought to one form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from kt_ray.data.types import Message
+from kt_ray.errors import UserError
+
+JSON_KINDS = {
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+# Names that files use for the four roles.
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+}
+# key of the role, key of the text
+OPENAI = ("role", "content")
+SHAREGPT = ("from", "value")
+
+
+def turns(given: Any, where: str, name: str, keys: tuple[str, str] = OPENAI) -> list[Message]:
+    """Checked turns of one conversation: [system,] user, assistant[, tool, assistant], user, …
+
+    Args:
+        given: a list of objects.
+        where: file and line. name: the list's key in the row.
+        keys: names of role and text in each object.
+
+    Raises:
+        UserError: a turn of the wrong shape, role or place; the message names it.
+    """
+    if not isinstance(given, list) or not given:
+        raise wrong(name, given, where, f'a non-empty list of {{"{keys[0]}", "{keys[1]}"}} objects')
+    found: list[Message] = []
+    for number, message in enumerate(given, start=1):
+        _append(found, message, where, f"{name}[{number}]", keys)
+    return found
+
+
+def answer_of(given: Any, prompt: Sequence[Message], where: str, name: str) -> list[Message]:
+    """`prompt` continued by an answer: a string, one message, or a list of messages.
+
+    A list that begins with a question is taken as the whole conversation, prompt included.
+    """
+    if isinstance(given, dict):
+        given = [given]
+    if isinstance(given, list) and given and isinstance(given[0], dict):
+        keys = SHAREGPT if SHAREGPT[0] in given[0] else OPENAI
+        role = ROLES.get(str(given[0].get(keys[0])))
+        whole = role in ("system", "user")
+        found = [] if whole else list(prompt)
+        for number, message in enumerate(given, start=1):
+            _append(found, message, where, f"{name}[{number}]", keys)
+    else:
+        if not isinstance(given, str):
+            raise wrong(name, given, where, "a string or a list of messages")
+        found = [*prompt, turn("assistant", given, where, name)]
+    require_answer(found, where)
+    return found
+
+
+def require_answer(found: Sequence[Message], where: str) -> None:
+    """Refuse a conversation without a question, or whose last turn is no answer."""
+    if found[-1]["role"] != "assistant":
+        raise UserError(
+            "a conversation does not end with an answer",
+            where=where,
+            observed=f"last role {found[-1]['role']}",
+            required="assistant",
+            remedy="add the answer, or delete the trailing question",
+        )
+
+
+def _append(found: list[Message], message: Any, where: str, place: str, keys: tuple[str, str]) -> None:
+    role_key, text_key = keys
+    if not isinstance(message, dict):
+        raise wrong(place, message, where, f'an object with "{role_key}" and "{text_key}"')
+    calls = message.get("tool_calls") or None
+    for key in keys:
+        if key not in message and not (calls and key == text_key):
+            raise missing(f"{place}.{key}", message, where, f'{{"{role_key}": …, "{text_key}": …}}')
+    given = message[role_key]
+    role = ROLES.get(given, "") if isinstance(given, str) else ""
+    expected = _expected(found)
+    if role not in expected:
+        raise UserError(
+            "roles are out of order" if role else "unknown role",
+            where=f"{where}, {place}",
+            observed=given,
+            required=" or ".join(expected),
+            remedy="reorder, merge or delete messages: a row is [system,] user, assistant, user, …; "
+            "tool turns follow an answer that calls tools",
+        )
+    content = _content(message.get(text_key), where, f"{place}.{text_key}", empty=bool(calls))
+    if given == "function_call":
+        calls, content = _decoded(content, where, place), ""
+    result = turn(role, content, where, place, calls=calls is not None)
+    if calls is not None:
+        if role != "assistant":
+            raise wrong(f"{place}.tool_calls", calls, where, "tool calls in assistant turns only")
+        result["tool_calls"] = [_call(call, where, place) for call in _listed(calls, where, place)]
+    for key in ("name", "tool_call_id"):
+        if role == "tool" and isinstance(message.get(key), str):
+            result[key] = message[key]  # type: ignore[literal-required]
+    weight = message.get("weight")
+    if weight is not None and role == "assistant":
+        if weight not in (0, 1):
+            raise wrong(f"{place}.weight", weight, where, "0 (not trained) or 1")
+        result["weight"] = int(weight)
+    found.append(result)
+
+
+def _expected(found: Sequence[Message]) -> tuple[str, ...]:
+    if not found:
+        return ("system", "user")
+    last = found[-1]
+    if last["role"] == "assistant":
+        return ("tool",) if last.get("tool_calls") else ("user",)
+    return {"system": ("user",), "user": ("assistant",), "tool": ("assistant", "tool")}[last["role"]]
+
+
+def _content(value: Any, where: str, label: str, *, empty: bool) -> str:
+    if value is None and empty:
+        return ""
+    if isinstance(value, list) and value:
+        # OpenAI's content parts; only text can be trained
+        for part in value:
+            if not (
+                isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            ):
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise UserError(
+                    f"{label} holds a part that is not text",
+                    where=where,
+                    observed=kind,
+                    required='{"type": "text", "text": …}',
+                    remedy="delete that row: only text is trained",
+                )
+        return "".join(part["text"] for part in value)
+    if not isinstance(value, str):
+        raise wrong(label, value, where, "a string")
+    return value
+
+
+def turn(role: str, content: str, where: str, place: str, *, calls: bool = False) -> Message:
+    """A message whose content may not be empty, unless it calls tools, is one's result or a system prompt."""
+    if role in ("user", "assistant") and not calls and not content.strip():
+        raise UserError(
+            "an answer is empty: nothing in it can be trained"
+            if role == "assistant"
+            else "a question is empty",
+            where=f"{where}, {place}",
+            observed=repr(content),
+            required="text",
+            remedy="fill or delete that row",
+        )
+    return Message(role=role, content=content)
+
+
+def _listed(calls: Any, where: str, place: str) -> list[Any]:
+    if isinstance(calls, str):
+        calls = _decoded(calls, where, f"{place}.tool_calls")
+    if isinstance(calls, dict):
+        calls = [calls]
+    if not isinstance(calls, list) or not calls:
+        raise wrong(f"{place}.tool_calls", calls, where, "a list of calls")
+    return calls
+
+
+def _call(call: Any, where: str, place: str) -> dict[str, Any]:
+    """{"type": "function", "id"?, "function": {"name", "arguments": object}}."""
+    inner = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        raise wrong(f"{place}.tool_calls", call, where, '{"function": {"name": …, "arguments": …}}')
+    arguments = inner.get("arguments", inner.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = _decoded(arguments, where, f"{place}.tool_calls")
+    if arguments is not None and not isinstance(arguments, dict):
+        raise wrong(f"{place}.tool_calls.arguments", arguments, where, "an object")
+    result: dict[str, Any] = {
+        "type": "function",
+        "function": {"name": inner["name"], "arguments": arguments or {}},
+    }
+    if isinstance(call.get("id"), str):
+        result["id"] = call["id"]
+    return result
+
+
+def tools_of(given: Any, where: str) -> tuple[dict[str, Any], ...] | None:
+    """The functions a row offers, each {"type": "function", "function": {...}}; None = none."""
+    if isinstance(given, str):
+        given = _decoded(given, where, "tools") if given.strip() else None
+    if not given:
+        return None
+    if not isinstance(given, list):
+        raise wrong("tools", given, where, "a list of functions")
+    result = []
+    for number, tool in enumerate(given, start=1):
+        inner = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+            raise wrong(f"tools[{number}]", tool, where, '{"type": "function", "function": {"name": …}}')
+        result.append({"type": "function", "function": inner})
+    return tuple(result)
+
+
+def _decoded(text: str, where: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(
+            f"{place} is not valid JSON",
+            where=where,
+            observed=f"{error}: {text[:60]}",
+            required="JSON",
+            remedy="correct or delete that row",
+        ) from error
+
+
+def missing(key: str, row: dict[str, Any], where: str, required: str) -> UserError:
+    """A key that the format needs is not there."""
+    return UserError(
+        f"{key} is missing",
+        where=where,
+        observed="keys " + (", ".join(map(str, row)) or "(none)"),
+        required=required,
+        remedy="add the key, name its column in data.columns, or set data.format if another format was meant",
+    )
+
+
+def wrong(key: str, value: Any, where: str, required: str) -> UserError:
+    """A value of the wrong type."""
+    return UserError(
+        f"{key} has the wrong type",
+        where=where,
+        observed=kind(value),
+        required=required,
+        remedy="correct or delete that row",
+    )
+
+
+def kind(value: Any) -> str:
+    """A value in a message: what it is and how it begins."""
+    if value is None:
+        return "null"
+    text = repr(value)
+    name = JSON_KINDS.get(type(value), type(value).__name__)
+    return f"{name} {text if len(text) <= 60 else text[:59] + '…'}"

@@ -1,0 +1,59 @@
+"""PiSSA (Meng et al. 2024, arXiv:2404.02948): adapters begin as the principal part of their weight.
+
+W = U S Vᵀ; with s the adapter's scale, B0 = U_r √(S_r / s) and A0 = √(S_r / s) V_rᵀ, and the frozen weight
+becomes W − s B0 A0, rounded to its type. What was trained is relative to that weight; an adapter of rank 2r
+says the same relative to W: s (B A − B0 A0).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kt_ray.config.schema import LoraConfig
+
+
+@torch.no_grad()
+def take_principal(linear: Any, a: Tensor, b: Tensor, lora: LoraConfig, key: str) -> None:
+    """Move the `lora.rank` largest singular values of a linear module's weight into its adapter, in place.
+
+    Args:
+        linear: module with a floating-point weight [out, in].
+        a: [r, in]. b: [out, r].
+        lora: its init says how: "pissa" = a full SVD, "pissa_niter_16" = 16 rounds of subspace iteration.
+        key: names the random start of the iteration.
+    """
+    weight = linear.weight.data
+    whole = weight.float()
+    rank = min(a.shape[0], *whole.shape)
+    if lora.init == "pissa":
+        u, s, vh = torch.linalg.svd(whole, full_matrices=False)
+    else:
+        with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
+            torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little"))
+            u, s, v = torch.svd_lowrank(whole, rank, niter=int(lora.init.rpartition("_")[2]))
+        vh = v.T
+    root = (s[:rank] / lora.scale).sqrt()
+    a.zero_()[:rank] = root[:, None] * vh[:rank]  # a rank beyond the weight's adds nothing
+    b.zero_()[:, :rank] = u[:, :rank] * root
+    weight.copy_(whole - lora.scale * (b @ a))
+
+
+def doubled_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of a parameter in the adapter of rank 2r."""
+    return (2 * shape[0], shape[1]) if name.endswith(".lora_A.weight") else (shape[0], 2 * shape[1])
+
+
+def relative_to_weights(now: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapter of rank 2r for the unchanged weights: A over A0, B beside −B0; its alpha is doubled too."""
+    doubled = {}
+    for name, value in now.items():
+        if name.endswith(".lora_A.weight"):
+            doubled[name] = torch.cat([value, initial[name].to(value)])
+        else:
+            doubled[name] = torch.cat([value, -initial[name].to(value)], dim=1)
+    return doubled

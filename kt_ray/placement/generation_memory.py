@@ -1,0 +1,89 @@
+"""Bytes of generation (mode=predict, mode=chat) where they are others than training's.
+
+A step of a replica has at most as many tokens as generate.prefill_tokens reads in, and one of every row that
+runs. Nothing is kept for a backward pass; caches are kept instead:
+
+    caches        `CacheWidth` of every layer for generate.cache_tokens tokens in generate.batch_size rows;
+                  the largest layer's twice, as it grows by copying
+    workspace     one layer of a step's tokens with its mask, and its keys and values expanded for all cached
+                  tokens (latent attention, and where several heads share one key)
+    logits        of every row
+
+With eval.after_training, training's plan counts (as `answers`) what this needs beyond activations, workspace
+and logits, which are free by then.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from kt_ray.config.limits import GENERATING
+from kt_ray.config.schema import Config
+from kt_ray.placement.cache import cache_tokens
+from kt_ray.placement.types import ModelDims
+
+
+def generates(config: Config) -> bool:
+    """Whether the mode generates instead of training."""
+    return config.mode in GENERATING
+
+
+def after_training(config: Config) -> Config:
+    """The configuration under which a run answers eval.after_training questions: no more rows than those."""
+    generate = config.generate
+    rows = min(generate.batch_size, max(1, config.eval.after_training))
+    return replace(
+        config,
+        generate=replace(
+            generate,
+            answer="both",
+            split="eval",
+            limit=config.eval.after_training,
+            adapter=None,
+            batch_size=rows,
+        ),
+    )
+
+
+def room(dims: ModelDims, config: Config) -> int:
+    """Tokens that the caches of one replica have room for."""
+    return cache_tokens(config, dims.context or None)
+
+
+def step_tokens(config: Config) -> int:
+    """Tokens of one step of a replica at the most; prompts longer than generate.prefill_tokens aside."""
+    return config.generate.prefill_tokens + config.generate.batch_size
+
+
+def cache_bytes(dims: ModelDims, config: Config, layers: range, element: int) -> float:
+    """Of the layers of one stage."""
+    rows, tokens = config.generate.batch_size, room(dims, config)
+    sizes = [dims.cache_widths[layer].bytes(rows, tokens, element) for layer in layers]
+    return sum(sizes) + max(sizes, default=0.0)
+
+
+def longest_row(dims: ModelDims, config: Config) -> int:
+    """Keys that each token of a step meets, on average over the step at the most."""
+    tokens, cached = step_tokens(config), room(dims, config)
+    return max(min(tokens, cached), math.ceil(cached / tokens))
+
+
+def generation_items(
+    dims: ModelDims, config: Config, layers: range, *, last: bool, layer: float, element: int
+) -> dict[str, float]:
+    """What an attention worker needs in the place of training's items of these names.
+
+    Args:
+        layers: of its stage. last: whether it is the last one. layer: bytes per token of one layer.
+        element: bytes of a value.
+    """
+    tokens = step_tokens(config)
+    mask = element * longest_row(dims, config)
+    expanded = element * dims.attention_width * room(dims, config)
+    return {
+        "kept activations": 0,
+        "caches": cache_bytes(dims, config, layers, element),
+        "workspace": tokens * (layer + mask) + expanded,
+        "logits": config.generate.batch_size * dims.vocab_size * (element + 8) if last else 0,
+    }

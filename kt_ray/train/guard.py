@@ -1,0 +1,86 @@
+"""Steps that must not be applied: not finite, or far from the steps before them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from kt_ray.batch import MicroBatch
+from kt_ray.errors import BadStep
+from kt_ray.train.cluster import Cluster
+from kt_ray.train.reports import PassReport
+
+WINDOW = 16  # steps whose median is the measure
+ENOUGH = 4  # steps that must be known before any is called a spike
+
+_REMEDY = (
+    "lower optim.lr or optim.max_grad_norm and continue from the last checkpoint with trainer.resume=latest; "
+    "or look at these rows with mode=preview; trainer.bad_steps=skip passes such steps over"
+)
+Waves = tuple[tuple[tuple[MicroBatch, ...], ...], ...]
+
+
+def judge(
+    cluster: Cluster,
+    step: int,
+    waves: Sequence[Waves],
+    report: PassReport,
+    norm: float,
+    losses: Sequence[float],
+    norms: Sequence[float],
+    spike: float,
+) -> BadStep | None:
+    """Why a step (0-based) whose gradients are reduced must not be applied; None = it may.
+
+    Args:
+        cluster: asked for its largest gradients when there is something to report.
+        waves, report, norm: the step's micro-batches, what it gave, its gradient norm before clipping.
+        losses, norms: of the steps before it, oldest first; what is not finite does not count.
+        spike: `trainer.spike`; 0 = only what is not finite is refused.
+    """
+    for what, value, before in (("loss", report.loss, losses), ("gradient norm", norm, norms)):
+        found = None
+        known = [x for x in before[-WINDOW:] if math.isfinite(x)]
+        if not math.isfinite(value):
+            found = f"{value}"
+        elif spike and len(known) >= ENOUGH and value > spike * statistics.median(known):
+            median = statistics.median(known)
+            found = f"{value:.4g}, {value / median:.1f} times the median {median:.4g} of the steps before"
+        if found is not None:
+            return BadStep(
+                f"the {what} of step {step + 1} is {found}; the step was not applied",
+                where="; ".join(filter(None, (_worst_rows(waves, report), _worst_gradient(cluster)))),
+                required="a finite number"
+                + (f" of at most trainer.spike={spike:g} times the median" if spike else ""),
+                remedy=_REMEDY,
+            )
+    return None
+
+
+def _worst_rows(waves: Sequence[Waves], report: PassReport) -> str:
+    """The micro-batch with the largest mean loss."""
+    worst, where = -math.inf, ""
+    for number, (wave, losses) in enumerate(zip(waves, report.micro_losses, strict=True)):
+        for replica, groups in enumerate(losses):
+            for group, sums in enumerate(groups):
+                for i, total in enumerate(sums):
+                    micro = wave[replica][group][i]
+                    mean = total / max(1, micro.loss_tokens)
+                    if mean > worst or not math.isfinite(mean):
+                        worst = mean
+                        rows = ", ".join(str(s) for s in micro.sample_ids.tolist()[:8])
+                        place = f"wave {number}, " * (len(waves) > 1) + f"replica {replica}, " * (
+                            len(wave) > 1
+                        )
+                        where = (
+                            f"{place}group {group}, micro-batch {i} (rows {rows}; loss {mean:.4g} per token)"
+                        )
+                    if not math.isfinite(mean):
+                        return where
+    return where
+
+
+def _worst_gradient(cluster: Cluster) -> str:
+    found = cluster.largest_gradients(1)
+    return f"largest gradient: {found[0][1]}, norm {found[0][0]:.4g}" if found else ""

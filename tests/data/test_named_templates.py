@@ -1,0 +1,191 @@
+"""Templates by name, answers that are trained, tools: what each rendering and each mask holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kt_ray.config.limits import WORDS
+from kt_ray.data.template import ChatEncoder
+from kt_ray.data.templates import TOKENS
+from kt_ray.data.types import Conversation, Message
+from kt_ray.errors import UserError
+from tests.data.conftest import MARKED, PLAIN, TEMPLATES, make_tokenizer, trained_texts
+
+TURNS = (
+    Message(role="system", content="Be brief."),
+    Message(role="user", content="One?"),
+    Message(role="assistant", content="First."),
+    Message(role="user", content="Two?"),
+    Message(role="assistant", content="Second."),
+)
+TALK = Conversation(TURNS, 0, "f.jsonl, line 1")
+ONE = replace(TALK, messages=TURNS[:3])
+
+# The whole rendering of TURNS, from each family's published format.
+EXPECTED = {
+    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n"
+    "<|im_start|>assistant\nFirst.<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n"
+    "<|im_start|>assistant\nSecond.<|im_end|>\n",
+    "deepseek3": "<s>Be brief.<｜User｜>One?<｜Assistant｜>First.<｜end▁of▁sentence｜><｜User｜>Two?"
+    "<｜Assistant｜>Second.<｜end▁of▁sentence｜>",
+    "kimi": "<|im_system|>system<|im_middle|>Be brief.<|im_end|><|im_user|>user<|im_middle|>One?<|im_end|>"
+    "<|im_assistant|>assistant<|im_middle|>First.<|im_end|><|im_user|>user<|im_middle|>Two?<|im_end|>"
+    "<|im_assistant|>assistant<|im_middle|>Second.<|im_end|>",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nOne?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nFirst.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nTwo?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nSecond.<|eot_id|>",
+    "mistral": "<s> [INST] Be brief.\n\nOne? [/INST] First.</s> [INST] Two? [/INST] Second.</s>",
+    "olmoe": "<s><|system|>\nBe brief.\n<|user|>\nOne?\n<|assistant|>\nFirst.</s>\n<|user|>\nTwo?\n"
+    "<|assistant|>\nSecond.</s>\n",
+    "phi3": "<|system|>\nBe brief.<|end|>\n<|user|>\nOne?<|end|>\n<|assistant|>\nFirst.<|end|>\n"
+    "<|user|>\nTwo?<|end|>\n<|assistant|>\nSecond.<|end|>\n",
+}
+EXPECTED["qwen"] = EXPECTED["chatml"]
+ENDS = {
+    "chatml": "<|im_end|>",
+    "deepseek3": "<｜end▁of▁sentence｜>",
+    "kimi": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "mistral": "</s>",
+    "olmoe": "</s>",
+    "phi3": "<|end|>",
+    "qwen": "<|im_end|>",
+}
+
+
+def tokenizer_for(name: str) -> Any:
+    return make_tokenizer(
+        template=None, eos_token="</s>", bos_token="<s>", extra_special_tokens=list(TOKENS[name])
+    )
+
+
+def test_the_configuration_knows_every_template() -> None:
+    assert set(WORDS["data.template"]) == set(TOKENS) == {*EXPECTED, "plain"}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_named_templates(name: str) -> None:
+    tokenizer = tokenizer_for(name)
+    encoder = ChatEncoder(tokenizer, name=name)
+    ids, labels = encoder.encode(TALK)
+    assert tokenizer.decode(ids) == EXPECTED[name] == encoder.render(TURNS)
+    end = ENDS[name]
+    assert trained_texts(tokenizer, ids, labels) == [f"First.{end}", f"Second.{end}"]
+    assert EXPECTED[name].startswith(encoder.render(TURNS[:2], prompt=True).rstrip(" "))
+    assert tokenizer.chat_template == encoder.template, "what was trained with is saved"
+    assert name in encoder.source
+
+
+def test_the_plain_template_is_one_text() -> None:
+    tokenizer = tokenizer_for("plain")
+    encoder = ChatEncoder(tokenizer, name="plain")
+    ids, labels = encoder.encode(replace(TALK, messages=TURNS[1:3]))
+    assert tokenizer.decode(ids) == "<s>One?First.</s>"
+    assert trained_texts(tokenizer, ids, labels) == ["First.</s>"]
+    with pytest.raises(UserError, match=r"refuses the conversation.*one question and one answer"):
+        encoder.encode(TALK)
+
+
+def test_a_tokenizer_without_the_templates_tokens_is_refused() -> None:
+    with pytest.raises(UserError, match=r"data\.template=llama3.*missing <\|start_header_id\|>"):
+        ChatEncoder(tokenizer_for("chatml"), name="llama3")
+    with pytest.raises(UserError, match="an end-of-sequence token"):
+        ChatEncoder(make_tokenizer(template=None, eos_token=None), name="mistral")
+    with pytest.raises(UserError, match=r"unknown chat template.*data\.template.*found vicuna"):
+        ChatEncoder(make_tokenizer(), name="vicuna")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_loss_on_the_last_answer_only(template: str) -> None:
+    tokenizer = make_tokenizer(TEMPLATES[template])
+    ids, labels = ChatEncoder(tokenizer, train_on="last").encode(TALK)
+    assert trained_texts(tokenizer, ids, labels) == ["Second.<|im_end|>"]
+    every = ChatEncoder(make_tokenizer(TEMPLATES[template])).encode(TALK)
+    assert (every[0] == ids).all(), "the text is the same"
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_an_answer_of_weight_zero_is_context(template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    silent = Message(role="assistant", content="First.", weight=0)
+    talk = replace(TALK, messages=(*TURNS[:2], silent, *TURNS[3:]))
+    ids, labels = ChatEncoder(tokenizer).encode(talk)
+    assert "First." in tokenizer.decode(ids)
+    assert trained_texts(tokenizer, ids, labels) == ["Second.<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_of_pairs_and_verdicts_only_what_follows_the_prompt_is_trained(template: str) -> None:
+    worse = (*TURNS[:4], Message(role="assistant", content="Worse."))
+    tokenizer = make_tokenizer(template)
+    encoder = ChatEncoder(tokenizer)
+    pair = replace(TALK, rejected=worse)
+    assert trained_texts(tokenizer, *encoder.encode(pair)) == ["Second.<|im_end|>"]
+    other = replace(TALK, messages=worse, rejected=TURNS)
+    assert trained_texts(tokenizer, *encoder.encode(other)) == ["Worse.<|im_end|>"]
+    assert trained_texts(tokenizer, *encoder.encode(replace(TALK, label=False))) == ["Second.<|im_end|>"]
+
+
+def test_raw_text_is_trained_whole_and_ended() -> None:
+    tokenizer = make_tokenizer()
+    ids, labels = ChatEncoder(tokenizer).encode(Conversation((), 0, "f", text="Once."))
+    assert tokenizer.decode(ids) == "Once.<|im_end|>"
+    assert (ids == labels).all()
+
+
+CALL: dict[str, Any] = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOLS = ({"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}},)
+TOOL_TALK = Conversation(
+    (
+        Message(role="user", content="1 + 2?"),
+        Message(role="assistant", content="", tool_calls=[CALL]),
+        Message(role="tool", content="3", name="add"),
+        Message(role="assistant", content="Three."),
+    ),
+    0,
+    "f.jsonl, line 4",
+    TOOLS,
+)
+
+
+def test_tool_calls_are_trained_and_results_are_not() -> None:
+    tokenizer = tokenizer_for("qwen")
+    ids, labels = ChatEncoder(tokenizer, name="qwen").encode(TOOL_TALK)
+    text = tokenizer.decode(ids)
+    assert '"description": "Adds."' in text and "<tool_response>\n3\n</tool_response>" in text
+    assert trained_texts(tokenizer, ids, labels) == [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
+        "Three.<|im_end|>",
+    ]
+    last = ChatEncoder(tokenizer_for("qwen"), name="qwen", train_on="last").encode(TOOL_TALK)[1]
+    assert (last == labels).all(), "call and answer both follow the last question"
+
+
+# A template without blocks that joins a call's arguments as text, as some do.
+AS_TEXT = PLAIN.replace(
+    "m['content'] +",
+    "m['content'] + (m['tool_calls'][0]['function']['name'] + "
+    "m['tool_calls'][0]['function']['arguments'] if m['tool_calls'] else '') +",
+).replace("{% for m in messages %}", "{{ tools | tojson }}{% for m in messages %}", 1)
+
+
+def test_arguments_as_text_where_the_template_wants_them_so() -> None:
+    tokenizer = make_tokenizer(AS_TEXT)
+    ids, labels = ChatEncoder(tokenizer).encode(TOOL_TALK)
+    assert trained_texts(tokenizer, ids, labels) == ['add{"a": 1}<|im_end|>', "Three.<|im_end|>"]
+
+
+def test_a_template_that_drops_tools_or_system_prompts_is_refused() -> None:
+    with pytest.raises(UserError, match=r"leaves a part of the row out.*line 4.*the call of add"):
+        ChatEncoder(make_tokenizer(PLAIN)).encode(TOOL_TALK)
+    alone = replace(ONE, tools=TOOLS)
+    with pytest.raises(UserError, match="the tool add is not in the rendering"):
+        ChatEncoder(make_tokenizer(PLAIN)).encode(alone)
+    deaf = PLAIN.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}", 1)
+    with pytest.raises(UserError, match=r"the system turn \(messages\[1\]\)"):
+        ChatEncoder(make_tokenizer(deaf)).encode(ONE)

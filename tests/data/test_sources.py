@@ -1,0 +1,109 @@
+"""Several sources: weights, order, and what may be mixed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_ray.config.schema import Config, DataConfig
+from kt_ray.data.count import count_rows
+from kt_ray.data.sources import read_sources, sources_of, weighted
+from kt_ray.data.types import Conversation, Message
+from kt_ray.errors import UserError
+
+Build = Callable[..., Config]
+
+
+def file(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def alpaca(name: str, count: int) -> list[Any]:
+    return [{"instruction": f"{name}{i}", "output": "a"} for i in range(count)]
+
+
+def talks(name: str, count: int, first: int = 0) -> list[Conversation]:
+    return [
+        Conversation((Message(role="user", content=f"{name}{i}"),), first + i, f"{name}, line {i}")
+        for i in range(count)
+    ]
+
+
+def names(taken: Any) -> list[str]:
+    return [row.messages[0]["content"] for row, _ in taken]
+
+
+def test_weights_take_rows_as_often_as_they_say_under_their_own_sample_ids() -> None:
+    a, b, c = talks("a", 4), talks("b", 4, 4), talks("c", 6, 8)
+    taken = weighted([(1.0, a), (2.5, b), (0.5, c)], total=14, seed=0)
+    counts = {name: names(taken).count(name) for name in set(names(taken))}
+    assert all(counts[f"a{i}"] == 1 for i in range(4))
+    assert sorted(counts[f"b{i}"] for i in range(4)) == [2, 2, 3, 3]
+    assert sum(name[0] == "c" for name in counts) == 3
+    ids = [sample for _, sample in taken]
+    assert len(set(ids)) == len(ids), "another dropout mask for every copy"
+    assert all(sample % 14 == row.sample_id for row, sample in taken)
+    assert taken == weighted([(1.0, a), (2.5, b), (0.5, c)], total=14, seed=0)
+    assert taken != weighted([(1.0, a), (2.5, b), (0.5, c)], total=14, seed=1)
+    assert len(weighted([(0.01, a)], 4, 0)) == 1, "a source that is named gives a row"
+
+
+def test_sources_are_mixed_evenly() -> None:
+    taken = names(weighted([(1.0, talks("a", 6)), (1.0, talks("b", 3, 6))], 9, 0))
+    assert taken == ["a0", "b0", "a1", "a2", "b1", "a3", "a4", "b2", "a5"]
+
+
+def test_each_source_has_its_own_options(tmp_path: Path) -> None:
+    chat = [{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}] * 3
+    data = DataConfig(
+        system="shared",
+        sources=[
+            {
+                "path": file(tmp_path / "a.jsonl", [{"q": "x", "output": "a"}]),
+                "columns": {"instruction": "q"},
+            },
+            {"path": file(tmp_path / "b.jsonl", chat), "weight": 2, "system": "own", "limit": 2},
+        ],
+    )
+    parts = read_sources(sources_of(data))
+    assert [part.line() for part in parts] == [
+        "a.jsonl: 1 rows, format alpaca (detected)",
+        "b.jsonl: 2 rows, format sharegpt (detected), weight 2",
+    ]
+    rows = [row for part in parts for row in part.rows]
+    assert [row.sample_id for row in rows] == [0, 1, 2]
+    assert [row.messages[0]["content"] for row in rows] == ["shared", "own", "own"]
+    assert [len(part.rows) for part in read_sources(sources_of(data), limit=2)] == [1, 1]
+    assert count_rows(data) == 5
+
+
+def test_kinds_are_not_mixed(tmp_path: Path) -> None:
+    answers = file(tmp_path / "a.jsonl", alpaca("a", 2))
+    pairs = file(tmp_path / "b.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b"}])
+    with pytest.raises(UserError, match=r"different kinds.*b\.jsonl, line 1.*pairs here, sft in"):
+        read_sources(sources_of(DataConfig(sources=[{"path": answers}, {"path": pairs}])))
+
+
+def test_held_out_prompts_are_in_no_source_and_no_copy(config: Build, tmp_path: Path) -> None:
+    from kt_ray.data import load_data
+
+    first = file(tmp_path / "a.jsonl", alpaca("q", 30))
+    second = file(tmp_path / "b.jsonl", [{"instruction": f" Q{i} ", "output": "other"} for i in range(30)])
+    sources = [{"path": first, "weight": 2}, {"path": second}]
+    bundle = load_data(config(sources=sources, eval_fraction=0.2), "", 0)
+    decode = bundle.tokenizer.decode
+
+    def questions(rows: Any) -> set[str]:
+        return {decode(row.input_ids).split("user\n")[1].split("<")[0].strip().lower() for row in rows}
+
+    assert questions(bundle.eval) and not questions(bundle.eval) & questions(bundle.train)
+    assert len(bundle.eval) == 12 and len(bundle.train) == 2 * 24 + 24
+    ids = [row.sample_id for row in (*bundle.train, *bundle.eval)]
+    assert len(set(ids)) == len(ids)
+    again = load_data(config(sources=sources, eval_fraction=0.2), "", 0)
+    assert [row.sample_id for row in again.train] == [row.sample_id for row in bundle.train]

@@ -1,0 +1,94 @@
+"""The routers' load-balancing loss: transformers' own on the whole batch, its gradient in every adapter."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kt_ray.config.schema import LoraConfig
+from kt_ray.errors import UserError
+from kt_ray.model.build import build_on_meta
+from kt_ray.model.routing import balance, router_recorder
+from kt_ray.model.spec import StageSpec
+from kt_ray.train.loop import Schedule, Trainer
+from tests.helpers.hf_reference import Reference, build_checkpoint, random_rows
+from tests.helpers.runs import config_for, local_cluster, relative, waves_of
+
+COEFFICIENT = 3.0  # large, so that its part of the gradients is seen
+LAYOUTS = {
+    "one worker": ["rule=cpu_1worker_1socket"],
+    "two stages, two sockets, micro-batches of two": [
+        "rule=cpu_2workers_2sockets",
+        "trainer.micro_batch_size=2",
+    ],
+    "two replicas": ["rule=cpu_replicas_2"],
+}
+
+
+def transformers_loss(reference: Reference) -> Any:
+    return sys.modules[type(reference.model).__module__].load_balancing_loss_func  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_equals_transformers_on_the_whole_batch(
+    tmp_path: Path, family: str, layout: str, dropout: float
+) -> None:
+    path = build_checkpoint(tmp_path, family)
+    rows = random_rows(6)
+    reference = Reference(path, LoraConfig(rank=4, alpha=8.0, dropout=dropout), seed=3)
+    reference.randomize_b(1)
+    expected = reference.run(rows)
+    layers: dict[torch.nn.Module, list[torch.Tensor]] = {}
+    recorder = router_recorder(reference.model)
+    for module in reference.model.modules():
+        if isinstance(module, recorder.target_class):
+            layers[module] = []
+            module.register_forward_hook(lambda m, _, out: layers[m].append(out[recorder.index]))
+    for tensor in reference.parameters.values():
+        tensor.grad = None
+    for row in rows:
+        reference._sample = row.sample
+        reference.model(input_ids=torch.tensor([row.ids]), use_cache=False)
+    experts = len(reference.experts[next(iter(reference.experts))].down_proj)
+    logits = tuple(torch.cat(parts) for parts in layers.values())
+    aux = transformers_loss(reference)(logits, experts, reference.model.config.num_experts_per_tok)
+    (COEFFICIENT * aux).backward()
+    wanted = {
+        name: expected.grads[name] + (0 if t.grad is None else t.grad)
+        for name, t in reference.parameters.items()
+    }
+    moved = relative(wanted, expected.grads)
+    assert max(moved.values()) > 0.05  # else nothing would be tested
+    config = config_for(path, *LAYOUTS[layout], f"lora.dropout={dropout}", f"trainer.aux_loss={COEFFICIENT}")
+    with local_cluster(path, config) as cluster:
+        cluster.set_parameters({k: v.detach() for k, v in reference.parameters.items()})
+        waves = waves_of(rows, config, cluster.plan)
+        trainer = Trainer(config, cluster, Schedule(1, 1, lambda _: [waves]))
+        loss, slopes = trainer._balance(0, [waves])
+        tokens = sum(mb.loss_tokens for replica in waves for group in replica for mb in group)
+        trainer._pass(0, "train", waves, tokens, router_slopes=slopes)
+        gradients = cluster.gradients()
+    assert loss == pytest.approx(float(aux.detach()), rel=1e-5)
+    errors = relative(gradients, wanted)
+    assert max(errors.values()) <= 1e-4, max(errors.items(), key=lambda item: item[1])
+
+
+def test_even_routing_has_the_smallest_loss() -> None:
+    even, slopes = balance(np.full(4, 10.0), np.full(4, 5.0), 2, 0.5)
+    assert even == pytest.approx(2.0) and slopes == pytest.approx((0.5 * 4 * 0.5 / 20,) * 4)
+    uneven, _ = balance(np.array([20.0, 20.0, 0.0, 0.0]), np.array([10.0, 10.0, 0.0, 0.0]), 2, 0.5)
+    assert uneven > even
+
+
+def test_families_without_it_are_refused_by_name(tmp_path: Path) -> None:
+    path = build_checkpoint(tmp_path, "deepseek_v3")
+    model = build_on_meta(StageSpec(str(path), (0, 1), 3))
+    with pytest.raises(UserError, match=r"DeepseekV3ForCausalLM has no load-balancing loss.*aux_loss=0"):
+        router_recorder(model.causal)

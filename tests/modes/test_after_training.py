@@ -1,0 +1,97 @@
+"""eval.after_training: what the actors that trained answer is what the written adapter answers later."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_ray import cli
+from kt_ray.demo.recipes import persona_path
+from kt_ray.demo.tokenizer import train_tokenizer
+from kt_ray.errors import UserError
+from kt_ray.modes import train
+from tests.helpers.hf_reference import build_checkpoint
+
+COMMON = [
+    *("cluster=local", "model.dtype=float32", "rule.worker_threads=1", "tracking.progress=false"),
+    *("generate.max_new_tokens=8", "data.limit=60", "data.eval_fraction=0.2"),
+]
+TRAIN = [
+    "trainer.max_steps=3",
+    "trainer.batch_size=2",
+    "optim.lr=0.05",
+    "trainer.eval_every=3",
+    "eval.after_training=5",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = build_checkpoint(
+        tmp_path_factory.mktemp("model"), "deepseek_v3", vocab_size=320, max_position_embeddings=512
+    )
+    train_tokenizer(persona_path(), 320).save_pretrained(path)
+    yield path
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(model: Path, name: str, *overrides: str) -> int:
+    return cli.main(["data=demo", f"model.path={model}", f"run.name={name}", *COMMON, *overrides])
+
+
+def rows(name: str) -> dict[int, dict[str, Any]]:
+    lines = Path(f"runs/{name}/predictions.jsonl").read_text().splitlines()
+    return {row["id"]: row for row in map(json.loads, lines)}
+
+
+def test_answers_are_those_of_the_written_adapter(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(model, "t", *TRAIN) == 0
+    shown = capsys.readouterr().out
+    assert "BLEU-4" in shown and "base" in shown and "adapter" in shown
+    told = rows("t")
+    assert len(told) == 5
+    assert run(model, "p", "mode=predict", "generate.adapter=runs/t", "generate.answer=both") == 0
+    later = rows("p")
+    for number, row in told.items():
+        assert {k: later[number][k] for k in ("predict", "base", "label", "finish")} == {
+            k: row[k] for k in ("predict", "base", "label", "finish")
+        }
+    assert any(row["predict"] != row["base"] for row in told.values())
+    scores = json.loads(Path("runs/t/eval.json").read_text())
+    assert scores["rows"] == 5 and scores["base"] and scores["adapter"]
+    assert scores["change"]["loss"] < 0  # the run's own held-out losses stand in the table
+    assert Path("runs/t/eval.md").read_text().startswith("| metric")
+
+
+def test_what_cannot_be_answered_is_refused_before_training(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("text.jsonl").write_text(
+        "".join(json.dumps({"text": f"line {n} of a book"}) + "\n" for n in range(40))
+    )
+    assert run(model, "x", *TRAIN, "data.path=text.jsonl", "trainer.stage=pt") != 0
+    error = capsys.readouterr().err
+    assert "text.jsonl" in error and "asks nothing" in error
+    assert run(model, "x", *TRAIN, "data.eval_fraction=0", "trainer.eval_every=0") != 0
+    assert "eval.after_training" in capsys.readouterr().err
+    assert not Path("runs/x").exists()
+
+
+def test_trouble_with_answers_leaves_the_run_finished(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise UserError("an actor fell silent")
+
+    monkeypatch.setattr(train, "before_and_after", broken)
+    assert run(model, "t", *TRAIN) == 0
+    assert "were not answered" in capsys.readouterr().out
+    assert Path("runs/t/adapter/adapter_model.safetensors").is_file()

@@ -1,0 +1,138 @@
+"""What generation needs: caches against transformers' own, and plans that count them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kt_ray.config.schema import Config, EvalConfig, GenerateConfig
+from kt_ray.errors import UserError
+from kt_ray.placement.cache import CacheWidth
+from kt_ray.placement.generation_memory import cache_bytes, room, step_tokens
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.types import Plan
+from tests.placement.configs import SMALL, make_config, make_hardware, small_dims
+
+ROWS = 2
+
+
+def tensors(values: Any) -> Iterator[Any]:
+    import torch
+
+    for value in values:
+        if isinstance(value, dict):
+            yield from tensors(value.values())
+        elif isinstance(value, torch.Tensor) and value.dim():
+            yield value
+
+
+@pytest.mark.parametrize("tokens", [10, 30])
+@pytest.mark.parametrize("family", sorted(SMALL))
+def test_caches_are_as_large_as_transformers_makes_them(family: str, tokens: int) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from kt_ray.model.caches import new_cache
+
+    config = transformers.AutoConfig.for_model(**SMALL[family])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    dims = small_dims(family)
+    cache = new_cache(model.config, range(dims.num_layers))
+    with torch.no_grad():
+        for ids in torch.randint(3, 50, (ROWS, tokens)).split([tokens - 1, 1], dim=1):
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    for width, layer in zip(dims.cache_widths, cache.layers, strict=True):
+        # DeepSeek-V4's keys and values are the same tensor.
+        held = {t.data_ptr(): t.numel() * 4 for t in tensors(vars(layer).values()) if t.numel()}
+        planned = width.bytes(ROWS, ROWS * tokens, 4)
+        if width.row:  # of what waits to be compressed the plan counts the most there can be
+            assert sum(held.values()) <= planned
+            if width.state or not width.token:
+                assert sum(held.values()) == planned
+        else:
+            assert sum(held.values()) == planned
+
+
+def test_a_sliding_window_keeps_no_more_than_its_tokens() -> None:
+    width = CacheWidth(near=10, window=7)
+    assert width.bytes(rows=3, tokens=12, element=2) == 240
+    assert width.bytes(rows=3, tokens=1000, element=2) == 2 * 10 * 3 * 7
+
+
+def config_of(mode: str = "chat", **generate: Any) -> Config:
+    config = make_config(mode=mode, cluster="local", data={"max_length": 70})
+    return dataclasses.replace(config, generate=GenerateConfig(**generate))
+
+
+def plan_of(config: Config, memory: int = 64 << 30) -> Plan:
+    return make_plan(small_dims("qwen3_moe"), config, make_hardware(memory=memory))
+
+
+def items(plan: Plan) -> dict[str, int]:
+    return {line.item: line.bytes for budget in plan.budgets for line in budget.lines}
+
+
+def test_a_plan_of_generation_counts_caches_and_nothing_for_training() -> None:
+    dims = small_dims("qwen3_moe")
+    config = config_of(batch_size=4, max_new_tokens=50, prefill_tokens=60)
+    assert room(dims, config) == 4 * 120 and step_tokens(config) == 64
+    plan = plan_of(config)
+    found = items(plan)
+    # Keys and values of 2 heads of 24 in 4 layers, one of which is copied as it grows.
+    assert found["caches"] == 2 * 480 * (4 + 1) * 2 * 2 * 24
+    assert found["caches"] == cache_bytes(dims, config, range(4), 2)
+    assert "kept activations" not in found and found["logits"] == 4 * dims.vocab_size * 10
+    assert any("480 tokens per replica, in at most 4 rows" in note for note in plan.notes)
+    training = items(plan_of(config_of("plan")))
+    assert "caches" not in training and training["kept activations"] > 0
+
+    wider = items(plan_of(config_of(batch_size=4, max_new_tokens=50, prefill_tokens=60, cache_tokens=4800)))
+    assert wider["caches"] == 10 * found["caches"] and wider["workspace"] > found["workspace"]
+    assert wider["experts"] == found["experts"] and wider["weights"] == found["weights"]
+
+
+def test_the_models_context_bounds_a_row() -> None:
+    dims = dataclasses.replace(small_dims("qwen3_moe"), context=100)
+    assert room(dims, config_of(batch_size=4, max_new_tokens=50)) == 4 * 100
+    assert room(dims, config_of(batch_size=4, max_new_tokens=50, cache_tokens=7)) == 7
+
+
+def test_training_settings_do_not_stop_generation_but_a_refused_family_does() -> None:
+    config = config_of()
+    config = dataclasses.replace(
+        config,
+        rule=dataclasses.replace(config.rule, replicas=2),
+        trainer=dataclasses.replace(config.trainer, batch_size=1),
+    )
+    assert plan_of(config).replicas == 2
+    refused = dataclasses.replace(small_dims("qwen3_moe"), refusal="experts of another kind")
+    with pytest.raises(UserError, match=r"cannot be used from this checkpoint.*another kind"):
+        make_plan(refused, config, make_hardware())
+
+
+def test_answers_after_training_use_the_room_of_activations_and_count_the_rest() -> None:
+    dims = dataclasses.replace(small_dims("qwen3_moe"), context=0)  # answers as long as asked for
+
+    def of(config: Config) -> dict[str, int]:
+        return items(make_plan(dims, config, make_hardware(memory=64 << 30)))
+
+    def training(count: int, new_tokens: int) -> dict[str, int]:
+        config = config_of("train", batch_size=32, max_new_tokens=new_tokens, prefill_tokens=60)
+        return of(dataclasses.replace(config, eval=EvalConfig(after_training=count)))
+
+    assert "answers" not in training(0, 50)
+    few, many = training(4, 5_000), training(8, 5_000)
+    assert many["answers"] > few["answers"] > 0
+    # Four rows of 70 tokens and an answer each; caches, workspace and logits less what training had there.
+    config = config_of(batch_size=4, max_new_tokens=5_000, prefill_tokens=60)
+    answering = of(config)
+    needed = sum(answering[name] for name in ("caches", "workspace", "logits"))
+    room_of_training = sum(few[name] for name in ("kept activations", "workspace", "logits"))
+    # Training's widths of a layer are taken, which are the larger ones.
+    assert needed - room_of_training <= few["answers"] <= 1.15 * (needed - room_of_training)
+    assert {k: v for k, v in few.items() if k != "answers"} == training(0, 50)

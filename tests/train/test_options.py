@@ -1,0 +1,218 @@
+"""The trainer's options against a cluster whose figures are scripted, and what only a real one shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+import kt_ray.train.loop as loop
+from kt_ray.batch import IGNORE, MicroBatch, PassSpec
+from kt_ray.config.compose import compose
+from kt_ray.errors import BadStep, UserError
+from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.tracking.metrics import StepMetrics
+from kt_ray.train.cluster import Cluster
+from kt_ray.train.loop import Events, Schedule, Trainer
+from kt_ray.train.reports import PassReport
+from tests.helpers.hf_reference import build_checkpoint, random_rows
+from tests.helpers.runs import config_for, local_cluster, steps, waves_of
+
+LABELS = np.array([[IGNORE, 1, 2]])
+WAVE = ((tuple(MicroBatch(LABELS, LABELS, np.array([3]), np.array([n])) for n in (40, 41)),),)
+
+
+class Scripted:
+    """A cluster that computes nothing: losses and norms by step, held-out losses by steps taken."""
+
+    plan = None
+
+    def __init__(self, losses: dict[int, float], norms: dict[int, float], held_out: dict[int, float]) -> None:
+        self.losses, self.norms, self.held_out = losses, norms, held_out
+        self.calls: list[str] = []
+
+    def run_pass(self, spec: PassSpec) -> PassReport:
+        if spec.kind == "eval":
+            return PassReport(self.held_out[spec.step], 0.0, (), ())
+        loss = self.losses.get(spec.step, 1.0)
+        if math.isnan(loss):
+            raise BadStep(f"the loss of step {spec.step + 1} is nan; the step was not applied")
+        return PassReport(loss, 0.0, (), (), (([[1.0, 4 * loss - 1.0]],),))
+
+    def prepare(self, step: int) -> float:
+        return self.norms.get(step, 1.0) ** 2
+
+    def commit(self, step: int, lr: float, clip: float) -> float:
+        self.calls.append(f"commit {step}")
+        return 0.0
+
+    def discard(self) -> None:
+        self.calls.append("discard")
+
+    def skip(self, step: int) -> None:
+        self.calls.append(f"skip {step}")
+
+    def largest_gradients(self, count: int) -> list[tuple[float, str]]:
+        return [(7.0, "model.layers.2.mlp.experts.1.up_proj.lora_B.weight")]
+
+
+Go = Callable[..., tuple[Trainer, Scripted, list[str]]]
+
+
+@pytest.fixture
+def go(monkeypatch: pytest.MonkeyPatch) -> Go:
+    monkeypatch.setattr(loop, "tokens_per_expert", lambda *_: {})
+    monkeypatch.setattr(ExpertLoad, "plus", lambda self, _: self)
+    figures = StepMetrics(1, 0.0, 0.0, 0.0, 0.0, 1, 1.0, 1.0)
+    monkeypatch.setattr(loop, "step_metrics", lambda *_, step, **__: dataclasses.replace(figures, step=step))
+
+    def run(
+        *settings: str,
+        total: int = 8,
+        losses: dict[int, float] | None = None,
+        norms: dict[int, float] | None = None,
+        held_out: list[float] | None = None,
+        **options: Any,
+    ) -> tuple[Trainer, Scripted, list[str]]:
+        config = compose(["cluster=local", "trainer.eval_every=0", *settings])
+        every = config.trainer.eval_every or 1
+        cluster = Scripted(losses or {}, norms or {}, {i * every: x for i, x in enumerate(held_out or [])})
+        told: list[str] = []
+
+        def save(taken: int) -> None:
+            told.append(f"save {taken}")
+
+        events = Events(
+            save=save, say=told.append, best=lambda taken, loss: told.append(f"best {taken} {loss}")
+        )
+        schedule = Schedule(total, total, lambda step: [WAVE], [WAVE] if held_out else ())
+        trainer = Trainer(config, cast(Cluster, cluster), schedule, events, **options)
+        try:
+            trainer.run()
+        except BadStep as bad:
+            told.append(bad.line())
+        return trainer, cluster, told
+
+    return run
+
+
+def test_early_stopping(go: Go) -> None:
+    held_out = [3.0, 2.0, 2.5, 2.4, 1.0]
+    trainer, cluster, told = go("trainer.eval_every=2", "trainer.early_stopping=2", held_out=held_out)
+    assert trainer.summary.steps == 6 and trainer.best == (2, 2.0)
+    assert told[-1] == "save 6" and "stopped after step 6 of 8: 2 evaluations" in told[-2]
+    assert trainer.with_all_steps(lambda: "work") == "work" and cluster.calls[-1] == "commit 5"
+    trainer, _, _ = go("trainer.eval_every=2", "trainer.early_stopping=3", held_out=held_out)
+    assert trainer.summary.steps == 8 and not trainer.summary.stopped and trainer.best == (8, 1.0)
+
+
+def test_early_stopping_threshold(go: Go) -> None:
+    settings = ["trainer.eval_every=2", "trainer.early_stopping=2", "trainer.early_stopping_threshold=0.5"]
+    trainer, _, _ = go(*settings, held_out=[3.0, 2.9, 2.8, 1.0, 1.0])
+    assert trainer.summary.steps == 4 and trainer.best == (0, 3.0)
+
+
+def test_best_is_saved_where_it_is_found(go: Go) -> None:
+    _, _, told = go("trainer.eval_every=2", "trainer.save_best=true", held_out=[3.0, 2.0, 2.5, 1.5, 1.6])
+    assert told == ["save 2", "best 2 2.0", "save 6", "best 6 1.5", "save 8"]
+    # a continued run knows what it has to beat
+    _, _, told = go(
+        "trainer.eval_every=2",
+        "trainer.save_best=true",
+        held_out=[3.0, 2.0, 2.5, 1.5, 1.6],
+        first_step=4,
+        best=(2, 1.55),
+    )
+    assert told == ["save 6", "best 6 1.5", "save 8"]
+
+
+def test_time_limit_stops_with_a_checkpoint(go: Go) -> None:
+    trainer, _, told = go("trainer.max_hours=1", began=time.monotonic() - 3601)
+    assert trainer.summary.steps == 1 and told[-1] == "save 1"
+    assert "trainer.max_hours=1" in trainer.summary.stopped
+    trainer, _, _ = go("trainer.max_hours=1", began=time.monotonic() - 3000)
+    assert trainer.summary.steps == 8 and not trainer.summary.stopped
+
+
+def test_a_loss_that_is_not_finite_stops_or_is_skipped(go: Go) -> None:
+    trainer, cluster, told = go(losses={2: math.nan})
+    assert cluster.calls == ["commit 0", "commit 1", "discard"] and "step 3 is nan" in told[-1]
+    trainer, cluster, told = go("trainer.bad_steps=skip", losses={2: math.nan}, total=4)
+    assert cluster.calls == ["commit 0", "commit 1", "discard", "skip 2", "commit 3"]
+    assert trainer.summary.skipped == 1 and trainer.summary.steps == 3 and len(trainer.summary.losses) == 4
+    assert told[0].startswith("step 3 skipped") and told[-1] == "save 4"
+
+
+def test_spikes_are_named(go: Go) -> None:
+    _, cluster, told = go("trainer.spike=3", losses={5: 3.5})
+    assert "commit 5" not in cluster.calls and "commit 4" in cluster.calls
+    line = told[-1]
+    assert "loss of step 6 is 3.5, 3.5 times the median 1 of the steps before" in line
+    assert "group 0, micro-batch 1 (rows 41; loss 6.5 per token)" in line
+    assert "largest gradient: model.layers.2.mlp.experts.1.up_proj.lora_B.weight, norm 7" in line
+    trainer, _, _ = go("trainer.spike=3", "trainer.bad_steps=skip", norms={5: 3.5})
+    assert trainer.summary.skipped == 1
+    trainer, _, _ = go("trainer.spike=4", losses={5: 3.5}, norms={5: 3.5})
+    assert trainer.summary.steps == 8
+    trainer, _, _ = go("trainer.spike=3", losses={3: 50.0})  # too early to know what is usual
+    assert trainer.summary.steps == 8
+
+
+def test_a_gradient_that_is_not_finite(go: Go) -> None:
+    _, cluster, told = go(norms={1: math.inf})
+    assert "gradient norm of step 2 is inf" in told[-1] and "commit 1" not in cluster.calls
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("trainer.early_stopping=2", r"early_stopping=2 goes by the held-out loss.*eval_every"),
+        ("trainer.save_best=true", r"save_best=true goes by the held-out loss"),
+        ("trainer.spike=0.5", r"spike=0\.5 would refuse ordinary steps"),
+        ("trainer.profile_steps=[0]", r"counts steps from 1"),
+        ("preference.label_smoothing=0.1", r"label_smoothing.*has no meaning for trainer\.stage=sft"),
+        ("trainer.stage=rlhf", r"trainer\.stage=rlhf is not known"),
+    ],
+)
+def test_refused_before_anything_starts(setting: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compose(["trainer.eval_every=0", setting])
+
+
+def test_skipping_leaves_no_trace_and_counts(tmp_path: Path) -> None:
+    path = build_checkpoint(tmp_path, "deepseek_v3")
+    rows = random_rows(8)
+    config = config_for(path, "rule=cpu_2workers_2sockets", "optim.lr=0.02", "trainer.bad_steps=skip")
+    name = "model.layers.1.self_attn.o_proj.lora_B.weight"
+    with local_cluster(path, config) as cluster:
+        start = cluster.parameters()
+        cluster.set_parameters({name: torch.full_like(start[name], float("nan"))})
+        skipped = steps(cluster, config, [rows], 2, stop=1)
+        assert math.isnan(skipped[0])
+        cluster.set_parameters(start)
+        assert all(torch.equal(value, start[n]) for n, value in cluster.parameters().items())
+        first = steps(cluster, config, [rows], 2, first=1)
+        assert all(handle.actor.committed() == 2 for handle in cluster.handles)  # type: ignore[attr-defined]
+        largest = cluster.largest_gradients(2)
+        assert len(largest) == 2
+    assert math.isfinite(first[0])
+
+
+def test_profile_of_a_step(tmp_path: Path) -> None:
+    path = build_checkpoint(tmp_path, "deepseek_v3")
+    config = config_for(path, "rule=cpu_2workers_2sockets", "trainer.profile_steps=[2]")
+    with local_cluster(path, config) as cluster:
+        wave = waves_of(random_rows(4), config, cluster.plan)
+        Trainer(config, cluster, Schedule(3, 3, lambda _: [wave]), profile=tmp_path / "profile").run()
+    (file,) = (tmp_path / "profile").iterdir()
+    assert file.name.startswith("step_000002_pass_2_worker-")
+    events = json.loads(file.read_text())["traceEvents"]
+    assert any(event.get("name", "").startswith("aten::") for event in events)
