@@ -163,6 +163,27 @@ def test_options_have_the_models_own_probabilities(model: Path) -> None:
     assert {"letter_accuracy", "letter_accuracy_logits", "exact_match"} <= set(metrics["adapter"])
 
 
+def test_of_preferences_the_better_answer_counts(model: Path) -> None:
+    pairs = [{"prompt": f"{i}?", "chosen": f"a gull {i}", "rejected": f"a cod {i}"} for i in range(4)]
+    verdicts = [{"prompt": f"{i}?", "completion": f"a gull {i}", "label": i % 2 == 0} for i in range(4)]
+    answers = [{"instruction": f"{i}?", "output": f"a gull {i}"} for i in range(4)]
+    losses = []
+    kinds = {"pairs": pairs, "kto": verdicts, "sft": answers, "half": answers[::2]}
+    for name, rows in kinds.items():
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = ["data=jsonl", f"data.path={name}.jsonl", "generate.split=all", f"run.name={name}"]
+        assert evaluate(model, "generate.adapter=runs/t", *data) == 0
+        directory = f"runs/{name}"
+        assert [row["label"] for row in lines(directory)] == [
+            f"a gull {i}" for i in (range(0, 4, 2) if name in ("kto", "half") else range(4))
+        ]
+        kept = json.loads(Path(directory, "losses.json").read_text())
+        losses.append([kept[side] for side in ("base", "adapter")])
+    assert losses[0] == losses[2]
+    for one, other in zip(losses[1], losses[3], strict=True):
+        assert one["tokens"] == other["tokens"] and one["nats"] == pytest.approx(other["nats"], rel=1e-6)
+
+
 def test_other_rows_than_those_of_training_are_told(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate(model, "generate.adapter=runs/t", "run.name=o", "seed=5", "generate.limit=1") == 0
     assert "trained with seed=0, here 5" in capsys.readouterr().out
@@ -179,6 +200,7 @@ def test_other_rows_than_those_of_training_are_told(model: Path, capsys: pytest.
         (["mode=eval", "generate.adapter=runs/t"], "other settings"),
         (["eval.after_training=2", "data.eval_fraction=0"], "needs held-out rows"),
         (["eval.after_training=2", "generate.max_new_tokens=600"], "context"),
+        (["eval.after_training=2", "lora.init=pissa", "lora.experts=false"], "changes its weights"),
         (["eval.after_training=-1"], "at least 0"),
     ],
 )
