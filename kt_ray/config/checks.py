@@ -443,8 +443,7 @@ def _results(config: Config) -> None:
         raise fault(
             "eval.after_training",
             config.eval.after_training,
-            f"asks the model without its adapter, but lora.init={config.lora.init} changes its weights while it "
-            "trains",
+            f"asks the model without its adapter, whose weights lora.init={config.lora.init} changes",
             "0 with lora.init=pissa",
             "set eval.after_training=0, and run mode=eval generate.adapter=<run> afterwards",
         )

@@ -65,9 +65,11 @@ def open_held_out(made: Setup, ids: Sequence[int], directory: Path) -> HeldOut:
         data = replace(data, eval_fraction=0.0, eval_path=None)
     bundle = load_data(replace(config, data=data), made.model_dir, config.seed)
     wanted = set(ids)
-    # Of pairs the better answer; unwanted answers are none that a model should find probable.
-    units = bundle.train if every else bundle.eval
-    answers = [unit.chosen if isinstance(unit, Pair) else unit for unit in units]
+    # Of pairs the better answer (pair n holds the rows 2n and 2n + 1); of verdicts the wanted ones.
+    answers = [
+        replace(unit.chosen, sample_id=unit.chosen.sample_id // 2) if isinstance(unit, Pair) else unit
+        for unit in (bundle.train if every else bundle.eval)
+    ]
     rows = [row for row in answers if row.sample_id in wanted and row.sign >= 0]
     settings = {
         "model": made.fingerprint,

@@ -200,7 +200,10 @@ def test_other_rows_than_those_of_training_are_told(model: Path, capsys: pytest.
         (["mode=eval", "generate.adapter=runs/t"], "other settings"),
         (["eval.after_training=2", "data.eval_fraction=0"], "needs held-out rows"),
         (["eval.after_training=2", "generate.max_new_tokens=600"], "context"),
-        (["eval.after_training=2", "lora.init=pissa", "lora.experts=false"], "changes its weights"),
+        (
+            ["eval.after_training=2", "lora.init=pissa", "lora.experts=false"],
+            "without its adapter, whose weights",
+        ),
         (["eval.after_training=-1"], "at least 0"),
     ],
 )
