@@ -476,6 +476,14 @@ def _results(config: Config) -> None:
             "0, or held-out rows",
             "set eval.after_training=0, data.eval_fraction or data.eval_path",
         )
+    if config.mode == "train" and config.eval.after_training and config.lora.init.startswith("pissa"):
+        raise fault(
+            "eval.after_training",
+            config.eval.after_training,
+            f"asks the model without its adapter, whose weights lora.init={config.lora.init} changes",
+            "0 with lora.init=pissa",
+            "set eval.after_training=0, and run mode=eval generate.adapter=<run> afterwards",
+        )
     letters = config.eval.letters
     if len(set(letters)) != len(letters) or not re.fullmatch(r"[A-Z]{2,}", letters):
         raise fault(

@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +21,7 @@ from kt_ray.evaluate.predictions import Predictions, check_complete, check_same_
 from kt_ray.evaluate.scores import Scores, score
 from kt_ray.evaluate.table import Comparison, compare
 from kt_ray.modes.wanted import to_answer
+from kt_ray.report.rundata import flatten
 from kt_ray.rundir import RunDir, plain, write_atomic
 from kt_ray.tracking.jsonl import read_jsonl
 
@@ -189,22 +191,26 @@ def _losses(home: Path) -> tuple[dict[str, dict[str, float]], str]:
         figures = {side: {"loss": s.loss, "perplexity": s.perplexity} for side, s in measured.items()}
         tokens = max(total.tokens for total in measured.values())
         return figures, f"loss and perplexity are over the rows' {tokens} answer tokens"
-    if not _is_run(home):
-        return {}, ""
     note = "loss and perplexity are the run's own held-out ones (metrics.jsonl), over its eval split"
-    return _losses_of_run(home), note
+    return (_losses_of_run(home), note) if _is_run(home) else ({}, "")
 
 
 def _losses_of_run(directory: Path) -> dict[str, dict[str, float]]:
-    """The run's held-out loss before the first step (the base's) and after its last evaluation."""
+    """The run's held-out loss before the first step (the base's), and that of its adapter's step."""
+    config = flatten(yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8")))
+    if config.get("trainer.stage", "sft") not in ("sft", "pt"):
+        return {}  # a preference loss is not in nats per token
     found = [
         (record["step"], float(record["eval_loss"]))
         for record in read_jsonl(directory / "metrics.jsonl")
         if isinstance(record.get("step"), int) and isinstance(record.get("eval_loss"), int | float)
     ]
     losses: dict[str, dict[str, float]] = {}
-    # LoRA's B begins at zero: before the first step the model is the base.
-    for side, steps in (("base", found[:1]), ("adapter", found[-1:])):
+    # LoRA begins without effect: before the first step the model is the base.
+    last = found[-1:]
+    if config.get("trainer.save_best"):
+        last = sorted((point for point in found if point[0] > 0), key=lambda point: point[1])[:1]
+    for side, steps in (("base", found[:1]), ("adapter", last)):
         for step, loss in steps:
             if (side == "base") == (step == 0):
                 losses[side] = {"loss": loss, "perplexity": perplexity(loss)}

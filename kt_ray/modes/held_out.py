@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.batch import PassSpec
-from kt_ray.data import Row, Wave, eval_waves, load_data
+from kt_ray.data import Pair, Row, Wave, eval_waves, load_data
 from kt_ray.evaluate.loss import LOSSES_FILE, LossSum, losses_file, sums
 from kt_ray.modes.generation import Setup
 from kt_ray.modes.predict import adapter_file, who
@@ -65,7 +65,12 @@ def open_held_out(made: Setup, ids: Sequence[int], directory: Path) -> HeldOut:
         data = replace(data, eval_fraction=0.0, eval_path=None)
     bundle = load_data(replace(config, data=data), made.model_dir, config.seed)
     wanted = set(ids)
-    rows = [row for row in (bundle.train if every else bundle.eval) if row.sample_id in wanted]
+    # Of pairs the better answer (pair n holds the rows 2n and 2n + 1); of verdicts the wanted ones.
+    answers = [
+        replace(unit.chosen, sample_id=unit.chosen.sample_id // 2) if isinstance(unit, Pair) else unit
+        for unit in (bundle.train if every else bundle.eval)
+    ]
+    rows = [row for row in answers if row.sample_id in wanted and row.sign >= 0]
     settings = {
         "model": made.fingerprint,
         "adapter": made.adapter if True in who(made) else None,

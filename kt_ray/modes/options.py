@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from kt_ray.data.types import Conversation, Message
+from kt_ray.data.types import Conversation
 from kt_ray.errors import UserError
 from kt_ray.evaluate.choice import option_answers
 from kt_ray.evaluate.predictions import Prediction, Predictions
@@ -70,7 +70,10 @@ def options_of(made: Setup, rows: Sequence[Conversation]) -> list[Options | None
 def _options(made: Setup, row: Conversation) -> Options:
     before, last = row.messages[:-1], row.messages[-1]
     answers = option_answers(last["content"], made.config.eval.letters)
-    ids = {letter: _tokens(made, (*before, {**last, "content": text})) for letter, text in answers.items()}
+    ids = {
+        letter: _tokens(made, replace(row, messages=(*before, {**last, "content": text})))
+        for letter, text in answers.items()
+    }
     same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*ids.values(), strict=False))
     prompt = tuple(tokens[0] for tokens in same)
     tokens = {letter: found[len(prompt)] for letter, found in ids.items() if len(found) > len(prompt)}
@@ -85,6 +88,7 @@ def _options(made: Setup, row: Conversation) -> Options:
     return Options(prompt, tokens)
 
 
-def _tokens(made: Setup, messages: tuple[Message, ...]) -> list[int]:
-    text = made.encoder.render(messages)
-    return list(made.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+def _tokens(made: Setup, row: Conversation) -> list[int]:
+    """As training sees the row."""
+    ids, _ = made.encoder.encode(row)
+    return [int(token) for token in ids]

@@ -122,7 +122,8 @@ def read_predictions(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def held_out(config: Config) -> list[Conversation]:
-    """The rows that generate.split names, as training sees them.
+    """The rows that generate.split names, as training sees them: of pairs the better answer is the label, and
+    rows with an unwanted answer (KTO) are left out.
 
     Raises:
         UserError: rows without a question.
@@ -137,7 +138,7 @@ def held_out(config: Config) -> list[Conversation]:
             required="rows with a question and an answer",
             remedy="name such rows in data.path, or set data.format if the format was not meant",
         )
-    return rows[: config.generate.limit]
+    return [row for row in rows if row.label is not False][: config.generate.limit]
 
 
 def questions_of(made: Setup) -> list[Question]:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kt_ray.errors import UserError
-from kt_ray.evaluate.choice import argmax_letter, exact_match, extract_letter, label_letter
+from kt_ray.evaluate.choice import (
+    argmax_letter,
+    exact_match,
+    extract_letter,
+    label_letter,
+    option_answers,
+)
 
 ANSWERS = [
     # the letter alone
@@ -82,6 +88,24 @@ def test_label_letter(label, letter):
 @pytest.mark.parametrize("label", ["", "b", "Because", "B Paris", "E", "The answer is B", "A cat."])
 def test_what_is_no_option(label):
     assert label_letter(label) is None
+
+
+@pytest.mark.parametrize(
+    ("label", "answers"),
+    [
+        ("B", ["A", "B"]),
+        ("(B) Paris", ["(A)", "(B)"]),
+        ("B. Paris", ["A.", "B."]),
+        (" Ｂ：对", ["A:", "B:"]),
+    ],
+)
+def test_options_are_written_as_the_label_is(label, answers):
+    assert option_answers(label, "AB") == dict(zip("AB", answers, strict=True))
+
+
+def test_no_option_has_no_answers():
+    with pytest.raises(ValueError, match="none of the options AB"):
+        option_answers("C", "AB")
 
 
 def test_argmax_letter():

@@ -8,12 +8,14 @@ import math
 import pytest
 
 from kt_ray.errors import UserError
-from kt_ray.evaluate.loss import LossSum, perplexity
+from kt_ray.evaluate.loss import LossSum, perplexity, read_losses
 from kt_ray.evaluate.predictions import (
     Prediction,
     Predictions,
+    check_complete,
     check_same_questions,
     find_answers,
+    missing_answers,
     read_predictions,
 )
 from kt_ray.evaluate.scores import score
@@ -100,12 +102,43 @@ def test_answers_of_both_in_one_file_and_in_the_order_of_their_ids(tmp_path):
     base, adapter = find_answers(tmp_path)
     assert [r.prediction for r in adapter.rows] == ["one", "two"] and adapter.rows[0].option_logits
     assert [r.prediction for r in base.rows] == ["b1", "b2"] and not base.rows[0].option_logits
+    written(file, row | {"id": 1, "predict": "x", "base": "y", "base_option_logits": {"A": 2.0}})
+    assert [side.rows[0].option_logits["A"] for side in find_answers(file)] == [2.0, 1.0]
     written(file, row | {"id": 1, "predict": "x", "base": "y"}, row | {"id": 2, "predict": "x"})
     with pytest.raises(UserError, match="usable base"):
         find_answers(file)
     written(file, row | {"id": 1, "predict": "x"}, row | {"id": 1, "predict": "x"})
     with pytest.raises(UserError, match="an id of its own"):
         find_answers(file)
+
+
+def test_messages_are_shown_where_they_end_in_the_question(tmp_path):
+    file = tmp_path / "predictions.jsonl"
+    row = {"prompt": "<|user|>q", "label": "l", "predict": "x"}
+    turns = [{"role": "user", "content": "q"}]
+    for messages in (turns, [*turns, {"role": "assistant", "content": "l"}], "text", []):
+        written(file, row | {"messages": messages})
+        shown = read_predictions(file).rows[0].prompt
+        assert shown == ("q" if messages == turns else "<|user|>q")
+
+
+def test_a_part_of_the_answers_is_not_the_whole(tmp_path):
+    row = {"prompt": "q", "label": "l", "predict": "x"}
+    written(tmp_path / "predictions.jsonl", row, row)
+    check_complete(tmp_path)  # nobody says how many there should be
+    for count, missing in ((2, 0), (5, 3)):
+        (tmp_path / "predictions.json").write_text(json.dumps({"count": count}))
+        assert missing_answers(tmp_path / "predictions.jsonl") == missing
+    with pytest.raises(UserError, match="3 of 5 rows"):
+        check_complete(tmp_path)
+
+
+def test_losses_beside_the_answers(tmp_path):
+    assert read_losses(tmp_path) == {}
+    (tmp_path / "losses.json").write_text('{"settings": {}, "base": {"nats": 6.0, "tokens": 3}}')
+    assert read_losses(tmp_path) == {"base": LossSum(6.0, 3)}
+    (tmp_path / "losses.json").write_text('{"base"')
+    assert read_losses(tmp_path) == {}
 
 
 def test_whose_answers_they_are(tmp_path):

@@ -53,6 +53,16 @@ def test_repetition_penalty_counts_prompt_and_answer() -> None:
     assert [row.next(logits).token for _ in range(2)] == [2, 0]
 
 
+def test_candidates_are_told_in_their_order() -> None:
+    logits = torch.tensor([0.5, 4.0, 3.0])
+    token = sampler(logprobs=0, candidates=(2, 0)).next(logits)
+    own = torch.log_softmax(logits, -1)
+    assert token.token == 1 and [t for t, _ in token.top] == [2, 0]
+    assert [p for _, p in token.top] == pytest.approx([float(own[2]), float(own[0])])
+    with pytest.raises(UserError, match="candidates"):
+        Sampling(candidates=(2,))
+
+
 def test_no_end_before_min_new_tokens() -> None:
     row = sampler(min_new_tokens=2, max_new_tokens=5, eos=(0,))
     logits = torch.tensor([9.0, 1.0, 0.0])

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kt_ray import cli
-from tests.report.conftest import write_predictions, write_run
+from tests.report.conftest import loss_at, write_predictions, write_run
 
 
 @pytest.fixture
@@ -29,6 +29,20 @@ def test_eval_of_a_run(runs, capsys):
     assert "| loss (nats/token) | 5.2500 |" in text and "metrics.jsonl" in text
     shown = capsys.readouterr().out
     assert "ROUGE-L" in shown and "eval.md" in shown and "<b>question</b> 0" in shown
+
+
+def test_a_runs_own_losses_are_those_of_its_adapter(runs):
+    from kt_ray.modes.eval import _losses_of_run
+
+    path = runs / "a" / "config.yaml"
+    text = path.read_text()
+    with (runs / "a" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 61, "eval_loss": 4.0}) + "\n")
+    assert _losses_of_run(runs / "a")["adapter"]["loss"] == 4.0
+    path.write_text(text.replace("save_best: false", "save_best: true"))
+    assert _losses_of_run(runs / "a")["adapter"]["loss"] == pytest.approx(0.2 + loss_at(60, 1.0))
+    path.write_text(text.replace("stage: sft", "stage: dpo"))
+    assert _losses_of_run(runs / "a") == {}  # not in nats per token
 
 
 def test_eval_of_files_into_another_directory(runs):

@@ -98,6 +98,19 @@ def test_a_failing_tracker_is_left_out_and_the_others_go_on(tmp_path, where, cap
     assert caplog.text.count("training goes on") == 1
 
 
+def test_tables_go_to_those_that_take_them(tmp_path, caplog):
+    class Tables(Failing):
+        def table(self, name, columns, rows):
+            self._call(name)
+
+    good, broken, plain_one = Tables("nowhere"), Tables("eval"), Failing("eval")
+    multi = MultiTracker([good, broken, plain_one])
+    multi.table("eval", ["metric"], [["loss"]])
+    multi.table("again", ["metric"], [["loss"]])
+    assert (good.calls, broken.calls, plain_one.calls) == (["eval", "again"], ["eval"], [])
+    assert multi.trackers == [good, plain_one] and "training goes on" in caplog.text
+
+
 def test_make_tracker(tmp_path, make_config):
     plain_config = make_config(tmp_path, name="a")
     run = RunDir.create(plain_config)
