@@ -107,7 +107,7 @@ def pretrain(
         loads.clear()
         loss = _loss(model, *text.take(course.rows))
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         _balance(loads, course.balance)
