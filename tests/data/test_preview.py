@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +56,42 @@ def test_mode_preview(asked: int, rows: int, config: Build, capsys: pytest.Captu
     assert out.count(" trained\n") == rows
     assert "train: " in out
     assert "data.max_length=" in out, "the truncation report follows"
+
+
+def test_mode_preview_shows_sources_masks_and_packing(
+    config: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two sources of different formats, one twice, packed: what is trained, where from, and how full."""
+    (tmp_path / "faq.csv").write_text("question,answer\nWho?,Tilda.\nWhere?,On the rock.\n")
+    talk = [{"from": "human", "value": "One?"}, {"from": "gpt", "value": "First."}]
+    talk += [{"from": "human", "value": "Two?"}, {"from": "gpt", "value": "Second."}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"conversations": talk}) + "\n")
+    columns = {"instruction": "question", "output": "answer"}
+    sources = [
+        {"path": str(tmp_path / "faq.csv"), "columns": columns, "weight": 2},
+        {"path": str(tmp_path / "chats.jsonl")},
+    ]
+    chosen = config(
+        sources=sources, template="chatml", packing=True, max_length=1024, shuffle=False, train_on="last"
+    )
+    assert preview.run(chosen) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("row 0 (packed: rows 0, 1, 2, 3, 4): ")
+    assert out.count("--- next document ---") == 4
+    assert out.count("<|im_start|>assistant\n[[Tilda.<|im_end|>]]\n") == 2, "the csv's rows are taken twice"
+    assert out.count("[[On the rock.<|im_end|>]]") == 2
+    assert "assistant\nFirst.<|im_end|>" in out and "[[Second.<|im_end|>]]" in out, "the last answer only"
+    assert out.count("[[") == 5
+    assert "source: faq.csv: 2 rows, format alpaca (detected), weight 2" in out
+    assert "source: chats.jsonl: 1 rows, format sharegpt (detected)" in out
+    assert "template: chatml (data.template)" in out
+    assert "train: 5 rows packed into 1, " in out
+
+
+def test_mode_preview_refuses_packing_of_a_family_that_cannot(config: Build, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_next", "num_hidden_layers": 4}')
+    with pytest.raises(UserError, match=r"qwen3_next has gated delta attention.*data\.packing=false"):
+        preview.run(config(builtin="demo", packing=True, model={"path": str(tmp_path)}))
 
 
 def test_mode_preview_needs_a_tokenizer_or_a_model(config: Build) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kt_ray.config.schema import LoraConfig, RuleConfig
 from kt_ray.placement.dims import dims_from_config
 from kt_ray.placement.hardware import nominal_hardware
-from kt_ray.placement.memory import GIB, expert_lora_params, load_of, lora_params
+from kt_ray.placement.memory import GIB, expert_lora_params, load_of, lora_params, mask_bytes
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.remedies import remedies, shortage
 from kt_ray.placement.render import billions, cpu_ranges, gib, memory_table
@@ -92,6 +92,32 @@ def test_replicas_divide_the_tokens() -> None:
     # 5 rows of 16 tokens; the larger replica has 3 rows, in groups of 2 and 1.
     assert (load.total, load.replica, load.micro, load.row) == (80, 48, 32, 16)
     assert load.group == 2 * 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "masks"),
+    [
+        ({}, 0),
+        ({"data": {"packing": True}}, 1),
+        ({"trainer": {"batch_size": 8, "micro_batch_size": 2}}, 1),
+        ({"model": {"attn_implementation": "eager"}}, 2),
+    ],
+)
+def test_attention_masks(changes: dict[str, Any], masks: int) -> None:
+    """bool [rows, 1, row, row], in bfloat16 where eager attention adds them; none for whole rows."""
+    config = make_config(
+        **{
+            "trainer": {"batch_size": 8},
+            **changes,
+            "data": {"max_length": 64, **changes.get("data", {})},
+        }
+    )
+    load = load_of(config, wave=8, groups=2)
+    assert mask_bytes(small_dims(), config, load, "bfloat16") == masks * 8 * 64 * 64
+    # A window smaller than the row needs a mask of its own, packed or not.
+    window = dataclasses.replace(small_dims(), pair_widths=((64, 0), (64, 16), (64, 16), (64, 0)))
+    more = 2 * masks if masks else 1
+    assert mask_bytes(window, config, load, "bfloat16") == more * 8 * 64 * 64
 
 
 def test_formats_and_dtype() -> None:
