@@ -118,10 +118,13 @@ def _run_hydra(arguments: list[str]) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from kt_ray.config.compose import HYDRA_VERSION_BASE, conf_dir, expand, register_resolvers, translate
+    from kt_ray.recipe import with_recipe
 
     _check_flags(arguments)
     register_resolvers()
     flags, keys = _flags_and_keys(arguments)
+    # What is asked to be printed as YAML stays alone on standard output.
+    keys = with_recipe(keys, sys.stderr if {"--cfg", "-c", "--info", "-i"} & set(flags) else None)
     # Flags first: argparse takes keys in one place only and would refuse `seed=1 -m lora.rank=4,8`.
     arguments = flags + expand(keys)
     codes: list[int] = []

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
 from kt_ray.config.fields import fields
+from kt_ray.tracking.metrics import StepMetrics
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted(p.relative_to(ROOT) for p in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+FAMILIES = sorted(p.relative_to(ROOT) for p in (ROOT / "docs" / "families").glob("*.md"))
+PAGES = sorted(p.relative_to(ROOT) for p in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]) + FAMILIES
 
 
 def tree() -> str:
@@ -54,11 +57,20 @@ def test_links_lead_somewhere(page):
 
 def test_the_readme_names_every_page_and_benchmarks_every_file():
     readme = (ROOT / "README.md").read_text()
-    assert {str(p) for p in PAGES if p.name != "README.md"} <= set(
-        re.findall(r"\]\((docs/\w+\.md)\)", readme)
-    )
+    pages = {str(p) for p in PAGES if p.name != "README.md" and p not in FAMILIES}
+    assert pages <= set(re.findall(r"\]\((docs/\w+\.md)\)", readme))
+    families = (ROOT / "docs" / "families.md").read_text()
+    assert [p for p in FAMILIES if f"](families/{p.name})" not in families] == []
     listed = (ROOT / "benchmarks" / "README.md").read_text()
     assert [p.name for p in (ROOT / "benchmarks").glob("*.py") if f"`{p.name}`" not in listed] == []
+
+
+def test_every_figure_of_a_step_has_a_healthy_range():
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    section = re.search(r"\n## Healthy ranges\n(.*?)\n## ", text, re.DOTALL).group(1)
+    first = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    named = {re.sub(r"_(<\w+>|\*)$", "", key) for cell in first for key in re.findall(r"`([^`]+)`", cell)}
+    assert {field.name for field in dataclasses.fields(StepMetrics)} <= named
 
 
 def test_decisions_have_numbers_of_their_own():
@@ -80,5 +92,6 @@ def test_keys_are_options(page):
     named = set(re.findall(rf"(?<![\w./])(?:{groups})\.[a-z_]+(?:\.[a-z_]+)?(?![\w/])", text))
     unknown = {k for k in named if not any(f == k or f.startswith(f"{k}.") for f in fields())}
     unknown -= {k for k in unknown if k.startswith("model.config.")}  # the model's own config.json
+    unknown -= {k for k in unknown if k.endswith(".md")}  # pages: data.md
     # A file of the tree; the beginning of a module's name in transformers.
     assert not unknown - {"optim.py", "model.layers", "model.language_model.layers"}

@@ -25,6 +25,7 @@ HEAVY = {
     "batch": ("torch", "transformers", "peft"),
     "cli": ("torch", "transformers", "peft", "numpy"),
     "openmp": ("torch", "transformers", "peft", "numpy"),
+    "recipe": ("torch", "transformers", "peft", "numpy"),
 }
 
 # Packages of kt_ray that a package may import, itself included. Those not listed here may import any.
@@ -36,7 +37,8 @@ ALLOWED = {
     "config": {"config", "errors"},
     "placement": {"placement", "config", "errors", "batch", "filetypes"},
     "openmp": {"openmp"},
-    "cli": {"cli", "config", "errors", "modes", "openmp"},
+    "recipe": {"recipe", "config", "errors"},
+    "cli": {"cli", "config", "errors", "modes", "openmp", "recipe"},
 }
 
 # Pieces that must not know the Ray layer, even indirectly.

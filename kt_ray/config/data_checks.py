@@ -100,7 +100,11 @@ def _sources(data: DataConfig) -> None:
 
 def _columns(key: str, columns: Mapping[str, Any]) -> None:
     for name, column in columns.items():
-        if not isinstance(column, str) or not column:
+        if column is not None and (not isinstance(column, str) or not column):
             raise fault(
-                f"{key}.{name}", column, "names no column", "the name of a column", f"correct {key}.{name}"
+                f"{key}.{name}",
+                column,
+                "names no column",
+                "the name of a column, or null",
+                f"correct {key}.{name}",
             )

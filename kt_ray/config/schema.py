@@ -85,7 +85,8 @@ class DataConfig:
             system and limit are as below, each for its source.
         format: "auto" (by the keys of the rows), "alpaca", "sharegpt", "messages", "prompt_completion",
             "preference" (chosen and rejected), "kto" or "text"; docs/data.md shows a row of each.
-        columns: the files' names of columns that are called otherwise there: {instruction: question}.
+        columns: the files' names of columns that are called otherwise there: {instruction: question}; null =
+            a column that is not read, though the files have it: {input: null}.
         template: chat template by name (kt_ray/data/templates), or "plain" (no turns: question and answer
             are one text); None = the tokenizer's own, or model.chat_template.
         train_on: "all" answers of a conversation, or the "last" one (all answers after the last question).

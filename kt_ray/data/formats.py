@@ -36,14 +36,15 @@ class Parser:
     Args:
         format: "auto" (the first row decides, the rest must agree) or one of FORMATS.
         system: system prompt of rows that have none; None = none.
-        columns: column of the files for each name of COLUMNS that is called otherwise there.
+        columns: column of the files for each name of COLUMNS that is called otherwise there; None = it is
+            not read, though the files have it.
 
     Attributes:
         format: as given, or as the first row decided.
     """
 
     def __init__(
-        self, format: str = "auto", system: str | None = None, columns: Mapping[str, str] | None = None
+        self, format: str = "auto", system: str | None = None, columns: Mapping[str, str | None] | None = None
     ) -> None:
         if format != "auto" and format not in FORMATS:
             raise UserError(
@@ -56,8 +57,9 @@ class Parser:
         self.format = format
         self.guessed = format == "auto"
         self.system = system
-        self.columns = dict(columns or {})
-        for name in self.columns:
+        self.hidden = {name for name, column in (columns or {}).items() if column is None}
+        self.columns = {name: column for name, column in (columns or {}).items() if column is not None}
+        for name in columns or {}:
             if name not in COLUMNS:
                 raise UserError(
                     "unknown column name",
@@ -95,7 +97,7 @@ class Parser:
         """The row under this project's names, lists decoded where a file keeps them as JSON text."""
         inner: dict[str, str] = {n: self.columns[n] for n in ("role", "content") if n in self.columns}
         outer = {name: column for name, column in self.columns.items() if name not in inner}
-        result = {key: value for key, value in row.items() if key not in outer.values()}
+        result = {k: value for k, value in row.items() if k not in outer.values() and k not in self.hidden}
         for name, column in outer.items():
             if column not in row:
                 raise UserError(
@@ -123,7 +125,7 @@ def conversations(
     rows: Iterable[tuple[str, Any]],
     format: str = "auto",
     system: str | None = None,
-    columns: Mapping[str, str] | None = None,
+    columns: Mapping[str, str | None] | None = None,
 ) -> Iterator[Conversation]:
     """Conversations in source order, numbered from 0; see Parser.
 

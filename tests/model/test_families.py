@@ -30,6 +30,18 @@ from tests.helpers.stages import backward, forward, pass_spec
 
 HEAD = """# Families
 
+## Pages
+What to know about a family: checkpoints and formats, what is trained, predicted memory and speed, templates,
+adapters, traps.
+
+[DeepSeek-V2](families/deepseek_v2.md) · [DeepSeek-V3, R1, V3.1, V3.2](families/deepseek_v3.md) ·
+[DeepSeek-V4](families/deepseek_v4.md) · [GLM-4.5 to GLM-5](families/glm.md) ·
+[gpt-oss](families/gpt_oss.md) · [Kimi-K2](families/kimi_k2.md) · [MiniMax](families/minimax.md) ·
+[Mixtral](families/mixtral.md) · [OLMoE](families/olmoe.md) · [PhiMoE](families/phimoe.md) ·
+[Qwen3-MoE, VL, Qwen2-MoE](families/qwen3_moe.md) · [Qwen3-Next, Qwen3.5](families/qwen3_next.md)
+
+## All of them
+
 Every MoE family whose experts transformers {version} dispatches, tried at a tiny size: built, loaded, run
 forward and backward through the layer loop, and compared with transformers' own class (loss, and the gradient
 of every LoRA matrix outside the experts). Refused families are named before any weight is read.

@@ -1,0 +1,367 @@
+"""dataset_info.json: named data sets as sources of kt_ray."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kt_ray.errors import UserError
+from kt_ray.recipe.reading import Reading
+
+INFO = "dataset_info.json"
+# Keys of an entry that are read. Others are refused by name.
+KNOWN = frozenset(
+    {
+        *("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "formatting", "ranking", "subset", "split"),
+        *("num_samples", "columns", "tags", "revision"),
+    }
+)
+# LLaMA-Factory's column names of alpaca files, and ours.
+ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
+SHARED = {
+    "system": "system",
+    "tools": "tools",
+    "chosen": "chosen",
+    "rejected": "rejected",
+    "kto_tag": "label",
+}
+# What kt_ray's readers look at in a row of each format: a column that the entry leaves out must not be seen.
+_PROMPTS = ("messages", "conversations", "prompt", "instruction", "input", "system", "history", "tools")
+SEEN = {
+    "alpaca": ("instruction", "input", "output", "system", "history", "tools"),
+    "sharegpt": ("conversations", "system", "tools"),
+    "messages": ("messages", "system", "tools"),
+    "preference": ("chosen", "rejected", *_PROMPTS),
+    "kto": ("label", "completion", "output", *_PROMPTS),
+    "text": ("text",),
+}
+# The role that each tag names, and the words that kt_ray's readers know for it.
+TAGS = {
+    "user_tag": ("human", ("user", "human")),
+    "assistant_tag": ("gpt", ("assistant", "gpt", "model", "chatgpt", "bot")),
+    "observation_tag": ("observation", ("tool", "observation", "function_response", "ipython")),
+    "function_tag": ("function_call", ("function_call",)),
+    "system_tag": ("system", ("system", "developer")),
+}
+
+
+@dataclass
+class Source:
+    """One data set, as an entry of data.sources.
+
+    Attributes:
+        name: in dataset_info.json. path: file, directory or hf:// name.
+        format: of kt_ray. columns: see data.columns; None = a column that is not read.
+        split, subset: of a hub data set. limit: rows; None = all. file: whether `path` is local.
+    """
+
+    name: str
+    path: str
+    format: str
+    columns: dict[str, str | None] = field(default_factory=dict)
+    split: str | None = None
+    subset: str | None = None
+    limit: int | None = None
+    file: bool = True
+
+    def entry(self, weight: float) -> dict[str, Any]:
+        """The entry of data.sources."""
+        optional = {"split": self.split, "subset": self.subset, "limit": self.limit}
+        entry: dict[str, Any] = {"path": self.path, "format": self.format, "columns": self.columns}
+        if weight != 1:
+            entry["weight"] = weight
+        return entry | {key: value for key, value in optional.items() if value is not None}
+
+
+def map_data(reading: Reading, stage: str) -> None:
+    """data.path or data.sources, data.eval_path and what the two share."""
+    names = reading.names("dataset")
+    if not names:
+        reading.refuse("dataset", "names no data set", *_NAMED, value="null")
+        return
+    info, folder = _info(reading)
+    sources = [_source(reading, info, folder, name, stage, "dataset") for name in names]
+    evals = [_source(reading, info, folder, n, stage, "eval_dataset") for n in reading.names("eval_dataset")]
+    known = [source for source in sources if source is not None]
+    if len(known) != len(names):
+        return
+    first = known[0]
+    reading.set("data.format", first.format, "dataset")
+    if first.columns:
+        reading.set("data.columns", first.columns, "dataset")
+    if len(known) == 1:
+        reading.set("data.path", first.path, "dataset", "dataset_dir")
+        for key in ("split", "subset", "limit"):
+            if getattr(first, key) is not None:
+                reading.set(
+                    f"data.{key}", getattr(first, key), "max_samples" if key == "limit" else "dataset"
+                )
+    else:
+        weights = _weights(reading, known)
+        entries = [source.entry(weight) for source, weight in zip(known, weights, strict=True)]
+        used = [n for n in ("mix_strategy", "interleave_probs", "max_samples") if reading.given(n)]
+        reading.set("data.sources", entries, "dataset", "dataset_dir", *used)
+    _eval(reading, first, evals)
+
+
+_NAMED = ("data", "data.path", "data.sources", "data.builtin")
+
+
+def _info(reading: Reading) -> tuple[dict[str, Any] | None, Path]:
+    """The entries of dataset_info.json (None = names of the hub) and the directory of files."""
+    folder = str(reading.get("dataset_dir", "data"))
+    if folder == "ONLINE":
+        return None, Path()
+    if folder.startswith("REMOTE:"):
+        reading.refuse("dataset_dir", "lies elsewhere: download it", *_NAMED)
+        return {}, Path()
+    path = reading.existing(folder)
+    file = path / INFO
+    if not file.is_file():
+        reading.refuse("dataset_dir", f"holds no {INFO}", *_NAMED, value=folder)
+        return {}, path
+    try:
+        info = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError("invalid JSON", where=str(file), observed=error, remedy="correct it") from error
+    if not isinstance(info, dict):
+        raise UserError("no object of data sets by name", where=str(file), required='{"name": {…}, …}')
+    return info, path
+
+
+def _source(
+    reading: Reading, info: dict[str, Any] | None, folder: Path, name: str, stage: str, asked_by: str
+) -> Source | None:
+    keys = _NAMED if asked_by == "dataset" else ("data.eval_path",)
+    if info is None:
+        entry: Any = {"hf_hub_url": name}
+    elif name not in info:
+        if info:
+            reading.refuse(asked_by, f"is not in {folder / INFO}", *keys, value=name)
+        return None
+    else:
+        entry = info[name]
+    where = f"{INFO}: {name}."
+    before = len(reading.refused)
+    for key in set(entry) - KNOWN:
+        reading.refuse(where + key, "is not known", *keys, value=entry[key])
+    source = _placed(reading, entry, folder, name, where, keys)
+    if source is None or len(reading.refused) > before:
+        return None
+    source.limit = _limit(reading, entry)
+    format = str(entry.get("formatting", "alpaca"))
+    if format not in ("alpaca", "sharegpt", "openai"):
+        reading.refuse(where + "formatting", "is none of alpaca, sharegpt, openai", *keys, value=format)
+        return None
+    columns = entry.get("columns") or {}
+    allowed = {*SHARED, *(ALPACA if format == "alpaca" else ("messages",))}
+    for key in set(columns) - allowed:
+        reading.refuse(
+            f"{where}columns.{key}", "is not read: only text is trained", *keys, value=columns[key]
+        )
+    ranking = bool(entry.get("ranking"))
+    if ranking != (stage in ("dpo", "orpo")):
+        reading.refuse(where + "ranking", f"does not go with stage {stage}", *keys, value=ranking)
+    if len(reading.refused) > before:
+        return None
+    if stage == "pt":
+        _text(reading, source, columns, where, keys)
+    elif format == "alpaca":
+        _alpaca(source, columns, ranking)
+    else:
+        _chat(reading, source, entry, format, ranking, where, keys)
+    if len(reading.refused) > before:
+        return None
+    if stage == "kto" and source.format != "kto":
+        reading.refuse(where + "columns.kto_tag", "is needed for stage kto", *keys, value="null")
+    _hide_others(source)
+    return source
+
+
+def _placed(
+    reading: Reading, entry: Mapping[str, Any], folder: Path, name: str, where: str, keys: tuple[str, ...]
+) -> Source | None:
+    """Where the rows are. Downloading goes before a file, as LLaMA-Factory has it."""
+    split = entry.get("split")
+    if entry.get("hf_hub_url"):
+        revision = f"@{entry['revision']}" if entry.get("revision") else ""
+        path = f"hf://{entry['hf_hub_url']}{revision}"
+        return Source(name, path, "", split=split, subset=entry.get("subset"), file=False)
+    for key in ("ms_hub_url", "om_hub_url"):
+        if entry.get(key):
+            reading.refuse(where + key, "is another hub than Hugging Face's", *keys, value=entry[key])
+            return None
+    if not entry.get("file_name"):
+        reading.refuse(where + "file_name", "is missing", *keys, value="null")
+        return None
+    if entry.get("subset"):
+        reading.refuse(where + "subset", "a file has none", *keys, value=entry["subset"])
+    return Source(name, str(folder / entry["file_name"]), "", split=split)
+
+
+def _limit(reading: Reading, entry: Mapping[str, Any]) -> int | None:
+    limits = [n for n in (entry.get("num_samples"), reading.get("max_samples")) if n is not None]
+    return min(map(int, limits)) if limits else None
+
+
+def _alpaca(source: Source, columns: Mapping[str, str], ranking: bool) -> None:
+    # Where columns are named, those that are not named are not read: so LLaMA-Factory has it.
+    named = dict(columns) if columns else {"prompt": "instruction", "query": "input", "response": "output"}
+    source.format = "preference" if ranking else "kto" if named.get("kto_tag") else "alpaca"
+    ours = {**ALPACA, **SHARED}
+    if ranking:
+        named.pop("response", None)
+    _rename(source, {ours[key]: column for key, column in named.items() if column})
+
+
+def _chat(
+    reading: Reading,
+    source: Source,
+    entry: Mapping[str, Any],
+    format: str,
+    ranking: bool,
+    where: str,
+    keys: tuple[str, ...],
+) -> None:
+    columns = entry.get("columns") or {}
+    tags = entry.get("tags") or {}
+    for key in set(tags) - {"role_tag", "content_tag", *TAGS}:
+        reading.refuse(f"{where}tags.{key}", "is not known", *keys, value=tags[key])
+    for key, (_, words) in TAGS.items():
+        if tags.get(key) and tags[key] not in words:
+            text = f"is no word for that role here ({', '.join(words)})"
+            reading.refuse(f"{where}tags.{key}", text, *keys, value=tags[key])
+    default = ("from", "value") if format == "sharegpt" else ("role", "content")
+    role, content = tags.get("role_tag", default[0]), tags.get("content_tag", default[1])
+    shape = "conversations" if (role, content) == ("from", "value") else "messages"
+    source.format = "sharegpt" if shape == "conversations" else "messages"
+    if ranking:
+        source.format = "preference"
+    elif columns.get("kto_tag"):
+        source.format = "kto"
+    named = {SHARED[key]: column for key, column in columns.items() if key in SHARED and column}
+    named[shape] = columns.get("messages") or "conversations"
+    if shape == "messages":
+        named |= {"role": role, "content": content}
+    _rename(source, named)
+
+
+def _text(
+    reading: Reading, source: Source, columns: Mapping[str, str], where: str, keys: tuple[str, ...]
+) -> None:
+    """Raw text. LLaMA-Factory takes the prompt's column."""
+    source.format = "text"
+    for key in ("query", "history", "messages"):
+        if columns.get(key):
+            reading.refuse(
+                f"{where}columns.{key}", "stage pt reads one column of text", *keys, value=columns[key]
+            )
+    if Path(source.path).suffix not in (".txt", ".md"):
+        _rename(source, {"text": columns.get("prompt") or "instruction"})
+
+
+def _rename(source: Source, named: Mapping[str, str]) -> None:
+    """Columns that are called otherwise, and those that are read under their own name (see _hide_others)."""
+    source.columns = dict(named)
+
+
+def _hide_others(source: Source) -> None:
+    """Drops names that need no renaming; columns of the file that the entry leaves out become null."""
+    read = set(source.columns)
+    there = _columns_of(source) if source.file else set()
+    hidden: dict[str, str | None] = {
+        name: None for name in SEEN[source.format] if name in there and name not in read
+    }
+    renamed = {name: column for name, column in source.columns.items() if name != column}
+    source.columns = {**renamed, **{n: c for n, c in hidden.items() if n not in renamed.values()}}
+
+
+def _columns_of(source: Source) -> set[str]:
+    """Column names of a local file's first row; empty where they cannot be told without reading it all."""
+    path = Path(source.path)
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet as parquet
+
+            return set(parquet.read_schema(path).names)
+        rows = _rows(path)
+    except (OSError, ValueError):
+        return set()  # the reader of the data will say what is wrong
+    return set(rows[0]) if rows and isinstance(rows[0], dict) else set()
+
+
+def _rows(path: Path) -> list[Any]:
+    """The rows of a .json or .jsonl file; none of other kinds."""
+    if path.suffix not in (".json", ".jsonl") or not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8-sig")
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        rows = json.loads(text)
+        return rows if isinstance(rows, list) else []
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
+
+
+def _weights(reading: Reading, sources: list[Source]) -> list[float]:
+    """How often a row of each source is taken per epoch."""
+    strategies = {name: name for name in ("concat", "interleave_under", "interleave_over")}
+    strategy = reading.word("mix_strategy", strategies, "concat", "data.sources")
+    even = [1.0] * len(sources)
+    if strategy == "concat":
+        if reading.given("interleave_probs"):
+            reading.refuse("interleave_probs", "has no meaning with mix_strategy: concat", "data.sources")
+        return even
+    shares = [float(p) for p in reading.names("interleave_probs")] or [1 / len(sources)] * len(sources)
+    if len(shares) != len(sources) or not all(p > 0 for p in shares):
+        reading.refuse("interleave_probs", f"must be {len(sources)} numbers above 0", "data.sources")
+        return even
+    counts = []
+    for source in sources:
+        rows = _count(source)
+        if not rows:
+            text = f"needs the number of rows of {source.name}, which cannot be counted here"
+            reading.refuse("mix_strategy", text, "data.sources")
+            return even
+        counts.append(rows if source.limit is None else min(rows, source.limit))
+    shares = [share / sum(shares) for share in shares]
+    # Sets are drawn from by their shares until the first (under) or the last (over) is used up.
+    drawn = [count / share for count, share in zip(counts, shares, strict=True)]
+    total = min(drawn) if strategy == "interleave_under" else max(drawn)
+    return [round(share * total / count, 6) for share, count in zip(shares, counts, strict=True)]
+
+
+def _count(source: Source) -> int:
+    path = Path(source.path)
+    if not source.file or not path.is_file():
+        return 0
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as parquet
+
+        return int(parquet.read_metadata(path).num_rows)
+    return len(_rows(path))
+
+
+def _eval(reading: Reading, first: Source, evals: list[Source | None]) -> None:
+    """data.eval_path or data.eval_fraction; without either nothing is held out."""
+    known = [source for source in evals if source is not None]
+    if len(known) != len(evals):
+        return
+    if not known:
+        share = reading.number("val_size", 0.0, "data.eval_fraction", "data.eval_path")
+        if share >= 1:
+            reading.refuse("val_size", "is a number of rows; kt_ray takes a share", "data.eval_fraction")
+            share = 0.0
+        reading.set("data.eval_fraction", share, "val_size")
+        return
+    if reading.number("val_size", 0.0):
+        reading.refuse("val_size", "has no meaning beside eval_dataset", "data.eval_path")
+    for source in known:
+        same = (source.format, source.columns) == (first.format, first.columns)
+        if not same or (source.split or "train") != "train" or source.subset:
+            text = f"{source.name} has another format, columns or split than {first.name}"
+            reading.refuse("eval_dataset", text, "data.eval_path")
+    paths = [source.path for source in known]
+    note = "max_samples does not cut it" if reading.given("max_samples") else ""
+    reading.set("data.eval_path", paths[0] if len(paths) == 1 else paths, "eval_dataset", note=note)

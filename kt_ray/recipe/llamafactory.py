@@ -1,0 +1,363 @@
+"""A LLaMA-Factory training YAML as options of kt_ray.
+
+What LLaMA-Factory takes where a field is absent is set as well: its defaults are not kt_ray's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kt_ray.config.fields import closest
+from kt_ray.errors import UserError
+from kt_ray.recipe.datasets import map_data
+from kt_ray.recipe.ktransformers import map_kt, merge_kt_config
+from kt_ray.recipe.reading import Reading
+from kt_ray.recipe.table import FIELDS
+from kt_ray.recipe.templates import map_template
+
+# Hub names whose dimensions conf/model has: enough to plan.
+HUB = (
+    (r"(deepseek-ai|opensourcerelease|unsloth)/DeepSeek-(V3|R1)(?!.*(Distill|Zero|Lite)).*", "deepseek_v3"),
+    (r"deepseek-ai/DeepSeek-V2-Lite.*", "deepseek_v2_lite"),
+    (r"deepseek-ai/DeepSeek-V4-Flash.*", "deepseek_v4_flash"),
+    (r"Qwen/Qwen3-30B-A3B.*", "qwen3_30b_a3b"),
+    (r"Qwen/Qwen3-235B-A22B.*", "qwen3_235b_a22b"),
+    (r"Qwen/Qwen3-Next-80B-A3B.*", "qwen3_next_80b_a3b"),
+    (r"Qwen/Qwen3\.5-35B-A3B.*", "qwen3_5_35b_a3b"),
+    (r"moonshotai/Kimi-K2.*", "kimi_k2"),
+    (r"(zai-org|THUDM)/GLM-4\.5-Air.*", "glm4_5_air"),
+    (r"openai/gpt-oss-20b", "gpt_oss_20b"),
+    (r"openai/gpt-oss-120b", "gpt_oss_120b"),
+    (r"MiniMaxAI/MiniMax-M2.*", "minimax_m2"),
+    (r"mistralai/Mixtral-8x7B.*", "mixtral_8x7b"),
+    (r"allenai/OLMoE-1B-7B.*", "olmoe"),
+    (r"microsoft/Phi-3\.5-MoE.*", "phi_3_5_moe"),
+)
+_EXPERTS = ({"gate_proj", "up_proj", "down_proj"}, {"w1", "w2", "w3"})
+_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
+
+
+def read(path: str | Path, devices: int | None = None, accelerate: str | None = None) -> Reading:
+    """The options that a recipe becomes, with what was ignored and what is refused.
+
+    Args:
+        path: the YAML file.
+        devices: data-parallel workers that LLaMA-Factory would have been started with; None = as the
+            accelerate file or ray_num_workers says, else 1.
+        accelerate: the configuration file of `accelerate launch`; None = none.
+
+    Raises:
+        UserError: a file that is not there or is no mapping.
+    """
+    reading = Reading(Path(path), _load(Path(path), "recipe"))
+    launcher = {} if accelerate is None else _load(Path(accelerate), "recipe.accelerate")
+    merge_kt_config(reading, launcher)
+    _table(reading)
+    model_dir, option = _model(reading)
+    map_kt(reading, model_dir, option)
+    stage = _method(reading)
+    _preference(reading, stage)
+    map_data(reading, stage)
+    map_template(reading)
+    _data_options(reading, stage)
+    _batch(reading, devices, launcher)
+    _optim(reading)
+    _output(reading)
+    _evaluation(reading)
+    return reading
+
+
+def _load(path: Path, key: str) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    if not path.is_file():
+        raise UserError(
+            "the recipe does not exist",
+            where=f"{key}={path}",
+            observed=f"working directory {Path.cwd()}",
+            remedy=f"correct {key}",
+        )
+    try:  # OmegaConf, as LLaMA-Factory does: 1e-4 is a number to it
+        given = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (YAMLError, OmegaConfBaseException) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise UserError(
+            "the recipe cannot be read", where=str(path), observed=" ".join(lines[:2]), remedy="correct it"
+        ) from error
+    if not isinstance(given, dict):
+        raise UserError("the recipe is no mapping of fields", where=str(path), required="name: value lines")
+    return {str(name): value for name, value in given.items()}
+
+
+def _table(reading: Reading) -> None:
+    """What the table alone decides: unknown, ignored and fixed fields."""
+    for name, value in reading.fields.items():
+        field = FIELDS.get(name)
+        if field is None:
+            match = closest(name, FIELDS)
+            reading.refuse(name, f"is not known{f'; did you mean {match}?' if match else ''}")
+        elif field.kind == "ignored" and value is not None:
+            reading.ignored.append((f"{name}={_short(name, value)}", field.text))
+        elif field.kind == "fixed" and not field.accepts(value):
+            reading.refuse(name, field.text)
+
+
+def _short(name: str, value: Any) -> str:
+    from kt_ray.recipe.reading import masked
+
+    text = masked(name, value)
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
+def _model(reading: Reading) -> tuple[Path | None, str | None]:
+    """model, model.path and the computing type. Returns the directory, or the option of a hub name."""
+    given = reading.get("model_name_or_path")
+    path, option = None, None
+    if not isinstance(given, str):
+        reading.refuse("model_name_or_path", "names no model", "model", "model.path")
+    elif (there := reading.existing(given)).is_dir():
+        path = there
+        reading.set("model", "custom", "model_name_or_path")
+        reading.set("model.path", str(there), "model_name_or_path")
+    elif option := next((name for pattern, name in HUB if re.fullmatch(pattern, given)), None):
+        note = "dimensions only, for mode=plan; to train, add model.path=<directory>"
+        reading.set("model", option, "model_name_or_path", note=note)
+    else:
+        text = "is no directory here, and no hub name whose dimensions are known (download it)"
+        reading.refuse("model_name_or_path", text, "model", "model.path")
+    if reading.flag("bf16") or reading.flag("pure_bf16"):
+        reading.set("model.dtype", "bfloat16", "bf16" if reading.flag("bf16") else "pure_bf16")
+    kinds = {"auto": "sdpa", "sdpa": "sdpa", "fa2": "sdpa", "disabled": "eager"}
+    if reading.given("flash_attn"):
+        note = "the same function by PyTorch's kernels" if reading.fields["flash_attn"] == "fa2" else ""
+        kind = reading.word("flash_attn", kinds, "auto", "model.attn_implementation")
+        reading.set("model.attn_implementation", kind, "flash_attn", note=note)
+    if reading.given("moe_aux_loss_coef"):
+        reading.set("trainer.aux_loss", reading.number("moe_aux_loss_coef", 0.0), "moe_aux_loss_coef")
+    return path, option
+
+
+def _method(reading: Reading) -> str:
+    """LoRA and the stage, which is returned."""
+    stages = {name: name for name in ("sft", "pt", "dpo", "kto")}
+    stage = str(reading.word("stage", stages, "sft"))
+    names = ["stage"]
+    if stage == "dpo" and reading.get("pref_loss") == "orpo":
+        stage, names = "orpo", ["stage", "pref_loss"]
+    reading.set("trainer.stage", stage, *names)
+    rank = reading.integer("lora_rank", 8, "lora.rank")
+    reading.set("lora.rank", rank, "lora_rank")
+    reading.set("lora.alpha", reading.number("lora_alpha", 2 * rank, "lora.alpha"), "lora_alpha")
+    reading.set("lora.dropout", reading.number("lora_dropout", 0.0, "lora.dropout"), "lora_dropout")
+    reading.set("lora.rslora", reading.flag("use_rslora"), "use_rslora")
+    _targets(reading)
+    if reading.given("loraplus_lr_ratio"):
+        ratio = reading.number("loraplus_lr_ratio", 1.0)
+        reading.set("optim.lora_plus_ratio", ratio, "loraplus_lr_ratio")
+    if reading.flag("pissa_init"):
+        steps = reading.integer("pissa_iter", 16)
+        if steps not in (16, -1):
+            reading.refuse("pissa_iter", "is neither 16 nor -1", "lora.init")
+        reading.set("lora.init", "pissa" if steps == -1 else "pissa_niter_16", "pissa_init", "pissa_iter")
+    return stage
+
+
+def _targets(reading: Reading) -> None:
+    targets = reading.names("lora_target") or ["all"]
+    experts = True
+    if targets == ["all"]:
+        note = "routers stay frozen"
+        reading.set("lora.target_modules", "auto", "lora_target", note=note)
+    else:
+        wanted = next((names for names in _EXPERTS if names & set(targets)), set())
+        if "all" in targets or not wanted <= set(targets):
+            text = "names only part of the experts' projections, whose adapters are computed together"
+            reading.refuse("lora_target", text, "lora.target_modules", "lora.experts")
+        experts = bool(wanted)
+        reading.set("lora.target_modules", targets, "lora_target")
+    source = reading.frozen_experts or "lora_target"
+    reading.set("lora.experts", experts and not reading.frozen_experts, source)
+
+
+def _preference(reading: Reading, stage: str) -> None:
+    if stage in ("dpo", "orpo"):
+        losses = {name: name for name in ("sigmoid", "hinge", "ipo", "orpo")}
+        loss = reading.word("pref_loss", losses, "sigmoid", "preference.loss")
+        if stage == "dpo":
+            reading.set("preference.loss", loss, "pref_loss")
+        smoothing = reading.number("dpo_label_smoothing", 0.0)
+        reading.set("preference.label_smoothing", smoothing, "dpo_label_smoothing")
+    if stage == "kto":
+        for key, name in (
+            ("desirable_weight", "kto_chosen_weight"),
+            ("undesirable_weight", "kto_rejected_weight"),
+        ):
+            reading.set(f"preference.{key}", reading.number(name, 1.0), name)
+    if stage in ("dpo", "orpo", "kto"):
+        note = "the loss of chosen answers counts their prompts, as in trl" if stage == "orpo" else ""
+        reading.set("preference.beta", reading.number("pref_beta", 0.1), "pref_beta", note=note)
+
+
+def _data_options(reading: Reading, stage: str) -> None:
+    reading.set("data.max_length", reading.integer("cutoff_len", 2048, "data.max_length"), "cutoff_len")
+    reading.set("data.train_on", "last" if reading.flag("mask_history") else "all", "mask_history")
+    reading.set("data.shuffle", not reading.flag("disable_shuffling"), "disable_shuffling")
+    neat = reading.flag("neat_packing")
+    packing = neat or reading.flag("packing", stage == "pt")
+    note = "" if neat or not packing else "packed rows do not see each other"
+    reading.set("data.packing", packing, "neat_packing" if neat else "packing", note=note)
+    if reading.flag("group_by_length"):
+        reading.set("data.group_by_length", True, "group_by_length")
+    reading.set("seed", reading.integer("seed", 42, "seed"), "seed")
+    if reading.flag("use_cpu"):
+        reading.set("rule.device", "cpu", "use_cpu")
+
+
+def _batch(reading: Reading, devices: int | None, launcher: Mapping[str, Any]) -> None:
+    micro = reading.integer("per_device_train_batch_size", 8, "trainer.batch_size")
+    steps = reading.integer("gradient_accumulation_steps", 1, "trainer.batch_size")
+    if devices is not None:
+        count, said = devices, f"recipe.devices={devices}"
+    elif launcher.get("num_processes"):
+        count = int(launcher["num_processes"])
+        said = f"num_processes={count} of the accelerate file"
+    elif reading.given("ray_num_workers"):
+        count, said = reading.integer("ray_num_workers", 1), "ray_num_workers"
+    else:
+        count, said = 1, "1 data-parallel worker assumed; recipe.devices=N says otherwise"
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    reading.set("trainer.micro_batch_size", micro, names[0])
+    note = f"{micro} × {steps} × {count} ({said})"
+    reading.set("trainer.batch_size", micro * steps * count, *names, note=note)
+    reading.set("trainer.epochs", reading.number("num_train_epochs", 3.0), "num_train_epochs")
+    if (limit := reading.integer("max_steps", -1)) > 0:
+        reading.set("trainer.max_steps", limit, "max_steps")
+
+
+def _optim(reading: Reading) -> None:
+    if reading.flag("use_muon"):
+        reading.set("optim", "muon", "use_muon")
+    else:
+        option = reading.word("optim", dict.fromkeys(_ADAMW, "adamw"), "adamw_torch", "optim", "optim.name")
+        reading.set("optim", option, "optim")
+    reading.set("optim.lr", reading.number("learning_rate", 5e-5), "learning_rate")
+    betas = [reading.number("adam_beta1", 0.9), reading.number("adam_beta2", 0.999)]
+    if reading.given("adam_beta1") or reading.given("adam_beta2"):
+        reading.set("optim.betas", betas, "adam_beta1", "adam_beta2")
+    for name, key, default in (
+        ("weight_decay", "optim.weight_decay", 0.0),
+        ("adam_epsilon", "optim.eps", 1e-8),
+        ("max_grad_norm", "optim.max_grad_norm", 1.0),
+    ):
+        reading.set(key, reading.number(name, default), name)
+    _schedule(reading)
+
+
+_SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "inverse_sqrt": "inverse_sqrt",
+    "warmup_stable_decay": "wsd",
+}
+
+
+def _schedule(reading: Reading) -> None:
+    name = str(reading.get("lr_scheduler_type", "linear"))
+    schedule = reading.word("lr_scheduler_type", _SCHEDULES, "linear", "optim.schedule")
+    reading.set("optim.schedule", schedule, "lr_scheduler_type")
+    steps, share = reading.number("warmup_steps", 0), reading.number("warmup_ratio", 0.0)
+    if name == "constant":
+        reading.set("optim.warmup", 0, "lr_scheduler_type", note="constant has no warm-up there")
+    else:
+        reading.set("optim.warmup", steps or share, "warmup_steps" if steps else "warmup_ratio")
+    kwargs = reading.get("lr_scheduler_kwargs", {})
+    if not isinstance(kwargs, Mapping):
+        reading.refuse("lr_scheduler_kwargs", "is no mapping", "optim.schedule")
+        return
+    keys: dict[str, tuple[str, Any]] = {}
+    if schedule in ("cosine", "wsd"):
+        rate = reading.number("learning_rate", 5e-5)
+        keys |= {
+            "min_lr": ("optim.min_lr_ratio", lambda value: float(value) / rate),
+            "min_lr_rate": ("optim.min_lr_ratio", float),
+            "min_lr_ratio": ("optim.min_lr_ratio", float),
+        }
+    if schedule == "wsd":
+        keys["num_decay_steps"] = ("optim.decay", int)
+        keys["decay_type"] = ("optim.decay_shape", str)
+    for key, value in kwargs.items():
+        if key in keys:
+            option, convert = keys[key]
+            reading.set(option, convert(value), "lr_scheduler_kwargs")
+        else:
+            reading.refuse(f"lr_scheduler_kwargs.{key}", "is not mapped", "optim.schedule", value=value)
+
+
+def _output(reading: Reading) -> None:
+    if reading.given("output_dir"):
+        folder = Path(str(reading.fields["output_dir"]))
+        reading.set("run.root", str(folder.parent), "output_dir")
+        reading.set("run.name", folder.name, "output_dir")
+    resume = reading.get("resume_from_checkpoint", False)
+    if resume is not False:
+        reading.set("trainer.resume", "latest" if resume is True else str(resume), "resume_from_checkpoint")
+    elif reading.flag("overwrite_output_dir"):
+        reading.set("run.overwrite", True, "overwrite_output_dir")
+    _every(reading, "save", "trainer.save_every", 500)
+    kept = reading.integer("save_total_limit", 0)
+    reading.set("trainer.keep_checkpoints", kept, "save_total_limit", note="" if kept else "0 = all")
+    if reading.given("logging_steps"):
+        every = reading.number("logging_steps", 1)
+        if every < 1 or every != int(every):
+            reading.refuse("logging_steps", "is no number of steps", "trainer.log_every")
+        reading.set("trainer.log_every", max(1, int(every)), "logging_steps")
+    if reading.given("plot_loss"):
+        reading.set("tracking.plot", reading.flag("plot_loss"), "plot_loss")
+    trackers = reading.names("report_to") or ["none"]
+    others = [name for name in trackers if name not in ("wandb", "none")]
+    note = f"{', '.join(others)}: not a tracker of kt_ray" if others else ""
+    reading.set("tracking", "wandb" if "wandb" in trackers else "jsonl", "report_to", note=note)
+
+
+def _every(reading: Reading, what: str, key: str, default: int, strategy: str = "steps") -> int:
+    """Steps between savings or evaluations, 0 = never; recorded under `key`."""
+    name, how = f"{what}_steps", f"{what}_strategy"
+    if what == "eval" and not reading.given(how) and reading.given("evaluation_strategy"):
+        how = "evaluation_strategy"
+    kind = reading.word(how, {"steps": "steps", "no": "no", "False": "no"}, strategy, key)
+    if kind == "no":
+        reading.set(key, 0, how)
+        return 0
+    every = reading.number(name, default, key)
+    if every < 1 or every != int(every):
+        reading.refuse(name, "is no number of steps", key)
+        every = default
+    reading.set(key, int(every), name)
+    return int(every)
+
+
+def _evaluation(reading: Reading) -> None:
+    default = max(1, int(reading.number("logging_steps", 500)))
+    every = _every(reading, "eval", "trainer.eval_every", default, "no")
+    if not every and reading.given("do_eval") and reading.flag("do_eval"):
+        reading.refuse("do_eval", "needs eval_strategy: steps", "trainer.eval_every")
+    held = "data.eval_path" in reading.overrides or bool(
+        (share := reading.overrides.get("data.eval_fraction")) and share.value
+    )
+    if every and not held:
+        text = "evaluates, but neither eval_dataset nor val_size holds rows out"
+        name = "eval_strategy" if reading.given("eval_strategy") else "evaluation_strategy"
+        reading.refuse(name, text, "data.eval_path", "data.eval_fraction", "trainer.eval_every")
+    if reading.flag("load_best_model_at_end"):
+        reading.set("trainer.save_best", True, "load_best_model_at_end")
+    if reading.given("early_stopping_steps"):
+        patience = reading.integer("early_stopping_steps", 0)
+        reading.set("trainer.early_stopping", patience, "early_stopping_steps")

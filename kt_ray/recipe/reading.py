@@ -1,0 +1,140 @@
+"""A recipe while it is read: its fields, what they became, what was ignored and what was refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kt_ray.config.fields import show
+
+
+@dataclass(frozen=True)
+class Override:
+    """One option that the recipe sets.
+
+    Attributes:
+        key: option or group of kt_ray.
+        value: plain value (a group's option name for a group).
+        source: the fields it comes from, as the user wrote them or with "(default)".
+        note: what the user should know about the mapping ("" = nothing).
+    """
+
+    key: str
+    value: Any
+    source: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A field that kt_ray does not map.
+
+    Attributes:
+        field: "name=value". reason: why.
+        keys: options that lift the refusal when the command line gives one of them.
+    """
+
+    field: str
+    reason: str
+    keys: tuple[str, ...] = ()
+
+
+@dataclass
+class Reading:
+    """What became of a recipe so far.
+
+    Attributes:
+        path: the YAML file.
+        fields: its fields.
+        overrides: options set, in order; a later one of the same key replaces the earlier.
+        ignored: (field=value, reason).
+        refused: all fields that are not mapped.
+        frozen_experts: the field that leaves the routed experts without adapters; "" = none does.
+    """
+
+    path: Path
+    fields: dict[str, Any]
+    overrides: dict[str, Override] = field(default_factory=dict)
+    ignored: list[tuple[str, str]] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+    frozen_experts: str = ""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field's value, or the default where it is absent or null."""
+        value = self.fields.get(name)
+        return default if value is None else value
+
+    def given(self, name: str) -> bool:
+        """Whether the recipe has the field with a value."""
+        return self.fields.get(name) is not None
+
+    def set(self, key: str, value: Any, *names: str, note: str = "") -> None:
+        """Records an option and the fields that it comes from; absent ones are marked as defaults."""
+        source = ", ".join(
+            f"{name}={masked(name, self.fields[name])}" if self.given(name) else f"{name} (default)"
+            for name in names
+        )
+        self.overrides[key] = Override(key, value, source, note)
+
+    def refuse(self, name: str, reason: str, *keys: str, value: Any = None) -> None:
+        """Records a field that is not mapped."""
+        value = self.fields.get(name) if value is None else value
+        self.refused.append(Refusal(f"{name}={masked(name, value)}", reason, keys))
+
+    def number(self, name: str, default: float, *keys: str) -> float:
+        """A field that must be a number."""
+        value = self.get(name, default)
+        if isinstance(value, str):
+            try:
+                return float(value)
+            except ValueError:
+                pass
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.refuse(name, "is no number", *keys)
+            return default
+        return value
+
+    def integer(self, name: str, default: int, *keys: str) -> int:
+        """A field that must be a whole number."""
+        value = self.number(name, default, *keys)
+        if value != int(value):
+            self.refuse(name, "is no whole number", *keys)
+            return default
+        return int(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A field that must be true or false."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            self.refuse(name, "is neither true nor false")
+            return default
+        return value
+
+    def word(self, name: str, words: Mapping[str, Any], default: str, *keys: str) -> Any:
+        """What `words` has for a field, which must be one of them."""
+        value = str(self.get(name, default))
+        if value not in words:
+            self.refuse(name, "is none of " + ", ".join(words), *keys)
+            return words[default]
+        return words[value]
+
+    def names(self, name: str) -> list[str]:
+        """A field that lists names: a YAML list, or text with commas."""
+        value = self.get(name, [])
+        parts = value if isinstance(value, list) else str(value).split(",")
+        return [str(part).strip() for part in parts if str(part).strip()]
+
+    def existing(self, path: str) -> Path:
+        """A path from the current directory, or from the recipe's where only there is something."""
+        given = Path(path).expanduser()
+        beside = self.path.parent / given
+        return beside if not given.exists() and beside.exists() else given
+
+
+def masked(name: str, value: Any) -> str:
+    """A value in a message; secrets are not shown."""
+    if any(part in name for part in ("token", "api_key", "secret", "webhook")) and isinstance(value, str):
+        return "…"
+    return show(value)

@@ -1,0 +1,135 @@
+"""recipe=FILE on the command line: what goes before what, how values are written, what is printed."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from kt_ray import cli
+from kt_ray.config.compose import compose
+from kt_ray.errors import UserError
+from kt_ray.recipe import with_recipe
+from kt_ray.recipe.hydra_text import override
+from kt_ray.recipe.reference import render
+from tests.helpers.recipes import HERE, recipe
+
+ROOT = HERE.parents[1]
+EXAMPLE = HERE / "qwen3moe_lora_sft_kt.yaml"
+
+
+def test_without_a_recipe_nothing_changes() -> None:
+    keys = ["model=demo", "lora.rank=4"]
+    assert with_recipe(keys) == keys
+
+
+def test_the_command_line_goes_before_the_recipe() -> None:
+    out = io.StringIO()
+    keys = with_recipe([f"recipe={EXAMPLE}", "lora.rank=4", "mode=plan", "data=demo", "rule=amx_2gpu"], out)
+    config = compose(keys)
+    assert config.lora.rank == 4 and config.lora.alpha == 16 and config.data.max_length == 512
+    assert config.data.builtin == "demo" and config.data.sources is None and config.data.format == "auto"
+    assert config.rule.stages == 2  # not the recipe's 1
+    said = out.getvalue().partition("goes before the recipe:")[2]
+    assert "lora.rank=8" in said and "data.sources=" in said and "rule.stages=1" in said
+
+
+@pytest.mark.parametrize(
+    ("key", "gone"),
+    [
+        ("model=demo", ("model=", "model.path=")),
+        ("data.path=x.jsonl", ("data.sources=", "data.format=")),
+        ("rule.layers=[1,2]", ("rule.stages=",)),
+        ("model.chat_template=x.jinja", ("data.template=",)),
+        ("trainer.resume=latest", ("run.overwrite=",)),
+        ("optim=muon", ("optim=",)),
+    ],
+)
+def test_a_key_takes_the_place_of_what_it_excludes(key: str, gone: tuple[str, ...]) -> None:
+    keys = with_recipe([f"recipe={EXAMPLE}", key], io.StringIO())
+    assert keys[-1] == key
+    assert not [k for k in keys[:-1] if k.startswith(gone)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["recipe=nowhere.yaml"], "the recipe does not exist"),
+        ([f"recipe={EXAMPLE}", "recipe.devices=many"], "recipe.devices=many is no number"),
+        ([f"recipe={EXAMPLE}", "recipe.device=2"], "malformed argument recipe.device=2"),
+        (["recipe.devices=2"], "recipe.devices has no meaning without a recipe"),
+        ([f"recipe={EXAMPLE}", "experiment=smoke"], "recipe and experiment both choose everything"),
+    ],
+)
+def test_wrong_commands(keys: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        with_recipe(keys)
+
+
+def test_no_mapping_is_refused(tmp_path: Path) -> None:
+    for text, message in (
+        ("- 1\n", "no mapping"),
+        ("a: [1\n", "cannot be read"),
+        ("a: ${b}\n", "cannot be read"),
+    ):
+        (tmp_path / "x.yaml").write_text(text)
+        with pytest.raises(UserError, match=message):
+            with_recipe([f"recipe={tmp_path / 'x.yaml'}"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            None,
+            True,
+            3,
+            0.1,
+            1e-4,
+            5e-5,
+            1 / 3,
+            "plain",
+            "null",
+            "12",
+            "it's",
+            "a,b=c",
+            "back\\",
+            "q'\\'",
+            "",
+        ),
+        *("üñ/ä b", [1, "x y"], [], {"path": "a b.jsonl", "columns": {"input": None, "output": "x:y"}}),
+    ],
+)
+def test_values_survive_hydras_grammar(value: Any) -> None:
+    assert OverridesParser.create().parse_override(override("a.b", value)).value() == value
+
+
+def test_paths_with_odd_characters_compose(tmp_path: Path) -> None:
+    folder = tmp_path / "it's, a=b {x}"
+    folder.mkdir()
+    (folder / "dataset_info.json").write_text('{"identity": {"file_name": "identity.json"}}')
+    (folder / "identity.json").write_bytes((HERE / "data" / "identity.json").read_bytes())
+    keys = with_recipe([f"recipe={recipe(tmp_path, dataset_dir=str(folder))}", "mode=plan"], io.StringIO())
+    assert compose(keys).data.path == str(folder / "identity.json")
+
+
+def test_yaml_output_stays_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([f"recipe={EXAMPLE}", "--cfg", "job"]) == 0
+    captured = capsys.readouterr()
+    assert yaml.safe_load(captured.out)["lora"]["rank"] == 8
+    assert "becomes:" in captured.err and "cpu_infer=32: every expert actor" in captured.err
+
+
+def test_a_refused_recipe_is_one_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([f"recipe={recipe(tmp_path, use_dora=True, shift_attn=True)}", "mode=plan"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert "use_dora=true" in captured.err and "shift_attn=true" in captured.err
+
+
+def test_the_page_is_what_the_tables_say() -> None:
+    assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == render()
