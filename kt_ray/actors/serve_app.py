@@ -88,12 +88,12 @@ class Server:
         self.generator = Generator(AttachedCluster(to), _tokenizer(served), **served.session)
         Server.engine = make_engine(served, self.generator)
 
-    def look(self) -> str:
-        """What ended the engine; "" while it runs."""
+    def look(self) -> UserError | None:
+        """What ended the engine; None while it runs."""
         error = self.generator.error
-        if error is None:
-            return ""
-        return error.line() if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        if error is None or isinstance(error, UserError):
+            return error
+        return UserError("the engine has ended", observed=f"{type(error).__name__}: {error}")
 
     def stop(self) -> None:
         """Refuse further requests; give those that run a moment; end the session."""
@@ -125,11 +125,10 @@ def run_on_serve(
         ready: called once requests are answered.
 
     Raises:
-        UserError: Serve runs in that cluster already, the deployment did not start, or the engine ended.
+        UserError: the deployment did not start, or the engine ended.
     """
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    _refuse_company()
     environment = cluster.environment()
     options: dict[str, Any] = {"num_cpus": 0}
     if environment:
@@ -175,8 +174,12 @@ def run_on_serve(
                 serve.shutdown()
 
 
-def _refuse_company() -> None:
-    """Ports are Serve's, not an application's, and `serve.shutdown` ends all applications."""
+def refuse_company() -> None:
+    """Ports are Serve's, not an application's, and `serve.shutdown` ends all applications.
+
+    Raises:
+        UserError: Serve runs in the cluster that this process is connected to.
+    """
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
     try:
@@ -203,9 +206,11 @@ def _watch(handle: Any) -> None:
                 observed=f"{type(error).__name__}: {error}",
                 remedy="look for the kernel's out-of-memory killer (dmesg), then start the server again",
             ) from error
-        if found:
+        if found is not None:
             raise UserError(
-                "the engine has ended",
-                observed=found,
-                remedy="look at the actors' logs on the Ray dashboard, then start the server again",
+                found.what,
+                where=found.where,
+                observed=found.observed,
+                remedy="look for the kernel's out-of-memory killer (dmesg) and at the actors' logs, then "
+                "start the server again",
             )

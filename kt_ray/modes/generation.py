@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -265,8 +265,11 @@ def generating(made: Setup, name: str) -> Iterator[Generator]:
 
 
 @contextlib.contextmanager
-def started(made: Setup, name: str) -> Iterator[ActorCluster]:
-    """A started cluster whose LoRA is still without effect: the base model. It ends with the block."""
+def started(made: Setup, name: str, connected: Callable[[], None] | None = None) -> Iterator[ActorCluster]:
+    """A started cluster whose LoRA is still without effect: the base model. It ends with the block.
+
+    `connected`: called when Ray is there, before anything is started on it.
+    """
     from kt_ray.modes.train import _say
 
     config = made.config
@@ -275,6 +278,8 @@ def started(made: Setup, name: str) -> Iterator[ActorCluster]:
     try:
         for line in cluster.connect():
             _say(line)
+        if connected is not None:
+            connected()
         with progress:
             cluster.start()
         yield cluster

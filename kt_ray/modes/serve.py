@@ -34,7 +34,7 @@ def run(config: Config) -> int:
 
     with _terminated_as_interrupt():
         try:
-            with started(made, f"{config.model.name}-serve") as cluster:
+            with started(made, f"{config.model.name}-serve", _check_company(config)) as cluster:
                 take_adapter(made, cluster)
                 _serve(made, served, cluster, ready)
         except KeyboardInterrupt:
@@ -67,6 +67,14 @@ def served_of(made: Setup, key: str | None) -> Served:
         fingerprint=made.fingerprint,
         created=now(),
     )
+
+
+def _check_company(config: Config) -> Callable[[], None] | None:
+    if config.cluster.name == "local":
+        return None
+    from kt_ray.actors.serve_app import refuse_company
+
+    return refuse_company
 
 
 def _serve(made: Setup, served: Served, cluster: ActorCluster, ready: Callable[[], None]) -> None:

@@ -318,7 +318,8 @@ def _given(value: float | None, default: float) -> float:
 
 
 def _line(error: BaseException) -> str:
-    return error.line() if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    """For clients: what happened, and no more; addresses and processes are the operator's."""
+    return error.what if isinstance(error, UserError) else "a fault in it"
 
 
 def now() -> int:

@@ -1,0 +1,43 @@
+"""mode=serve on a cluster that was there before: it ends what it started there, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from openai import OpenAI
+
+from tests.helpers.ray_place import fetch, free_ports, head_node, ray_place, until
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_a_server_on_a_running_cluster_ends_without_it(tmp_path: Path) -> None:
+    (port, other) = free_ports(2)
+    log, second = tmp_path / "log.txt", tmp_path / "second.txt"
+    common = ("mode=serve", "cluster.address=auto", "model.dtype=float32")
+    with ray_place() as place, head_node(place, tmp_path / "head.txt"):
+        process = place.launch(*common, f"serve.port={port}", log=log)
+        until(lambda: "serving demo" in log.read_text() or process.poll() is not None, 240)
+        assert "joined the running cluster" in log.read_text(), log.read_text()
+        with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
+            answer = client.completions.create(model="demo", prompt="a", max_tokens=2)
+        assert answer.usage is not None and answer.usage.completion_tokens <= 2
+
+        late = place.launch(*common, f"serve.port={other}", "cluster.namespace=other", log=second)
+        assert late.wait(120) == 2 and "Ray Serve runs in this cluster already" in second.read_text()
+        assert fetch(f"http://127.0.0.1:{port}/health")[0] == 200  # it took nothing with it
+
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0 and "the server has ended" in log.read_text(), log.read_text()
+        assert fetch(f"http://127.0.0.1:{port}/health")[0] == 0
+
+        def names() -> list[str]:
+            found = [p for p in place.processes() if p.pid != os.getpid()]
+            return [" ".join(p.cmdline()) for p in found if psutil.pid_exists(p.pid)]
+
+        until(lambda: not [n for n in names() if "ray::RayActor" in n or "ray::Serve" in n], 30)
+        assert any("gcs_server" in name for name in names())
