@@ -25,7 +25,8 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE) | $(PY)
 	$(PY) -m pip install -q -c $(VENV)/constraints.txt -e '.[dev,deepspeed]'
 	@touch $@
 
-demo: $(STAMP)  ## set up, build, and fine-tune the demo model to the end
+demo: $(STAMP)  ## set up, build, plan, fine-tune the demo model to the end, and compare answers before and after
+	$(PY) launch.py mode=plan
 	$(PY) launch.py
 
 test: $(STAMP)  ## pass the tests
