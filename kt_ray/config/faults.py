@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from kt_ray.config.fields import default_of_key, show
+from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 
 
@@ -28,3 +29,11 @@ def check_regex(key: str, pattern: object) -> None:
             "a Python regular expression",
             f"correct {key}; in a shell put it in single quotes",
         ) from None
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from kt_ray.batch import PassSpec
-from kt_ray.errors import BadStep, UserError
 from kt_ray.model.build import StageModel, build_stage_model
 from kt_ray.model.decode import Decoder
 from kt_ray.model.dropout import DropoutContext
@@ -26,6 +25,7 @@ from kt_ray.model.loop import LayerLoop
 from kt_ray.model.lora import initial_lora, inject_lora, resolve_targets
 from kt_ray.model.loss import Head
 from kt_ray.model.metrics import Clock, Histogram
+from kt_ray.model.not_finite import not_finite
 from kt_ray.model.objective import preference_loss
 from kt_ray.model.packing import check_packing
 from kt_ray.model.pissa import relative_to_weights
@@ -306,32 +306,12 @@ class Stage:
         for value in values:
             total += value
         if not math.isfinite(total):
-            raise self._not_finite(total, group, values)
+            raise not_finite(total, values, state, group, spec.step)
         state.hidden = None
         state.grads = grads if spec.kind == "train" else None
         state.logits = logits if spec.return_logits else None
         state.losses, state.logps = values, logps
         return total
-
-    def _not_finite(self, total: float, group: int, values: list[float]) -> UserError:
-        """Where a NaN or infinity of the loss comes from, as far as this stage kept what went through it."""
-        assert self._spec is not None
-        state = self._groups[group]
-        origin = "the head or the last layer"
-        for layer in sorted(state.kept):
-            if not all(bool(torch.isfinite(h).all()) for h in state.kept[layer]):
-                origin = f"layer {layer - 1} or before" if layer > 0 else "the embedding"
-                break
-        bad = next((i for i, value in enumerate(values) if not math.isfinite(value)), 0)
-        samples = [int(s) for s in state.micro[bad].batch.sample_ids]
-        rows = f"rows {samples[:8]}" + (", ..." if len(samples) > 8 else "")
-        return BadStep(
-            f"the loss of step {self._spec.step + 1} is {total}; the step was not applied",
-            where=f"{origin}, group {group}, micro-batch {bad}, {rows}",
-            required="a finite number",
-            remedy="lower optim.lr or optim.max_grad_norm and continue from the last checkpoint with "
-            "trainer.resume=latest; if it is the first step, look at these rows with mode=preview",
-        )
 
     def logps(self, group: int) -> list[np.ndarray]:
         """Last stage: float64 [b] log-probabilities of each micro-batch's rows, when asked for."""
