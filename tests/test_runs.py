@@ -98,9 +98,13 @@ def test_files_of_a_run(capfd: pytest.CaptureFixture[str]) -> None:
         "checkpoints/step_000003/worker-0.safetensors",
         "config.yaml",
         "env.json",
+        "eval.json",
+        "eval.md",
         "loss.png",
         "metrics.jsonl",
         "plan.json",
+        "predictions.json",
+        "predictions.jsonl",
         "train.log",
     ]
     assert os.readlink(path / "checkpoints/latest") == "step_000003"

@@ -29,7 +29,7 @@ from kt_ray.placement.render import gib
 from kt_ray.placement.types import Budget, Plan
 
 # Not of the released families: built here, or whatever is given.
-_OTHERS = ("custom", "demo", "mini")
+_OTHERS = ("custom", "demo", "demo_random", "mini")
 
 
 @dataclass(frozen=True)
