@@ -12,7 +12,14 @@ import pytest
 from kt_ray import cli
 
 ARGUMENTS = [
-    *("cluster=local", "data=demo", "data.limit=12", "data.eval_fraction=0", "trainer.eval_every=0"),
+    *(
+        "cluster=local",
+        "data=demo",
+        "data.limit=12",
+        "data.eval_fraction=0",
+        "trainer.eval_every=0",
+        "eval.after_training=0",
+    ),
     *("trainer.max_steps=1", "data.max_length=512", "lora.dropout=0.1"),
 ]
 
