@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import queue
 import time
 from dataclasses import dataclass
 from itertools import islice
@@ -25,7 +26,7 @@ from kt_ray.config.schema import Config
 from kt_ray.data.load import read_split
 from kt_ray.data.types import Conversation, Message
 from kt_ray.errors import UserError
-from kt_ray.generate.generator import Answer, Generator
+from kt_ray.generate.generator import Answer, Generator, Piece
 from kt_ray.modes.generation import Setup, generating, setup
 from kt_ray.modes.options import Options, options_of
 from kt_ray.rundir import write_atomic
@@ -234,31 +235,46 @@ def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int
 
 
 def _answer(made: Setup, generator: Generator, questions: list[Question], path: Path) -> tuple[int, float]:
-    """Ask all, write each row when its answers are there. Returns tokens generated and seconds."""
+    """Ask all, write each row when its answers are there. Returns tokens generated and seconds.
+
+    Raises:
+        BaseException: what ended the session of generation.
+    """
     start, tokens = time.monotonic(), 0
-    waiting: list[tuple[Question, list[Answer]]] = []
+    waiting: dict[int, tuple[Question, list[Answer]]] = {}
+    ended: queue.SimpleQueue[Piece | BaseException] = queue.SimpleQueue()
     ahead = 2 * made.config.generate.batch_size * made.plan.replicas
     left = iter(questions)
+
+    def listen(piece: Piece | BaseException) -> None:
+        if isinstance(piece, BaseException) or piece.token.finish:
+            ended.put(piece)
+
     with path.open("a", encoding="utf-8") as file:
         while True:
             for question in islice(left, max(0, ahead - len(waiting))):
                 seed = (made.config.seed + question.id) % 2**63
                 asked = [
-                    generator.submit(made.request(question.ids, question.where, adapter=on, seed=seed))
+                    generator.submit(
+                        made.request(question.ids, question.where, adapter=on, seed=seed), listen
+                    )
                     for on in who(made)
                 ]
                 if question.options is not None:
-                    asked += [generator.submit(question.options.request(on)) for on in who(made)]
-                waiting.append((question, asked))
+                    asked += [generator.submit(question.options.request(on), listen) for on in who(made)]
+                waiting[question.id] = question, asked
             if not waiting:
                 return tokens, time.monotonic() - start
-            waiting[0][1][0].result()
-            for item in [w for w in waiting if all(answer.finish for answer in w[1])]:
-                waiting.remove(item)
-                found = [answer.result() for answer in item[1]]
+            piece = ended.get()  # of any of them: a long answer holds no other row up
+            if isinstance(piece, BaseException):
+                raise piece
+            # An answer's `finish` is there before its last piece, so the last of a row's pieces finds them all.
+            for question, asked in [w for w in waiting.values() if all(answer.finish for answer in w[1])]:
+                del waiting[question.id]
+                found = [answer.result() for answer in asked]
                 answers, options = found[: len(who(made))], found[len(who(made)) :]
                 tokens += sum(len(answer.tokens) for answer in answers)
-                _write(file, item[0], answers, options)
+                _write(file, question, answers, options)
 
 
 def _write(file: TextIO, question: Question, answers: list[Answer], options: list[Answer]) -> None:

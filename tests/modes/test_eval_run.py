@@ -76,7 +76,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     requests: list[Any] = []
     submit = Generator.submit
     monkeypatch.setattr(
-        Generator, "submit", lambda self, request: requests.append(request) or submit(self, request)
+        Generator,
+        "submit",
+        lambda self, request, *to: requests.append(request) or submit(self, request, *to),
     )
     return requests
 

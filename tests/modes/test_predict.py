@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import queue
 import re
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,9 @@ from kt_ray import cli
 from kt_ray.config.compose import compose
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
-from kt_ray.generate.generator import Generator
+from kt_ray.errors import UserError
+from kt_ray.generate.generator import Answer, Generator
+from kt_ray.generate.requests import Request, Token
 from kt_ray.generate.sampling import RowSampler
 from kt_ray.modes import predict
 from kt_ray.modes.chat import Chat
@@ -67,7 +72,7 @@ def test_predictions_go_on_where_they_stopped(
     asked: list[Any] = []
     submit = Generator.submit
     monkeypatch.setattr(
-        Generator, "submit", lambda self, request: asked.append(request) or submit(self, request)
+        Generator, "submit", lambda self, request, *to: asked.append(request) or submit(self, request, *to)
     )
     assert run(model) == 0
     assert len(asked) == len(whole) - 3
@@ -75,6 +80,65 @@ def test_predictions_go_on_where_they_stopped(
 
     asked.clear()
     assert run(model) == 0 and not asked  # nothing is left to do
+
+
+class Slow:
+    """A generator whose first question is answered after all others; the base's answers come last."""
+
+    def __init__(self, rows: int, path: Path) -> None:
+        self.rows, self.path = rows, path
+        self.asked: list[Answer] = []
+        self.written: list[int] = []  # lines there when the first question's last answer ends
+
+    def submit(self, request: Request, listener: Any = None) -> Answer:
+        answer = Answer(len(self.asked), request, None, lambda: None, listener)
+        self.asked.append(answer)
+        if len(self.asked) == 2 * self.rows:
+            threading.Thread(target=self._work).start()
+        return answer
+
+    def _work(self) -> None:
+        first, *others = self.asked
+        first.take(Token(0, 5, finish="length"))  # the adapter's answer to the first question
+        for answer in others[1:]:
+            answer.take(Token(answer.number, 5, finish="length"))
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and len(self.path.read_text().splitlines()) < self.rows - 1:
+            time.sleep(0.01)
+        self.written.append(len(self.path.read_text().splitlines()))
+        others[0].take(Token(1, 5, finish="length"))
+
+
+def test_a_slow_answer_holds_no_other_row_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose(["mode=predict", "data=demo", f"model.path={model}", *SMALL, *SHORT, "generate.limit=3"])
+    made = setup(config)
+    monkeypatch.setattr(predict, "who", lambda made: (True, False))
+    looked: list[int] = []
+    get = queue.SimpleQueue.get
+
+    class Counted(queue.SimpleQueue):  # type: ignore[type-arg]
+        def get(self, *args: Any, **options: Any) -> Any:
+            looked.append(1)
+            return get(self, *args, **options)
+
+    monkeypatch.setattr(predict.queue, "SimpleQueue", Counted)
+    path = Path("rows.jsonl")
+    slow = Slow(3, path)
+    tokens, _ = predict._answer(made, slow, predict.questions_of(made), path)  # type: ignore[arg-type]
+    assert slow.written == [2] and tokens == 6 and len(path.read_text().splitlines()) == 3
+    assert len(looked) == 6  # once for each answer: it does not turn in a circle meanwhile
+
+
+def test_the_end_of_the_session_ends_it(model: Path) -> None:
+    class Broken(Slow):
+        def _work(self) -> None:
+            for answer in self.asked:
+                answer.fail(UserError("an actor died"))
+
+    config = compose(["mode=predict", "data=demo", f"model.path={model}", *SMALL, *SHORT, "generate.limit=4"])
+    made, path = setup(config), Path("rows.jsonl")
+    with pytest.raises(UserError, match="an actor died"):
+        predict._answer(made, Broken(2, path), predict.questions_of(made), path)  # type: ignore[arg-type]
 
 
 def test_a_row_that_went_wrong_says_why(
