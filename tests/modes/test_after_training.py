@@ -71,6 +71,21 @@ def test_answers_are_those_of_the_written_adapter(model: Path, capsys: pytest.Ca
     assert Path("runs/t/eval.md").read_text().startswith("| metric")
 
 
+def test_a_continued_run_shows_no_answers_of_its_earlier_adapter(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, "t", *TRAIN, "trainer.save_every=3") == 0
+    assert cli.main(["mode=report", "run.name=t"]) == 0
+    results = ["predictions.jsonl", "predictions.json", "eval.json", "eval.md", "report.html"]
+    assert all(Path("runs/t", name).is_file() for name in results)
+    capsys.readouterr()
+    more = ["trainer.max_steps=4", "trainer.resume=latest", "eval.after_training=0"]
+    assert run(model, "t", *TRAIN, *more) == 0
+    assert "removed: predictions.jsonl" in capsys.readouterr().out
+    assert not any(Path("runs/t", name).exists() for name in results)
+    assert Path("runs/t/adapter/adapter_model.safetensors").is_file()
+
+
 def test_what_cannot_be_answered_is_refused_before_training(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -142,6 +142,21 @@ def test_it_goes_on_where_it_stopped(
     assert len(asked) == 2 * 7 and lines() == whole and result() == found
 
 
+def test_answers_of_an_earlier_adapter_are_not_shown(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = "generate.limit=2"
+    assert evaluate(model, "generate.adapter=runs/t", "run.overwrite=true", few) == 0
+    assert evaluate(model, "run.name=t", few) == 0
+    os.utime("runs/t/adapter/adapter_model.safetensors")  # written anew
+    before = Path("runs/t/eval.md").stat().st_mtime_ns
+    capsys.readouterr()
+    assert evaluate(model, "run.name=t", few) == 2
+    error = capsys.readouterr().err
+    assert "adapter_file" in error and "run.overwrite=true" in error
+    assert Path("runs/t/eval.md").stat().st_mtime_ns == before
+    Path("runs/t/predictions.json").unlink()  # nothing is known of them: somebody else's
+    assert evaluate(model, "run.name=t", few) == 0
+
+
 def test_options_have_the_models_own_probabilities(model: Path) -> None:
     questions = ["Which is a bird? A. gull B. cod", "Which is a fish? A. gull B. cod"] * 3
     rows = [{"instruction": f"{i}. {q}", "output": "AB"[i % 2]} for i, q in enumerate(questions)]
