@@ -21,14 +21,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from kt_ray.checkpoint.adapter import WEIGHTS
 from kt_ray.config.schema import Config
 from kt_ray.data.load import read_split
 from kt_ray.data.types import Conversation, Message
 from kt_ray.errors import UserError
+from kt_ray.evaluate.predictions import adapter_mark
 from kt_ray.generate.generator import Answer, Generator, Piece
 from kt_ray.modes.generation import Setup, generating, setup
 from kt_ray.modes.options import Options, options_of
+from kt_ray.placement.formats import BACKEND_STORAGE
 from kt_ray.rundir import write_atomic
 from kt_ray.tracking.console import console
 
@@ -181,13 +182,15 @@ def _settings(made: Setup, questions: list[Question]) -> dict[str, Any]:
         "min_p",
         "repetition_penalty",
     )
-    rows = hashlib.sha256("\n".join(f"{q.id} {q.ids}" for q in questions).encode()).hexdigest()
+    rows = hashlib.sha256("\n".join(map(_content, questions)).encode()).hexdigest()
     return {
         "model": made.fingerprint,
         "adapter": made.adapter if True in who(made) else None,
         "adapter_file": adapter_file(made),
         "answers": ["adapter" if on else "base" for on in who(made)],
         **{name: getattr(generate, name) for name in names},
+        "backend": experts_stored(made),
+        "eos": list(made.eos),
         "stop": list(generate.stop),
         "seed": made.config.seed if generate.temperature > 0 else None,
         "options": "".join(next((q.options.tokens for q in questions if q.options), {})) or None,
@@ -196,12 +199,23 @@ def _settings(made: Setup, questions: list[Question]) -> dict[str, Any]:
     }
 
 
+def _content(question: Question) -> str:
+    """All of a row that its line depends on."""
+    options = question.options and [question.options.prompt, question.options.tokens]
+    return json.dumps([question.id, question.ids, question.label, options])
+
+
+def experts_stored(made: Setup) -> str:
+    """The backend where it makes the experts' weights others; the rest compute the checkpoint's own."""
+    backend = made.config.rule.experts.backend
+    return backend if backend in BACKEND_STORAGE else "auto"
+
+
 def adapter_file(made: Setup) -> str | None:
     """Tells an adapter from one that was written to the same place later; None = no adapter answers."""
     if made.adapter is None or True not in who(made):
         return None
-    state = (Path(made.adapter) / WEIGHTS).stat()
-    return f"{state.st_size} bytes of {state.st_mtime_ns}"
+    return adapter_mark(Path(made.adapter))
 
 
 def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int]:

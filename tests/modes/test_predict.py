@@ -26,6 +26,7 @@ from kt_ray.generate.sampling import RowSampler
 from kt_ray.modes import predict
 from kt_ray.modes.chat import Chat
 from kt_ray.modes.generation import generating, setup
+from kt_ray.modes.options import Options
 from kt_ray.placement.hardware import this_host
 from tests.helpers.hf_reference import build_checkpoint
 
@@ -167,6 +168,24 @@ def test_other_settings_are_not_gone_on_with(model: Path, capsys: pytest.Capture
     assert "repetition_penalty" in error and "run.overwrite=true" in error and lines() == before
     assert run(model, "generate.limit=2", "generate.repetition_penalty=1.5", "run.overwrite=true") == 0
     assert len(lines()) == 2
+
+
+def test_all_that_lines_depend_on_is_a_setting(model: Path) -> None:
+    made = setup(compose(["mode=predict", "data=demo", f"model.path={model}", *SMALL, *SHORT]))
+    row = predict.questions_of(made)[0]
+    chosen = dataclasses.replace(row, options=Options(row.ids, {"A": 5, "B": 6}))
+    experts = dataclasses.replace(made.config.rule.experts, backend="AMXINT4")
+    config = dataclasses.replace(made.config, rule=dataclasses.replace(made.config.rule, experts=experts))
+    cases = [
+        (made, row),
+        (made, dataclasses.replace(row, label="another answer")),
+        (made, chosen),
+        (made, dataclasses.replace(row, options=Options(row.ids, {"A": 5, "B": 7}))),
+        (dataclasses.replace(made, eos=(*made.eos, 7)), row),
+        (dataclasses.replace(made, config=config), row),
+    ]
+    found = [json.dumps(predict._settings(m, [question])) for m, question in cases]
+    assert len(set(found)) == len(cases)
 
 
 def test_before_and_after_an_adapter(model: Path) -> None:
