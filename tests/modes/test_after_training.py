@@ -100,13 +100,22 @@ def test_what_cannot_be_answered_is_refused_before_training(
     assert not Path("runs/x").exists()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [UserError("an actor fell silent", remedy="ask it"), OSError("no space\nleft")],
+    ids=["ours", "other"],
+)
 def test_trouble_with_answers_leaves_the_run_finished(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
-        raise UserError("an actor fell silent")
+        raise error
 
     monkeypatch.setattr(train, "before_and_after", broken)
     assert run(model, "t", *TRAIN) == 0
-    assert "were not answered" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    (line,) = [line for line in shown.out.splitlines() if "were not answered" in line]
+    assert ("fell silent" if isinstance(error, UserError) else "OSError: no space left") in line
+    assert "Traceback" not in shown.out + shown.err
+    assert "Traceback" in Path("runs/t/train.log").read_text()
     assert Path("runs/t/adapter/adapter_model.safetensors").is_file()
