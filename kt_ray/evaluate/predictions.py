@@ -39,6 +39,7 @@ class Prediction:
         label: what the data says.
         option_logits: option letter -> logit; empty = not measured.
         loss: of the label under the model; None = not measured.
+        failed: whether the row says that its answer, or another one to it, ended with an error.
     """
 
     prompt: str
@@ -46,6 +47,7 @@ class Prediction:
     label: str
     option_logits: dict[str, float] = field(default_factory=dict)
     loss: LossSum | None = None
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,7 @@ def _row(value: dict[str, Any], where: str) -> Prediction:
         label=value["label"],
         option_logits=_option_logits(value, "option_logits", where),
         loss=_loss(value, where),
+        failed=bool(value.get("error")),
     )
 
 

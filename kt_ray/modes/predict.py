@@ -222,7 +222,7 @@ def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int
     """Make the directory ready; ids of the rows that it has already.
 
     Raises:
-        UserError: it holds predictions made with other settings.
+        UserError: it holds predictions made with other settings, or those of another program.
     """
     path = directory / SETTINGS
     if path.is_file() and not overwrite:
@@ -237,11 +237,19 @@ def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int
                 required=f"{name}={settings[name]}",
                 remedy="set another run.name, or run.overwrite=true to begin anew",
             )
-        rows = read_predictions(directory)
-        # A line that was cut off by the end of the last run is written again.
+        # Rows that ended with an error are asked again; a line that the last run's end cut off as well.
+        rows = {id: row for id, row in read_predictions(directory).items() if "error" not in row}
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
         write_atomic(directory / ROWS, text)
         return set(rows)
+    if (directory / ROWS).is_file() and not overwrite:
+        raise UserError(
+            "this directory holds predictions of another program",
+            where=str(directory / ROWS),
+            observed=f"no {SETTINGS} beside them",
+            required="a directory without predictions, or predictions of mode=predict to go on with",
+            remedy="set another run.name, or run.overwrite=true to replace them",
+        )
     directory.mkdir(parents=True, exist_ok=True)
     (directory / ROWS).unlink(missing_ok=True)
     write_atomic(path, json.dumps(settings, indent=1) + "\n")

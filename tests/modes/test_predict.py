@@ -158,6 +158,30 @@ def test_a_row_that_went_wrong_says_why(
     assert sorted(row["finish"] == "error" for row in rows) == [False, False, True]
     assert [row["error"] for row in rows if "error" in row] == ["ValueError: no such setting"]
     assert "ended with an error: ValueError: no such setting" in capsys.readouterr().out
+    # the table says so, and the same command asks again
+    assert cli.main(["mode=eval", "run.name=p"]) == 0
+    assert "1 of the rows ended with an error" in capsys.readouterr().out
+    assert "1 of the rows ended with an error" in Path("runs/p/eval.md").read_text()
+    monkeypatch.setattr(RowSampler, "next", choose)
+    good = [row for row in rows if "error" not in row]
+    assert run(model, "generate.limit=3", "generate.repetition_penalty=1.2") == 0
+    assert "3 rows, 2 of them answered already" in capsys.readouterr().out
+    again = lines()
+    assert len(again) == 3 and again[:2] == good and not any("error" in row for row in again)
+    assert cli.main(["mode=eval", "run.name=p"]) == 0
+    assert "with an error" not in capsys.readouterr().out
+
+
+def test_predictions_of_another_program_are_not_deleted(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("runs/p").mkdir(parents=True)
+    file, theirs = Path("runs/p/predictions.jsonl"), '{"prompt": "a", "predict": "b", "label": "c"}\n'
+    file.write_text(theirs)
+    assert run(model, "generate.limit=1") == 2
+    assert "another program" in capsys.readouterr().err and file.read_text() == theirs
+    assert run(model, "generate.limit=1", "run.overwrite=true") == 0
+    assert len(lines()) == 1 and lines()[0]["label"] != "c"
 
 
 def test_other_settings_are_not_gone_on_with(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
