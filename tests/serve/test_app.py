@@ -20,7 +20,9 @@ from kt_ray.generate.requests import Request, Token
 from kt_ray.serve.access import check_address, digest, is_loopback
 from kt_ray.serve.app import make_app
 from kt_ray.serve.engine import Engine, Served
+from kt_ray.serve.faults import ApiError
 from kt_ray.serve.replies import spell
+from kt_ray.serve.schemas import CompletionRequest
 
 KEY = "a key"
 CONTEXT = 64
@@ -313,6 +315,15 @@ def test_a_full_queue_refuses_all_of_a_request_or_none(encoder: ChatEncoder) -> 
             await asyncio.sleep(0.01)
         with pytest.raises(openai.RateLimitError, match="3 answers are running"):
             await made.client.completions.create(model="base", prompt="a")
+        # Refused before any of it is tokenized or looked into further.
+        made.engine._tokens = made.engine.chat_prompt = lambda *_, **__: pytest.fail("tokenized")  # type: ignore[method-assign]
+        for path, body in (
+            ("completions", {**PLAIN, "prompt": ["a"] * 300, "max_tokens": 10**9}),
+            ("completions", {**PLAIN, "prompt": [[10**9]] * 2, "n": 128}),
+            ("chat/completions", CHAT),
+        ):
+            response = await made.post(f"/v1/{path}", body)
+            assert response.status_code == 429 and response.json()["error"]["code"] == "queue_full"
         for answer in made.generator.answers[3:]:
             answer.take(Token(answer.number, 5, finish="length"))
         assert (await running).status_code == 200 and made.engine.outstanding == 0
@@ -392,6 +403,30 @@ def test_an_engine_that_ends(encoder: ChatEncoder) -> None:
         assert (await made.post("/v1/completions", PLAIN)).status_code == 503
         assert (await made.http.get("/health")).status_code == 503
         assert made.engine.outstanding == 0
+
+    run(bench)
+
+
+def test_a_request_that_the_generator_refuses(encoder: ChatEncoder) -> None:
+    async def bench() -> None:
+        made = Bench(encoder)
+
+        def refuses(request: Request, listener: Any = None) -> Answer:
+            raise UserError("a token id is not in the vocabulary", remedy="use the model's tokenizer")
+
+        made.generator.submit = refuses  # type: ignore[method-assign]
+        response = await made.post("/v1/completions", {**PLAIN, "n": 2})
+        assert response.status_code == 400 and "vocabulary" in response.json()["error"]["message"]
+        assert made.engine.outstanding == 0
+
+        def ends(request: Request, listener: Any = None) -> Answer:
+            made.generator.error = RuntimeError("an actor died meanwhile")
+            raise UserError("this session of generation has ended")
+
+        made.generator.submit = ends  # type: ignore[method-assign]
+        with pytest.raises(ApiError, match="engine has stopped") as stopped:
+            made.engine.start(made.engine.requests(CompletionRequest(**PLAIN), [(1, 2)]))
+        assert stopped.value.status == 503
 
     run(bench)
 
