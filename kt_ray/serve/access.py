@@ -20,12 +20,17 @@ VARIABLE = "KT_RAY_API_KEY"
 OPEN = ("/health",)  # paths that need no key
 
 
+def bare(host: str) -> str:
+    """An address without the brackets that IPv6 ones have in URLs."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches an address."""
-    if host == "localhost":
+    if host.lower() == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(bare(host)).is_loopback
     except ValueError:
         return False  # a name: it may mean anything
 
@@ -46,9 +51,11 @@ def check_address(host: str, key: str | None) -> None:
         )
 
 
-def digest(key: str) -> bytes:
-    """What is kept of a key."""
-    return hashlib.sha256(key.encode()).digest()
+def digest(key: str | bytes) -> bytes:
+    """What is kept of a key; whitespace around it does not count, as around a header's value."""
+    # surrogateescape: a variable of the environment may hold any bytes
+    value = key.encode("utf-8", "surrogateescape") if isinstance(key, str) else key
+    return hashlib.sha256(value.strip()).digest()
 
 
 class Gate:
@@ -80,9 +87,12 @@ class Gate:
     def _check_key(self, scope: Scope) -> None:
         if self._key is None or scope["path"] in OPEN:
             return
-        given = _header(scope, b"authorization").decode("latin-1")
-        scheme, _, key = given.partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(digest(key.strip()), self._key):
+        given = _header(scope, b"authorization").strip()
+        scheme, _, key = given.partition(b" ")
+        # Clients send what is not ASCII as UTF-8 or, the older way, as Latin-1.
+        found = [digest(key), digest(key.decode("latin-1"))]
+        right = [hmac.compare_digest(one, self._key) for one in found]
+        if scheme.lower() != b"bearer" or not any(right):
             what = "incorrect API key provided" if given else "no API key provided"
             raise ApiError(
                 401,

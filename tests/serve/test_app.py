@@ -17,11 +17,12 @@ from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Answer
 from kt_ray.generate.requests import Request, Token
-from kt_ray.serve.access import check_address, digest, is_loopback
+from kt_ray.serve.access import bare, check_address, digest, is_loopback
 from kt_ray.serve.app import make_app
 from kt_ray.serve.engine import Engine, Served
 from kt_ray.serve.faults import ApiError
 from kt_ray.serve.replies import spell
+from kt_ray.serve.run import check_port
 from kt_ray.serve.schemas import CompletionRequest
 
 KEY = "a key"
@@ -268,6 +269,31 @@ def test_the_key(encoder: ChatEncoder) -> None:
             await wrong.models.list()
 
     run(bench)
+
+
+def test_a_key_beyond_ascii_and_with_space_around_it(encoder: ChatEncoder) -> None:
+    async def bench() -> None:
+        made = Bench(encoder, key=digest(" schlüssel\n"))
+        sent = [
+            (b"Bearer " + "schlüssel".encode(), 200),
+            (b"bearer  " + "schlüssel".encode("latin-1") + b" ", 200),
+            (b"Bearer schl", 401),
+            (b"Bearer " + "schlüssel".encode("utf-16"), 401),
+            ("schlüssel".encode(), 401),
+        ]
+        for value, status in sent:
+            response = await made.http.get("/v1/models", headers={b"authorization": value})
+            assert response.status_code == status, value
+
+    run(bench)
+
+
+def test_brackets_around_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [bare(host) for host in ("[::1]", "::1", "127.0.0.1")] == ["::1", "::1", "127.0.0.1"]
+    bound: list[Any] = []
+    monkeypatch.setattr("socket.socket.bind", lambda self, address: bound.append(address))
+    check_port("[::1]", 80)
+    assert bound == [("::1", 80)]
 
 
 @pytest.mark.parametrize(
