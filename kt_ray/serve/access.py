@@ -1,4 +1,4 @@
-"""Who may ask: the key, and how much of a request is read. One ASGI layer around the application."""
+"""Who may ask: the key, the name asked by, and how much of a request is read. One ASGI layer around the application."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class Gate:
 
     Args:
         app: ASGI application.
-        key: digest of the clients' key; None = nobody needs one.
+        key: digest of the clients' key; None = nobody needs one, but only requests to an address of this
+            machine are answered.
         max_body: bytes of a body at the most.
     """
 
@@ -77,12 +78,28 @@ class Gate:
             await self._app(scope, receive, send)
             return
         try:
+            self._check_host(scope)
             self._check_key(scope)
             receive = await self._read(scope, receive)
         except ApiError as error:
             await _answer(send, error)
             return
         await self._app(scope, receive, send)
+
+    def _check_host(self, scope: Scope) -> None:
+        """Where no key is asked for, web pages that the user of this machine has open must not ask either: a
+        page whose name its owner points at 127.0.0.1 (DNS rebinding) sends that name as Host."""
+        if self._key is not None or scope["path"] in OPEN:
+            return
+        given = _header(scope, b"host").decode("latin-1").strip()
+        # A program that is no browser may leave the header out.
+        if given and not is_loopback(_without_port(given)):
+            raise ApiError(
+                403,
+                f"a server without a key answers to localhost and 127.0.0.1 only, not to '{given}': ask it by "
+                f"one of these, or start it with a key ({VARIABLE})",
+                code="host_not_allowed",
+            )
 
     def _check_key(self, scope: Scope) -> None:
         if self._key is None or scope["path"] in OPEN:
@@ -134,6 +151,12 @@ def _after(first: MutableMapping[str, Any], receive: Receive) -> Receive:
         return waiting.pop() if waiting else await receive()
 
     return replay
+
+
+def _without_port(host: str) -> str:
+    """ "localhost:8000" -> "localhost", "[::1]:8000" -> "[::1]"."""
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdigit() and (":" not in name or name.endswith("]")) else host
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

@@ -97,10 +97,11 @@ class Bench:
         self.engine = Engine(served(**changes), encoder, self.generator)
         self.app = make_app(self.engine)
         self.http = httpx2.AsyncClient(
-            transport=httpx2.ASGITransport(app=self.app, raise_app_exceptions=False), base_url="http://test"
+            transport=httpx2.ASGITransport(app=self.app, raise_app_exceptions=False),
+            base_url="http://127.0.0.1:8000",
         )
         self.client = openai.AsyncOpenAI(
-            base_url="http://test/v1", api_key=KEY, http_client=self.http, max_retries=0
+            base_url="http://127.0.0.1:8000/v1", api_key=KEY, http_client=self.http, max_retries=0
         )
 
     async def post(self, path: str, body: Any, key: str | None = KEY) -> httpx2.Response:
@@ -284,6 +285,36 @@ def test_a_key_beyond_ascii_and_with_space_around_it(encoder: ChatEncoder) -> No
         for value, status in sent:
             response = await made.http.get("/v1/models", headers={b"authorization": value})
             assert response.status_code == status, value
+
+    run(bench)
+
+
+def test_without_a_key_only_by_a_name_of_this_machine(encoder: ChatEncoder) -> None:
+    async def bench() -> None:
+        open_to_all, with_key = Bench(encoder, key=None), Bench(encoder)
+        good = ("127.0.0.1", "127.0.0.1:8000", "localhost:8000", "LocalHost", "[::1]:8000", "[::1]")
+        bad = (
+            "rebound.example:8000",
+            "rebound.example",
+            "127.0.0.1.rebound.example",
+            "192.168.1.2:8000",
+            "localhost.rebound.example:80",
+            "0.0.0.0:8000",
+            "[2001:db8::1]:8000",
+            "x:127.0.0.1",
+        )
+        for host in (*good, *bad):
+            response = await open_to_all.http.post(
+                "/v1/completions", json=PLAIN, headers={"host": host, "origin": f"http://{host}"}
+            )
+            assert response.status_code == (200 if host in good else 403), host
+            if host in bad:
+                error = response.json()["error"]
+                assert error["code"] == "host_not_allowed" and host in error["message"]
+            keyed = {"host": host, "authorization": f"Bearer {KEY}"}
+            assert (await with_key.http.get("/v1/models", headers=keyed)).status_code == 200
+        assert len(open_to_all.generator.asked) == len(good)
+        assert (await open_to_all.http.get("/health", headers={"host": bad[0]})).status_code == 200
 
     run(bench)
 
