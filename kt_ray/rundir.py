@@ -29,18 +29,11 @@ from kt_ray.errors import UserError
 log = logging.getLogger(__name__)
 
 # All that a run writes at its top level: what run.overwrite removes, and nothing else.
-_FILES = (
-    *("plan.json", "env.json", "metrics.jsonl", "train.log", "loss.png", "wandb_id"),
-    *(
-        "predictions.jsonl",
-        "predictions.json",
-        "predictions_base.jsonl",
-        "losses.json",
-        "eval.json",
-        "eval.md",
-        "report.html",
-    ),
+_RESULTS = (
+    *("predictions.jsonl", "predictions.json", "predictions_base.jsonl", "losses.json"),
+    *("eval.json", "eval.md", "report.html"),
 )
+_FILES = ("plan.json", "env.json", "metrics.jsonl", "train.log", "loss.png", "wandb_id", *_RESULTS)
 _DIRECTORIES = ("checkpoints", "adapter", "wandb", "timelines")
 _CONFIG = "config.yaml"  # written first: a directory that holds it is a run
 
@@ -140,6 +133,17 @@ class RunDir:
     def write_env(self, environment: Mapping[str, Any]) -> None:
         """env.json: see `kt_ray.environment`, and what the cluster adds to it."""
         write_atomic(self.path / "env.json", json.dumps(plain(environment), indent=2) + "\n")
+
+    def remove_results(self) -> list[Path]:
+        """Remove answers, losses, scores and the report, which are of an adapter that is about to be another.
+
+        Returns:
+            What there was of them.
+        """
+        found = [path for name in _RESULTS if (path := self.path / name).is_file()]
+        for path in found:
+            path.unlink()
+        return found
 
     def write_wandb_id(self, run_id: str) -> None:
         write_atomic(self.path / "wandb_id", run_id + "\n")

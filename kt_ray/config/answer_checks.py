@@ -45,7 +45,8 @@ def check_generate(config: Config) -> None:
 def check_serve(config: Config) -> None:
     serve = config.serve
     for key in ("host", "name", "api_key"):
-        if getattr(serve, key) == "":
+        value = getattr(serve, key)
+        if value is not None and not value.strip():
             raise fault(f"serve.{key}", "''", "is empty", "text", f"leave serve.{key} out")
     if config.mode == "serve" and config.generate.adapter is not None:
         raise fault(

@@ -25,6 +25,7 @@ from kt_ray.errors import UserError
 from kt_ray.evaluate.loss import LossSum
 
 ADAPTER_FILE, BASE_FILE = "predictions.jsonl", "predictions_base.jsonl"
+_WEIGHTS = "adapter_model.safetensors"  # as in kt_ray.checkpoint.adapter, which imports torch
 _REMEDY = "write one JSON object per line with prompt, predict and label, as mode=predict does"
 
 
@@ -38,6 +39,7 @@ class Prediction:
         label: what the data says.
         option_logits: option letter -> logit; empty = not measured.
         loss: of the label under the model; None = not measured.
+        failed: whether the row says that its answer, or another one to it, ended with an error.
     """
 
     prompt: str
@@ -45,6 +47,7 @@ class Prediction:
     label: str
     option_logits: dict[str, float] = field(default_factory=dict)
     loss: LossSum | None = None
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,30 @@ def missing_answers(file: Path) -> int:
         return 0
     # An unfinished last line, of a process that was killed, is no answer.
     return max(0, count - file.read_bytes().count(b"\n")) if file.is_file() else count
+
+
+def adapter_mark(adapter: Path) -> str | None:
+    """Tells an adapter from one that was written to the same directory later; None = there is none."""
+    try:
+        state = (adapter / _WEIGHTS).stat()
+    except OSError:
+        return None
+    return f"{state.st_size} bytes of {state.st_mtime_ns}"
+
+
+def of_present_adapter(file: Path, adapter: Path) -> bool:
+    """Whether answers were given by an adapter as it is now; true where nothing is known of that.
+
+    Args:
+        file: of the answers.
+        adapter: directory of the run's own; the one that the answers were made with counts, if it is there.
+    """
+    settings = _settings(file)
+    mark, made_with = settings.get("adapter_file"), settings.get("adapter")
+    if not isinstance(mark, str):
+        return True  # another program's, or the base model's
+    there = adapter_mark(Path(made_with)) if isinstance(made_with, str) else None
+    return mark == (there or adapter_mark(adapter))
 
 
 def check_complete(path: Path) -> None:
@@ -230,6 +257,7 @@ def _row(value: dict[str, Any], where: str) -> Prediction:
         label=value["label"],
         option_logits=_option_logits(value, "option_logits", where),
         loss=_loss(value, where),
+        failed=bool(value.get("error")),
     )
 
 

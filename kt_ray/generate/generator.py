@@ -12,7 +12,9 @@ from as many threads as you like.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import queue
 import secrets
 import threading
@@ -24,6 +26,8 @@ from typing import Any, Protocol
 from kt_ray.errors import UserError
 from kt_ray.generate.requests import Request, SessionSpec, Token
 from kt_ray.generate.text import TextStream
+
+logger = logging.getLogger(__name__)
 
 _POLL = 1.0  # seconds that one question for tokens waits; nothing depends on it
 _NOTICE = 60.0  # seconds that a session gets to end when its coordinator does not answer
@@ -148,11 +152,21 @@ class Answer:
         if finish:
             self._ended.set()
 
+    def break_off(self, error: Exception) -> None:
+        """The generator's side: `take` went wrong, so nothing more can be made of this answer."""
+        if not self.finish:  # else its last piece has been given, or was what the listener failed at
+            reason = f"{type(error).__name__}: {error}"
+            self.finish, self._reason = "error", reason
+            with contextlib.suppress(Exception):  # the listener may be what fails
+                self._give(Piece(Token(self.number, -1, finish="error", error=reason), ""))
+        self._ended.set()
+
     def fail(self, error: BaseException) -> None:
         """The generator's side: the session is over before the answer was."""
         if not self.finish:
             self.finish, self._error = "error", error
-            self._give(error)
+            with contextlib.suppress(Exception):  # a listener's trouble keeps no other answer from its end
+                self._give(error)
             self._ended.set()
 
 
@@ -279,14 +293,22 @@ class Generator:
         with self._lock:
             first, self._closed = not self._closed, True
             outstanding = list(self._answers.items())
-        if first and self._error is None:
+        # After an error of the fetching alone the session still runs, and would do so for ever.
+        if first and self._threads[0].is_alive():
             for number, (rank, _) in outstanding:
-                self._cancel(rank, number)
+                self._order(rank, "cancel", number)
             for rank in self.cluster.coordinators:
-                self.cluster.order(rank, "stop", self.spec.number)
+                self._order(rank, "stop")
         for thread in self._threads:
             thread.join()
         self._fail(UserError("the generator was closed before this answer ended", remedy="ask again"))
+
+    def _order(self, rank: int, kind: str, number: int = -1) -> None:
+        """An order where an error changes nothing: the session's own one is told."""
+        try:
+            self.cluster.order(rank, kind, self.spec.number, number)
+        except Exception as error:
+            logger.warning("coordinator %d could not be sent %r", rank, kind, exc_info=error)
 
     # -- threads ----------------------------------------------------------------------------
 
@@ -316,10 +338,19 @@ class Generator:
                     found = self._answers.get(token.request)
                 if found is None:
                     continue  # ended here by a stop string
-                found[1].take(token)
+                self._take(*found, token)
                 if found[1].finish:
                     with self._lock:
                         self._answers.pop(token.request, None)
+
+    def _take(self, rank: int, answer: Answer, token: Token) -> None:
+        try:
+            answer.take(token)
+        except Exception as error:  # of its tokenizer or listener: the others' tokens must still be fetched
+            logger.warning("an answer was broken off", exc_info=error)
+            answer.break_off(error)
+            if not token.finish:
+                self._order(rank, "cancel", token.request)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

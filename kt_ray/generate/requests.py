@@ -21,7 +21,7 @@ class Sampling:
     Attributes:
         max_new_tokens: at most this many.
         min_new_tokens: no token of `eos` before this many.
-        temperature: 0 = the most probable token always (greedy).
+        temperature: 0 = the most probable token always (greedy); so is less than 1e-5.
         top_p: share of the probability that is kept, 1 = all.
         top_k: most probable tokens kept, 0 = all.
         min_p: least probability kept, relative to the most probable token's; 0 = all.
@@ -69,7 +69,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < 1e-5  # less overflows float32 logits, and means the same
 
 
 @dataclass(frozen=True)

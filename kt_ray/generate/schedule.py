@@ -16,6 +16,31 @@ if TYPE_CHECKING:
     from kt_ray.generate.sampling import RowSampler
 
 
+_KEPT = 100_000  # numbers of requests: a server runs for months
+
+
+class _Recent:
+    """The last numbers that were added."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, None] = {}  # in the order that they came
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._numbers
+
+    def add(self, number: int) -> None:
+        self._numbers[number] = None
+        if len(self._numbers) > _KEPT:
+            del self._numbers[next(iter(self._numbers))]
+
+    def discard(self, number: int) -> bool:
+        """Whether it was there."""
+        return self._numbers.pop(number, 0) is None
+
+
 class Schedule:
     """Requests join and leave between steps; those that wait are taken in the order they came.
 
@@ -33,8 +58,8 @@ class Schedule:
         self._rows: dict[int, RowSampler] = {}
         self._cohorts: dict[str, list[int]] = {}  # in the order of their caches' rows
         self._drop: list[int] = []
-        self._seen: set[int] = set()
-        self._unwanted: set[int] = set()  # cancelled before they came
+        self._seen = _Recent()
+        self._unwanted = _Recent()  # cancelled before they came
 
     @property
     def busy(self) -> bool:
@@ -46,7 +71,7 @@ class Schedule:
         from kt_ray.generate.sampling import RowSampler, failed
 
         self._seen.add(number)
-        if number in self._unwanted:
+        if self._unwanted.discard(number):
             return [Token(number, -1, finish="cancelled")]
         room = self.spec.cache_tokens
         if room is not None and request.longest > room:

@@ -78,6 +78,12 @@ def evaluate(
     losses = {side: figures for side, figures in found.items() if asked[side]}
     if losses:
         notes = (source, *notes)
+    failed = max(sum(row.failed for row in side.rows) for side in (base, adapter) if side is not None)
+    if failed:
+        notes += (
+            f"answers to {failed} of the rows ended with an error and count as far as they came: "
+            "start mode=predict or mode=eval with generate.adapter again to ask them once more",
+        )
     return compare(
         _scored(base, config),
         _scored(adapter, config),

@@ -19,7 +19,7 @@ from kt_ray.batch import PassSpec
 from kt_ray.data import Pair, Row, Wave, eval_waves, load_data
 from kt_ray.evaluate.loss import LOSSES_FILE, LossSum, losses_file, sums
 from kt_ray.modes.generation import Setup
-from kt_ray.modes.predict import adapter_file, who
+from kt_ray.modes.predict import adapter_file, experts_stored, who
 from kt_ray.rundir import write_atomic
 from kt_ray.train.cluster import Cluster
 from kt_ray.train.loop import trained_tokens
@@ -75,6 +75,7 @@ def open_held_out(made: Setup, ids: Sequence[int], directory: Path) -> HeldOut:
         "model": made.fingerprint,
         "adapter": made.adapter if True in who(made) else None,
         "adapter_file": adapter_file(made),
+        "backend": experts_stored(made),
         "rows": _digest(rows),
     }
     plan, trainer = made.plan, config.trainer

@@ -14,20 +14,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import queue
 import time
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from kt_ray.checkpoint.adapter import WEIGHTS
 from kt_ray.config.schema import Config
 from kt_ray.data.load import read_split
 from kt_ray.data.types import Conversation, Message
 from kt_ray.errors import UserError
-from kt_ray.generate.generator import Answer, Generator
+from kt_ray.evaluate.predictions import adapter_mark
+from kt_ray.generate.generator import Answer, Generator, Piece
 from kt_ray.modes.generation import Setup, generating, setup
 from kt_ray.modes.options import Options, options_of
+from kt_ray.placement.formats import BACKEND_STORAGE
 from kt_ray.rundir import write_atomic
 from kt_ray.tracking.console import console
 
@@ -180,13 +182,15 @@ def _settings(made: Setup, questions: list[Question]) -> dict[str, Any]:
         "min_p",
         "repetition_penalty",
     )
-    rows = hashlib.sha256("\n".join(f"{q.id} {q.ids}" for q in questions).encode()).hexdigest()
+    rows = hashlib.sha256("\n".join(map(_content, questions)).encode()).hexdigest()
     return {
         "model": made.fingerprint,
         "adapter": made.adapter if True in who(made) else None,
         "adapter_file": adapter_file(made),
         "answers": ["adapter" if on else "base" for on in who(made)],
         **{name: getattr(generate, name) for name in names},
+        "backend": experts_stored(made),
+        "eos": list(made.eos),
         "stop": list(generate.stop),
         "seed": made.config.seed if generate.temperature > 0 else None,
         "options": "".join(next((q.options.tokens for q in questions if q.options), {})) or None,
@@ -195,19 +199,30 @@ def _settings(made: Setup, questions: list[Question]) -> dict[str, Any]:
     }
 
 
+def _content(question: Question) -> str:
+    """All of a row that its line depends on."""
+    options = question.options and [question.options.prompt, question.options.tokens]
+    return json.dumps([question.id, question.ids, question.label, options])
+
+
+def experts_stored(made: Setup) -> str:
+    """The backend where it makes the experts' weights others; the rest compute the checkpoint's own."""
+    backend = made.config.rule.experts.backend
+    return backend if backend in BACKEND_STORAGE else "auto"
+
+
 def adapter_file(made: Setup) -> str | None:
     """Tells an adapter from one that was written to the same place later; None = no adapter answers."""
     if made.adapter is None or True not in who(made):
         return None
-    state = (Path(made.adapter) / WEIGHTS).stat()
-    return f"{state.st_size} bytes of {state.st_mtime_ns}"
+    return adapter_mark(Path(made.adapter))
 
 
 def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int]:
     """Make the directory ready; ids of the rows that it has already.
 
     Raises:
-        UserError: it holds predictions made with other settings.
+        UserError: it holds predictions made with other settings, or those of another program.
     """
     path = directory / SETTINGS
     if path.is_file() and not overwrite:
@@ -222,11 +237,19 @@ def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int
                 required=f"{name}={settings[name]}",
                 remedy="set another run.name, or run.overwrite=true to begin anew",
             )
-        rows = read_predictions(directory)
-        # A line that was cut off by the end of the last run is written again.
+        # Rows that ended with an error are asked again; a line that the last run's end cut off as well.
+        rows = {id: row for id, row in read_predictions(directory).items() if "error" not in row}
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
         write_atomic(directory / ROWS, text)
         return set(rows)
+    if (directory / ROWS).is_file() and not overwrite:
+        raise UserError(
+            "this directory holds predictions of another program",
+            where=str(directory / ROWS),
+            observed=f"no {SETTINGS} beside them",
+            required="a directory without predictions, or predictions of mode=predict to go on with",
+            remedy="set another run.name, or run.overwrite=true to replace them",
+        )
     directory.mkdir(parents=True, exist_ok=True)
     (directory / ROWS).unlink(missing_ok=True)
     write_atomic(path, json.dumps(settings, indent=1) + "\n")
@@ -234,31 +257,46 @@ def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int
 
 
 def _answer(made: Setup, generator: Generator, questions: list[Question], path: Path) -> tuple[int, float]:
-    """Ask all, write each row when its answers are there. Returns tokens generated and seconds."""
+    """Ask all, write each row when its answers are there. Returns tokens generated and seconds.
+
+    Raises:
+        BaseException: what ended the session of generation.
+    """
     start, tokens = time.monotonic(), 0
-    waiting: list[tuple[Question, list[Answer]]] = []
+    waiting: dict[int, tuple[Question, list[Answer]]] = {}
+    ended: queue.SimpleQueue[Piece | BaseException] = queue.SimpleQueue()
     ahead = 2 * made.config.generate.batch_size * made.plan.replicas
     left = iter(questions)
+
+    def listen(piece: Piece | BaseException) -> None:
+        if isinstance(piece, BaseException) or piece.token.finish:
+            ended.put(piece)
+
     with path.open("a", encoding="utf-8") as file:
         while True:
             for question in islice(left, max(0, ahead - len(waiting))):
                 seed = (made.config.seed + question.id) % 2**63
                 asked = [
-                    generator.submit(made.request(question.ids, question.where, adapter=on, seed=seed))
+                    generator.submit(
+                        made.request(question.ids, question.where, adapter=on, seed=seed), listen
+                    )
                     for on in who(made)
                 ]
                 if question.options is not None:
-                    asked += [generator.submit(question.options.request(on)) for on in who(made)]
-                waiting.append((question, asked))
+                    asked += [generator.submit(question.options.request(on), listen) for on in who(made)]
+                waiting[question.id] = question, asked
             if not waiting:
                 return tokens, time.monotonic() - start
-            waiting[0][1][0].result()
-            for item in [w for w in waiting if all(answer.finish for answer in w[1])]:
-                waiting.remove(item)
-                found = [answer.result() for answer in item[1]]
+            piece = ended.get()  # of any of them: a long answer holds no other row up
+            if isinstance(piece, BaseException):
+                raise piece
+            # An answer's `finish` is there before its last piece, so the last of a row's pieces finds them all.
+            for question, asked in [w for w in waiting.values() if all(answer.finish for answer in w[1])]:
+                del waiting[question.id]
+                found = [answer.result() for answer in asked]
                 answers, options = found[: len(who(made))], found[len(who(made)) :]
                 tokens += sum(len(answer.tokens) for answer in answers)
-                _write(file, item[0], answers, options)
+                _write(file, question, answers, options)
 
 
 def _write(file: TextIO, question: Question, answers: list[Answer], options: list[Answer]) -> None:

@@ -144,9 +144,11 @@ def go_on_from(resume: ResumePoint, rundir: RunDir) -> list[str]:
     if not rundir.continued:
         return []
     aside = set_aside_later(rundir.checkpoints, resume.manifest.step)
-    return [
+    lines = [
         f"set aside: {path} (from before the run went back to step {resume.manifest.step})" for path in aside
     ]
+    gone = [path.name for path in rundir.remove_results()]
+    return lines + ([f"removed: {', '.join(gone)} (of the adapter so far)"] if gone else [])
 
 
 def write_adapter(prepared: Prepared, directory: Path, cluster: Cluster, notes: tuple[str, ...] = ()) -> Path:

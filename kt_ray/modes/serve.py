@@ -9,7 +9,7 @@ from dataclasses import replace
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.config.schema import Config
 from kt_ray.modes.generation import Setup, generator_on, setup, started, take_adapter
-from kt_ray.serve.access import VARIABLE, check_address, digest
+from kt_ray.serve.access import VARIABLE, bare, check_address, digest
 from kt_ray.serve.engine import Served, now
 from kt_ray.serve.run import check_port, make_engine, run_server
 
@@ -18,8 +18,9 @@ def run(config: Config) -> int:
     """Until Ctrl-C. Returns the exit code."""
     from kt_ray.modes.train import _say, _terminated_as_interrupt
 
-    serve = config.serve
-    key = serve.api_key or os.environ.get(VARIABLE) or None
+    serve = replace(config.serve, host=bare(config.serve.host))
+    config = replace(config, serve=serve)
+    key = (serve.api_key or os.environ.get(VARIABLE) or "").strip() or None
     check_address(serve.host, key)
     check_port(serve.host, serve.port)
     # The plan counts caches for generate.batch_size rows.

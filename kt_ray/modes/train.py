@@ -254,8 +254,12 @@ def _tell(after: AfterTraining, rundir: RunDir, cluster: ActorCluster, tracker: 
     """Answers before and after. The adapter is safe by now: what fails here fails nothing else."""
     try:
         result = before_and_after(after, rundir, cluster)
-    except UserError as error:
-        _say(f"held-out questions were not answered, the adapter is not concerned: {error}")
+    except Exception as error:
+        logger.info("held-out questions were not answered", exc_info=error)  # the whole of it: to train.log
+        reason = error.line() if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        _say(
+            f"held-out questions were not answered, the adapter is not concerned: {' '.join(reason.split())}"
+        )
         return
     for name, (columns, rows) in result.wandb_tables().items():
         tracker.table(name, columns, rows)

@@ -1,4 +1,4 @@
-"""Who may ask: the key, and how much of a request is read. One ASGI layer around the application."""
+"""Who may ask: the key, the name asked by, and how much of a request is read. One ASGI layer around the application."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ VARIABLE = "KT_RAY_API_KEY"
 OPEN = ("/health",)  # paths that need no key
 
 
+def bare(host: str) -> str:
+    """An address without the brackets that IPv6 ones have in URLs."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches an address."""
-    if host == "localhost":
+    if host.lower() == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(bare(host)).is_loopback
     except ValueError:
         return False  # a name: it may mean anything
 
@@ -46,9 +51,11 @@ def check_address(host: str, key: str | None) -> None:
         )
 
 
-def digest(key: str) -> bytes:
-    """What is kept of a key."""
-    return hashlib.sha256(key.encode()).digest()
+def digest(key: str | bytes) -> bytes:
+    """What is kept of a key; whitespace around it does not count, as around a header's value."""
+    # surrogateescape: a variable of the environment may hold any bytes
+    value = key.encode("utf-8", "surrogateescape") if isinstance(key, str) else key
+    return hashlib.sha256(value.strip()).digest()
 
 
 class Gate:
@@ -56,7 +63,8 @@ class Gate:
 
     Args:
         app: ASGI application.
-        key: digest of the clients' key; None = nobody needs one.
+        key: digest of the clients' key; None = nobody needs one, but only requests to an address of this
+            machine are answered.
         max_body: bytes of a body at the most.
     """
 
@@ -70,6 +78,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         try:
+            self._check_host(scope)
             self._check_key(scope)
             receive = await self._read(scope, receive)
         except ApiError as error:
@@ -77,12 +86,30 @@ class Gate:
             return
         await self._app(scope, receive, send)
 
+    def _check_host(self, scope: Scope) -> None:
+        """Where no key is asked for, web pages that the user of this machine has open must not ask either: a
+        page whose name its owner points at 127.0.0.1 (DNS rebinding) sends that name as Host."""
+        if self._key is not None or scope["path"] in OPEN:
+            return
+        given = _header(scope, b"host").decode("latin-1").strip()
+        # A program that is no browser may leave the header out.
+        if given and not is_loopback(_without_port(given)):
+            raise ApiError(
+                403,
+                f"a server without a key answers to localhost and 127.0.0.1 only, not to '{given}': ask it by "
+                f"one of these, or start it with a key ({VARIABLE})",
+                code="host_not_allowed",
+            )
+
     def _check_key(self, scope: Scope) -> None:
         if self._key is None or scope["path"] in OPEN:
             return
-        given = _header(scope, b"authorization").decode("latin-1")
-        scheme, _, key = given.partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(digest(key.strip()), self._key):
+        given = _header(scope, b"authorization").strip()
+        scheme, _, key = given.partition(b" ")
+        # Clients send what is not ASCII as UTF-8 or, the older way, as Latin-1.
+        found = [digest(key), digest(key.decode("latin-1"))]
+        right = [hmac.compare_digest(one, self._key) for one in found]
+        if scheme.lower() != b"bearer" or not any(right):
             what = "incorrect API key provided" if given else "no API key provided"
             raise ApiError(
                 401,
@@ -124,6 +151,12 @@ def _after(first: MutableMapping[str, Any], receive: Receive) -> Receive:
         return waiting.pop() if waiting else await receive()
 
     return replay
+
+
+def _without_port(host: str) -> str:
+    """ "localhost:8000" -> "localhost", "[::1]:8000" -> "[::1]"."""
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdigit() and (":" not in name or name.endswith("]")) else host
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

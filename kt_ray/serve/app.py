@@ -45,6 +45,7 @@ def make_app(engine: Engine) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         engine.adapter_of(body.model)
+        engine.check_room(body.n or 1)
         prompt = await engine.chat_prompt(body.messages)
         replies = ChatReplies(
             engine.encoder.tokenizer,
@@ -59,6 +60,7 @@ def make_app(engine: Engine) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         engine.adapter_of(body.model)
+        engine.check_room(len(body.prompts) * (body.n or 1))
         prompts = [await engine.completion_prompt(prompt) for prompt in body.prompts]
         replies = CompletionReplies(
             engine.encoder.tokenizer,

@@ -15,7 +15,7 @@ from kt_ray.data.types import Message
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Answer, Piece
 from kt_ray.generate.requests import Request, Sampling
-from kt_ray.serve.faults import ApiError
+from kt_ray.serve.faults import ApiError, of_user_error
 from kt_ray.serve.schemas import ChatMessage, ChatRequest, Common, CompletionRequest
 
 FAREWELL = 5.0  # seconds that running answers get when the server is stopped
@@ -263,13 +263,14 @@ class Engine:
             return min(left, _COMPLETION_TOKENS, most or left)
         return min(left, most or left)
 
-    # -- running ----------------------------------------------------------------------------
+    def check_room(self, answers: int) -> None:
+        """Before work is put into a request: refuse it if it could not be taken now.
 
-    def start(self, requests: Sequence[Request]) -> Job:
-        """Hand requests in, all or none. On the event loop that will read the answers.
+        Args:
+            answers: prompts, times answers to each.
 
         Raises:
-            ApiError: too many wait already (429), or the engine has stopped (503).
+            ApiError: too many wait already, or there are never so many (429); the engine has stopped (503).
         """
         if self._stopping:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
@@ -277,15 +278,27 @@ class Engine:
             raise ApiError(
                 503, f"the engine has stopped: {_line(self.generator.error)}", code="engine_stopped"
             )
-        most = self.served.running + self.served.max_queue
+        most, outstanding = self.served.running + self.served.max_queue, self._outstanding
+        if outstanding + answers > most:
+            raise ApiError(
+                429,
+                f"too many requests: {outstanding} answers are running or waiting, {most} can"
+                + (f"; this request asks for {answers}" if answers > 1 else ""),
+                code="queue_full",
+                headers={"retry-after": "1"},
+            )
+
+    # -- running ----------------------------------------------------------------------------
+
+    def start(self, requests: Sequence[Request]) -> Job:
+        """Hand requests in, all or none. On the event loop that will read the answers.
+
+        Raises:
+            ApiError: too many wait already (429), the generator refuses one (400), or the engine has
+                stopped (503).
+        """
         with self._lock:
-            if self._outstanding + len(requests) > most:
-                raise ApiError(
-                    429,
-                    f"too many requests: {self._outstanding} answers are running or waiting, {most} can",
-                    code="queue_full",
-                    headers={"retry-after": "1"},
-                )
+            self.check_room(len(requests))
             self._outstanding += len(requests)
         job, loop = Job(), asyncio.get_running_loop()
         try:
@@ -295,10 +308,12 @@ class Engine:
             with self._lock:
                 self._outstanding -= len(requests) - len(job.answers)
             job.cancel()
-            if isinstance(error, UserError):
+            if isinstance(error, UserError) and (self.generator.error is not None or self._stopping):
                 raise ApiError(
                     503, f"the engine has stopped: {_line(error)}", code="engine_stopped"
                 ) from error
+            if isinstance(error, UserError):
+                raise of_user_error(error) from error
             raise
         return job
 

@@ -13,6 +13,7 @@ import uvicorn
 
 from kt_ray.data.template import ChatEncoder, load_tokenizer
 from kt_ray.errors import UserError
+from kt_ray.serve.access import bare
 from kt_ray.serve.app import make_app
 from kt_ray.serve.engine import FAREWELL, Engine, Served, Submits
 
@@ -32,7 +33,7 @@ def check_port(host: str, port: int) -> None:
     with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            trial.bind((host.strip("[]"), port))
+            trial.bind((bare(host), port))
         except OSError as error:
             raise UserError(
                 "the server cannot listen there",
@@ -68,7 +69,7 @@ def run_server(engine: Engine, host: str, port: int, ready: Callable[[], None]) 
     """
     config = uvicorn.Config(
         make_app(engine),
-        host=host,
+        host=bare(host),
         port=port,
         log_level=logging.WARNING,
         access_log=False,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
-from kt_ray.generate.requests import Request, Sampling, Token
+from kt_ray.generate.requests import Request, Sampling, SessionSpec, Token
 from kt_ray.generate.sampling import RowSampler
 from tests.helpers.generation import answers, hugging_face, random_prompts
 from tests.helpers.hf_reference import FAMILIES, Row, build_checkpoint, random_rows
@@ -214,3 +216,75 @@ def test_an_error_in_an_actor_ends_the_session_but_not_the_cluster(
             ):
                 generator.submit(Request(prompts[0]))
         assert answers(cluster, prompts, sampling) == expected
+
+
+class Coordinator:
+    """A cluster of one coordinator whose session runs until it is told to stop; every request gets three
+    tokens. `breaks`: its tokens cannot be fetched any more."""
+
+    coordinators = [0]
+    vocab_size = 100
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[str, int]] = []
+        self.breaks = False
+        self._tokens: queue.SimpleQueue[list[Token]] = queue.SimpleQueue()
+        self._over = threading.Event()
+
+    def serve(self, spec: SessionSpec, opened: Callable[[], None]) -> list[Any]:
+        opened()
+        assert self._over.wait(60)
+        return []
+
+    def order(
+        self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
+    ) -> None:
+        self.orders.append((kind, number))
+        if kind == "request" and not self.breaks:
+            self._tokens.put([Token(number, n, finish="length" if n == 2 else "") for n in range(3)])
+        if kind == "stop":
+            self._over.set()
+
+    def tokens(self, rank: int, timeout: float) -> tuple[list[Token], bool]:
+        if self.breaks:
+            raise OSError("the connection is gone")
+        if self._over.is_set():
+            return [], False
+        try:
+            return self._tokens.get(timeout=0.02), True
+        except queue.Empty:
+            return [], True
+
+
+@pytest.mark.parametrize("at", [1, 3], ids=["first", "last"])
+def test_a_listener_that_fails_ends_its_answer_and_no_other(at: int) -> None:
+    heard: list[Any] = []
+
+    def fails(piece: Any) -> None:
+        heard.append(piece)
+        if len(heard) == at:
+            raise RuntimeError("the event loop is closed")
+
+    cluster = Coordinator()
+    with Generator(cluster) as generator:
+        bad = generator.submit(Request((1, 2)), fails).result(20)
+        assert generator.submit(Request((1, 2))).result(20).tokens == [0, 1, 2]  # tokens are still fetched
+    assert (bad.finish, bad.error) == (
+        ("error", "RuntimeError: the event loop is closed") if at == 1 else ("length", "")
+    )
+    assert sum(bool(piece.token.finish) for piece in heard) == 1  # its end is told once
+    assert cluster.orders.count(("cancel", 0)) == (at == 1)
+
+
+def test_a_session_whose_tokens_cannot_be_fetched_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kt_ray.generate.generator._NOTICE", 0.05)
+    cluster = Coordinator()
+    generator = Generator(cluster)
+    cluster.breaks = True
+    with pytest.raises(OSError, match="connection is gone"):
+        generator.submit(Request((1, 2)), lambda piece: None).result(20)
+    closing = threading.Thread(target=generator.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive() and ("stop", -1) in cluster.orders
+    assert isinstance(generator.error, OSError)

@@ -19,6 +19,14 @@ def test_greedy_takes_the_most_probable() -> None:
     assert [t.token for t in sample([sampler(), sampler()], logits)] == [1, 0]
 
 
+def test_a_temperature_of_almost_nothing_is_greedy() -> None:
+    logits = torch.tensor([[0.0, 30.0, 10.0]])
+    for temperature in (1e-6, 1e-40):
+        (token,) = sample([sampler(temperature=temperature, seed=3)], logits)
+        assert (token.token, token.finish) == (1, "")
+    assert not Sampling(temperature=1e-5).greedy
+
+
 def test_a_seed_fixes_the_tokens_whatever_the_batch() -> None:
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from kt_ray.generate.requests import Request, Sampling, SessionSpec, Step
@@ -103,6 +104,22 @@ def test_cancelling() -> None:
     assert book.cancel(0) == [] and book.next().drop == (0,) and not book.busy
     assert book.cancel(7) == []  # before it came
     assert [t.finish for t in book.add(7, request(2))] == ["cancelled"] and not book.busy
+
+
+def test_what_is_remembered_of_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kt_ray.generate.schedule._KEPT", 10)
+    book = schedule()
+    for number in range(0, 60, 2):
+        assert book.cancel(number) == []  # each before it came
+        assert [t.finish for t in book.add(number, request(2))] == ["cancelled"]
+        assert len(book._unwanted) == 0
+        assert book.cancel(number + 1) == []  # never comes
+        assert book._unwanted.discard(number + 1)
+    assert len(book._seen) == 10 and 58 in book._seen and 0 not in book._seen
+    for number in range(100, 150):
+        book.cancel(number)
+    assert len(book._unwanted) == 10
+    assert [t.finish for t in book.add(149, request(2))] == ["cancelled"] and book.add(100, request(2)) == []
 
 
 def test_rows_wait_until_the_caches_have_room_for_their_longest_answers() -> None:

@@ -71,6 +71,21 @@ def test_answers_are_those_of_the_written_adapter(model: Path, capsys: pytest.Ca
     assert Path("runs/t/eval.md").read_text().startswith("| metric")
 
 
+def test_a_continued_run_shows_no_answers_of_its_earlier_adapter(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, "t", *TRAIN, "trainer.save_every=3") == 0
+    assert cli.main(["mode=report", "run.name=t"]) == 0
+    results = ["predictions.jsonl", "predictions.json", "eval.json", "eval.md", "report.html"]
+    assert all(Path("runs/t", name).is_file() for name in results)
+    capsys.readouterr()
+    more = ["trainer.max_steps=4", "trainer.resume=latest", "eval.after_training=0"]
+    assert run(model, "t", *TRAIN, *more) == 0
+    assert "removed: predictions.jsonl" in capsys.readouterr().out
+    assert not any(Path("runs/t", name).exists() for name in results)
+    assert Path("runs/t/adapter/adapter_model.safetensors").is_file()
+
+
 def test_what_cannot_be_answered_is_refused_before_training(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,13 +100,22 @@ def test_what_cannot_be_answered_is_refused_before_training(
     assert not Path("runs/x").exists()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [UserError("an actor fell silent", remedy="ask it"), OSError("no space\nleft")],
+    ids=["ours", "other"],
+)
 def test_trouble_with_answers_leaves_the_run_finished(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
-        raise UserError("an actor fell silent")
+        raise error
 
     monkeypatch.setattr(train, "before_and_after", broken)
     assert run(model, "t", *TRAIN) == 0
-    assert "were not answered" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    (line,) = [line for line in shown.out.splitlines() if "were not answered" in line]
+    assert ("fell silent" if isinstance(error, UserError) else "OSError: no space left") in line
+    assert "Traceback" not in shown.out + shown.err
+    assert "Traceback" in Path("runs/t/train.log").read_text()
     assert Path("runs/t/adapter/adapter_model.safetensors").is_file()

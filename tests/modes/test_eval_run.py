@@ -76,7 +76,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     requests: list[Any] = []
     submit = Generator.submit
     monkeypatch.setattr(
-        Generator, "submit", lambda self, request: requests.append(request) or submit(self, request)
+        Generator,
+        "submit",
+        lambda self, request, *to: requests.append(request) or submit(self, request, *to),
     )
     return requests
 
@@ -138,6 +140,21 @@ def test_it_goes_on_where_it_stopped(
     asked.clear()
     assert evaluate(model, "run.name=t") == 0  # a run with an adapter and a part of the answers
     assert len(asked) == 2 * 7 and lines() == whole and result() == found
+
+
+def test_answers_of_an_earlier_adapter_are_not_shown(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = "generate.limit=2"
+    assert evaluate(model, "generate.adapter=runs/t", "run.overwrite=true", few) == 0
+    assert evaluate(model, "run.name=t", few) == 0
+    os.utime("runs/t/adapter/adapter_model.safetensors")  # written anew
+    before = Path("runs/t/eval.md").stat().st_mtime_ns
+    capsys.readouterr()
+    assert evaluate(model, "run.name=t", few) == 2
+    error = capsys.readouterr().err
+    assert "adapter_file" in error and "run.overwrite=true" in error
+    assert Path("runs/t/eval.md").stat().st_mtime_ns == before
+    Path("runs/t/predictions.json").unlink()  # nothing is known of them: somebody else's
+    assert evaluate(model, "run.name=t", few) == 0
 
 
 def test_options_have_the_models_own_probabilities(model: Path) -> None:

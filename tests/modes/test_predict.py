@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import queue
 import re
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,14 @@ from kt_ray import cli
 from kt_ray.config.compose import compose
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
-from kt_ray.generate.generator import Generator
+from kt_ray.errors import UserError
+from kt_ray.generate.generator import Answer, Generator
+from kt_ray.generate.requests import Request, Token
 from kt_ray.generate.sampling import RowSampler
 from kt_ray.modes import predict
 from kt_ray.modes.chat import Chat
 from kt_ray.modes.generation import generating, setup
+from kt_ray.modes.options import Options
 from kt_ray.placement.hardware import this_host
 from tests.helpers.hf_reference import build_checkpoint
 
@@ -67,7 +73,7 @@ def test_predictions_go_on_where_they_stopped(
     asked: list[Any] = []
     submit = Generator.submit
     monkeypatch.setattr(
-        Generator, "submit", lambda self, request: asked.append(request) or submit(self, request)
+        Generator, "submit", lambda self, request, *to: asked.append(request) or submit(self, request, *to)
     )
     assert run(model) == 0
     assert len(asked) == len(whole) - 3
@@ -75,6 +81,65 @@ def test_predictions_go_on_where_they_stopped(
 
     asked.clear()
     assert run(model) == 0 and not asked  # nothing is left to do
+
+
+class Slow:
+    """A generator whose first question is answered after all others; the base's answers come last."""
+
+    def __init__(self, rows: int, path: Path) -> None:
+        self.rows, self.path = rows, path
+        self.asked: list[Answer] = []
+        self.written: list[int] = []  # lines there when the first question's last answer ends
+
+    def submit(self, request: Request, listener: Any = None) -> Answer:
+        answer = Answer(len(self.asked), request, None, lambda: None, listener)
+        self.asked.append(answer)
+        if len(self.asked) == 2 * self.rows:
+            threading.Thread(target=self._work).start()
+        return answer
+
+    def _work(self) -> None:
+        first, *others = self.asked
+        first.take(Token(0, 5, finish="length"))  # the adapter's answer to the first question
+        for answer in others[1:]:
+            answer.take(Token(answer.number, 5, finish="length"))
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and len(self.path.read_text().splitlines()) < self.rows - 1:
+            time.sleep(0.01)
+        self.written.append(len(self.path.read_text().splitlines()))
+        others[0].take(Token(1, 5, finish="length"))
+
+
+def test_a_slow_answer_holds_no_other_row_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose(["mode=predict", "data=demo", f"model.path={model}", *SMALL, *SHORT, "generate.limit=3"])
+    made = setup(config)
+    monkeypatch.setattr(predict, "who", lambda made: (True, False))
+    looked: list[int] = []
+    get = queue.SimpleQueue.get
+
+    class Counted(queue.SimpleQueue):  # type: ignore[type-arg]
+        def get(self, *args: Any, **options: Any) -> Any:
+            looked.append(1)
+            return get(self, *args, **options)
+
+    monkeypatch.setattr(predict.queue, "SimpleQueue", Counted)
+    path = Path("rows.jsonl")
+    slow = Slow(3, path)
+    tokens, _ = predict._answer(made, slow, predict.questions_of(made), path)  # type: ignore[arg-type]
+    assert slow.written == [2] and tokens == 6 and len(path.read_text().splitlines()) == 3
+    assert len(looked) == 6  # once for each answer: it does not turn in a circle meanwhile
+
+
+def test_the_end_of_the_session_ends_it(model: Path) -> None:
+    class Broken(Slow):
+        def _work(self) -> None:
+            for answer in self.asked:
+                answer.fail(UserError("an actor died"))
+
+    config = compose(["mode=predict", "data=demo", f"model.path={model}", *SMALL, *SHORT, "generate.limit=4"])
+    made, path = setup(config), Path("rows.jsonl")
+    with pytest.raises(UserError, match="an actor died"):
+        predict._answer(made, Broken(2, path), predict.questions_of(made), path)  # type: ignore[arg-type]
 
 
 def test_a_row_that_went_wrong_says_why(
@@ -93,6 +158,30 @@ def test_a_row_that_went_wrong_says_why(
     assert sorted(row["finish"] == "error" for row in rows) == [False, False, True]
     assert [row["error"] for row in rows if "error" in row] == ["ValueError: no such setting"]
     assert "ended with an error: ValueError: no such setting" in capsys.readouterr().out
+    # the table says so, and the same command asks again
+    assert cli.main(["mode=eval", "run.name=p"]) == 0
+    assert "1 of the rows ended with an error" in capsys.readouterr().out
+    assert "1 of the rows ended with an error" in Path("runs/p/eval.md").read_text()
+    monkeypatch.setattr(RowSampler, "next", choose)
+    good = [row for row in rows if "error" not in row]
+    assert run(model, "generate.limit=3", "generate.repetition_penalty=1.2") == 0
+    assert "3 rows, 2 of them answered already" in capsys.readouterr().out
+    again = lines()
+    assert len(again) == 3 and again[:2] == good and not any("error" in row for row in again)
+    assert cli.main(["mode=eval", "run.name=p"]) == 0
+    assert "with an error" not in capsys.readouterr().out
+
+
+def test_predictions_of_another_program_are_not_deleted(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("runs/p").mkdir(parents=True)
+    file, theirs = Path("runs/p/predictions.jsonl"), '{"prompt": "a", "predict": "b", "label": "c"}\n'
+    file.write_text(theirs)
+    assert run(model, "generate.limit=1") == 2
+    assert "another program" in capsys.readouterr().err and file.read_text() == theirs
+    assert run(model, "generate.limit=1", "run.overwrite=true") == 0
+    assert len(lines()) == 1 and lines()[0]["label"] != "c"
 
 
 def test_other_settings_are_not_gone_on_with(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,6 +192,24 @@ def test_other_settings_are_not_gone_on_with(model: Path, capsys: pytest.Capture
     assert "repetition_penalty" in error and "run.overwrite=true" in error and lines() == before
     assert run(model, "generate.limit=2", "generate.repetition_penalty=1.5", "run.overwrite=true") == 0
     assert len(lines()) == 2
+
+
+def test_all_that_lines_depend_on_is_a_setting(model: Path) -> None:
+    made = setup(compose(["mode=predict", "data=demo", f"model.path={model}", *SMALL, *SHORT]))
+    row = predict.questions_of(made)[0]
+    chosen = dataclasses.replace(row, options=Options(row.ids, {"A": 5, "B": 6}))
+    experts = dataclasses.replace(made.config.rule.experts, backend="AMXINT4")
+    config = dataclasses.replace(made.config, rule=dataclasses.replace(made.config.rule, experts=experts))
+    cases = [
+        (made, row),
+        (made, dataclasses.replace(row, label="another answer")),
+        (made, chosen),
+        (made, dataclasses.replace(row, options=Options(row.ids, {"A": 5, "B": 7}))),
+        (dataclasses.replace(made, eos=(*made.eos, 7)), row),
+        (dataclasses.replace(made, config=config), row),
+    ]
+    found = [json.dumps(predict._settings(m, [question])) for m, question in cases]
+    assert len(set(found)) == len(cases)
 
 
 def test_before_and_after_an_adapter(model: Path) -> None:

@@ -17,10 +17,13 @@ from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Answer
 from kt_ray.generate.requests import Request, Token
-from kt_ray.serve.access import check_address, digest, is_loopback
+from kt_ray.serve.access import bare, check_address, digest, is_loopback
 from kt_ray.serve.app import make_app
 from kt_ray.serve.engine import Engine, Served
+from kt_ray.serve.faults import ApiError
 from kt_ray.serve.replies import spell
+from kt_ray.serve.run import check_port
+from kt_ray.serve.schemas import CompletionRequest
 
 KEY = "a key"
 CONTEXT = 64
@@ -94,10 +97,11 @@ class Bench:
         self.engine = Engine(served(**changes), encoder, self.generator)
         self.app = make_app(self.engine)
         self.http = httpx2.AsyncClient(
-            transport=httpx2.ASGITransport(app=self.app, raise_app_exceptions=False), base_url="http://test"
+            transport=httpx2.ASGITransport(app=self.app, raise_app_exceptions=False),
+            base_url="http://127.0.0.1:8000",
         )
         self.client = openai.AsyncOpenAI(
-            base_url="http://test/v1", api_key=KEY, http_client=self.http, max_retries=0
+            base_url="http://127.0.0.1:8000/v1", api_key=KEY, http_client=self.http, max_retries=0
         )
 
     async def post(self, path: str, body: Any, key: str | None = KEY) -> httpx2.Response:
@@ -268,6 +272,61 @@ def test_the_key(encoder: ChatEncoder) -> None:
     run(bench)
 
 
+def test_a_key_beyond_ascii_and_with_space_around_it(encoder: ChatEncoder) -> None:
+    async def bench() -> None:
+        made = Bench(encoder, key=digest(" schlüssel\n"))
+        sent = [
+            (b"Bearer " + "schlüssel".encode(), 200),
+            (b"bearer  " + "schlüssel".encode("latin-1") + b" ", 200),
+            (b"Bearer schl", 401),
+            (b"Bearer " + "schlüssel".encode("utf-16"), 401),
+            ("schlüssel".encode(), 401),
+        ]
+        for value, status in sent:
+            response = await made.http.get("/v1/models", headers={b"authorization": value})
+            assert response.status_code == status, value
+
+    run(bench)
+
+
+def test_without_a_key_only_by_a_name_of_this_machine(encoder: ChatEncoder) -> None:
+    async def bench() -> None:
+        open_to_all, with_key = Bench(encoder, key=None), Bench(encoder)
+        good = ("127.0.0.1", "127.0.0.1:8000", "localhost:8000", "LocalHost", "[::1]:8000", "[::1]")
+        bad = (
+            "rebound.example:8000",
+            "rebound.example",
+            "127.0.0.1.rebound.example",
+            "192.168.1.2:8000",
+            "localhost.rebound.example:80",
+            "0.0.0.0:8000",
+            "[2001:db8::1]:8000",
+            "x:127.0.0.1",
+        )
+        for host in (*good, *bad):
+            response = await open_to_all.http.post(
+                "/v1/completions", json=PLAIN, headers={"host": host, "origin": f"http://{host}"}
+            )
+            assert response.status_code == (200 if host in good else 403), host
+            if host in bad:
+                error = response.json()["error"]
+                assert error["code"] == "host_not_allowed" and host in error["message"]
+            keyed = {"host": host, "authorization": f"Bearer {KEY}"}
+            assert (await with_key.http.get("/v1/models", headers=keyed)).status_code == 200
+        assert len(open_to_all.generator.asked) == len(good)
+        assert (await open_to_all.http.get("/health", headers={"host": bad[0]})).status_code == 200
+
+    run(bench)
+
+
+def test_brackets_around_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [bare(host) for host in ("[::1]", "::1", "127.0.0.1")] == ["::1", "::1", "127.0.0.1"]
+    bound: list[Any] = []
+    monkeypatch.setattr("socket.socket.bind", lambda self, address: bound.append(address))
+    check_port("[::1]", 80)
+    assert bound == [("::1", 80)]
+
+
 @pytest.mark.parametrize(
     ("host", "loopback"),
     [
@@ -313,6 +372,15 @@ def test_a_full_queue_refuses_all_of_a_request_or_none(encoder: ChatEncoder) -> 
             await asyncio.sleep(0.01)
         with pytest.raises(openai.RateLimitError, match="3 answers are running"):
             await made.client.completions.create(model="base", prompt="a")
+        # Refused before any of it is tokenized or looked into further.
+        made.engine._tokens = made.engine.chat_prompt = lambda *_, **__: pytest.fail("tokenized")  # type: ignore[method-assign]
+        for path, body in (
+            ("completions", {**PLAIN, "prompt": ["a"] * 300, "max_tokens": 10**9}),
+            ("completions", {**PLAIN, "prompt": [[10**9]] * 2, "n": 128}),
+            ("chat/completions", CHAT),
+        ):
+            response = await made.post(f"/v1/{path}", body)
+            assert response.status_code == 429 and response.json()["error"]["code"] == "queue_full"
         for answer in made.generator.answers[3:]:
             answer.take(Token(answer.number, 5, finish="length"))
         assert (await running).status_code == 200 and made.engine.outstanding == 0
@@ -392,6 +460,30 @@ def test_an_engine_that_ends(encoder: ChatEncoder) -> None:
         assert (await made.post("/v1/completions", PLAIN)).status_code == 503
         assert (await made.http.get("/health")).status_code == 503
         assert made.engine.outstanding == 0
+
+    run(bench)
+
+
+def test_a_request_that_the_generator_refuses(encoder: ChatEncoder) -> None:
+    async def bench() -> None:
+        made = Bench(encoder)
+
+        def refuses(request: Request, listener: Any = None) -> Answer:
+            raise UserError("a token id is not in the vocabulary", remedy="use the model's tokenizer")
+
+        made.generator.submit = refuses  # type: ignore[method-assign]
+        response = await made.post("/v1/completions", {**PLAIN, "n": 2})
+        assert response.status_code == 400 and "vocabulary" in response.json()["error"]["message"]
+        assert made.engine.outstanding == 0
+
+        def ends(request: Request, listener: Any = None) -> Answer:
+            made.generator.error = RuntimeError("an actor died meanwhile")
+            raise UserError("this session of generation has ended")
+
+        made.generator.submit = ends  # type: ignore[method-assign]
+        with pytest.raises(ApiError, match="engine has stopped") as stopped:
+            made.engine.start(made.engine.requests(CompletionRequest(**PLAIN), [(1, 2)]))
+        assert stopped.value.status == 503
 
     run(bench)
 
