@@ -70,6 +70,14 @@ def _sources(data: DataConfig) -> None:
         )
     if not data.sources:
         raise fault("data.sources", data.sources, "names no source", "a list", "set data.sources=null")
+    if data.limit is not None:
+        raise fault(
+            "data.limit",
+            data.limit,
+            "would cut the list of data.sources, not each of them",
+            "a limit in each source",
+            "set data.limit=null and write {path: …, limit: …} into data.sources",
+        )
     for number, source in enumerate(data.sources):
         where = f"data.sources[{number}]"
         if not isinstance(source, Mapping):

@@ -29,6 +29,7 @@ BAD = [
     (["data.sources=[{path:a,weight:0}]"], r"data\.sources\[0\]\.weight=0 is out of range"),
     (["data.sources=[{path:a,format:csv}]"], r"data\.sources\[0\]\.format=csv is not known"),
     (["data.path=a.jsonl", "data.sources=[{path:a}]"], r"data\.sources.*data\.path.*both name rows"),
+    (["data.limit=3", "data.sources=[{path:a}]"], r"data\.limit=3 would cut the list.*limit in each source"),
     (["data.path=a.jsonl", "data.columns={instruction:3}"], r"data\.columns\.instruction=3 names no column"),
     (
         ["data=demo", "data.packing=true", "data.group_by_length=true"],
