@@ -335,7 +335,8 @@ class Trainer:
             norm = math.sqrt(self.cluster.prepare(step))
         known = step - self.first_step
         losses, norms = self.summary.losses[:known], self.summary.grad_norms[:known]
-        bad = judge(self.cluster, step, waves, report, norm, losses, norms, self.config.trainer.spike)
+        trainer = self.config.trainer
+        bad = judge(self.cluster, step, waves, report, norm, losses, norms, trainer.spike, trainer.stage)
         self._note(step, report.loss, norm)
         if bad is not None:
             raise bad

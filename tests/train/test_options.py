@@ -21,6 +21,7 @@ from kt_ray.errors import BadStep, UserError
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.tracking.metrics import StepMetrics
 from kt_ray.train.cluster import Cluster
+from kt_ray.train.guard import judge
 from kt_ray.train.loop import Events, Schedule, Trainer
 from kt_ray.train.reports import PassReport
 from tests.helpers.hf_reference import build_checkpoint, random_rows
@@ -164,6 +165,19 @@ def test_spikes_are_named(go: Go) -> None:
     assert trainer.summary.steps == 8
     trainer, _, _ = go("trainer.spike=3", losses={3: 50.0})  # too early to know what is usual
     assert trainer.summary.steps == 8
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize("usual", [1.0, 0.0, -0.5])
+def test_a_loss_spikes_only_where_it_is_positive_by_nature(stage: str, usual: float) -> None:
+    def judged(loss: float, norm: float) -> BadStep | None:
+        report = PassReport(loss, 0.0, (), (), (([[1.0, 1.0]],),))
+        cluster = cast(Cluster, Scripted({}, {}, {}))
+        return judge(cluster, 5, [WAVE], report, norm, [usual] * 5, [abs(usual)] * 5, 3.0, stage)
+
+    assert (judged(9.0, abs(usual)) is not None) == (stage == "sft" and usual > 0)
+    assert (judged(usual, 9.0) is not None) == (usual != 0)
+    assert judged(math.nan, abs(usual)) is not None
 
 
 def test_a_gradient_that_is_not_finite(go: Go) -> None:
