@@ -207,9 +207,9 @@ def _train(
 
     def finish() -> None:
         chosen = best_checkpoint(rundir.checkpoints) if config.trainer.save_best else None
-        if chosen is not None and trainer.best is not None:
-            cluster.restore(str(chosen), trainer.best[0])
-            shown.line(f"the adapter is that of {chosen.name}, held-out loss {trainer.best[1]:.4f}")
+        if chosen is not None and trainer.kept is not None:
+            cluster.restore(str(chosen), trainer.kept[0])
+            shown.line(f"the adapter is that of {chosen.name}, held-out loss {trainer.kept[1]:.4f}")
         try:
             write_adapter(prepared, rundir.adapter, cluster)
         except ActorLost:
@@ -231,11 +231,13 @@ def _train(
             load=prepared.load,
             profile=rundir.path / "profile",
             began=began,
-            best=best_so_far(rundir) if resume and config.trainer.save_best else None,
+            kept=best_so_far(rundir) if resume and config.trainer.save_best else None,
         )
         done = trainer.run()
         trainer.with_all_steps(finish)
     evaluated = sorted(done.eval_losses.items())
+    if config.trainer.save_best and trainer.kept is not None and evaluated:
+        evaluated.append(trainer.kept)  # what the adapter is
     return Summary(
         run_dir=rundir.path,
         steps=done.steps,
