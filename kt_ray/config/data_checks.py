@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import date
 from typing import Any
 
 from kt_ray.config.faults import fault
@@ -47,6 +48,11 @@ def check_data(config: Config) -> None:
             "one of them",
             "set data.template=null or model.chat_template=null",
         )
+    if data.date is not None:
+        try:
+            date.fromisoformat(data.date)
+        except ValueError:
+            raise fault("data.date", data.date, "is no date", "YYYY-MM-DD", "set data.date=null") from None
     if data.columns is not None:
         _columns("data.columns", data.columns)
     if data.packing and data.group_by_length:

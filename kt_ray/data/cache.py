@@ -42,7 +42,7 @@ def encoder_key(encoder: ChatEncoder) -> bytes:
         str(VERSION),
         tokenizer.backend_tokenizer.to_str(),
         json.dumps({k: str(v) for k, v in tokenizer.special_tokens_map.items()}, sort_keys=True),
-        encoder.template,
+        encoder.rendered,
         encoder.train_on,
     )
     digest = hashlib.sha256()

@@ -31,7 +31,7 @@ from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.plan import plan_to_dict
 from kt_ray.placement.rate_files import rates_for
 from kt_ray.placement.render import held_per_layer
-from kt_ray.rundir import RunDir, plain, setup_logging
+from kt_ray.rundir import RunDir, dated_as_before, plain, setup_logging
 from kt_ray.timeline import Activity
 from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
 from kt_ray.tracking.chrome_trace import write_timeline
@@ -46,7 +46,11 @@ logger = logging.getLogger(__name__)
 def run(config: Config) -> int:
     """Train. Returns the exit code; a user's mistake raises UserError before Ray is touched."""
     began = time.monotonic()
+    given = config
+    config = dated_as_before(config)
     prepared = prepare(config)
+    if not prepared.data.dated:
+        config = given
     after = after_training(prepared)
     resume = resume_point(prepared)
     rates = rates_for(config, prepared.plan.hardware)  # may refuse what plan.rates names

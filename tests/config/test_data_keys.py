@@ -36,6 +36,7 @@ BAD = [
         r"data\.group_by_length=true has nothing",
     ),
     (["data=demo", "data.template=qwen", "model.chat_template=t.jinja"], "both name a template"),
+    (["data=demo", "data.date=3.2.2024"], r"data\.date=3\.2\.2024 is no date"),
     (["data=demo", "data.template=vicuna"], r"data\.template=vicuna"),
     (["data=demo", "data.train_on=first"], r"data\.train_on=first.*all or last"),
     (["data=demo", "data.cache_gb=-1"], r"data\.cache_gb=-1.*at least 0"),
