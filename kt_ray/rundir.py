@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import logging
 import os
@@ -161,6 +162,20 @@ def checkpoint_to_resume(config: Config) -> Path | None:
     if config.trainer.resume == "latest":
         return _latest_checkpoint(root, named, config.model.name)
     return _named_checkpoint(Path(config.trainer.resume).expanduser().absolute())
+
+
+def dated_as_before(config: Config) -> Config:
+    """With data.date set: as given, else that of the run to be resumed, else today."""
+    if config.data.date is not None:
+        return config
+    checkpoint = checkpoint_to_resume(config)
+    day = None
+    if checkpoint is not None and (file := checkpoint.parent.parent / _CONFIG).is_file():
+        known = yaml.safe_load(file.read_text(encoding="utf-8"))
+        data = known.get("data") if isinstance(known, dict) else None
+        day = data.get("date") if isinstance(data, dict) else None
+    day = str(day or datetime.date.today().isoformat())
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, date=day))
 
 
 def write_atomic(path: Path, text: str) -> None:

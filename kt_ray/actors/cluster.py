@@ -12,7 +12,7 @@ import torch
 
 from kt_ray.actors.inbox import Inbox
 from kt_ray.actors.mailbox import Aborted, Address, Message
-from kt_ray.actors.recovery import NOTICE, ActorDied, bring_back
+from kt_ray.actors.recovery import NOTICE, ActorDied, bring_back, settle_aborts
 from kt_ray.actors.serving import ServeReport
 from kt_ray.actors.session import serve_session, take_tokens
 from kt_ray.actors.specs import ActorSpecs
@@ -282,9 +282,11 @@ class ActorCluster(ABC):
         return float(max(self._all("commit", step, lr, clip, self._token)))
 
     def discard(self) -> None:
+        settle_aborts(self)
         self._all("discard")
 
     def skip(self, step: int) -> None:
+        settle_aborts(self)
         self._all("skip", step)
 
     def largest_gradients(self, count: int) -> list[tuple[float, str]]:

@@ -53,11 +53,17 @@ def find_lost(cluster: ActorCluster) -> frozenset[Address]:
     deadline = time.monotonic() + NOTICE
     asked = [(h.address, h.control("status")) for h in cluster.handles if h.address not in cluster._lost]
     cluster._lost |= {address for address, future in asked if not _answers(cluster, future, deadline)}
-    # An abort that came after the next `discard` would end the next pass.
+    settle_aborts(cluster, deadline)
+    return frozenset(cluster._lost)
+
+
+def settle_aborts(cluster: ActorCluster, deadline: float | None = None) -> None:
+    """Wait for aborts on their way: one that came after the next `discard` would end the next pass."""
+    if deadline is None:
+        deadline = time.monotonic() + NOTICE
     for future in cluster._aborts:
         _answers(cluster, future, deadline)
     cluster._aborts.clear()
-    return frozenset(cluster._lost)
 
 
 def _answers(cluster: ActorCluster, future: Any, deadline: float) -> bool:

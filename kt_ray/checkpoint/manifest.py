@@ -15,6 +15,7 @@ from kt_ray.checkpoint.safetensors_file import read_json
 from kt_ray.errors import UserError
 
 MANIFEST = "manifest.json"
+BEST = "best"  # link beside the checkpoints
 VERSION = 1
 _STEP = re.compile(r"^step_(\d{6,})$")
 _CHUNK = 64 << 20
@@ -163,6 +164,13 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
         if match and (path / MANIFEST).is_file():
             found.append((int(match.group(1)), path))
     return [path for _, path in sorted(found)]
+
+
+def best_step(root: str | os.PathLike[str]) -> int | None:
+    """The step that `mark_best` named last, whether its checkpoint is still there or not."""
+    link = Path(root) / BEST
+    match = _STEP.match(os.readlink(link)) if link.is_symlink() else None
+    return int(match.group(1)) if match else None
 
 
 def _crc32(path: Path) -> int:

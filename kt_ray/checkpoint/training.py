@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from kt_ray.checkpoint.index import some
-from kt_ray.checkpoint.manifest import MANIFEST, Manifest, ShardInfo, list_checkpoints
+from kt_ray.checkpoint.manifest import BEST, MANIFEST, Manifest, ShardInfo, list_checkpoints
 from kt_ray.checkpoint.safetensors_file import (
     TORCH_DTYPES,
     TensorInfo,
@@ -36,7 +36,6 @@ from kt_ray.checkpoint.safetensors_file import (
 from kt_ray.errors import UserError
 
 LATEST = "latest"
-BEST = "best"
 
 
 def step_name(step: int) -> str:

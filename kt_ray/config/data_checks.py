@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import date
 from typing import Any
 
 from kt_ray.config.faults import fault
@@ -47,6 +48,11 @@ def check_data(config: Config) -> None:
             "one of them",
             "set data.template=null or model.chat_template=null",
         )
+    if data.date is not None:
+        try:
+            date.fromisoformat(data.date)
+        except ValueError:
+            raise fault("data.date", data.date, "is no date", "YYYY-MM-DD", "set data.date=null") from None
     if data.columns is not None:
         _columns("data.columns", data.columns)
     if data.packing and data.group_by_length:
@@ -70,6 +76,14 @@ def _sources(data: DataConfig) -> None:
         )
     if not data.sources:
         raise fault("data.sources", data.sources, "names no source", "a list", "set data.sources=null")
+    if data.limit is not None:
+        raise fault(
+            "data.limit",
+            data.limit,
+            "would cut the list of data.sources, not each of them",
+            "a limit in each source",
+            "set data.limit=null and write {path: …, limit: …} into data.sources",
+        )
     for number, source in enumerate(data.sources):
         where = f"data.sources[{number}]"
         if not isinstance(source, Mapping):

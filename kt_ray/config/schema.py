@@ -89,8 +89,11 @@ class DataConfig:
             a column that is not read, though the files have it: {input: null}.
         template: chat template by name (kt_ray/data/templates), or "plain" (no turns: question and answer
             are one text); None = the tokenizer's own, or model.chat_template.
+        date: YYYY-MM-DD, for templates that write the date (strftime_now); None = the day on which the run
+            begins, kept in its config.yaml, so that it goes on with the same tokens.
         train_on: "all" answers of a conversation, or the "last" one (all answers after the last question).
-        eval_path: file with held-out rows; None = `eval_fraction` of `path`.
+        eval_path: file, directory or hub data set of held-out rows; None = `eval_fraction` of `path`.
+        eval_split: split of `eval_path`, as `split`; None = of several its validation or else its test rows.
         eval_fraction: share of rows held out when `eval_path` is None (0 = no evaluation).
         max_length: tokens per row; longer rows are truncated and reported, or dropped.
         overflow: "truncate" or "drop" for rows longer than max_length.
@@ -114,8 +117,10 @@ class DataConfig:
     format: str = "auto"
     columns: dict[str, Any] | None = None
     template: str | None = None
+    date: str | None = None
     train_on: str = "all"
     eval_path: str | list[str] | None = None
+    eval_split: str | None = None
     eval_fraction: float = 0.05
     max_length: int = 512
     overflow: str = "truncate"

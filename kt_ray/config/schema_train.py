@@ -111,8 +111,8 @@ class TrainerConfig:
         early_stopping_threshold: by how much the held-out loss must fall to count as lower.
         save_best: keep the checkpoint with the lowest held-out loss (checkpoints/best), and write the
             adapter from it.
-        spike: a step whose loss or gradient norm is more than this many times the median of the last 16
-            steps is not applied; 0 = only steps that are not finite.
+        spike: a step whose loss (of sft, pt and orpo) or gradient norm is more than this many times the
+            median of the last 16 steps is not applied; 0 = only steps that are not finite.
         bad_steps: what follows a step that is not applied: "stop", or "skip" (go on with the next one).
         profile_steps: numbers of the steps of which attention workers write a torch.profiler trace, under
             profile/ of the run directory.

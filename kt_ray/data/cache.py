@@ -25,7 +25,7 @@ from kt_ray.data.types import Conversation
 if TYPE_CHECKING:
     from kt_ray.data.template import ChatEncoder
 
-VERSION = 1  # of the encoding: raise it when the same input is to give other tokens
+VERSION = 2  # of the encoding: raise it when the same input is to give other tokens
 WORTH = 2_000  # fewer rows are tokenised in about a second
 Tokens = list[tuple[np.ndarray, np.ndarray]]  # ids and labels of each row
 
@@ -42,7 +42,7 @@ def encoder_key(encoder: ChatEncoder) -> bytes:
         str(VERSION),
         tokenizer.backend_tokenizer.to_str(),
         json.dumps({k: str(v) for k, v in tokenizer.special_tokens_map.items()}, sort_keys=True),
-        encoder.template,
+        encoder.rendered,
         encoder.train_on,
     )
     digest = hashlib.sha256()
@@ -56,8 +56,9 @@ def rows_key(rows: Sequence[Conversation], encoder: bytes) -> str:
     """Name of the file that holds these rows encoded."""
     digest = hashlib.sha256(encoder)
     for row in rows:
+        # Keys in their order: templates write tools and arguments of calls as they come.
         content = (row.messages, row.tools, row.rejected, row.text, row.kind)
-        digest.update(json.dumps(content, ensure_ascii=False, sort_keys=True).encode() + b"\n")
+        digest.update(json.dumps(content, ensure_ascii=False).encode() + b"\n")
     return digest.hexdigest()
 
 
@@ -96,8 +97,17 @@ class TokenCache:
         bounds = zip(stops - lengths, stops, strict=True)
         return [(ids[start:stop], labels[start:stop]) for start, stop in bounds]
 
-    def write(self, key: str, encoded: Tokens) -> None:
-        """Keep these rows; a full or read-only disk costs the cache, not the run."""
+    def notes(self, key: str) -> list[str]:
+        """What encoding these rows gave to say; of rows that `read` has found."""
+        try:
+            path = self.directory / f"{key}.npz"
+            with path.open("rb") as handle, np.load(handle, allow_pickle=False) as file:
+                return [str(note) for note in file["notes"]]
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return []  # deleted just now by another run
+
+    def write(self, key: str, encoded: Tokens, notes: Sequence[str] = ()) -> None:
+        """Keep these rows and notes; a full or read-only disk costs the cache, not the run."""
         if not self.limit or len(encoded) < self.worth:
             return
         with contextlib.suppress(OSError):
@@ -109,6 +119,7 @@ class TokenCache:
                         file,
                         ids=np.concatenate([ids for ids, _ in encoded]).astype(np.int32),
                         trained=np.concatenate([labels != IGNORE for _, labels in encoded]),
+                        notes=np.array(list(notes), dtype=np.str_),
                         lengths=np.array([len(ids) for ids, _ in encoded], dtype=np.int64),
                     )
                 os.replace(name, self.directory / f"{key}.npz")

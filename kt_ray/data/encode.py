@@ -37,9 +37,12 @@ class Encoded:
             found = cache.read(key, len(sides))
         self.cached = found is not None
         if found is None:
+            known = len(encoder.notes)
             found = [encoder.encode(side) for side in sides]
             if key:
-                cache.write(key, found)
+                cache.write(key, found, encoder.notes[known:])
+        else:
+            encoder.notes += [note for note in cache.notes(key) if note not in encoder.notes]
         tokens = iter(found)
         # by identity: equal rows of two sources may have other system prompts
         self._tokens = {id(row): [next(tokens) for _ in _sides(row)] for row in rows}

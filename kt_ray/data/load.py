@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from kt_ray.config.schema import Config, DataConfig
 from kt_ray.data.cache import TokenCache, default_token_cache
+from kt_ray.data.dates import dated
 from kt_ray.data.encode import Encoded, Taken, encode_pairs, encode_rows
 from kt_ray.data.packing import pack
 from kt_ray.data.report import DataReport, SplitReport
@@ -39,6 +41,7 @@ class DataBundle:
         report: what was cut and dropped.
         pad_id: an id to fill padding with.
         kind: "sft", "pairs" (train and eval hold Pair instead of Row) or "kto" (rows have signs).
+        dated: whether the template writes the date (data.date).
         eval_conversations: held-out source rows, those included whose tokens do not fit.
     """
 
@@ -49,6 +52,7 @@ class DataBundle:
     pad_id: int
     kind: str = "sft"
     eval_conversations: list[Conversation] = field(default_factory=list)
+    dated: bool = False
 
 
 def load_data(
@@ -79,7 +83,13 @@ def load_data(
     tokenizer = load_tokenizer(
         config.model.tokenizer or model_dir, "model.tokenizer" if config.model.tokenizer else "model.path"
     )
-    encoder = ChatEncoder(tokenizer, config.model.chat_template, name=data.template, train_on=data.train_on)
+    encoder = ChatEncoder(
+        tokenizer,
+        config.model.chat_template,
+        name=data.template,
+        date=data.date or date.today().isoformat(),
+        train_on=data.train_on,
+    )
     encoded = Encoded(everything, encoder, cache or TokenCache(default_token_cache(), data.cache_gb))
     report = DataReport(data.max_length, template=encoder.source, sources=[part.line() for part in parts])
     report.cached = encoded.cached
@@ -116,6 +126,7 @@ def load_data(
         pad_id=int(pad or 0),
         kind=kind,
         eval_conversations=list(held),
+        dated=dated(encoder.template),
     )
 
 

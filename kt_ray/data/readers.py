@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kt_ray.data.tables import clip, is_hub, read_arrow, read_hub, read_parquet
+from kt_ray.data.tables import clip, hub_splits, is_hub, read_arrow, read_hub, read_parquet
 from kt_ray.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
@@ -29,7 +29,8 @@ def read_rows(
     Args:
         paths: files, directories (their data files by name) and hub names (hf://owner/name), or one of them.
         key: the configuration key that named them, for messages.
-        split: of a data set of several splits (hub, or saved by `datasets`); None = "train".
+        split: of a data set of several splits (hub, directories); None = "train". HELD_OUT = of several
+            the first one there is of "validation" and "test"; where there is one only, that one.
         subset: of a hub data set.
 
     Raises:
@@ -42,12 +43,13 @@ def read_rows(
         )
     for name in listed:
         count = 0
+        chosen = held_out_split(name, key, subset) if split == HELD_OUT else split
         if is_hub(str(name)):
-            for item in read_hub(str(name), key, split, subset):
+            for item in read_hub(str(name), key, chosen, subset):
                 count += 1
                 yield item
         else:
-            for path in files_of(Path(name).expanduser(), key, split):
+            for path in files_of(Path(name).expanduser(), key, chosen):
                 for item in _read(path):
                     count += 1
                     yield item
@@ -80,7 +82,7 @@ def files_of(path: Path, key: str = "data.path", split: str | None = None) -> li
                 where=f"{key}={path}",
                 observed=chosen,
                 required=" or ".join(splits),
-                remedy="set data.split",
+                remedy=f"set {_split_key(key)}",
             )
         path = path / chosen
     if (path / "state.json").is_file():
@@ -92,6 +94,11 @@ def files_of(path: Path, key: str = "data.path", split: str | None = None) -> li
                 remedy="save it again after dataset.flatten_indices()",
             )
         return [path / entry["filename"] for entry in state["_data_files"]]
+    return _of_split(_data_files(path, key), path, split or "train", key)
+
+
+def _data_files(path: Path, key: str) -> list[Path]:
+    """Files with known suffixes in a directory and those inside it, by name."""
     # Hidden files, and what only describes data, are not rows.
     found = sorted(
         p
@@ -110,7 +117,7 @@ def files_of(path: Path, key: str = "data.path", split: str | None = None) -> li
             required=_kinds(),
             remedy=f"correct {key}, or put data files there",
         )
-    return _of_split(found, path, split or "train", key)
+    return found
 
 
 # Words of file and directory names that name a split.
@@ -127,26 +134,71 @@ _SPLITS = {
 }
 
 
+def _split_named(path: Path, root: Path) -> str:
+    """The split that a file's name or its directories' names tell; "" = none."""
+    words = re.split(r"[^a-z]+", str(path.relative_to(root)).lower())
+    return next((_SPLITS[word] for word in words if word in _SPLITS), "")
+
+
 def _of_split(files: list[Path], root: Path, split: str, key: str) -> list[Path]:
-    """Where names tell splits apart, the files of one: test rows in training would go unnoticed."""
+    """The files of one split as names tell it: test rows in training would go unnoticed.
 
-    def named(path: Path) -> str:
-        words = re.split(r"[^a-z]+", str(path.relative_to(root)).lower())
-        return next((_SPLITS[word] for word in words if word in _SPLITS), "")
-
-    names = {path: named(path) for path in files}
-    if len(set(names.values())) < 2:
-        return files
-    chosen = [path for path in files if names[path] == _SPLITS.get(split, split)]
+    Files whose names tell no split are training rows.
+    """
+    wanted = _SPLITS.get(split, split)
+    names = {path: _split_named(path, root) for path in files}
+    if split in _SPLITS:
+        chosen = [path for path in files if names[path] == wanted or (wanted == "train" and not names[path])]
+    else:
+        chosen = [path for path in files if split.lower() in str(path.relative_to(root)).lower()]
     if not chosen:
         raise UserError(
             "the directory has no file of that split",
             where=f"{key}={root}",
             observed=", ".join(sorted(p.name for p in files)[:8]),
             required=f"names with {split} in them",
-            remedy="set data.split, or name the files",
+            remedy=f"set {_split_key(key)}, or name the files",
         )
     return chosen
+
+
+HELD_OUT = "validation or test"  # as a split: see read_rows
+
+
+def held_out_split(name: str | Path, key: str, subset: str | None = None) -> str | None:
+    """Which split of a data set its held-out rows are; None = it is a file, or has no splits.
+
+    Raises:
+        UserError: it has several, and none of them is called validation or test.
+    """
+    path = Path(name).expanduser()
+    if is_hub(str(name)):
+        splits = hub_splits(str(name), key, subset)
+    elif (path / "dataset_dict.json").is_file():
+        text = (path / "dataset_dict.json").read_text(encoding="utf-8")
+        splits = json.loads(text).get("splits", [])
+    elif path.is_dir() and not (path / "state.json").is_file():
+        # Files of no name beside named ones may be anything: they count as a split of their own.
+        splits = sorted({_split_named(file, path) for file in _data_files(path, key)})
+    else:
+        return None
+    if len(splits) == 1:
+        return splits[0] or None
+    for split in ("validation", "test"):
+        found = next((known for known in splits if _SPLITS.get(known, known) == split), None)
+        if found is not None:
+            return found
+    raise UserError(
+        "which of its splits is held out is not known",
+        where=f"{key}={name}",
+        observed=", ".join(split or "files whose names tell none" for split in splits),
+        required="a split called validation or test",
+        remedy=f"set {_split_key(key)}, or name the files",
+    )
+
+
+def _split_key(key: str) -> str:
+    return "data.eval_split" if key == "data.eval_path" else "data.split"
 
 
 def _kinds() -> str:

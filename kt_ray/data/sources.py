@@ -10,7 +10,7 @@ from typing import Any
 
 from kt_ray.config.schema import DataConfig
 from kt_ray.data.formats import Parser
-from kt_ray.data.readers import read_rows
+from kt_ray.data.readers import HELD_OUT, read_rows
 from kt_ray.data.types import Conversation
 from kt_ray.errors import UserError
 
@@ -100,8 +100,16 @@ def sources_of(data: DataConfig) -> list[Source]:
 def eval_source(data: DataConfig) -> Source:
     """The data set of data.eval_path, which must be set."""
     assert data.eval_path is not None
-    columns = dict(data.columns or {})
-    return Source(data.eval_path, "data.eval_path", format=data.format, columns=columns, system=data.system)
+    return Source(
+        data.eval_path,
+        "data.eval_path",
+        format=data.format,
+        columns=dict(data.columns or {}),
+        split=data.eval_split or HELD_OUT,
+        # A subset is one of a certain data set's; another data set need not have it.
+        subset=data.subset if data.eval_path == data.path else None,
+        system=data.system,
+    )
 
 
 def read_sources(sources: Sequence[Source], limit: int | None = None) -> list[SourceRows]:

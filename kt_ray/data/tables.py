@@ -29,6 +29,23 @@ def read_hub(
     Raises:
         UserError: `datasets` is not installed, or it cannot load this.
     """
+    chosen = split or "train"
+    rows = _from_hub(name, key, subset, chosen)
+    for number, row in enumerate(rows, start=1):
+        yield f"{name} [{chosen}], row {number}", dict(row)
+
+
+def hub_splits(name: str, key: str = "data.eval_path", subset: str | None = None) -> list[str]:
+    """Names of the splits of a data set of the hub.
+
+    Raises:
+        UserError: as `read_hub`.
+    """
+    return [str(split) for split in _from_hub(name, key, subset, None)]
+
+
+def _from_hub(name: str, key: str, subset: str | None, split: str | None) -> Any:
+    """The rows of a split, or without one the names of all splits."""
     try:
         import datasets
     except ImportError as error:
@@ -41,20 +58,21 @@ def read_hub(
     revision = None
     if "@" in target:
         target, _, revision = target.rpartition("@")
-    chosen = split or "train"
+    option = "data.eval_split" if key == "data.eval_path" else "data.split"
     try:
-        rows = datasets.load_dataset(target, subset, split=chosen, revision=revision)
+        if split is None:
+            return datasets.get_dataset_split_names(target, subset, revision=revision)
+        return datasets.load_dataset(target, subset, split=split, revision=revision)
     except Exception as error:  # network, authorisation, unknown names and loading scripts: many kinds
         raise UserError(
             "the data set cannot be loaded from the hub",
             where=f"{key}={name}",
             observed=f"{type(error).__name__}: {clip(str(error), 200)}",
-            required=f"a public data set, or one your HF_TOKEN may read, with split {chosen}",
-            remedy="check the name, data.split and data.subset; without a network, download its files and "
+            required="a public data set, or one your HF_TOKEN may read"
+            + (f", with split {split}" if split else ""),
+            remedy=f"check the name, {option} and data.subset; without a network, download its files and "
             "name their directory",
         ) from error
-    for number, row in enumerate(rows, start=1):
-        yield f"{name} [{chosen}], row {number}", dict(row)
 
 
 def read_parquet(path: Path) -> Iterator[tuple[str, Any]]:

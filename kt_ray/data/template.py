@@ -20,6 +20,7 @@ import numpy as np
 
 from kt_ray.batch import IGNORE
 from kt_ray.data.answers import answers_wanted, arguments_as_text, plain_turns
+from kt_ray.data.dates import with_date
 from kt_ray.data.templates import named_template
 from kt_ray.data.types import Conversation, Message
 from kt_ray.errors import UserError
@@ -96,9 +97,11 @@ class ChatEncoder:
         template: file of a Jinja chat template instead of the tokenizer's own; None = its own, or
             DEFAULT_TEMPLATE when it has none.
         name: a template of kt_ray.data.templates instead of either.
+        date: YYYY-MM-DD, the day that strftime_now of the template is given; None = the day of the call.
         train_on: "all" answers, or the "last" ones: those after the last question.
 
     Attributes:
+        template: as saved with the adapter. rendered: as used, with its date fixed.
         source: where the template comes from, in words.
         notes: what a user should know about the choices made (at most one line each).
 
@@ -112,6 +115,7 @@ class ChatEncoder:
         template: str | None = None,
         *,
         name: str | None = None,
+        date: str | None = None,
         train_on: str = "all",
     ) -> None:
         self.tokenizer = tokenizer
@@ -124,6 +128,7 @@ class ChatEncoder:
         if name:
             self.source = f"{name} (data.template)"
         tokenizer.chat_template = self.template  # what was trained with is what is saved and served
+        self.rendered = self.template if date is None else with_date(self.template, date)
         self.marked = GENERATION.search(self.template) is not None
         self._warned = False
 
@@ -193,6 +198,7 @@ class ChatEncoder:
         return str(
             self.tokenizer.apply_chat_template(
                 plain_turns(messages),
+                chat_template=self.rendered,
                 tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=prompt,
@@ -270,7 +276,7 @@ class ChatEncoder:
         rendered: Any = render_jinja_template(
             conversations=[plain_turns(conversation.messages)],
             tools=list(conversation.tools) if conversation.tools else None,
-            chat_template=self.template,
+            chat_template=self.rendered,
             return_assistant_tokens_mask=True,
             **names,
         )

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kt_ray.checkpoint.manifest import best_step
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.evaluate.loss import perplexity, read_losses
@@ -206,17 +207,22 @@ def _losses_of_run(directory: Path) -> dict[str, dict[str, float]]:
     config = flatten(yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8")))
     if config.get("trainer.stage", "sft") not in ("sft", "pt"):
         return {}  # a preference loss is not in nats per token
+    records = [
+        record for record in read_jsonl(directory / "metrics.jsonl") if isinstance(record.get("step"), int)
+    ]
     found = [
         (record["step"], float(record["eval_loss"]))
-        for record in read_jsonl(directory / "metrics.jsonl")
-        if isinstance(record.get("step"), int) and isinstance(record.get("eval_loss"), int | float)
+        for record in records
+        if isinstance(record.get("eval_loss"), int | float)
     ]
     losses: dict[str, dict[str, float]] = {}
     # LoRA begins without effect: before the first step the model is the base.
-    last = found[-1:]
+    step = records[-1]["step"] if records else None
     if config.get("trainer.save_best"):
-        last = sorted((point for point in found if point[0] > 0), key=lambda point: point[1])[:1]
-    for side, steps in (("base", found[:1]), ("adapter", last)):
+        step = best_step(directory / "checkpoints")
+    # Of steps repeated after a resume the last record counts.
+    own = [point for point in found if point[0] == step][-1:]
+    for side, steps in (("base", found[:1]), ("adapter", own)):
         for step, loss in steps:
             if (side == "base") == (step == 0):
                 losses[side] = {"loss": loss, "perplexity": perplexity(loss)}

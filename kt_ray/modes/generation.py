@@ -157,7 +157,9 @@ def setup(config: Config, named: Mapping[str, str] | None = None) -> Setup:
     tokenizer = load_tokenizer(
         config.model.tokenizer or model_dir, "model.tokenizer" if config.model.tokenizer else "model.path"
     )
-    encoder = ChatEncoder(tokenizer, config.model.chat_template, name=config.data.template)
+    encoder = ChatEncoder(
+        tokenizer, config.model.chat_template, name=config.data.template, date=config.data.date
+    )
     whole = build_on_meta(_meta_spec(config, dims, model_dir))
     _check_formulas(layout, whole.formulas)
     check_non_experts(index, whole.causal, layout=layout)
@@ -213,7 +215,9 @@ def setup_of(prepared: Prepared, config: Config) -> Setup:
     """
     text = read_family(prepared.model_dir).config
     can_join(text)
-    encoder = ChatEncoder(prepared.data.tokenizer, config.model.chat_template, name=config.data.template)
+    encoder = ChatEncoder(
+        prepared.data.tokenizer, config.model.chat_template, name=config.data.template, date=config.data.date
+    )
     context = getattr(text, "max_position_embeddings", None)
     return Setup(
         config=config,

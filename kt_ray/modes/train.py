@@ -31,7 +31,7 @@ from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.plan import plan_to_dict
 from kt_ray.placement.rate_files import rates_for
 from kt_ray.placement.render import held_per_layer
-from kt_ray.rundir import RunDir, plain, setup_logging
+from kt_ray.rundir import RunDir, dated_as_before, plain, setup_logging
 from kt_ray.timeline import Activity
 from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
 from kt_ray.tracking.chrome_trace import write_timeline
@@ -46,7 +46,11 @@ logger = logging.getLogger(__name__)
 def run(config: Config) -> int:
     """Train. Returns the exit code; a user's mistake raises UserError before Ray is touched."""
     began = time.monotonic()
+    given = config
+    config = dated_as_before(config)
     prepared = prepare(config)
+    if not prepared.data.dated:
+        config = given
     after = after_training(prepared)
     resume = resume_point(prepared)
     rates = rates_for(config, prepared.plan.hardware)  # may refuse what plan.rates names
@@ -207,9 +211,9 @@ def _train(
 
     def finish() -> None:
         chosen = best_checkpoint(rundir.checkpoints) if config.trainer.save_best else None
-        if chosen is not None and trainer.best is not None:
-            cluster.restore(str(chosen), trainer.best[0])
-            shown.line(f"the adapter is that of {chosen.name}, held-out loss {trainer.best[1]:.4f}")
+        if chosen is not None and trainer.kept is not None:
+            cluster.restore(str(chosen), trainer.kept[0])
+            shown.line(f"the adapter is that of {chosen.name}, held-out loss {trainer.kept[1]:.4f}")
         try:
             write_adapter(prepared, rundir.adapter, cluster)
         except ActorLost:
@@ -231,11 +235,13 @@ def _train(
             load=prepared.load,
             profile=rundir.path / "profile",
             began=began,
-            best=best_so_far(rundir) if resume and config.trainer.save_best else None,
+            kept=best_so_far(rundir) if resume and config.trainer.save_best else None,
         )
         done = trainer.run()
         trainer.with_all_steps(finish)
     evaluated = sorted(done.eval_losses.items())
+    if config.trainer.save_best and trainer.kept is not None and evaluated:
+        evaluated.append(trainer.kept)  # what the adapter is
     return Summary(
         run_dir=rundir.path,
         steps=done.steps,

@@ -24,13 +24,14 @@ _ROWS = (
 # What a key on the command line takes the place of, beside itself ("rule." = everything below).
 REPLACES: dict[str, tuple[str, ...]] = {
     "model": ("model.path",),
-    "data": (*_ROWS, "data.eval_path"),
+    "data": (*_ROWS, "data.eval_path", "data.eval_split"),
     "data.path": _ROWS[:-1],
     "data.sources": _ROWS,
     "data.builtin": _ROWS[:-1],
     "data.template": ("model.chat_template",),
     "model.chat_template": ("data.template",),
-    "data.eval_fraction": ("data.eval_path",),
+    "data.eval_path": ("data.eval_split",),
+    "data.eval_fraction": ("data.eval_path", "data.eval_split"),
     "rule": ("rule.",),
     "rule.layers": ("rule.stages",),
     "rule.stages": ("rule.layers",),

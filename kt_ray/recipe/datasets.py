@@ -362,6 +362,8 @@ def _eval(reading: Reading, first: Source, evals: list[Source | None]) -> None:
         if not same or (source.split or "train") != "train" or source.subset:
             text = f"{source.name} has another format, columns or split than {first.name}"
             reading.refuse("eval_dataset", text, "data.eval_path")
+    if any(not source.file for source in known):
+        reading.set("data.eval_split", "train", "eval_dataset", note="what is read of it there")
     paths = [source.path for source in known]
     note = "max_samples does not cut it" if reading.given("max_samples") else ""
     reading.set("data.eval_path", paths[0] if len(paths) == 1 else paths, "eval_dataset", note=note)

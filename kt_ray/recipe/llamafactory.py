@@ -5,6 +5,7 @@ What LLaMA-Factory takes where a field is absent is set as well: its defaults ar
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -293,12 +294,35 @@ def _schedule(reading: Reading) -> None:
     if schedule == "wsd":
         keys["num_decay_steps"] = ("optim.decay", int)
         keys["decay_type"] = ("optim.decay_shape", str)
+    if schedule == "wsd" and "num_decay_steps" not in kwargs:
+        _decay(reading, steps, share)
     for key, value in kwargs.items():
         if key in keys:
             option, convert = keys[key]
             reading.set(option, convert(value), "lr_scheduler_kwargs")
         else:
             reading.refuse(f"lr_scheduler_kwargs.{key}", "is not mapped", "optim.schedule", value=value)
+
+
+def _decay(reading: Reading, warmup: float, share: float) -> None:
+    """optim.decay where its length is not given: two thirds of what follows the warm-up."""
+    total = reading.integer("max_steps", -1)
+    if total > 0:
+        rest = max(0, total - int(warmup or math.ceil(share * total)))
+        decay: float = max(1, rest - rest // 3)
+        note = "LLaMA-Factory decays over two thirds of the steps after the warm-up"
+    elif not warmup:
+        # Cut, not rounded: a share of steps is rounded up.
+        decay = math.floor((1 - share) * 2 / 3 * 1e6) / 1e6
+        note = "LLaMA-Factory decays over two thirds of the steps after the warm-up; to within a step"
+    else:
+        text = (
+            "leaves the length of the decay open: two thirds of the steps after the warm-up, whose number is "
+            "not known here; give num_decay_steps, max_steps or warmup_ratio"
+        )
+        reading.refuse("lr_scheduler_kwargs.num_decay_steps", text, "optim.decay", value=None)
+        return
+    reading.set("optim.decay", decay, "lr_scheduler_type", note=note)
 
 
 def _output(reading: Reading) -> None:

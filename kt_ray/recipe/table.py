@@ -167,7 +167,11 @@ def _data() -> Iterator[Field]:
         "data",
         ("dataset", "data.path data.sources data.format data.columns", "by dataset_info.json, see below"),
         ("dataset_dir", "data.path", "default data; ONLINE = names of the hub"),
-        ("eval_dataset", "data.eval_path", "must have the format and columns of the (first) training set"),
+        (
+            "eval_dataset",
+            "data.eval_path data.eval_split",
+            "must have the format and columns of the (first) training set",
+        ),
         ("template", "data.template model.chat_template", "see the table below"),
         ("default_system", "data.system", ""),
         ("cutoff_len", "data.max_length", "default 2048"),
@@ -221,7 +225,8 @@ def _train() -> Iterator[Field]:
         (
             "lr_scheduler_kwargs",
             "optim.min_lr_ratio optim.decay optim.decay_shape",
-            "min_lr, min_lr_rate, min_lr_ratio, num_decay_steps, decay_type",
+            "min_lr, min_lr_rate, min_lr_ratio, num_decay_steps (without it two thirds of the steps after "
+            "the warm-up), decay_type",
         ),
         ("warmup_ratio", "optim.warmup", ""),
         ("warmup_steps", "optim.warmup", "above 0, it goes before warmup_ratio"),

@@ -13,6 +13,9 @@ from kt_ray.train.reports import PassReport
 
 WINDOW = 16  # steps whose median is the measure
 ENOUGH = 4  # steps that must be known before any is called a spike
+# Stages whose loss holds a negative log-likelihood per token, so that a ratio of two says something. That of
+# dpo comes near zero as pairs are told apart (hinge: is zero; robust: may be negative), kto's too.
+POSITIVE = ("sft", "pt", "orpo")
 
 _REMEDY = (
     "lower optim.lr or optim.max_grad_norm and continue from the last checkpoint with trainer.resume=latest; "
@@ -30,6 +33,7 @@ def judge(
     losses: Sequence[float],
     norms: Sequence[float],
     spike: float,
+    stage: str = "sft",
 ) -> BadStep | None:
     """Why a step (0-based) whose gradients are reduced must not be applied; None = it may.
 
@@ -38,14 +42,17 @@ def judge(
         waves, report, norm: the step's micro-batches, what it gave, its gradient norm before clipping.
         losses, norms: of the steps before it, oldest first; what is not finite does not count.
         spike: `trainer.spike`; 0 = only what is not finite is refused.
+        stage: `trainer.stage`; of one whose loss may come near zero, or below, only the norm can spike.
     """
     for what, value, before in (("loss", report.loss, losses), ("gradient norm", norm, norms)):
         found = None
         known = [x for x in before[-WINDOW:] if math.isfinite(x)]
         if not math.isfinite(value):
             found = f"{value}"
-        elif spike and len(known) >= ENOUGH and value > spike * statistics.median(known):
+        elif spike and len(known) >= ENOUGH and (what != "loss" or stage in POSITIVE):
             median = statistics.median(known)
+            if median <= 0 or value <= spike * median:
+                continue
             found = f"{value:.4g}, {value / median:.1f} times the median {median:.4g} of the steps before"
         if found is not None:
             return BadStep(

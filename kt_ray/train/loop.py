@@ -8,11 +8,12 @@ number, parameters).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -112,10 +113,12 @@ class Trainer:
         load: tokens per expert in those; `self.load` goes on from it, with every step that was applied.
         profile: directory of the traces of trainer.profile_steps.
         began: time.monotonic() of the command's start, which trainer.max_hours counts from; None = now.
-        best: the checkpoint with the lowest held-out loss of the run resumed: steps taken and that loss.
+        kept: the marked checkpoint of the run resumed: steps taken and held-out loss.
 
     Attributes:
-        best: the lowest held-out loss so far, and after how many steps.
+        best: the last held-out loss that counted as lower for trainer.early_stopping, and after how many
+            steps; the untrained model's counts too.
+        kept: of the checkpoint that trainer.save_best saved and marked; None = none so far.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class Trainer:
         load: ExpertLoad | None = None,
         profile: Path | None = None,
         began: float | None = None,
-        best: tuple[int, float] | None = None,
+        kept: tuple[int, float] | None = None,
     ) -> None:
         self.config = config
         self.cluster = cluster
@@ -139,10 +142,11 @@ class Trainer:
         self.first_step = first_step
         self.load = load or ExpertLoad()
         self.summary = Summary()
-        self.best = best
+        self.best = kept
+        self.kept = kept
         self._profile = profile
         self._began = time.monotonic() if began is None else began
-        self._longest = 0.0  # seconds of a step
+        self._longest = {"step": 0.0, "evaluation": 0.0, "checkpoint": 0.0}  # seconds
         self._last = schedule.total_steps
         self._passes = 0
         self._taken = first_step  # updates behind the cluster's state
@@ -180,27 +184,40 @@ class Trainer:
 
     def _walk(self) -> None:
         """From the state that the cluster is in to the last step. What was evaluated or saved stays so."""
-        trainer, total = self.config.trainer, self.schedule.total_steps
+        trainer = self.config.trainer
         while True:
             taken = self._taken
             moved = taken > self.first_step
             if self._evaluates and (
-                taken == 0 or (moved and (taken == total or taken % trainer.eval_every == 0))
+                taken == 0 or (moved and (taken == self._last or taken % trainer.eval_every == 0))
             ):
                 self._evaluate(taken)
             if moved and taken < self._last:
                 self._consider_stopping(taken)
+                if taken == self._last and self._evaluates:
+                    self._evaluate(taken)
             if moved and (taken == self._last or (trainer.save_every and taken % trainer.save_every == 0)):
                 self._save(taken)
             if taken >= self._last:
                 return
-            self.step(taken)
+            with self._timed("step"):
+                self.step(taken)
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self._longest[what] = max(self._longest[what], time.monotonic() - start)
 
     def _consider_stopping(self, taken: int) -> None:
         """Make `taken` the last step when time or patience is over."""
+        if taken < self._done:
+            return  # repeated after a recovery: the run went on from here
         trainer = self.config.trainer
-        after = [step for step in self.summary.eval_losses if self.best is None or step > self.best[0]]
-        hours = (time.monotonic() - self._began + self._longest) / 3600
+        since = -1 if self.best is None else self.best[0]
+        after = [step for step in self.summary.eval_losses if since < step <= taken]
+        # Another step, and then the last state is evaluated and saved.
+        hours = (time.monotonic() - self._began + sum(self._longest.values())) / 3600
         reason = ""
         if trainer.max_hours is not None and hours >= trainer.max_hours:
             reason = f"trainer.max_hours={trainer.max_hours:g} would pass in the next step"
@@ -216,7 +233,8 @@ class Trainer:
         if taken <= self._saved:
             return
         try:
-            directory = self.events.save(taken)
+            with self._timed("checkpoint"):
+                directory = self.events.save(taken)
         except ActorLost:
             raise
         except UserError as error:
@@ -335,7 +353,8 @@ class Trainer:
             norm = math.sqrt(self.cluster.prepare(step))
         known = step - self.first_step
         losses, norms = self.summary.losses[:known], self.summary.grad_norms[:known]
-        bad = judge(self.cluster, step, waves, report, norm, losses, norms, self.config.trainer.spike)
+        trainer = self.config.trainer
+        bad = judge(self.cluster, step, waves, report, norm, losses, norms, trainer.spike, trainer.stage)
         self._note(step, report.loss, norm)
         if bad is not None:
             raise bad
@@ -354,7 +373,6 @@ class Trainer:
         self.load = self.load.plus(tokens_per_expert(self.cluster.plan, report))
         self.summary.steps += 1
         self.summary.tokens += tokens
-        self._longest = max(self._longest, now - start)
         metrics = step_metrics(
             self.cluster.plan,
             self.config,
@@ -399,8 +417,31 @@ class Trainer:
             self.recovery.caught_up(step + 1)
 
     def _evaluate(self, taken: int) -> None:
-        if taken in self.summary.eval_losses:
+        """The held-out loss after `taken` steps, once; what trainer.save_best keeps is looked at each time:
+        an actor may be lost while that is saved, and the step comes again."""
+        if taken not in self.summary.eval_losses:
+            with self._timed("evaluation"):
+                loss, tokens = self._held_out_loss(taken)
+            self.summary.eval_losses[taken] = loss
+            logger.info("after step %d: held-out loss %.6f, mean of %d", taken, loss, tokens)
+            self.events.on_eval(taken, loss)
+            lower_by = self.config.trainer.early_stopping_threshold
+            if math.isfinite(loss) and (self.best is None or loss < self.best[1] - lower_by):
+                self.best = taken, loss
+        self._keep_best(taken, self.summary.eval_losses[taken])
+        self.recovery.progressed()
+
+    def _keep_best(self, taken: int, loss: float) -> None:
+        """Save and mark the state if its loss is the lowest of this run's; the untrained model is none."""
+        if not self.config.trainer.save_best or taken <= self.first_step or not math.isfinite(loss):
             return
+        if self.kept is None or loss < self.kept[1]:
+            self._save(taken)
+            self.events.best(taken, loss)
+            self.kept = taken, loss
+
+    def _held_out_loss(self, taken: int) -> tuple[float, int]:
+        """Mean loss over the held-out rows, and over how many tokens (or pairs)."""
         total, tokens = 0.0, 0
         for waves in self.schedule.evaluate:
             divisor = trained_tokens(waves)
@@ -411,17 +452,7 @@ class Trainer:
             spec, report = self._pass(taken, "eval", waves, divisor, objective=objective)
             total += report.loss * spec.loss_tokens
             tokens += spec.loss_tokens
-        loss = total / max(1, tokens)
-        self.summary.eval_losses[taken] = loss
-        logger.info("after step %d: held-out loss %.6f, mean of %d", taken, loss, tokens)
-        self.events.on_eval(taken, loss)
-        trainer = self.config.trainer
-        if self.best is None or loss < self.best[1] - trainer.early_stopping_threshold:
-            self.best = taken, loss
-            if trainer.save_best and taken > self.first_step:
-                self._save(taken)
-                self.events.best(taken, loss)
-        self.recovery.progressed()
+        return total / max(1, tokens), tokens
 
 
 def trained_tokens(waves: Waves) -> int:

@@ -70,6 +70,35 @@ def test_load_progress_is_told_once_per_change() -> None:
         assert [n[1:] for n in notes if n[0] == f"expert actor {rank}"] == [(1, 5, 10), (2, 10, 10)]
 
 
+class Hurried(Handle):
+    """An actor whose control thread is late: an abort arrives only when it is waited for."""
+
+    def __init__(self, rank: int, log: list[str]) -> None:
+        self.address = ("experts", rank)
+        self.log = log
+
+    def start(self, method: str, *args: Any) -> Any:
+        self.log.append(method)
+        return SimpleNamespace(done=lambda: True, value=None)
+
+    def control(self, method: str, *args: Any) -> Any:
+        def done() -> bool:
+            self.log.append(f"{method} arrived")
+            return True
+
+        return SimpleNamespace(done=done, value=None)
+
+
+@pytest.mark.parametrize("what", ["discard", "skip"])
+def test_no_abort_is_on_its_way_when_a_step_is_given_up(what: str) -> None:
+    log: list[str] = []
+    cluster = Pretended(cast(Plan, None), cast(ActorSpecs, SimpleNamespace(timeout=10.0)))
+    cluster.experts = [Hurried(0, log), Hurried(1, log)]
+    cluster._abort("a loss is not finite")
+    cluster.discard() if what == "discard" else cluster.skip(3)
+    assert log == ["abort arrived", "abort arrived", what, what] and not cluster._aborts
+
+
 @pytest.mark.parametrize("dies", [True, False])
 def test_who_fails_to_connect_may_have_missed_one_that_died(
     dies: bool, monkeypatch: pytest.MonkeyPatch

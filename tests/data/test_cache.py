@@ -70,6 +70,8 @@ def test_the_key_covers_everything_that_tokens_depend_on() -> None:
         key(replace(TALK, tools=({"type": "function", "function": {"name": "f"}},))),
         key(replace(TALK, messages=(), text="q")),
         key(replace(TALK, label=True)),
+        key(replace(TALK, tools=({"type": "function", "function": {"name": "f", "x": 1}},))),
+        key(replace(TALK, tools=({"type": "function", "function": {"x": 1, "name": "f"}},))),
         rows_key([TALK, TALK], encoder_key(ChatEncoder(make_tokenizer()))),
         rows_key(
             [TALK], encoder_key(ChatEncoder(make_tokenizer(extra_special_tokens=["<|im_start|>", "<x>"])))
@@ -146,6 +148,18 @@ def test_a_second_run_tokenises_nothing(
     with pytest.raises(AssertionError, match="tokenised again"):
         rows.write_text(rows.read_text().replace("q3", "q33"))
         load_data(chosen, "", 0, cache=cache(tmp_path / "cache"))
+
+
+def test_what_encoding_had_to_say_is_said_again(tmp_path: Path) -> None:
+    def notes(cached: bool) -> list[str]:
+        encoder = ChatEncoder(
+            make_tokenizer(template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
+        )
+        assert Encoded([TALK], encoder, cache(tmp_path)).cached == cached
+        return encoder.notes
+
+    first = notes(False)
+    assert "ends no answer with a special token" in first[-1] and notes(True) == first
 
 
 def test_small_sets_are_not_worth_a_file(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kt_ray.data.readers import read_rows
+from kt_ray.data.readers import HELD_OUT, read_rows
 from kt_ray.errors import UserError
 
 ROWS: list[dict[str, Any]] = [
@@ -151,6 +151,44 @@ def test_a_directory_of_splits_gives_one_of_them(tmp_path: Path) -> None:
     assert [row for _, row in read_rows(tmp_path, split="test")] == [ROWS[1]]
     with pytest.raises(UserError, match=r"no file of that split.*test-00000"):
         list(read_rows(tmp_path, split="validation"))
+
+
+def test_files_that_name_no_split_are_training_rows(tmp_path: Path) -> None:
+    jsonl(tmp_path / "more.jsonl", [ROWS[0]])
+    with pytest.raises(UserError, match=r"no file of that split.*more\.jsonl.*data\.split"):
+        list(read_rows(tmp_path, split="test"))
+    jsonl(tmp_path / "test.jsonl", [ROWS[1]])
+    assert rows_of(tmp_path) == [ROWS[0]]
+    jsonl(tmp_path / "train.jsonl", [ROWS[1]])
+    assert rows_of(tmp_path) == ROWS
+
+
+def test_held_out_rows_are_never_the_training_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def held(path: object) -> list[Any]:
+        return [row for _, row in read_rows(str(path), "data.eval_path", split=HELD_OUT)]
+
+    (tmp_path / "set").mkdir()
+    train = jsonl(tmp_path / "set" / "train.jsonl", ROWS)
+    assert held(train) == ROWS and held(tmp_path / "set") == ROWS  # named by the user, and nothing else there
+    jsonl(tmp_path / "set" / "more.jsonl", ROWS)
+    with pytest.raises(UserError, match=r"which of its splits.*more|which of its splits.*data\.eval_split"):
+        held(tmp_path / "set")
+    (tmp_path / "set" / "more.jsonl").unlink()
+    jsonl(tmp_path / "set" / "test.jsonl", ROWS[1:])
+    assert held(tmp_path / "set") == ROWS[1:]
+    jsonl(tmp_path / "set" / "dev.jsonl", ROWS[:1])
+    assert held(tmp_path / "set") == ROWS[:1]
+    saved(tmp_path / "dict" / "train", ROWS)
+    saved(tmp_path / "dict" / "test", ROWS[:1])
+    write(tmp_path / "dict" / "dataset_dict.json", '{"splits": ["train", "test"]}')
+    assert held(tmp_path / "dict") == ROWS[:1]
+    write(tmp_path / "dict" / "dataset_dict.json", '{"splits": ["train", "other"]}')
+    with pytest.raises(UserError, match=r"which of its splits.*train, other.*data\.eval_split"):
+        held(tmp_path / "dict")
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    assert held(f"hf://{tmp_path / 'set'}") == ROWS[:1]
 
 
 def saved(folder: Path, rows: list[Any]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kt_ray.batch import IGNORE
+from kt_ray.data.cache import encoder_key
 from kt_ray.data.template import ChatEncoder, check_vocabulary, load_tokenizer
 from kt_ray.data.types import Conversation, Message
 from kt_ray.errors import UserError
@@ -16,6 +17,27 @@ from kt_ray.errors import UserError
 from .conftest import PLAIN, TEMPLATES, THINKING, make_tokenizer, trained_texts
 
 END = "<|im_end|>"
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_the_date_of_a_template_is_that_of_the_run(marked: bool) -> None:
+    """Else the same rows would have other tokens after midnight, and no run could be resumed then."""
+    mark = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
+    template = (
+        "{{ strftime_now('%d %b %Y') }}\n{% for m in messages %}{% if m.role == 'assistant' %}"
+        f"{mark[0]}{{{{ m.content + '<|im_end|>' }}}}{mark[1]}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+
+    def ids(day: str) -> tuple[list[int], bytes]:
+        encoder = ChatEncoder(make_tokenizer(template=template), date=day)
+        assert encoder.tokenizer.chat_template == template  # saved as it was
+        text = encoder.tokenizer.decode(encoder.encode(conversation("q", "a"))[0])
+        assert day == "2026-01-02" or "03 Feb 2024" in text
+        return encoder.encode(conversation("q", "a"))[0].tolist(), encoder_key(encoder)
+
+    one, other = ids("2024-02-03"), ids("2026-01-02")
+    assert one[0] != other[0] and one[1] != other[1] and ids("2024-02-03") == one
 
 
 def conversation(*contents: str, system: str | None = None) -> Conversation:

@@ -39,7 +39,12 @@ def test_a_runs_own_losses_are_those_of_its_adapter(runs):
     with (runs / "a" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 61, "eval_loss": 4.0}) + "\n")
     assert _losses_of_run(runs / "a")["adapter"]["loss"] == 4.0
+    with (runs / "a" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 62, "loss": 4.0}) + "\n")
+    assert "adapter" not in _losses_of_run(runs / "a")  # that of another state
     path.write_text(text.replace("save_best: false", "save_best: true"))
+    assert "adapter" not in _losses_of_run(runs / "a")  # which was kept is not known
+    (runs / "a" / "checkpoints" / "best").symlink_to("step_000060")
     assert _losses_of_run(runs / "a")["adapter"]["loss"] == pytest.approx(0.2 + loss_at(60, 1.0))
     path.write_text(text.replace("stage: sft", "stage: dpo"))
     assert _losses_of_run(runs / "a") == {}  # not in nats per token

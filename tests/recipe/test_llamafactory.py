@@ -94,6 +94,14 @@ def test_absent_fields_are_llamafactorys_defaults(tmp_path: Path) -> None:
             },
             {"optim.schedule": "wsd", "optim.decay": 30, "optim.decay_shape": "1-sqrt"},
         ),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "max_steps": 100, "warmup_steps": 11},
+            {"optim.schedule": "wsd", "optim.decay": 60, "optim.warmup": 11},
+        ),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "warmup_ratio": 0.1},
+            {"optim.schedule": "wsd", "optim.decay": pytest.approx(0.6, abs=2e-6)},
+        ),
         ({"max_steps": 7}, {"trainer.max_steps": 7}),
         (
             {"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 50},
@@ -167,6 +175,10 @@ def test_an_optimize_rule_on_a_model_within_one_device(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"use_dora": True}, "use_dora=true: not among the adapters"),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 10},
+            "lr_scheduler_kwargs.num_decay_steps=null: leaves the length of the decay open",
+        ),
         ({"fp16": True}, "fp16=true: computing in float16"),
         ({"quantization_bit": 4}, "quantization_bit=4: weights outside the experts"),
         ({"finetuning_type": "full"}, "finetuning_type=full: kt_ray trains LoRA"),

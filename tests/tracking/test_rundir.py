@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import json
 import logging
 import os
@@ -13,7 +15,7 @@ import yaml
 
 from kt_ray.environment import environment
 from kt_ray.errors import UserError
-from kt_ray.rundir import RunDir, find_checkpoints, plain, setup_logging, write_atomic
+from kt_ray.rundir import RunDir, dated_as_before, find_checkpoints, plain, setup_logging, write_atomic
 
 
 def test_default_names_are_unique_and_absolute(tmp_path, make_config, monkeypatch):
@@ -101,6 +103,14 @@ def test_resume_latest_by_name_takes_the_newest_complete_checkpoint(tmp_path, ma
     assert resumed.path == run.path and resumed.continued
     assert resumed.checkpoint == run.checkpoints / "step_000100"
     assert [c.name for c in find_checkpoints(run.path)] == ["step_000009", "step_000100"]
+
+
+def test_a_run_goes_on_with_its_date(tmp_path, make_config, add_checkpoint):
+    fresh = make_config(tmp_path, name="a")
+    assert dated_as_before(fresh).data.date == datetime.date.today().isoformat()
+    config = dataclasses.replace(fresh, data=dataclasses.replace(fresh.data, date="2024-02-03"))
+    add_checkpoint(RunDir.create(dated_as_before(config)).path, 9)
+    assert dated_as_before(make_config(tmp_path, name="a", resume="latest")).data.date == "2024-02-03"
 
 
 @pytest.mark.parametrize("exists", [False, True])

@@ -20,7 +20,8 @@ from kt_ray.config.compose import compose
 from kt_ray.errors import BadStep, UserError
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.tracking.metrics import StepMetrics
-from kt_ray.train.cluster import Cluster
+from kt_ray.train.cluster import ActorLost, Cluster
+from kt_ray.train.guard import judge
 from kt_ray.train.loop import Events, Schedule, Trainer
 from kt_ray.train.reports import PassReport
 from tests.helpers.hf_reference import build_checkpoint, random_rows
@@ -60,6 +61,12 @@ class Scripted:
     def skip(self, step: int) -> None:
         self.calls.append(f"skip {step}")
 
+    def recover(self) -> None:
+        self.calls.append("recover")
+
+    def restart(self) -> None:
+        self.calls.append("restart")
+
     def largest_gradients(self, count: int) -> list[tuple[float, str]]:
         return [(7.0, "model.layers.2.mlp.experts.1.up_proj.lora_B.weight")]
 
@@ -80,19 +87,26 @@ def go(monkeypatch: pytest.MonkeyPatch) -> Go:
         losses: dict[int, float] | None = None,
         norms: dict[int, float] | None = None,
         held_out: list[float] | None = None,
+        more_held_out: dict[int, float] | None = None,
+        lost_at_best: tuple[int, ...] = (),
         **options: Any,
     ) -> tuple[Trainer, Scripted, list[str]]:
         config = compose(["cluster=local", "trainer.eval_every=0", *settings])
         every = config.trainer.eval_every or 1
-        cluster = Scripted(losses or {}, norms or {}, {i * every: x for i, x in enumerate(held_out or [])})
+        by_step = {i * every: x for i, x in enumerate(held_out or [])} | (more_held_out or {})
+        cluster = Scripted(losses or {}, norms or {}, by_step)
         told: list[str] = []
 
         def save(taken: int) -> None:
             told.append(f"save {taken}")
 
-        events = Events(
-            save=save, say=told.append, best=lambda taken, loss: told.append(f"best {taken} {loss}")
-        )
+        def best(taken: int, loss: float) -> None:
+            if fail.pop(taken, None):
+                raise ActorLost("gone")
+            told.append(f"best {taken} {loss}")
+
+        fail = dict.fromkeys(lost_at_best, True)
+        events = Events(save=save, say=told.append, best=best)
         schedule = Schedule(total, total, lambda step: [WAVE], [WAVE] if held_out else ())
         trainer = Trainer(config, cast(Cluster, cluster), schedule, events, **options)
         try:
@@ -129,9 +143,63 @@ def test_best_is_saved_where_it_is_found(go: Go) -> None:
         "trainer.save_best=true",
         held_out=[3.0, 2.0, 2.5, 1.5, 1.6],
         first_step=4,
-        best=(2, 1.55),
+        kept=(2, 1.55),
     )
     assert told == ["save 6", "best 6 1.5", "save 8"]
+
+
+def test_what_is_kept_is_compared_with_trained_states_only(go: Go) -> None:
+    settings = ["trainer.eval_every=2", "trainer.save_best=true", "trainer.early_stopping_threshold=0.5"]
+    trainer, _, told = go(*settings, held_out=[1.0, 2.0, 1.9, 1.95, math.nan])
+    assert told == ["save 2", "best 2 2.0", "save 4", "best 4 1.9", "save 8"]
+    assert trainer.kept == (4, 1.9) and trainer.best == (0, 1.0)
+
+
+def test_an_actor_lost_while_the_best_is_marked(go: Go) -> None:
+    settings = ["trainer.eval_every=2", "trainer.save_best=true"]
+    trainer, cluster, told = go(*settings, held_out=[3.0, 2.0, 1.5, 1.6, 1.7], lost_at_best=(4,))
+    assert "restart" in cluster.calls and cluster.calls.count("commit 0") == 2
+    assert told.count("best 2 2.0") == 1 and told.count("best 4 1.5") == 1 and trainer.kept == (4, 1.5)
+
+
+def test_repeated_steps_decide_nothing_again(go: Go) -> None:
+    settings = ["trainer.eval_every=1", "trainer.save_best=true", "trainer.early_stopping=2"]
+    held_out = [3.0, 2.0, 2.5, 1.5, 1.6, 1.4, 1.3, 1.2, 1.1]
+    trainer, cluster, _ = go(*settings, held_out=held_out, lost_at_best=(5,))
+    assert "restart" in cluster.calls and trainer.summary.steps == 8 and not trainer.summary.stopped
+
+
+def test_the_last_state_of_a_run_that_stops_is_evaluated(go: Go) -> None:
+    held_out = {0: 3.0, 1: 2.0}
+    trainer, _, told = go(
+        "trainer.eval_every=4",
+        "trainer.save_best=true",
+        "trainer.max_hours=1",
+        held_out=[3.0],
+        more_held_out=held_out,
+        began=time.monotonic() - 3601,
+    )
+    assert trainer.summary.eval_losses == held_out and told[-2:] == ["save 1", "best 1 2.0"]
+
+
+def test_evaluations_and_checkpoints_count_as_time(go: Go, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ["trainer.eval_every=1", "trainer.max_hours=1"]
+    held_out = [3.0] * 9
+    began = time.monotonic() - 3590
+    assert not go(*settings, held_out=held_out, began=began)[0].summary.stopped
+    clock = time.monotonic
+    slow = Scripted.run_pass
+    late = [0.0]
+
+    def run_pass(self: Scripted, spec: PassSpec) -> PassReport:
+        late[0] += 6.0 if spec.kind == "eval" else 0.0
+        return slow(self, spec)
+
+    monkeypatch.setattr(Scripted, "run_pass", run_pass)
+    monkeypatch.setattr(loop.time, "monotonic", lambda: clock() + late[0])
+    # 18 s of evaluations by step 2; that of a third step would end beyond the hour
+    trainer, _, _ = go(*settings, held_out=held_out, began=clock() - 3580)
+    assert trainer.summary.steps == 2 and "max_hours" in trainer.summary.stopped
 
 
 def test_time_limit_stops_with_a_checkpoint(go: Go) -> None:
@@ -164,6 +232,19 @@ def test_spikes_are_named(go: Go) -> None:
     assert trainer.summary.steps == 8
     trainer, _, _ = go("trainer.spike=3", losses={3: 50.0})  # too early to know what is usual
     assert trainer.summary.steps == 8
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize("usual", [1.0, 0.0, -0.5])
+def test_a_loss_spikes_only_where_it_is_positive_by_nature(stage: str, usual: float) -> None:
+    def judged(loss: float, norm: float) -> BadStep | None:
+        report = PassReport(loss, 0.0, (), (), (([[1.0, 1.0]],),))
+        cluster = cast(Cluster, Scripted({}, {}, {}))
+        return judge(cluster, 5, [WAVE], report, norm, [usual] * 5, [abs(usual)] * 5, 3.0, stage)
+
+    assert (judged(9.0, abs(usual)) is not None) == (stage == "sft" and usual > 0)
+    assert (judged(usual, 9.0) is not None) == (usual != 0)
+    assert judged(math.nan, abs(usual)) is not None
 
 
 def test_a_gradient_that_is_not_finite(go: Go) -> None:
