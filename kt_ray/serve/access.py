@@ -96,7 +96,7 @@ class Gate:
         if given and not is_loopback(_without_port(given)):
             raise ApiError(
                 403,
-                f"a server without a key answers to localhost and 127.0.0.1 only, not to '{given}': ask it by "
+                f"a server without a key answers to localhost and 127.0.0.1 only, not to '{given}': ask by "
                 f"one of these, or start it with a key ({VARIABLE})",
                 code="host_not_allowed",
             )
