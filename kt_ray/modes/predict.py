@@ -290,7 +290,7 @@ def _answer(made: Setup, generator: Generator, questions: list[Question], path: 
             piece = ended.get()  # of any of them: a long answer holds no other row up
             if isinstance(piece, BaseException):
                 raise piece
-            # An answer's `finish` is there before its last piece, so the last of a row's pieces finds them all.
+            # `finish` is there before an answer's last piece: the last piece of a row finds them all.
             for question, asked in [w for w in waiting.values() if all(answer.finish for answer in w[1])]:
                 del waiting[question.id]
                 found = [answer.result() for answer in asked]

@@ -1,4 +1,4 @@
-"""Who may ask: the key, the name asked by, and how much of a request is read. One ASGI layer around the application."""
+"""Who may ask: the key, the name asked by, how much of a request is read. One ASGI layer around the app."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _check_host(self, scope: Scope) -> None:
-        """Where no key is asked for, web pages that the user of this machine has open must not ask either: a
-        page whose name its owner points at 127.0.0.1 (DNS rebinding) sends that name as Host."""
+        """Where no key is asked for, web pages open on this machine must not ask either: one whose owner
+        points its name at 127.0.0.1 (DNS rebinding) sends that name as Host."""
         if self._key is not None or scope["path"] in OPEN:
             return
         given = _header(scope, b"host").decode("latin-1").strip()
@@ -96,7 +96,7 @@ class Gate:
         if given and not is_loopback(_without_port(given)):
             raise ApiError(
                 403,
-                f"a server without a key answers to localhost and 127.0.0.1 only, not to '{given}': ask it by "
+                f"a server without a key answers to localhost and 127.0.0.1 only, not to '{given}': ask by "
                 f"one of these, or start it with a key ({VARIABLE})",
                 code="host_not_allowed",
             )

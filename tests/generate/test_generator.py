@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -222,7 +222,7 @@ class Coordinator:
     """A cluster of one coordinator whose session runs until it is told to stop; every request gets three
     tokens. `breaks`: its tokens cannot be fetched any more."""
 
-    coordinators = [0]
+    coordinators: ClassVar = [0]
     vocab_size = 100
 
     def __init__(self) -> None:
