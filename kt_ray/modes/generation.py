@@ -13,7 +13,7 @@ from typing import Any
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.actors.specs import actor_specs
-from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_content, check_non_experts
+from kt_ray.checkpoint import check_content, check_non_experts
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.data.template import ChatEncoder, load_tokenizer
 from kt_ray.data.types import Conversation, Message
@@ -25,7 +25,7 @@ from kt_ray.generate.requests import Request, Sampling
 from kt_ray.model.build import build_on_meta
 from kt_ray.model.caches import can_join
 from kt_ray.model.family import read_family
-from kt_ray.modes.prepare import Prepared, _as_stored, _check_formulas, _check_isa, _meta_spec
+from kt_ray.modes.prepare import Prepared, _check_formulas, _check_isa, _meta_spec, open_checkpoint
 from kt_ray.native import ExpertFormula
 from kt_ray.placement.dims import dims_from_dir
 from kt_ray.placement.generation_memory import room
@@ -139,18 +139,7 @@ def setup(config: Config, named: Mapping[str, str] | None = None) -> Setup:
     hardware = this_host()
     plan = make_plan(dims, config, hardware)
     _check_isa(config)
-    index = CheckpointIndex.open(model_dir)
-    layout = ExpertLayout.detect(index)
-    layout.check(
-        moe_layers=dims.moe_layers,
-        num_experts=dims.num_experts,
-        hidden=dims.hidden_size,
-        intermediate=dims.expert_intermediate,
-    )
-    gguf = None
-    if config.model.experts_path is not None:
-        gguf = GgufExperts.open(config.model.experts_path, index, layout)
-    stored = _as_stored(dims, layout) if gguf is None else _as_stored(dims, gguf.layout, own_file=True)
+    index, layout, gguf, stored = open_checkpoint(config, model_dir, dims)
     if stored != dims:
         plan = make_plan(stored, config, hardware)
     _check_fits(plan, config)

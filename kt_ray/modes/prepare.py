@@ -91,18 +91,7 @@ def prepare(config: Config) -> Prepared:
     _check_isa(config)
     if config.data.packing:
         check_packing_family(model_dir)
-    index = CheckpointIndex.open(model_dir)
-    layout = ExpertLayout.detect(index)
-    layout.check(
-        moe_layers=dims.moe_layers,
-        num_experts=dims.num_experts,
-        hidden=dims.hidden_size,
-        intermediate=dims.expert_intermediate,
-    )
-    gguf = None
-    if config.model.experts_path is not None:
-        gguf = GgufExperts.open(config.model.experts_path, index, layout)
-    stored = _as_stored(dims, layout) if gguf is None else _as_stored(dims, gguf.layout, own_file=True)
+    index, layout, gguf, stored = open_checkpoint(config, model_dir, dims)
     if stored != dims:
         plan = make_plan(stored, config, hardware, load, rates)
     _check_fits(plan)
@@ -121,6 +110,29 @@ def prepare(config: Config) -> Prepared:
     return Prepared(
         config, model_dir, index, plan, data, schedule, names, whole.formulas, notes, gguf, whole.root, so_far
     )
+
+
+def open_checkpoint(
+    config: Config, model_dir: str, dims: ModelDims
+) -> tuple[CheckpointIndex, ExpertLayout, GgufExperts | None, ModelDims]:
+    """The model's tensors, how its experts lie in them, their GGUF file, and dimensions as files have them.
+
+    Raises:
+        UserError: files and config.json do not belong together.
+    """
+    index = CheckpointIndex.open(model_dir)
+    layout = ExpertLayout.detect(index)
+    layout.check(
+        moe_layers=dims.moe_layers,
+        num_experts=dims.num_experts,
+        hidden=dims.hidden_size,
+        intermediate=dims.expert_intermediate,
+    )
+    gguf = None
+    if config.model.experts_path is not None:
+        gguf = GgufExperts.open(config.model.experts_path, index, layout)
+    stored = _as_stored(dims, layout) if gguf is None else _as_stored(dims, gguf.layout, own_file=True)
+    return index, layout, gguf, stored
 
 
 def _as_stored(dims: ModelDims, layout: ExpertLayout, *, own_file: bool = False) -> ModelDims:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,7 @@ class Choice:
         return Delta(piece.text, tuple(out), self.finish)
 
 
-class Replies:
+class Replies(ABC):
     """The bodies of one HTTP request's answer.
 
     Args:
@@ -104,9 +105,9 @@ class Replies:
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "object": kind, "choices": choices}
 
+    @abstractmethod
     def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """The last chunk of a stream that counts tokens."""
-        raise NotImplementedError
 
     def _spelled(self, token: int) -> tuple[str, list[int] | None]:
         """A token's text, and its bytes (None = it stands for none)."""

@@ -7,7 +7,7 @@ result = reference.run(rows, step=0)            # rows: list of Row
 result.logits, result.loss, result.grads, result.expert_ids
 """
 
-from tests.helpers.reference.checkpoint import build_checkpoint
+from tests.helpers.reference.checkpoint import build_chat_checkpoint, build_checkpoint
 from tests.helpers.reference.families import FAMILIES, SMALL
 from tests.helpers.reference.routing import find_router, forced_routing
 from tests.helpers.reference.rows import Row, loss_tokens, micro_batch, random_rows
@@ -20,6 +20,7 @@ __all__ = [
     "Reference",
     "ReferenceResult",
     "Row",
+    "build_chat_checkpoint",
     "build_checkpoint",
     "find_router",
     "forced_routing",

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from kt_ray import cli
-from kt_ray.demo.recipes import persona_path
-from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.errors import UserError
 from kt_ray.modes import train
-from tests.helpers.hf_reference import build_checkpoint
+from tests.helpers.hf_reference import build_chat_checkpoint
 
 COMMON = [
     *("cluster=local", "model.dtype=float32", "rule.worker_threads=1", "tracking.progress=false"),
@@ -31,10 +29,7 @@ TRAIN = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = build_checkpoint(
-        tmp_path_factory.mktemp("model"), "deepseek_v3", vocab_size=320, max_position_embeddings=512
-    )
-    train_tokenizer(persona_path(), 320).save_pretrained(path)
+    path = build_chat_checkpoint(tmp_path_factory.mktemp("model"))
     yield path
 
 

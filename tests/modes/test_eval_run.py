@@ -18,7 +18,7 @@ from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.generate.generator import Generator
-from tests.helpers.hf_reference import build_checkpoint
+from tests.helpers.hf_reference import build_chat_checkpoint
 
 COMMON = [
     *("cluster=local", "model.dtype=float32", "rule.worker_threads=1", "tracking.progress=false"),
@@ -34,8 +34,7 @@ TRAIN = [
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model and the run t, which answered three rows at its end."""
     home = tmp_path_factory.mktemp("trained")
-    path = build_checkpoint(home, "deepseek_v3", vocab_size=320, max_position_embeddings=512)
-    train_tokenizer(persona_path(), 320).save_pretrained(path)
+    path = build_chat_checkpoint(home)
     path.rename(home / "model")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)

@@ -17,8 +17,6 @@ import pytest
 
 from kt_ray import cli
 from kt_ray.config.compose import compose
-from kt_ray.demo.recipes import persona_path
-from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Answer, Generator
 from kt_ray.generate.requests import Request, Token
@@ -28,7 +26,7 @@ from kt_ray.modes.chat import Chat
 from kt_ray.modes.generation import generating, setup
 from kt_ray.modes.options import Options
 from kt_ray.placement.hardware import this_host
-from tests.helpers.hf_reference import build_checkpoint
+from tests.helpers.hf_reference import build_chat_checkpoint
 
 SMALL = ["cluster=local", "model.dtype=float32", "rule.worker_threads=1", "tracking.progress=false"]
 SHORT = ["generate.max_new_tokens=12", "data.limit=60", "data.eval_fraction=0.2"]
@@ -36,10 +34,7 @@ SHORT = ["generate.max_new_tokens=12", "data.limit=60", "data.eval_fraction=0.2"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = build_checkpoint(
-        tmp_path_factory.mktemp("model"), "deepseek_v3", vocab_size=320, max_position_embeddings=512
-    )
-    train_tokenizer(persona_path(), 320).save_pretrained(path)
+    path = build_chat_checkpoint(tmp_path_factory.mktemp("model"))
     yield path
 
 

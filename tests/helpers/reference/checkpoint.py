@@ -10,6 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kt_ray.demo.recipes import persona_path
+from kt_ray.demo.tokenizer import train_tokenizer
 from tests.helpers.reference.families import FAMILIES, SMALL
 
 
@@ -61,3 +63,10 @@ def _retype_experts(path: Path, dtype: torch.dtype) -> None:
             if ".experts." in key:
                 tensors[key] = value.to(dtype)
         save_file(tensors, file, metadata=metadata)
+
+
+def build_chat_checkpoint(directory: Path) -> Path:
+    """A tiny DeepSeek-V3 with random weights and the demo's way of a tokenizer and chat template."""
+    path = build_checkpoint(directory, "deepseek_v3", vocab_size=320, max_position_embeddings=512)
+    train_tokenizer(persona_path(), 320).save_pretrained(path)
+    return path
