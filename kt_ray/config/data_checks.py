@@ -40,6 +40,14 @@ def check_data(config: Config) -> None:
             "a jsonl, json, parquet, csv or arrow file, a directory or hf://owner/name",
             "set data.path=<file.jsonl> or data=demo",
         )
+    if data.eval_split is not None and data.eval_path is None:
+        raise fault(
+            "data.eval_split",
+            data.eval_split,
+            "names a split of data.eval_path, which is null",
+            "data.eval_path, or no eval_split",
+            "set data.eval_path=<files with that split>, or data.eval_split=null",
+        )
     if data.template is not None and config.model.chat_template is not None:
         raise fault(
             "data.template",

@@ -93,6 +93,10 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["run.overwrite=true", "trainer.resume=latest", "set run.overwrite=false"],
     ),
     (["data.eval_fraction=1.5"], ["data.eval_fraction=1.5", "less than 1", "set data.eval_fraction=0.05"]),
+    (
+        ["data.eval_split=test"],
+        ["data.eval_split=test names a split of data.eval_path", "set data.eval_path="],
+    ),
     (["data.eval_fraction=0"], ["trainer.eval_every=60", "data.eval_fraction=0", "set trainer.eval_every=0"]),
     (
         ["data.format=sharegtp"],
