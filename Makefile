@@ -48,7 +48,7 @@ bench: $(STAMP)  ## the short benchmarks, JSON into benchmarks/results/
 	$(PY) benchmarks/train_step.py --against hf,peft --json benchmarks/results/train_step.json
 
 docs: $(STAMP)  ## regenerate the configuration reference and the predicted figures
-	$(PY) -m kt_ray.config.reference > docs/configuration.md
+	$(PY) -m kt_ray.config.options_page > docs/configuration.md
 	$(PY) -m tests.test_doc_plans
 
 clean:  ## remove what the targets made, except runs/

@@ -89,7 +89,7 @@ def _child(args: argparse.Namespace) -> int:
     openmp.apply()  # as the command line does
     from kt_ray.config.compose import compose
     from kt_ray.generate.generator import Generator
-    from kt_ray.modes.generation import generating, setup
+    from kt_ray.runs.generation import generating, setup
 
     overrides = ["mode=chat", f"cluster={args.child}", *KINDS[args.child], *args.overrides]
     made = setup(compose([*overrides, "tracking.progress=false", "run.name=decode"]))

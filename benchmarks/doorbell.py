@@ -26,9 +26,9 @@ sys.path.insert(0, str(common.REPO))
 import ray
 import torch
 
-from kt_ray.actors.mailbox import Message
-from kt_ray.actors.ray_port import Peer
-from kt_ray.actors.ray_probe import WAIT, Probe
+from kt_ray.actors.ray.ray_port import Peer
+from kt_ray.actors.ray.ray_probe import WAIT, Probe
+from kt_ray.transport.mailbox import Message
 
 BYTES = 128 << 10
 

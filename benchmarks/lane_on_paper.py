@@ -1,4 +1,4 @@
-"""When a GPU lane pays, on paper: one DeepSeek-V3 layer's forward, as `kt_ray.placement.lane` splits it.
+"""When a GPU lane pays, on paper: one DeepSeek-V3 layer's forward, split as `placement.lane_share` does it.
 
     python benchmarks/lane_on_paper.py
 
@@ -7,7 +7,7 @@ Pure arithmetic: nothing is measured here. docs/gpu_lane.md has its output and w
 
 from __future__ import annotations
 
-from kt_ray.placement.lane import ExpertSizes, LaneRates, best_share
+from kt_ray.placement.lane_share import ExpertSizes, LaneRates, best_share
 
 HIDDEN, INTER, EXPERTS, PER_TOKEN, RANK = 7168, 2048, 256, 8, 8
 PARAMS = 3 * HIDDEN * INTER

@@ -90,9 +90,9 @@ class End:
     """One end of a link: a port as an actor has it. Sends a message, or answers one shortly."""
 
     def __init__(self, rank: int, way: str) -> None:
-        from kt_ray.actors.mailbox import Mailbox
-        from kt_ray.actors.ray_port import RayPort
-        from kt_ray.placement.transport import Transport
+        from kt_ray.actors.ray.ray_port import RayPort
+        from kt_ray.placement.transports import Transport
+        from kt_ray.transport.mailbox import Mailbox
 
         torch.set_num_threads(1)
         self.me, self.other = ("worker", rank), ("worker", 1 - rank)
@@ -109,7 +109,7 @@ class End:
     def meeting(self) -> Any:
         import ray
 
-        from kt_ray.actors.gloo_link import MeetingPoint
+        from kt_ray.transport.gloo_link import MeetingPoint
 
         self.point = MeetingPoint(ray.util.get_node_ip_address())
         return self.point.next()
@@ -123,7 +123,7 @@ class End:
         self.port.receive(packed)
 
     def answer(self, count: int) -> None:
-        from kt_ray.actors.mailbox import Message
+        from kt_ray.transport.mailbox import Message
 
         for number in range(count):
             self.mailbox.take(("ask", number), 120)
@@ -131,7 +131,7 @@ class End:
 
     def ask(self, count: int, size: int) -> list[float]:
         """Seconds of each message and its answer."""
-        from kt_ray.actors.mailbox import Message
+        from kt_ray.transport.mailbox import Message
 
         taken = []
         x = torch.randn(size // 4)
@@ -149,7 +149,7 @@ def links(hosts: TwoHosts, address: str, sizes: Sequence[float], args: argparse.
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from kt_ray.actors.ray_port import Peer
+    from kt_ray.actors.ray.ray_port import Peer
 
     hosts.limit(None)
     ray.init(address=address, log_to_driver=False, logging_level="ERROR", runtime_env=_path())
@@ -207,11 +207,11 @@ def train(
     import ray
 
     from kt_ray.config.compose import compose
-    from kt_ray.modes.prepare import prepare
     from kt_ray.modes.train import make_cluster
     from kt_ray.placement.traffic import traffic
+    from kt_ray.runs.prepare import prepare
     from kt_ray.tracking import StepMetrics
-    from kt_ray.train.loop import Events, Trainer
+    from kt_ray.train.trainer import Events, Trainer
 
     # Each limit right after its own steps without one: a shared machine is not equally fast all the time.
     plan_of = [rate for limit in rates if limit is not None for rate in (None, limit)]

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from kt_ray.batch import PassSpec
+from kt_ray.dims.model_dims import ModelDims
 from kt_ray.model.exchange import Exchange
-from kt_ray.model.spec import StageSpec
+from kt_ray.model.stage_spec import StageSpec
 from kt_ray.model.state import MicroState
-from kt_ray.placement.types import ModelDims
 
 RTX_4090 = {
     "gpu": "RTX 4090",

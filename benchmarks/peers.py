@@ -26,7 +26,7 @@ from kt_ray.batch import MicroBatch
 from kt_ray.config.schema import Config
 from kt_ray.data import Batches, load_data
 from kt_ray.model.lora import init_lora_a, is_gate
-from kt_ray.optim import learning_rate
+from kt_ray.optim.optimizers import learning_rate
 
 PEERS = ("hf", "peft", "hf_factored")
 

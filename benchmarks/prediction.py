@@ -211,9 +211,9 @@ def _case(args: argparse.Namespace, case: str, options: Sequence[str], rates: Pa
 def predicted(overrides: Sequence[str], rates: Path, first: int, count: int) -> dict[str, Any]:
     """The prediction for steps `first` and the `count` - 1 after it."""
     from kt_ray.config.compose import compose
-    from kt_ray.modes.plan_time import predicted_run
-    from kt_ray.modes.prepare import prepare
-    from kt_ray.placement.rate_files import rates_for
+    from kt_ray.hardware.rate_files import rates_for
+    from kt_ray.runs.prepare import prepare
+    from kt_ray.timing.plan_time import predicted_run
 
     config = compose([*overrides, f"plan.rates='{rates}'", f"trainer.max_steps={first + count}"])
     prepared = prepare(config)

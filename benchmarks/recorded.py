@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kt_ray.placement.order import expert_order, worker_program
-from kt_ray.placement.types import Plan
+from kt_ray.placement.plan_types import Plan
 from kt_ray.timeline import Activity, Event
 
 Key = tuple[Any, ...]

@@ -14,9 +14,9 @@ from typing import Any
 from recorded import ANSWERED, Terms
 
 from kt_ray.placement.order import expert_order, worker_program
-from kt_ray.placement.simulate import simulate
-from kt_ray.placement.simulate_types import Carriage, ExpertClass, Group, Machine, Micro, Phase, Seat, Wave
-from kt_ray.placement.types import Plan
+from kt_ray.placement.plan_types import Plan
+from kt_ray.timing.simulate import simulate
+from kt_ray.timing.simulate_types import Carriage, ExpertClass, Group, Machine, Micro, Phase, Seat, Wave
 
 EMPTY = Micro(0, 0, 0, 0)
 

@@ -22,12 +22,12 @@ from typing import Any
 from common import machine, write_json
 
 from kt_ray.config.compose import compose
+from kt_ray.hardware.describe import hardware_for
+from kt_ray.hardware.rate_files import rates_for
+from kt_ray.hardware.rates import Figure
 from kt_ray.modes.plan import model_dims
-from kt_ray.placement.hardware import hardware_for
 from kt_ray.placement.plan import make_plan
-from kt_ray.placement.predict import Prediction, predict
-from kt_ray.placement.rate_files import rates_for
-from kt_ray.placement.rates import Figure
+from kt_ray.timing.prediction import Prediction, predict
 
 STEP = ["mode=plan", "trainer.batch_size=16", "trainer.micro_batch_size=1", "data.max_length=512"]
 FORMATS = {

@@ -12,7 +12,7 @@ of rates:
     each     every pass with its own durations, every actor on cores of its own (what others took of its cores
              is in the recording): only order and waiting are simulated
     mean     the same with the mean durations of all steps, against the mean pass
-    serial   median durations of the run without overlap, actors on the plan's seats (kt_ray.placement.seats):
+    serial   median durations of the run without overlap, actors on the plan's seats (kt_ray.timing.seats):
              order, waiting and the sharing of cores are simulated, against the median step with overlap. The
              two runs follow each other, so this one wants a quiet machine
 
@@ -116,7 +116,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _case(args: argparse.Namespace, case: str) -> dict[str, Any]:
     """Both runs of a case and what the simulator makes of them."""
-    from kt_ray.placement.seats import machine_of
+    from kt_ray.timing.seats import machine_of
 
     model, _, layout = case.partition(".")
     further, shared = LAYOUTS[layout]
@@ -149,7 +149,7 @@ def _case(args: argparse.Namespace, case: str) -> dict[str, Any]:
 
 def _plan(overrides: Sequence[str]) -> Any:
     from kt_ray.config.compose import compose
-    from kt_ray.modes.prepare import prepare
+    from kt_ray.runs.prepare import prepare
 
     return prepare(compose([*overrides])).plan
 
@@ -158,8 +158,8 @@ def check_run(run: Path) -> dict[str, Any]:
     """`compare` for the timelines of a run directory. The plan is made again from its configuration."""
     import yaml
 
-    from kt_ray.config.load import load
-    from kt_ray.modes.prepare import prepare
+    from kt_ray.config.mapping import load
+    from kt_ray.runs.prepare import prepare
 
     plan = prepare(load(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))).plan
     record = {"overlap": compare(plan, recorded_steps(plan, run / "timelines"))}

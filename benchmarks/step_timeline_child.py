@@ -59,12 +59,12 @@ def main(job_file: str, result_file: str) -> None:
 def run(job: Job) -> dict[str, Any]:
     """All steps; figures of the measured ones."""
     from kt_ray.config.compose import compose
-    from kt_ray.modes.prepare import prepare
     from kt_ray.modes.train import make_cluster
+    from kt_ray.runs.prepare import prepare
     from kt_ray.timeline import Activity
     from kt_ray.tracking import StepMetrics
     from kt_ray.tracking.chrome_trace import write_timeline
-    from kt_ray.train.loop import Events, Trainer
+    from kt_ray.train.trainer import Events, Trainer
 
     total = job.warmup + job.steps
     config = compose([*job.overrides, f"trainer.max_steps={total}", "trainer.timeline_every=1"])

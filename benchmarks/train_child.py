@@ -119,10 +119,10 @@ def _opened(job: Job) -> Iterator[tuple[Step, dict[str, Any]]]:
 @contextmanager
 def _kt_ray(config: Any) -> Iterator[tuple[Step, dict[str, Any]]]:
     """kt_ray's own driver: its cluster and its Trainer, without the files of a run."""
-    from kt_ray.modes.prepare import prepare
     from kt_ray.modes.train import make_cluster
+    from kt_ray.runs.prepare import prepare
     from kt_ray.tracking import StepMetrics
-    from kt_ray.train.loop import Events, Trainer
+    from kt_ray.train.trainer import Events, Trainer
 
     prepared = prepare(config)
     cluster = make_cluster(prepared, f"benchmark-{os.getpid()}")

@@ -31,7 +31,7 @@ from peers import load_peer  # noqa: E402
 
 from kt_ray.config.schema import Config  # noqa: E402
 from kt_ray.data import Batches, load_data  # noqa: E402
-from kt_ray.optim import learning_rate  # noqa: E402
+from kt_ray.optim.optimizers import learning_rate  # noqa: E402
 
 
 def engine_config(config: Config) -> dict[str, Any]:

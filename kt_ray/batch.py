@@ -51,7 +51,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Objective:
-    """A preference loss: see kt_ray.model.preference.
+    """A preference loss: see kt_ray.model.preference_losses.
 
     Attributes:
         stage: "dpo", "orpo" or "kto".

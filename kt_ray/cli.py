@@ -184,7 +184,7 @@ def _run_job(composed: Any) -> int:
     from hydra.types import RunMode
 
     from kt_ray.config.compose import to_mapping
-    from kt_ray.config.load import load
+    from kt_ray.config.mapping import load
 
     hydra_config = HydraConfig.get()
     number = hydra_config.job.num if hydra_config.mode == RunMode.MULTIRUN else None

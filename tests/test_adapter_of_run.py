@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from kt_ray.config.compose import compose
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
-from kt_ray.modes.prepare import prepare
-from kt_ray.modes.saving import write_adapter
 from kt_ray.modes.train import make_cluster
-from kt_ray.train.loop import Trainer
+from kt_ray.runs.prepare import prepare
+from kt_ray.runs.saving import write_adapter
+from kt_ray.train.trainer import Trainer
 from tests.helpers.hf_reference import Row, build_checkpoint, random_rows
 from tests.helpers.runs import by_row, one_pass, waves_of
 

@@ -22,7 +22,7 @@ from kt_ray.demo.tokenizer import train_tokenizer
 from tests.helpers.bad_input import CASES, RESUME, ROWS, VOCAB, Case, Place
 from tests.helpers.hf_reference import build_checkpoint
 
-RAY = ("ray", "kt_ray.actors.ray_cluster", "kt_ray.actors.ray_metrics")
+RAY = ("ray", "kt_ray.actors.ray.ray_cluster", "kt_ray.actors.ray.ray_metrics")
 
 
 @pytest.fixture(scope="module")

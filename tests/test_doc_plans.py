@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 
 from kt_ray.config.compose import compose
+from kt_ray.dims.config_json import dims_from_config
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.hardware.describe import hardware_for
+from kt_ray.hardware.rate_files import rates_for
 from kt_ray.modes.plan import model_dims
-from kt_ray.placement.dims import dims_from_config
-from kt_ray.placement.hardware import hardware_for
-from kt_ray.placement.lane_rates import lane_rates
 from kt_ray.placement.plan import make_plan
-from kt_ray.placement.predict import predict
-from kt_ray.placement.rate_files import rates_for
-from kt_ray.placement.types import ModelDims
+from kt_ray.timing.lane_rates import lane_rates
+from kt_ray.timing.prediction import predict
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "docs" / "hardware.md", *(ROOT / "docs" / "families").glob("*.md")])

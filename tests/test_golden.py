@@ -18,9 +18,9 @@ import torch
 from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.actors.specs import actor_specs
 from kt_ray.config.compose import compose
-from kt_ray.modes.prepare import prepare
 from kt_ray.native import available_isas
-from kt_ray.train.loop import Trainer
+from kt_ray.runs.prepare import prepare
+from kt_ray.train.trainer import Trainer
 
 GOLDEN = Path(__file__).parent / "golden" / "demo_losses.json"
 STEPS = 5

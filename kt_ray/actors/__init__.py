@@ -1,1 +1,1 @@
-"""Attention workers, expert actors, what they exchange, and the clusters that run them. Only here is Ray."""
+"""Attention workers and expert actors as plain classes, and the clusters that run them."""

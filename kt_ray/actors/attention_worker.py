@@ -15,28 +15,28 @@ from typing import Any
 
 import torch
 
-from kt_ray.actors.doorbell import DoorbellAddress
-from kt_ray.actors.exchange import MessageExchange
-from kt_ray.actors.inbox import Outbox
-from kt_ray.actors.masters import Masters
 from kt_ray.actors.profile import profiled
 from kt_ray.actors.serving import ServeReport, WorkerSession
-from kt_ray.actors.stage_link import StageLink
 from kt_ray.actors.step_end import StepEnd
+from kt_ray.adapter.adapter_dir import write_tensors
+from kt_ray.adapter.from_peft import AdapterReader
 from kt_ray.batch import PassSpec
-from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.config.schema import OptimConfig
-from kt_ray.experts.memory import bound_compiled_products
-from kt_ray.generate.adapter import AdapterReader
+from kt_ray.experts.process_memory import bound_compiled_products
 from kt_ray.generate.requests import SessionSpec, Token
-from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
-from kt_ray.optim import gradient_norms, use_torch_threads
+from kt_ray.model.stage_spec import StageSpec
+from kt_ray.optim.masters import Masters
+from kt_ray.optim.optimizers import gradient_norms, use_torch_threads
 from kt_ray.placement.order import Op, worker_program
-from kt_ray.placement.types import Plan
+from kt_ray.placement.plan_types import Plan
 from kt_ray.timeline import Recorder, name_thread
 from kt_ray.train.reports import WorkerPassReport, resident_bytes
+from kt_ray.transport.doorbell import DoorbellAddress
+from kt_ray.transport.expert_link import MessageExchange
+from kt_ray.transport.inbox import Outbox
+from kt_ray.transport.stage_link import StageLink
 
 
 class AttentionWorker(StepEnd):

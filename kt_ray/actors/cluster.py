@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from kt_ray.actors.inbox import Inbox
-from kt_ray.actors.mailbox import Aborted, Address, Message
 from kt_ray.actors.recovery import NOTICE, ActorDied, bring_back, settle_aborts
 from kt_ray.actors.serving import ServeReport
 from kt_ray.actors.session import serve_session, take_tokens
@@ -19,10 +17,12 @@ from kt_ray.actors.specs import ActorSpecs
 from kt_ray.batch import PassSpec
 from kt_ray.errors import UserError
 from kt_ray.generate.requests import Request, SessionSpec, Token
-from kt_ray.optim import largest
-from kt_ray.placement.types import Plan
-from kt_ray.train.cluster import ActorLost
+from kt_ray.optim.optimizers import largest
+from kt_ray.placement.plan_types import Plan
+from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.train.reports import PassReport
+from kt_ray.transport.inbox import Inbox
+from kt_ray.transport.mailbox import Aborted, Address, Message
 
 LoadNote = Callable[[str, int, int, int], None]  # (actor, layer, bytes done, bytes in total)
 GRACE = 15.0  # seconds the other actors get to notice an abort

@@ -15,22 +15,22 @@ from typing import Any
 
 import torch
 
-from kt_ray.actors.base import PlainActor
-from kt_ray.actors.mailbox import Address, Message
-from kt_ray.actors.port import Lease
+from kt_ray.actors.actor import PlainActor
 from kt_ray.actors.serving import ExpertSession, ServeReport
+from kt_ray.adapter.adapter_dir import write_tensors
+from kt_ray.adapter.from_peft import AdapterReader
 from kt_ray.batch import PassSpec
-from kt_ray.checkpoint.adapter import write_tensors
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.experts import ExpertHost, ExpertHostSpec
 from kt_ray.experts.parts import Alloc, new_memory
-from kt_ray.generate.adapter import AdapterReader
 from kt_ray.generate.requests import SessionSpec
-from kt_ray.optim import gradient_norms, state_kinds, use_torch_threads
+from kt_ray.optim.optimizers import gradient_norms, state_kinds, use_torch_threads
 from kt_ray.placement.order import expert_order
-from kt_ray.placement.types import Plan
+from kt_ray.placement.plan_types import Plan
 from kt_ray.timeline import Recorder, name_thread
 from kt_ray.train.reports import ExpertPassReport, resident_bytes
+from kt_ray.transport.mailbox import Address, Message
+from kt_ray.transport.port import Lease
 
 
 class ExpertActor(PlainActor):

@@ -10,7 +10,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from kt_ray.actors.mailbox import Address
+from kt_ray.transport.mailbox import Address
 
 if TYPE_CHECKING:
     from kt_ray.actors.cluster import ActorCluster

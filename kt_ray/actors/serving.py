@@ -14,14 +14,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kt_ray.actors.exchange import MessageExchange
-from kt_ray.actors.mailbox import Address, Message
-from kt_ray.actors.port import Lease
-from kt_ray.actors.stage_link import StageLink
 from kt_ray.experts.parts import new_memory
 from kt_ray.generate.requests import SessionSpec, Step
 from kt_ray.generate.schedule import Schedule
 from kt_ray.timeline import Recorder
+from kt_ray.transport.expert_link import MessageExchange
+from kt_ray.transport.mailbox import Address, Message
+from kt_ray.transport.port import Lease
+from kt_ray.transport.stage_link import StageLink
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kt_ray.actors.inbox import Found
 from kt_ray.actors.recovery import find_lost
 from kt_ray.actors.serving import ServeReport
 from kt_ray.generate.requests import SessionSpec
-from kt_ray.train.cluster import ActorLost
+from kt_ray.train.cluster_protocol import ActorLost
+from kt_ray.transport.inbox import Found
 
 if TYPE_CHECKING:
     from kt_ray.actors.cluster import ActorCluster

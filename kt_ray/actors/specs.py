@@ -9,10 +9,10 @@ from typing import Any
 from kt_ray.config.schema import Config, OptimConfig
 from kt_ray.experts import ExpertHostSpec
 from kt_ray.model.build import build_on_meta
-from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
+from kt_ray.model.stage_spec import StageSpec
 from kt_ray.native import ExpertFormula
-from kt_ray.placement.types import Plan
+from kt_ray.placement.plan_types import Plan
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from abc import abstractmethod
 
 import torch
 
-from kt_ray.actors.base import PlainActor
-from kt_ray.actors.mailbox import Address, Message
-from kt_ray.actors.masters import Masters, flat_of, set_flat
+from kt_ray.actors.actor import PlainActor
 from kt_ray.config.schema import OptimConfig
-from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
-from kt_ray.optim import squared_norm
-from kt_ray.placement.types import Plan, WorkerPlan
+from kt_ray.model.stage_spec import StageSpec
+from kt_ray.optim.masters import Masters, flat_of, set_flat
+from kt_ray.optim.optimizers import squared_norm
+from kt_ray.placement.plan_types import Plan, WorkerPlan
+from kt_ray.transport.mailbox import Address, Message
 
 ROOT: Address = ("worker", 0)
 

@@ -1,6 +1,6 @@
 """Checkpoints: reading Hugging Face models, writing PEFT adapters, saving and resuming training."""
 
-from kt_ray.checkpoint.adapter import (
+from kt_ray.adapter.adapter_dir import (
     AdapterLayout,
     adapter_layout,
     create_adapter,
@@ -8,8 +8,9 @@ from kt_ray.checkpoint.adapter import (
     read_adapter,
     write_tensors,
 )
+from kt_ray.adapter.peft_config import AdapterInfo, adapter_config
 from kt_ray.checkpoint.content import check_content
-from kt_ray.checkpoint.experts import ExpertLayout
+from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.gguf_experts import GgufExperts
 from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.load_experts import load_experts
@@ -20,7 +21,6 @@ from kt_ray.checkpoint.non_experts import (
     load_non_experts,
     materialize_buffers,
 )
-from kt_ray.checkpoint.peft_config import AdapterInfo, adapter_config
 from kt_ray.checkpoint.safetensors_file import TensorInfo
 from kt_ray.checkpoint.training import (
     begin_checkpoint,

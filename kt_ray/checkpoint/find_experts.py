@@ -18,7 +18,7 @@ from kt_ray.checkpoint.check_experts import (
     part_shapes,
     two_dimensions,
 )
-from kt_ray.checkpoint.experts import PROJECTIONS, ExpertLayout
+from kt_ray.checkpoint.expert_layout import PROJECTIONS, ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.errors import UserError
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kt_ray.checkpoint.experts import ExpertLayout
+from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.gguf_file import open_gguf
 from kt_ray.checkpoint.gguf_header import GgufHeader, GgufTensor
 from kt_ray.checkpoint.index import CheckpointIndex, some

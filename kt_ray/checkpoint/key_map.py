@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from kt_ray.checkpoint.experts import ExpertLayout
+from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex
 
 if TYPE_CHECKING:  # expert actors import this package and need no transformers

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kt_ray.checkpoint.experts import ExpertLayout
+from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.safetensors_file import (
     RAW_BYTES,

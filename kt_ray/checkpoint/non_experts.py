@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kt_ray.checkpoint.experts import ExpertLayout
+from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.key_map import layer_of, map_keys
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear, dequantized

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from kt_ray.disk import content_of, content_of_file
 from kt_ray.errors import UserError
-from kt_ray.filetypes import content_of, content_of_file
 
 # Bits per element, by the dtype names of the format.
 BITS: dict[str, int] = {

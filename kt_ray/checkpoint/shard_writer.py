@@ -36,7 +36,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from kt_ray.checkpoint.encode import Entry
+from kt_ray.checkpoint.encode_weights import Entry
 from kt_ray.checkpoint.safetensors_file import TensorInfo, build_header, read_into, tensor_bytes, write_from
 from kt_ray.checkpoint.training import write_text
 from kt_ray.errors import UserError

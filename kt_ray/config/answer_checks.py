@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kt_ray.config.faults import fault, value_of
+from kt_ray.config.key_errors import fault, value_of
 from kt_ray.config.schema import Config
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from kt_ray.config.answer_checks import check_generate, check_results, check_serve
 from kt_ray.config.data_checks import check_data
-from kt_ray.config.faults import fault, value_of
 from kt_ray.config.fields import closest, show
+from kt_ray.config.key_errors import fault, value_of
 from kt_ray.config.layer_checks import DEVICE, check_layers
 from kt_ray.config.limits import BOUNDS, WORDS
 from kt_ray.config.schema import Config, ExpertsRule

@@ -19,7 +19,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from kt_ray.config.fields import closest, fields, groups, show
 from kt_ray.config.files import conf_dir, option_groups, option_names
-from kt_ray.config.load import load, unknown_key
+from kt_ray.config.mapping import load, unknown_key
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 

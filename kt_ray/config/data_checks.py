@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
-from kt_ray.config.faults import fault
 from kt_ray.config.fields import closest
+from kt_ray.config.key_errors import fault
 from kt_ray.config.limits import WORDS
 from kt_ray.config.schema import Config, DataConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from kt_ray.config.faults import check_regex, fault
+from kt_ray.config.key_errors import check_regex, fault
 from kt_ray.config.schema import Config
 
 DEVICE = re.compile(r"cpu|cuda:\d+")

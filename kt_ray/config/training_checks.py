@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
-from kt_ray.config.faults import check_regex, fault
 from kt_ray.config.fields import closest
+from kt_ray.config.key_errors import check_regex, fault
 from kt_ray.config.schema import Config
 
 

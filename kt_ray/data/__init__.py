@@ -6,8 +6,8 @@ numpy at import; transformers and pyarrow only where a function needs them; neve
 from kt_ray.data.batches import Batches, Wave, epoch_order, eval_waves, loss_tokens, micro_batch, wave
 from kt_ray.data.load import DataBundle, load_data
 from kt_ray.data.preview import PreviewRow, preview_pairs, preview_rows, print_preview
-from kt_ray.data.report import DataReport, SplitReport
-from kt_ray.data.types import Conversation, Dataset, Pair, Row
+from kt_ray.data.row_types import Conversation, Dataset, Pair, Row
+from kt_ray.data.token_counts import DataReport, SplitReport
 
 __all__ = [
     "Batches",

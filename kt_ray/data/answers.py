@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from kt_ray.data.types import Conversation, Message
+from kt_ray.data.row_types import Conversation, Message
 
 
 def plain_turns(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kt_ray.batch import IGNORE, MicroBatch
-from kt_ray.data.types import Pair, Row
+from kt_ray.data.row_types import Pair, Row
 
 GROUPED_BATCHES = 50  # batches whose rows are sorted together: similar lengths, still mixed over an epoch
 Wave = tuple[tuple[tuple[MicroBatch, ...], ...], ...]  # per replica, per group, the micro-batches

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kt_ray.batch import IGNORE
-from kt_ray.data.types import Conversation
+from kt_ray.data.row_types import Conversation
 
 if TYPE_CHECKING:
     from kt_ray.data.template import ChatEncoder

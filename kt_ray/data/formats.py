@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kt_ray.data.detect import ALPACA, COLUMNS, FORMATS, ambiguous, detect, unknown, verdict
+from kt_ray.data.row_types import Conversation, Message
 from kt_ray.data.turns import (
     OPENAI,
     ROLES,
@@ -24,7 +25,6 @@ from kt_ray.data.turns import (
     turns,
     wrong,
 )
-from kt_ray.data.types import Conversation, Message
 from kt_ray.errors import UserError
 
 _LISTS = ("messages", "conversations", "history")

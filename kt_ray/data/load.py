@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from kt_ray.config.schema import Config, DataConfig
 from kt_ray.data.cache import TokenCache, default_token_cache
 from kt_ray.data.dates import dated
-from kt_ray.data.encode import Encoded, Taken, encode_pairs, encode_rows
-from kt_ray.data.packing import pack
-from kt_ray.data.report import DataReport, SplitReport
+from kt_ray.data.encode_rows import Encoded, Taken, encode_pairs, encode_rows
+from kt_ray.data.held_out_split import same_prompt, split
+from kt_ray.data.pack_rows import pack
+from kt_ray.data.row_types import KINDS, Conversation, Pair
 from kt_ray.data.sources import SourceRows, eval_source, read_sources, sources_of, weighted
-from kt_ray.data.split import same_prompt, split
 from kt_ray.data.template import ChatEncoder, check_vocabulary, load_tokenizer
-from kt_ray.data.types import KINDS, Conversation, Pair
+from kt_ray.data.token_counts import DataReport, SplitReport
 from kt_ray.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def load_data(
         config: the run's configuration (data and model.tokenizer / model.chat_template are read).
         model_dir: checkpoint directory; its tokenizer is used unless model.tokenizer names another.
         seed: decides which rows are held out, and how they are packed.
-        kinds: of rows that the caller can use, of kt_ray.data.types.KINDS.
+        kinds: of rows that the caller can use, of kt_ray.data.row_types.KINDS.
         cache: of tokenised rows; None = the default place, as large as data.cache_gb says.
 
     Raises:

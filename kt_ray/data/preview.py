@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from kt_ray.batch import IGNORE
-from kt_ray.data.types import Pair, Row
+from kt_ray.data.row_types import Pair, Row
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,7 +11,7 @@ from typing import Any
 from kt_ray.config.schema import DataConfig
 from kt_ray.data.formats import Parser
 from kt_ray.data.readers import HELD_OUT, read_rows
-from kt_ray.data.types import Conversation
+from kt_ray.data.row_types import Conversation
 from kt_ray.errors import UserError
 
 

@@ -21,8 +21,8 @@ import numpy as np
 from kt_ray.batch import IGNORE
 from kt_ray.data.answers import answers_wanted, arguments_as_text, plain_turns
 from kt_ray.data.dates import with_date
+from kt_ray.data.row_types import Conversation, Message
 from kt_ray.data.templates import named_template
-from kt_ray.data.types import Conversation, Message
 from kt_ray.errors import UserError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from kt_ray.data.types import Message
+from kt_ray.data.row_types import Message
 from kt_ray.errors import UserError
 
 JSON_KINDS = {

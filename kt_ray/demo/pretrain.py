@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kt_ray.demo.documents import Document, PackedText, encode, read_documents
 from kt_ray.demo.recipes import PRETRAINED, Recipe, corpus_path
-from kt_ray.demo.text import Document, PackedText, encode, read_documents
 from kt_ray.errors import UserError
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.errors import UserError
-from kt_ray.evaluate.loss import LossSum
+from kt_ray.evaluate.loss_sums import LossSum
 
 ADAPTER_FILE, BASE_FILE = "predictions.jsonl", "predictions_base.jsonl"
-_WEIGHTS = "adapter_model.safetensors"  # as in kt_ray.checkpoint.adapter, which imports torch
+_WEIGHTS = "adapter_model.safetensors"  # as in kt_ray.adapter.adapter_dir, which imports torch
 _REMEDY = "write one JSON object per line with prompt, predict and label, as mode=predict does"
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from kt_ray.errors import UserError
 from kt_ray.evaluate.choice import argmax_letter, exact_match, extract_letter, label_letter
-from kt_ray.evaluate.loss import LossSum
+from kt_ray.evaluate.loss_sums import LossSum
 from kt_ray.evaluate.predictions import Prediction, Predictions
-from kt_ray.evaluate.text import TEXT_METRICS, text_scores
+from kt_ray.evaluate.text_metrics import TEXT_METRICS, text_scores
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from kt_ray.experts.lane_routing import Routed, add_rows, route
 from kt_ray.experts.lane_weights import LayerKind, expert_tensors, lora_tensors, pack
 from kt_ray.native import DropoutSpec, ExpertLora, ExpertWeights
 from kt_ray.native.dropout_hash import dropout_hash
-from kt_ray.optim import use_torch_threads
-from kt_ray.placement.lane import streamed_experts
-from kt_ray.placement.types import LanePlan
+from kt_ray.optim.optimizers import use_torch_threads
+from kt_ray.placement.lane_share import streamed_experts
+from kt_ray.placement.plan_types import LanePlan
 
 
 @dataclass

@@ -24,8 +24,8 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from kt_ray.errors import UserError
+from kt_ray.generate.detokenize import TextStream
 from kt_ray.generate.requests import Request, SessionSpec, Token
-from kt_ray.generate.text import TextStream
 
 logger = logging.getLogger(__name__)
 

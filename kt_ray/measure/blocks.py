@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kt_ray.placement.rates import BlockRate, Figure
+from kt_ray.hardware.rates import BlockRate, Figure
 
 RANK = 8
 Timed = Callable[[Callable[[], object]], float]

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from kt_ray.batch import MicroBatch, PassSpec
+from kt_ray.hardware.rates import LayerRate
 from kt_ray.measure.timing import torch_threads
-from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
-from kt_ray.placement.layer_rates import ENDS, KINDS, ends_signature, layer_signature, rate_of
-from kt_ray.placement.layer_work import LayerWork
-from kt_ray.placement.rates import LayerRate
+from kt_ray.model.stage_spec import StageSpec
+from kt_ray.timing.layer_rates import ENDS, KINDS, ends_signature, layer_signature, rate_of
+from kt_ray.timing.layer_work import LayerWork
 
 REPEATS = 5  # of a pass at least; their median counts
 SECONDS = 0.25  # for them at least

@@ -7,10 +7,10 @@ import time
 
 import torch
 
-from kt_ray.actors.arena import Arena
-from kt_ray.actors.mailbox import Mailbox, Message
+from kt_ray.hardware.rates import Figure
 from kt_ray.measure.timing import SECONDS, median_seconds
-from kt_ray.placement.rates import Figure
+from kt_ray.transport.arena import Arena
+from kt_ray.transport.mailbox import Mailbox, Message
 
 WAIT = 30.0  # seconds that a message may take before something is wrong
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kt_ray.model.spec import StageSpec
+from kt_ray.model.stage_spec import StageSpec
 
 if TYPE_CHECKING:
     from kt_ray.model.stage import Stage

@@ -15,7 +15,7 @@ from kt_ray.model.family import Family, build_causal, drop_towers, read_family
 from kt_ray.model.formula import ExpertFormula, check_trainable
 from kt_ray.model.lora import linear_names
 from kt_ray.model.recording import BlankEmbedding, LayerStub, Passthrough, Recorder
-from kt_ray.model.spec import StageSpec
+from kt_ray.model.stage_spec import StageSpec
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts", "moe_top_k")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -21,10 +21,10 @@ from kt_ray.model import caches
 from kt_ray.model.build import StageModel
 from kt_ray.model.dropout import DropoutContext
 from kt_ray.model.exchange import Exchange
-from kt_ray.model.loop import LayerLoop, _give, _handled, _present, _valid
-from kt_ray.model.loss import Head
-from kt_ray.model.metrics import Clock, Histogram
+from kt_ray.model.layer_loop import LayerLoop, _give, _handled, _present, _valid
+from kt_ray.model.stage_metrics import Clock, Histogram
 from kt_ray.model.state import GroupState, MicroState
+from kt_ray.model.token_loss import Head
 
 
 class DecodeExchange(Exchange, Protocol):

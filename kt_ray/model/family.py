@@ -103,7 +103,7 @@ def build_causal(
         )
     auto, config = chosen
     if attn_implementation == "sdpa" and not _class_of(auto, config)._supports_sdpa:
-        attn_implementation = "eager"  # placement/families.py counts its memory: WITHOUT_SDPA
+        attn_implementation = "eager"  # dims/layer_params.py counts its memory: WITHOUT_SDPA
     try:
         with torch.device(device):
             causal = auto.from_config(

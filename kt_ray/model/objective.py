@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kt_ray.batch import IGNORE, MicroBatch, Objective
-from kt_ray.model.loss import Head, shifted_targets
-from kt_ray.model.preference import dpo_losses, kto_losses, orpo_losses
+from kt_ray.model.preference_losses import dpo_losses, kto_losses, orpo_losses
+from kt_ray.model.token_loss import Head, shifted_targets
 
 
 def preference_loss(

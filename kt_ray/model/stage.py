@@ -21,19 +21,19 @@ from kt_ray.model.build import StageModel, build_stage_model
 from kt_ray.model.decode import Decoder
 from kt_ray.model.dropout import DropoutContext
 from kt_ray.model.exchange import Exchange
-from kt_ray.model.loop import LayerLoop
+from kt_ray.model.layer_loop import LayerLoop
 from kt_ray.model.lora import initial_lora, inject_lora, resolve_targets
-from kt_ray.model.loss import Head
-from kt_ray.model.metrics import Clock, Histogram
 from kt_ray.model.not_finite import not_finite
 from kt_ray.model.objective import preference_loss
-from kt_ray.model.packing import check_packing
+from kt_ray.model.packing_probe import check_packing
 from kt_ray.model.pissa import relative_to_weights
 from kt_ray.model.probe import probe_layer
 from kt_ray.model.recording import RecordedCall, check_carry, check_family
 from kt_ray.model.routing import RouterWatch
-from kt_ray.model.spec import StageSpec
+from kt_ray.model.stage_metrics import Clock, Histogram
+from kt_ray.model.stage_spec import StageSpec
 from kt_ray.model.state import GroupState, MicroState
+from kt_ray.model.token_loss import Head
 
 __all__ = ["Stage", "StageSpec"]
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import TextIO
 
 from kt_ray.config.schema import Config
-from kt_ray.data.types import Message
+from kt_ray.data.row_types import Message
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
-from kt_ray.modes.generation import Setup, generating, setup
+from kt_ray.runs.generation import Setup, generating, setup
 
 HELP = "/adapter on|off, /reset, /exit (Ctrl-C ends an answer)"
 

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kt_ray.config.schema import Config
-from kt_ray.report.compare import RunComparison, compare_runs, find_runs
-from kt_ray.report.compare_page import compare_page
+from kt_ray.report.comparison import RunComparison, compare_runs, find_runs
+from kt_ray.report.comparison_page import compare_page
 from kt_ray.report.html import write_page
 
 

@@ -11,20 +11,21 @@ from rich.console import Console
 from rich.table import Table
 
 from kt_ray.config.schema import Config
+from kt_ray.doctor import machine_checks as machine
+from kt_ray.doctor import measure_rates as doctor_rates
+from kt_ray.doctor import software_checks as software
+from kt_ray.doctor.check import FAIL, PASS, WARN, Check, failed
 from kt_ray.errors import UserError
-from kt_ray.modes import doctor_machine as machine
-from kt_ray.modes import doctor_rates
-from kt_ray.modes import doctor_software as software
-from kt_ray.modes.doctor_check import FAIL, PASS, WARN, Check, failed
-from kt_ray.modes.known_load import known_load
+from kt_ray.hardware.describe import this_host
+from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.rate_files import NOMINAL
 from kt_ray.modes.plan import model_dims
-from kt_ray.placement.hardware import this_host
-from kt_ray.placement.lane_rates import lane_rates
 from kt_ray.placement.plan import make_plan
-from kt_ray.placement.rate_files import NOMINAL
+from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import shortage
 from kt_ray.placement.render import counted
-from kt_ray.placement.types import Hardware, Plan
+from kt_ray.runs.known_load import known_load
+from kt_ray.timing.lane_rates import lane_rates
 
 _STYLES = {PASS: "green", WARN: "yellow", FAIL: "red"}
 _WIDTH = 120  # where output is no terminal

@@ -1,6 +1,6 @@
 """mode=eval: metrics of predictions, base against adapter, as a table, Markdown, JSON and W&B tables.
 
-Answers that are not there yet are generated first (kt_ray.modes.answering).
+Answers that are not there yet are generated first (kt_ray.runs.answering).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rich.text import Text
 from kt_ray.checkpoint.manifest import best_step
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
-from kt_ray.evaluate.loss import perplexity, read_losses
+from kt_ray.evaluate.loss_sums import perplexity, read_losses
 from kt_ray.evaluate.predictions import Predictions, check_complete, check_same_questions, find_answers
 from kt_ray.evaluate.scores import Scores, score
 from kt_ray.evaluate.table import Comparison, compare
-from kt_ray.modes.wanted import to_answer
-from kt_ray.report.rundata import flatten
-from kt_ray.rundir import RunDir, plain, write_atomic
+from kt_ray.runs.rundata import flatten
+from kt_ray.runs.rundir import RunDir, plain, write_atomic
+from kt_ray.runs.wanted import to_answer
 from kt_ray.tracking.jsonl import read_jsonl
 
 JSON_FILE, MARKDOWN_FILE = "eval.json", "eval.md"
@@ -41,7 +41,7 @@ def run(config: Config) -> int:
     if wanted is None:
         base, adapter, home = _answers(config)
     else:
-        from kt_ray.modes.answering import answer  # torch, and all that generates
+        from kt_ray.runs.answering import answer  # torch, and all that generates
 
         answered = answer(wanted)
         home, notes = answered.directory, answered.notes

@@ -14,18 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 from kt_ray.config.files import conf_dir, option_names
-from kt_ray.config.load import from_dict
+from kt_ray.config.mapping import from_dict
 from kt_ray.config.schema import Config, ModelConfig, RuleConfig
+from kt_ray.dims.config_json import dims_from_config, dims_from_dir
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.dims.weight_formats import plain_storage
 from kt_ray.errors import UserError
-from kt_ray.modes.known_load import known_load
+from kt_ray.hardware.describe import hardware_for
 from kt_ray.modes.plan_reference import show_reference
-from kt_ray.modes.plan_time import show_time
 from kt_ray.placement.balance import without_load
-from kt_ray.placement.dims import dims_from_config, dims_from_dir
-from kt_ray.placement.formats import plain_storage
-from kt_ray.placement.hardware import hardware_for
-from kt_ray.placement.lane_rates import lane_rates
 from kt_ray.placement.plan import make_plan
+from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import describe, remedies, shortage
 from kt_ray.placement.render import (
     billions,
@@ -36,7 +35,9 @@ from kt_ray.placement.render import (
     memory_table,
     worker_row,
 )
-from kt_ray.placement.types import ModelDims, Plan
+from kt_ray.runs.known_load import known_load
+from kt_ray.timing.lane_rates import lane_rates
+from kt_ray.timing.plan_time import show_time
 
 FITS, DOES_NOT_FIT = 0, 1
 _WIDTH = 120  # where output is no terminal

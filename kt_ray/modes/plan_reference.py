@@ -8,9 +8,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from kt_ray.config.schema import Config
-from kt_ray.placement.rate_files import rates_for
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.rate_files import rates_for
 from kt_ray.placement.reference_schedule import reference_table
-from kt_ray.placement.types import Hardware, ModelDims
 
 
 def show_reference(console: Console, config: Config, dims: ModelDims, hardware: Hardware) -> None:

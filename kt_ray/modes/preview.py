@@ -6,16 +6,16 @@ import sys
 
 from kt_ray.config.schema import Config
 from kt_ray.data import load_data, preview_pairs, preview_rows, print_preview
-from kt_ray.data.types import KINDS
+from kt_ray.data.row_types import KINDS
 from kt_ray.demo import resolve_model_dir
+from kt_ray.dims.packable import check_packing_family
 from kt_ray.errors import UserError
-from kt_ray.modes.known_load import known_load
+from kt_ray.hardware.describe import hardware_for
 from kt_ray.modes.plan import model_dims
-from kt_ray.placement.hardware import hardware_for
-from kt_ray.placement.lane_rates import lane_rates
-from kt_ray.placement.packing import check_packing_family
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.render import LAYOUT, layout_line
+from kt_ray.runs.known_load import known_load
+from kt_ray.timing.lane_rates import lane_rates
 
 
 def run(config: Config) -> int:

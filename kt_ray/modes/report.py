@@ -8,7 +8,7 @@ from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.report.html import write_page
 from kt_ray.report.page import report_page
-from kt_ray.report.rundata import read_run
+from kt_ray.runs.rundata import read_run
 
 
 def run(config: Config) -> int:

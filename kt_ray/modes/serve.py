@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.config.schema import Config
-from kt_ray.modes.generation import Setup, generator_on, setup, started, take_adapter
+from kt_ray.runs.generation import Setup, generator_on, setup, started, take_adapter
 from kt_ray.serve.access import VARIABLE, bare, check_address, digest
-from kt_ray.serve.engine import Served, now
+from kt_ray.serve.completions import Served, now
 from kt_ray.serve.run import check_port, make_engine, run_server
 
 
@@ -73,7 +73,7 @@ def served_of(made: Setup, key: str | None) -> Served:
 def _check_company(config: Config) -> Callable[[], None] | None:
     if config.cluster.name == "local":
         return None
-    from kt_ray.actors.serve_app import refuse_company
+    from kt_ray.actors.ray.serve_app import refuse_company
 
     return refuse_company
 
@@ -84,8 +84,8 @@ def _serve(made: Setup, served: Served, cluster: ActorCluster, ready: Callable[[
         with generator_on(made, cluster) as generator:
             run_server(make_engine(served, generator), serve.host, serve.port, ready)
         return
-    from kt_ray.actors.ray_cluster import RayCluster
-    from kt_ray.actors.serve_app import run_on_serve
+    from kt_ray.actors.ray.ray_cluster import RayCluster
+    from kt_ray.actors.ray.serve_app import run_on_serve
 
     assert isinstance(cluster, RayCluster)
     run_on_serve(cluster, served, serve.host, serve.port, ready)

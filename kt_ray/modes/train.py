@@ -14,12 +14,16 @@ from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.actors.specs import actor_specs
 from kt_ray.checkpoint.training import best_checkpoint, mark_best
 from kt_ray.config.schema import Config
-from kt_ray.environment import environment
 from kt_ray.errors import UserError
-from kt_ray.modes.after_training import AfterTraining, after_training, before_and_after
-from kt_ray.modes.plan_time import predicted_run, run_line
-from kt_ray.modes.prepare import Prepared, prepare
-from kt_ray.modes.saving import (
+from kt_ray.hardware.hosts import socket_name
+from kt_ray.hardware.rate_files import rates_for
+from kt_ray.placement.plan import plan_to_dict
+from kt_ray.placement.render import held_per_layer
+from kt_ray.runs.after_training import AfterTraining, after_training, before_and_after
+from kt_ray.runs.environment import environment
+from kt_ray.runs.prepare import Prepared, prepare
+from kt_ray.runs.rundir import RunDir, dated_as_before, plain, setup_logging
+from kt_ray.runs.saving import (
     ResumePoint,
     best_so_far,
     go_on_from,
@@ -27,18 +31,14 @@ from kt_ray.modes.saving import (
     save_checkpoint,
     write_adapter,
 )
-from kt_ray.placement.hosts import socket_name
-from kt_ray.placement.plan import plan_to_dict
-from kt_ray.placement.rate_files import rates_for
-from kt_ray.placement.render import held_per_layer
-from kt_ray.rundir import RunDir, dated_as_before, plain, setup_logging
 from kt_ray.timeline import Activity
+from kt_ray.timing.plan_time import predicted_run, run_line
 from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
 from kt_ray.tracking.chrome_trace import write_timeline
 from kt_ray.tracking.console import console
 from kt_ray.tracking.progress import LoadProgress, Summary, TrainProgress, show_summary
-from kt_ray.train.cluster import ActorLost
-from kt_ray.train.loop import Events, Trainer
+from kt_ray.train.cluster_protocol import ActorLost
+from kt_ray.train.trainer import Events, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def make_cluster(
 
     if config.cluster.name == "local":
         return LocalCluster(plan, specs, note)
-    from kt_ray.actors.ray_cluster import RayCluster
+    from kt_ray.actors.ray.ray_cluster import RayCluster
 
     return RayCluster(plan, specs, config.cluster, config.rule.ray, run_name, note, run_dir)
 
@@ -168,7 +168,7 @@ def _dashboard(cluster: ActorCluster) -> str | None:
 def _ray_exporter(cluster: ActorCluster) -> list[Any]:
     if isinstance(cluster, LocalCluster):
         return []
-    from kt_ray.actors.ray_metrics import RayMetrics
+    from kt_ray.actors.ray.ray_metrics import RayMetrics
 
     return [RayMetrics()]
 

@@ -7,7 +7,7 @@ from kt_ray.native.isa import available_isas, select_isa
 from kt_ray.native.matrix import ExpertMatrix
 from kt_ray.native.pages import allocate
 from kt_ray.native.quantize import quantize
-from kt_ray.native.types import FORMATS, Activation, DropoutSpec, ExpertFormula, ExpertLora, ExpertWeights
+from kt_ray.native.tensors import FORMATS, Activation, DropoutSpec, ExpertFormula, ExpertLora, ExpertWeights
 
 __all__ = [
     "FORMATS",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kt_ray.native.types import DropoutSpec
+from kt_ray.native.tensors import DropoutSpec
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9

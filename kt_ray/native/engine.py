@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kt_ray.native import _native
 from kt_ray.native.isa import select_isa
-from kt_ray.native.types import (
+from kt_ray.native.tensors import (
     FORMATS,
     LORA_FIELDS,
     PLAIN,

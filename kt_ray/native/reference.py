@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
 from kt_ray.native.dropout_hash import DOWN, GATE, UP, dropout_hash
-from kt_ray.native.types import DropoutSpec, ExpertFormula, ExpertLora, ExpertWeights, Projection
+from kt_ray.native.tensors import DropoutSpec, ExpertFormula, ExpertLora, ExpertWeights, Projection
 
 __all__ = ["DOWN", "GATE", "UP", "activate", "dense", "dropout_hash", "moe_reference"]
 

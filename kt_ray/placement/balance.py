@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kt_ray.config.schema import Config
+from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
 from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.placement.plan_types import ExpectedLoad, ExpertActorPlan
 from kt_ray.placement.split import split_experts
-from kt_ray.placement.types import ExpectedLoad, ExpertActorPlan, ModelDims
 
 Shares = tuple[tuple[int, ...], ...]
 """Global expert ids of each actor, ascending."""

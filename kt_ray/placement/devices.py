@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from kt_ray.config.schema import RuleConfig
+from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
-from kt_ray.placement.hardware import stages_named
+from kt_ray.hardware.describe import stages_named
+from kt_ray.hardware.machine import Hardware
+from kt_ray.placement.plan_types import WorkerPlan
 from kt_ray.placement.render import counted
 from kt_ray.placement.split import Named
-from kt_ray.placement.types import Hardware, ModelDims, WorkerPlan
 
 
 def resolve_device(rule: RuleConfig, hardware: Hardware) -> str:

@@ -20,8 +20,8 @@ from dataclasses import replace
 
 from kt_ray.config.limits import GENERATING
 from kt_ray.config.schema import Config
-from kt_ray.placement.cache import cache_tokens
-from kt_ray.placement.types import ModelDims
+from kt_ray.dims.kv_cache import cache_tokens
+from kt_ray.dims.model_dims import ModelDims
 
 
 def generates(config: Config) -> bool:

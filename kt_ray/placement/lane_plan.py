@@ -18,11 +18,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kt_ray.config.schema import Config
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.errors import UserError
+from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.expert_load import ExpertLoad
-from kt_ray.placement.formats import BACKEND_STORAGE
-from kt_ray.placement.lane import ExpertSizes, LaneRates, choose_shares, resident_by_layer
-from kt_ray.placement.types import ExpertActorPlan, Hardware, LanePlan, ModelDims
+from kt_ray.placement.lane_share import ExpertSizes, LaneRates, choose_shares, resident_by_layer
+from kt_ray.placement.plan_types import ExpertActorPlan, LanePlan
 
 Actors = tuple[ExpertActorPlan, ...]
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from kt_ray.config.schema import Config
-from kt_ray.placement.families import WITHOUT_SDPA
+from kt_ray.dims.layer_params import WITHOUT_SDPA
+from kt_ray.dims.model_dims import ModelDims
 from kt_ray.placement.memory import lora_params
-from kt_ray.placement.types import ModelDims
 
 Ranges = tuple[tuple[int, int], ...]
 

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kt_ray.config.schema import Config
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.devices import resolve_device
+from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import LAYOUT, counted, gib
-from kt_ray.placement.types import Hardware, ModelDims, Plan
 from kt_ray.placement.wave import ENOUGH_ROWS, micro_batches, rows_per_call, waves_of
 
 Layout = tuple[int, int]  # stages, replicas

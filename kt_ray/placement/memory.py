@@ -30,9 +30,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kt_ray.config.schema import Config, DataConfig, LoraConfig
+from kt_ray.dims.layer_params import WITHOUT_SDPA
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
+from kt_ray.hardware.hosts import socket_name
+from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.nominal import FORMAT_BYTES
 from kt_ray.placement.engine_memory import HUGE_PAGE, EngineShape, rounded
-from kt_ray.placement.families import WITHOUT_SDPA
-from kt_ray.placement.formats import BACKEND_STORAGE, ELEMENT_BYTES
 from kt_ray.placement.generation_memory import (
     after_training,
     generates,
@@ -40,10 +44,8 @@ from kt_ray.placement.generation_memory import (
     longest_row,
     step_tokens,
 )
-from kt_ray.placement.hosts import socket_name
 from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
-from kt_ray.placement.nominal import FORMAT_BYTES
-from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, MemoryLine, ModelDims, WorkerPlan
+from kt_ray.placement.plan_types import Budget, ExpertActorPlan, MemoryLine, WorkerPlan
 
 GIB = 1 << 30
 

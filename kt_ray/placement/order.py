@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from kt_ray.placement.types import Plan
+from kt_ray.placement.plan_types import Plan
 
 KINDS = ("train", "eval")
 _TIMED = frozenset(("forward", "recompute", "backward"))  # the others take no time in the simulation

@@ -6,24 +6,26 @@ import math
 from dataclasses import replace
 
 from kt_ray.config.schema import Config, RuleConfig
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.errors import UserError
+from kt_ray.hardware.hosts import with_hosts
+from kt_ray.hardware.machine import Hardware, Socket
 from kt_ray.placement.balance import place_experts
 from kt_ray.placement.devices import count_stages, resolve_device, shared_devices, stage_devices
 from kt_ray.placement.expert_load import ExpertLoad
-from kt_ray.placement.formats import BACKEND_STORAGE
 from kt_ray.placement.generation_memory import generates, room, step_tokens
-from kt_ray.placement.hosts import with_hosts
-from kt_ray.placement.lane import LaneRates
 from kt_ray.placement.lane_plan import plan_lanes
+from kt_ray.placement.lane_share import LaneRates
 from kt_ray.placement.layer_cost import Ranges
 from kt_ray.placement.layout import Layout, choose_layout, layouts, with_layout
 from kt_ray.placement.memory import budgets
+from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Plan, WorkerPlan
 from kt_ray.placement.render import counted, plan_to_dict
 from kt_ray.placement.split import LayerSplit, split_experts, split_layers
 from kt_ray.placement.stage_split import balanced_stages
 from kt_ray.placement.traffic import traffic_notes
-from kt_ray.placement.transport import choose_transport
-from kt_ray.placement.types import Budget, ExpertActorPlan, Hardware, ModelDims, Plan, Socket, WorkerPlan
+from kt_ray.placement.transports import choose_transport
 from kt_ray.placement.wave import Fit, choose_groups, fit
 
 __all__ = ["make_plan", "plan_to_dict", "resolve_device"]

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kt_ray.config.schema import Config
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.nominal import FORMAT_BYTES, defaults, peak
+from kt_ray.hardware.rates import ENGINE_FORMAT, Rates
 from kt_ray.placement.memory import expert_lora_params
-from kt_ray.placement.nominal import FORMAT_BYTES, defaults, peak
-from kt_ray.placement.rates import ENGINE_FORMAT, Rates
-from kt_ray.placement.types import Hardware, ModelDims
 
 NOTES = "KTransformers' developer technical notes, speed tests"
 UNEXPLAINED = "overhead, not explained"

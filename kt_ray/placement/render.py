@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from kt_ray.placement.hosts import socket_name
+from kt_ray.hardware.hosts import socket_name
 from kt_ray.placement.memory import GIB, ITEMS, home_node
+from kt_ray.placement.plan_types import ExpertActorPlan, HoldsExperts, Plan, WorkerPlan
 from kt_ray.placement.traffic import traffic_dict
-from kt_ray.placement.types import ExpertActorPlan, HoldsExperts, Plan, WorkerPlan
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from kt_ray.config.schema import RuleConfig
+from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
-from kt_ray.placement.types import ModelDims
 
 Named = str | tuple[str, ...] | None  # a stage's device as rule.layers has it: one, one per replica, or none
 

@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 
 from kt_ray.config.schema import Config
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.layer_cost import LayerSizes, Ranges, cheapest_split, layer_costs
 from kt_ray.placement.memory import GPU_RUNTIME, Load, load_of, lora_params, worker_items
-from kt_ray.placement.types import Hardware, ModelDims, WorkerPlan
+from kt_ray.placement.plan_types import WorkerPlan
 from kt_ray.placement.wave import choose_groups, micro_batches
 
 _PEAKS = ("workspace",)  # items of which the largest layer counts; the others add up

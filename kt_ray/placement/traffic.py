@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kt_ray.placement.types import Plan
+from kt_ray.placement.plan_types import Plan
 
 _FLOAT = 4  # y, dy, dx, d(router weights) and router weights travel in float32
 _ID = 4  # expert ids travel as int32

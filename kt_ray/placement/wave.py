@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kt_ray.config.schema import Config
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.placement.plan_types import Budget
 from kt_ray.placement.render import gib
-from kt_ray.placement.types import Budget, ModelDims
 
 ROOM = 0.9  # of a socket's memory that a plan may fill by choice: the system and the page cache need some
 # Rows per expert and call below which reading (or decoding) its weights takes longer than multiplying

@@ -12,8 +12,8 @@ import yaml
 
 from kt_ray.config.files import conf_dir
 from kt_ray.errors import UserError
+from kt_ray.recipe.field_table import KT_FIELDS
 from kt_ray.recipe.reading import Reading
-from kt_ray.recipe.table import KT_FIELDS
 
 BACKENDS = {
     "auto": "auto",

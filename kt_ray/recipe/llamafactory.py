@@ -14,9 +14,9 @@ from typing import Any
 from kt_ray.config.fields import closest
 from kt_ray.errors import UserError
 from kt_ray.recipe.datasets import map_data
+from kt_ray.recipe.field_table import FIELDS
 from kt_ray.recipe.ktransformers import map_kt, merge_kt_config
 from kt_ray.recipe.reading import Reading
-from kt_ray.recipe.table import FIELDS
 from kt_ray.recipe.templates import map_template
 
 # Hub names whose dimensions conf/model has: enough to plan.

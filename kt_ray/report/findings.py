@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Literal
 
-from kt_ray.report.rundata import LAST, RunData, mean
+from kt_ray.runs.rundata import LAST, RunData, mean
 
 # Each with its reason in docs/metrics.md, "Healthy ranges".
 OVERFIT = 1.02  # last held-out loss over the best one

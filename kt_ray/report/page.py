@@ -15,7 +15,7 @@ from kt_ray.evaluate.table import Sample, pick_samples
 from kt_ray.report.charts import Line, heat_map, heat_scale, line_chart
 from kt_ray.report.findings import findings
 from kt_ray.report.html import card, page, section, table, tile, value_text
-from kt_ray.report.rundata import RunData
+from kt_ray.runs.rundata import RunData
 from kt_ray.tracking.plot import smooth
 from kt_ray.tracking.progress import duration, size
 

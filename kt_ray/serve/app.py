@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response
 
 from kt_ray.errors import UserError
 from kt_ray.serve.access import Gate
-from kt_ray.serve.engine import Engine, Job
-from kt_ray.serve.faults import ApiError, of_user_error, of_validation
+from kt_ray.serve.api_errors import ApiError, of_user_error, of_validation
+from kt_ray.serve.completions import Engine, Job
 from kt_ray.serve.replies import ChatReplies, Choice, CompletionReplies
 from kt_ray.serve.schemas import ChatRequest, CompletionRequest
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kt_ray.generate.generator import Piece
 from kt_ray.generate.requests import Token
-from kt_ray.serve.engine import now
+from kt_ray.serve.completions import now
 
 _UNFINISHED = "�"
 _LEAST = -9999.0  # what an impossible token's log-probability is called: JSON has no infinity

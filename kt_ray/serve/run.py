@@ -15,7 +15,7 @@ from kt_ray.data.template import ChatEncoder, load_tokenizer
 from kt_ray.errors import UserError
 from kt_ray.serve.access import bare
 from kt_ray.serve.app import make_app
-from kt_ray.serve.engine import FAREWELL, Engine, Served, Submits
+from kt_ray.serve.completions import FAREWELL, Engine, Served, Submits
 
 _LOOK = 0.5  # seconds between looks at the engine
 

@@ -24,15 +24,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kt_ray.checkpoint.encode import Encoding, Entry
+from kt_ray.adapter.peft_config import converts_keys
+from kt_ray.checkpoint.encode_weights import Encoding, Entry
+from kt_ray.checkpoint.expert_reader import ExpertGroup, expert_groups, join_rows, split_rows
 from kt_ray.checkpoint.index import CheckpointIndex
-from kt_ray.checkpoint.peft_config import converts_keys
+from kt_ray.checkpoint.names import FUSED, PROJECTIONS, TRANSPOSED, family, is_linear, part_of
 from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Notes, Piece, Unit, copied, finish, write_shards
 from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.checkpoint.training import write_text
 from kt_ray.errors import UserError
-from kt_ray.tools.experts import ExpertGroup, expert_groups, join_rows, split_rows
-from kt_ray.tools.names import FUSED, PROJECTIONS, TRANSPOSED, family, is_linear, part_of
 from kt_ray.tools.quantization import quantization_config
 from kt_ray.tools.units import (
     add_error,

@@ -19,14 +19,14 @@ from kt_ray.config.compose import compose
 from kt_ray.config.files import conf_dir, hardware_file, option_names
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
+from kt_ray.hardware.describe import hardware_for
+from kt_ray.hardware.rate_files import rates_for
 from kt_ray.modes.plan import model_dims
-from kt_ray.placement.hardware import hardware_for
-from kt_ray.placement.lane_rates import lane_rates
 from kt_ray.placement.plan import make_plan
-from kt_ray.placement.predict import Prediction, predict
-from kt_ray.placement.rate_files import rates_for
+from kt_ray.placement.plan_types import Budget, Plan
 from kt_ray.placement.render import gib
-from kt_ray.placement.types import Budget, Plan
+from kt_ray.timing.lane_rates import lane_rates
+from kt_ray.timing.prediction import Prediction, predict
 
 # Not of the released families: built here, or whatever is given.
 _OTHERS = ("custom", "demo", "demo_random", "mini")

@@ -24,18 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kt_ray.checkpoint.adapter import CONFIG, PREFIX, WEIGHTS
-from kt_ray.checkpoint.adapter_fused import fuse_down, fuse_gate_up
-from kt_ray.checkpoint.encode import Entry
+from kt_ray.adapter.adapter_dir import CONFIG, PREFIX, WEIGHTS
+from kt_ray.adapter.adapter_file import Lora, Pair
+from kt_ray.adapter.fused import fuse_down, fuse_gate_up
+from kt_ray.adapter.peft_config import AdapterInfo, adapter_config
+from kt_ray.adapter.split_fused import FusedLayer
+from kt_ray.checkpoint.encode_weights import Entry
+from kt_ray.checkpoint.expert_reader import layer_count
 from kt_ray.checkpoint.index import CheckpointIndex, some
-from kt_ray.checkpoint.peft_config import AdapterInfo, adapter_config
+from kt_ray.checkpoint.names import INTERLEAVED, LEAVES, PROJECTIONS, expert_name, family, is_mtp, layer_of
 from kt_ray.checkpoint.safetensors_file import NAMES, build_header, tensor_bytes
 from kt_ray.checkpoint.training import write_text
 from kt_ray.errors import UserError
-from kt_ray.tools.experts import layer_count
-from kt_ray.tools.lora import Lora, Pair
-from kt_ray.tools.names import INTERLEAVED, LEAVES, PROJECTIONS, expert_name, family, is_mtp, layer_of
-from kt_ray.tools.split import FusedLayer
 
 FORMS = ("peft-fused", "peft-per-expert", "sglang-kt")
 _Factors = tuple[Tensor, Tensor]

@@ -14,16 +14,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kt_ray.checkpoint.adapter import CONFIG, WEIGHTS
-from kt_ray.checkpoint.experts import ExpertLayout
+from kt_ray.adapter.adapter_dir import CONFIG, WEIGHTS
+from kt_ray.adapter.adapter_file import Lora, Pair
+from kt_ray.adapter.peft_config import converts_keys
+from kt_ray.checkpoint.expert_layout import ExpertLayout
+from kt_ray.checkpoint.expert_reader import ExpertGroup, expert_groups, layer_count
 from kt_ray.checkpoint.index import CheckpointIndex
-from kt_ray.checkpoint.peft_config import converts_keys
+from kt_ray.checkpoint.names import expert_name, family, part_of
 from kt_ray.checkpoint.safetensors_file import read_json, read_tensor
 from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.errors import UserError
-from kt_ray.tools.experts import ExpertGroup, expert_groups, layer_count
-from kt_ray.tools.lora import Lora, Pair
-from kt_ray.tools.names import expert_name, family, part_of
 
 _UNTESTED = "by its documented key names (untested)"
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kt_ray.checkpoint.adapter import CONFIG, WEIGHTS
+from kt_ray.adapter.adapter_dir import CONFIG, WEIGHTS
+from kt_ray.adapter.adapter_file import Lora, Pair
+from kt_ray.adapter.modules import module_names
+from kt_ray.checkpoint.expert_reader import ExpertGroup, expert_groups, split_rows
 from kt_ray.checkpoint.index import CheckpointIndex, some
+from kt_ray.checkpoint.names import TRANSPOSED, expert_name, family, layer_of
 from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Notes, Unit, copied, finish, write_shards
 from kt_ray.errors import UserError
-from kt_ray.tools.experts import ExpertGroup, expert_groups, split_rows
-from kt_ray.tools.lora import Lora, Pair
-from kt_ray.tools.modules import module_names
-from kt_ray.tools.names import TRANSPOSED, expert_name, family, layer_of
 from kt_ray.tools.units import (
     Change,
     add_error,

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kt_ray.checkpoint.encode import Encoding, Entry
+from kt_ray.checkpoint.encode_weights import Encoding, Entry
+from kt_ray.checkpoint.expert_reader import matrix_of, one_of, slice_of
 from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.safetensors_file import NAMES, TORCH_DTYPES, TensorInfo, read_tensor
 from kt_ray.checkpoint.shard_writer import Notes, Piece, Unit, copied
 from kt_ray.errors import UserError
-from kt_ray.tools.experts import matrix_of, one_of, slice_of
 
 _CHUNK = 16 << 20  # values computed at once
 # (values [out, in], expert of a stack or first row of a plain matrix) -> new values.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kt_ray.config.schema import Config
-from kt_ray.rundir import RunDir
-from kt_ray.tracking.base import MultiTracker, Tracker
+from kt_ray.runs.rundir import RunDir
 from kt_ray.tracking.jsonl import JsonlTracker, read_jsonl
 from kt_ray.tracking.metrics import METRICS, StepMetrics
+from kt_ray.tracking.tracker import MultiTracker, Tracker
 from kt_ray.tracking.wandb_tracker import WandbTracker
 
 __all__ = [

@@ -117,7 +117,7 @@ def write_timeline(
     directory: Path, step: int, activities: Sequence[Activity], about: dict[str, Any] | None = None
 ) -> Path:
     """`step_000010.json` under `directory`, which is made. `step` counts from 1. Returns the file."""
-    from kt_ray.rundir import write_atomic
+    from kt_ray.runs.rundir import write_atomic
 
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"step_{step:06d}.json"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from kt_ray.rundir import write_atomic
+from kt_ray.runs.rundir import write_atomic
 from kt_ray.tracking.metrics import Value
 
 FILE = "metrics.jsonl"

@@ -1,7 +1,7 @@
 """What is measured per step, how it is computed, and what the figures are called outside.
 
 `StepMetrics` is one line of `metrics.jsonl`. `METRICS` is the one table of exported metrics: the
-Ray exporter (`kt_ray.actors.ray_metrics`), the Grafana dashboard and `docs/metrics.md` all follow
+Ray exporter (`kt_ray.actors.ray.ray_metrics`), the Grafana dashboard and `docs/metrics.md` all follow
 it. The rest are pure functions, with the formulas beside them. Standard library only.
 
 Legend: T tokens, k experts per token, H hidden size, I expert intermediate size, r LoRA rank,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kt_ray.config.schema import TrackingConfig
-from kt_ray.rundir import RunDir
+from kt_ray.runs.rundir import RunDir
 from kt_ray.tracking.metrics import Value
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kt_ray.config.schema import Config
 from kt_ray.placement.balance import mean_imbalance
-from kt_ray.placement.types import Plan
+from kt_ray.placement.plan_types import Plan
 from kt_ray.tracking.metrics import (
     StepMetrics,
     expert_flops,

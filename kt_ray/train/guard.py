@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kt_ray.batch import MicroBatch
 from kt_ray.errors import BadStep
-from kt_ray.train.cluster import Cluster
+from kt_ray.train.cluster_protocol import Cluster
 from kt_ray.train.reports import PassReport
 
 WINDOW = 16  # steps whose median is the measure

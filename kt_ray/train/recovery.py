@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kt_ray.errors import UserError
-from kt_ray.train.cluster import ActorLost, Cluster
+from kt_ray.train.cluster_protocol import ActorLost, Cluster
 
 logger = logging.getLogger(__name__)
 

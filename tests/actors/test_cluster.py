@@ -10,15 +10,15 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from kt_ray.actors import ray_cluster
 from kt_ray.actors.cluster import ActorCluster, Handle
-from kt_ray.actors.mailbox import Address
-from kt_ray.actors.ray_actor import RayHandle
-from kt_ray.actors.ray_cluster import RayCluster
+from kt_ray.actors.ray import ray_cluster
+from kt_ray.actors.ray.ray_actor import RayHandle
+from kt_ray.actors.ray.ray_cluster import RayCluster
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import ClusterConfig, RayRule
-from kt_ray.placement.types import Plan
-from kt_ray.train.cluster import ActorLost
+from kt_ray.placement.plan_types import Plan
+from kt_ray.train.cluster_protocol import ActorLost
+from kt_ray.transport.mailbox import Address
 
 
 class Loading(Handle):

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import ray
 
-from kt_ray.actors.gpu import VARIABLE, own_lane, show_own_gpu
-from kt_ray.actors.ray_cluster import RayCluster
+from kt_ray.actors.ray.ray_cluster import RayCluster
 from kt_ray.actors.specs import actor_specs
+from kt_ray.actors.visible_gpu import VARIABLE, own_lane, show_own_gpu
 from kt_ray.config.schema import LoraConfig, OptimConfig
 from kt_ray.experts import ExpertHostSpec
-from kt_ray.placement.types import LanePlan
+from kt_ray.placement.plan_types import LanePlan
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.ray_place import Place, ray_place
 from tests.helpers.runs import config_for, local_cluster, plan_for, steps

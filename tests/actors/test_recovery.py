@@ -15,13 +15,13 @@ import pytest
 import ray
 import torch
 
-from kt_ray.actors.ray_actor import RayHandle
-from kt_ray.actors.ray_cluster import RayCluster
+from kt_ray.actors.ray.ray_actor import RayHandle
+from kt_ray.actors.ray.ray_cluster import RayCluster
 from kt_ray.actors.specs import actor_specs
 from kt_ray.checkpoint.training import Manifest, begin_checkpoint, commit_checkpoint, step_name
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
-from kt_ray.train.loop import Events, Schedule, Summary, Trainer
+from kt_ray.train.trainer import Events, Schedule, Summary, Trainer
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.ray_place import Place, head_node, ray_place, second_node, until
 from tests.helpers.runs import config_for, local_cluster, plan_for, steps, waves_of

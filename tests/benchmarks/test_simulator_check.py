@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from kt_ray.config.compose import compose
-from kt_ray.modes.prepare import prepare
 from kt_ray.modes.train import run
 from kt_ray.placement.order import expert_order, worker_program
-from kt_ray.placement.simulate import simulate
-from kt_ray.placement.simulate_types import Carriage, ExpertClass, Group, Phase, Simulated
-from kt_ray.placement.types import Plan
+from kt_ray.placement.plan_types import Plan
+from kt_ray.runs.prepare import prepare
 from kt_ray.timeline import Activity, Event
+from kt_ray.timing.simulate import simulate
+from kt_ray.timing.simulate_types import Carriage, ExpertClass, Group, Phase, Simulated
 from kt_ray.tracking.chrome_trace import chrome_trace
-from tests.placement.test_simulate import RULES, apart, plan_of, small, wave_of
+from tests.timing.test_simulate import RULES, apart, plan_of, small, wave_of
 
 REPO = Path(__file__).resolve().parents[2]
 REQUEST, REPLY, STAGE = 0.3, 0.2, 0.15

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kt_ray.demo import ensure_demo_model
-from kt_ray.placement.dims import dims_from_dir
+from kt_ray.dims.config_json import dims_from_dir
 
 REPO = Path(__file__).resolve().parents[2]
 

@@ -16,7 +16,7 @@ from kt_ray.checkpoint import CheckpointIndex
 from tests.helpers.corrupt import CASES, Case, Folder, make_bases
 
 ROOT = Path(__file__).parents[2]
-RAY = ("ray", "kt_ray.actors.ray_cluster", "kt_ray.actors.ray_metrics")
+RAY = ("ray", "kt_ray.actors.ray.ray_cluster", "kt_ray.actors.ray.ray_metrics")
 SECONDS = 10  # what the user waits at most; a case takes well under one
 ROWS = [{"instruction": f"What is {i}?", "output": f"A number: {i}."} for i in range(12)]
 

@@ -14,7 +14,7 @@ from kt_ray.checkpoint.non_experts import LoadReport
 from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.model.build import build_on_meta
-from kt_ray.model.spec import StageSpec
+from kt_ray.model.stage_spec import StageSpec
 from tests.helpers.sparse import write_sparse
 
 # DeepSeek-V3 as released, and the changes that make it small.

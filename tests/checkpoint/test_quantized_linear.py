@@ -14,8 +14,8 @@ from kt_ray.checkpoint.quantized_linear import QuantizedLinear, dequantized
 from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.model.build import build_on_meta
-from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
+from kt_ray.model.stage_spec import StageSpec
 from tests.helpers.eager_experts import Eager, EagerExchange
 from tests.helpers.families import LAYERS, randomise, write_config
 from tests.helpers.hf_reference import random_rows

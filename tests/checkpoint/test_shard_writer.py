@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from kt_ray.checkpoint import CheckpointIndex
 from kt_ray.checkpoint import shard_writer as sw
-from kt_ray.checkpoint.encode import Entry
+from kt_ray.checkpoint.encode_weights import Entry
 from kt_ray.checkpoint.shard_writer import Notes, Piece, Unit, copied, finish, write_shards
 from kt_ray.errors import UserError
 from tests.helpers.tiny_moe import CONFIG, per_expert, save

@@ -10,8 +10,8 @@ import yaml
 from kt_ray.config.compose import compose, expand
 from kt_ray.config.fields import fields, groups
 from kt_ray.config.files import conf_dir, hardware_file, option_groups, option_names
-from kt_ray.config.load import from_dict, to_dict, to_yaml
-from kt_ray.config.reference import option_list, render
+from kt_ray.config.mapping import from_dict, to_dict, to_yaml
+from kt_ray.config.options_page import option_list, render
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 
@@ -137,13 +137,14 @@ def test_options_of_a_users_own_directory(tmp_path: Path) -> None:
 def test_option_list_is_frozen() -> None:
     frozen = Path(__file__).with_name("options.txt").read_text().splitlines()
     assert option_list() == frozen, (
-        "if the new options are meant: python -m kt_ray.config.reference --options > tests/config/options.txt"
+        "if the new options are meant: "
+        "python -m kt_ray.config.options_page --options > tests/config/options.txt"
     )
 
 
 def test_committed_reference_is_current() -> None:
     committed = (REPO / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert committed == render(), "run python -m kt_ray.config.reference > docs/configuration.md"
+    assert committed == render(), "run python -m kt_ray.config.options_page > docs/configuration.md"
 
 
 def test_every_key_and_group_is_documented() -> None:

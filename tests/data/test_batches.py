@@ -18,7 +18,7 @@ from kt_ray.data.batches import (
     step_waves,
     wave,
 )
-from kt_ray.data.types import Row
+from kt_ray.data.row_types import Row
 
 
 def make_rows(n: int) -> list[Row]:

@@ -16,10 +16,10 @@ import pytest
 from kt_ray.batch import IGNORE
 from kt_ray.config.schema import Config
 from kt_ray.data.cache import TokenCache, encoder_key, rows_key
-from kt_ray.data.encode import Encoded
+from kt_ray.data.encode_rows import Encoded
 from kt_ray.data.load import load_data
+from kt_ray.data.row_types import Conversation, Message
 from kt_ray.data.template import ChatEncoder
-from kt_ray.data.types import Conversation, Message
 from tests.data.conftest import MARKED, make_tokenizer
 
 Build = Callable[..., Config]

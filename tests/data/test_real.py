@@ -11,8 +11,8 @@ import pytest
 
 from kt_ray.config.schema import Config
 from kt_ray.data import load_data
+from kt_ray.data.row_types import Conversation, Message
 from kt_ray.data.template import ChatEncoder, load_tokenizer
-from kt_ray.data.types import Conversation, Message
 
 from .conftest import trained_texts
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kt_ray.batch import IGNORE
+from kt_ray.data.row_types import Conversation, Message
 from kt_ray.data.template import ChatEncoder, load_tokenizer
-from kt_ray.data.types import Conversation, Message
 from kt_ray.errors import UserError
 
 Piece = tuple[str, bool]  # text, is it trained

@@ -11,8 +11,8 @@ import pytest
 
 from kt_ray.config.schema import Config, DataConfig
 from kt_ray.data.count import count_rows
+from kt_ray.data.row_types import Conversation, Message
 from kt_ray.data.sources import read_sources, sources_of, weighted
-from kt_ray.data.types import Conversation, Message
 from kt_ray.errors import UserError
 
 Build = Callable[..., Config]

@@ -10,8 +10,8 @@ import pytest
 
 from kt_ray.batch import IGNORE
 from kt_ray.data.cache import encoder_key
+from kt_ray.data.row_types import Conversation, Message
 from kt_ray.data.template import ChatEncoder, check_vocabulary, load_tokenizer
-from kt_ray.data.types import Conversation, Message
 from kt_ray.errors import UserError
 
 from .conftest import PLAIN, TEMPLATES, THINKING, make_tokenizer, trained_texts

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from kt_ray.demo import builder
+from kt_ray.demo.documents import PackedText, encode, read_documents
 from kt_ray.demo.pretrain import Course, _balance, _count_loads, _loss, main, pretrain
 from kt_ray.demo.recipes import PRETRAINED, Recipe, persona_path
-from kt_ray.demo.text import PackedText, encode, read_documents
 from kt_ray.demo.tokenizer import train_tokenizer
 
 SMALL = Recipe(

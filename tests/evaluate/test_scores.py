@@ -8,7 +8,7 @@ import math
 import pytest
 
 from kt_ray.errors import UserError
-from kt_ray.evaluate.loss import LossSum, perplexity, read_losses
+from kt_ray.evaluate.loss_sums import LossSum, perplexity, read_losses
 from kt_ray.evaluate.predictions import (
     Prediction,
     Predictions,
@@ -20,7 +20,7 @@ from kt_ray.evaluate.predictions import (
 )
 from kt_ray.evaluate.scores import score
 from kt_ray.evaluate.table import compare, spread
-from kt_ray.evaluate.text import text_scores
+from kt_ray.evaluate.text_metrics import text_scores
 
 
 def answers(*pairs: tuple[str, str], **more) -> Predictions:

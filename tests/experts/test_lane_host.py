@@ -13,7 +13,7 @@ from torch import Tensor
 from kt_ray.config.schema import LoraConfig, OptimConfig
 from kt_ray.experts import ExpertHost, ExpertHostSpec, HostCounters
 from kt_ray.native import ExpertFormula
-from kt_ray.placement.types import LanePlan
+from kt_ray.placement.plan_types import LanePlan
 from tests.helpers.hf_reference import build_checkpoint
 from tests.helpers.native import tolerance
 

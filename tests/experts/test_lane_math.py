@@ -15,7 +15,7 @@ from kt_ray.experts.lane_routing import add_rows, route
 from kt_ray.experts.lane_weights import expert_tensors, pack
 from kt_ray.native import Engine, ExpertFormula
 from kt_ray.native.reference import activate
-from kt_ray.placement.types import LanePlan
+from kt_ray.placement.plan_types import LanePlan
 from tests.helpers.matrices import VARIANTS, quantised_case, random_matrix
 from tests.helpers.native import ACTIVATIONS, ISAS, LAYOUTS, Case, Shape, lay_out, make_case
 from tests.helpers.roundings import with_roundings

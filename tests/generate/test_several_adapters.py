@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kt_ray.adapter.from_peft import AdapterReader, settings_of
 from kt_ray.errors import UserError
-from kt_ray.generate.adapter import AdapterReader, settings_of
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request, Sampling
 from tests.helpers.generation import answers, random_prompts

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from kt_ray.checkpoint.peft_config import module_of
+from kt_ray.adapter.peft_config import module_of
 from tests.helpers.runs import config_for, local_cluster
 
 

@@ -18,12 +18,12 @@ from kt_ray.batch import MicroBatch, PassSpec
 from kt_ray.config.compose import compose
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import Wave, step_waves, wave
-from kt_ray.data.types import Row as DataRow
-from kt_ray.placement.dims import dims_from_dir
-from kt_ray.placement.hardware import this_host
+from kt_ray.data.row_types import Row as DataRow
+from kt_ray.dims.config_json import dims_from_dir
+from kt_ray.hardware.describe import this_host
 from kt_ray.placement.plan import make_plan
-from kt_ray.placement.types import Plan
-from kt_ray.train.loop import Schedule, Trainer
+from kt_ray.placement.plan_types import Plan
+from kt_ray.train.trainer import Schedule, Trainer
 from tests.helpers.hf_reference import ExpertIds, Row, find_router, forced_routing
 
 COMMON = (

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kt_ray.checkpoint.encode import Encoding
+from kt_ray.checkpoint.encode_weights import Encoding
 from kt_ray.checkpoint.safetensors_file import build_header, tensor_bytes
 
 E, H, I, LAYERS = 3, 64, 96, 2

@@ -12,15 +12,15 @@ from kt_ray.actors.specs import stage_specs
 from kt_ray.config.compose import compose
 from kt_ray.config.schema import Config
 from kt_ray.demo import resolve_model_dir
+from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.errors import UserError
+from kt_ray.hardware.describe import this_host
 from kt_ray.measure import measure_layers
 from kt_ray.measure.layers import Zeros
-from kt_ray.model.spec import StageSpec
-from kt_ray.placement.dims import dims_from_dir
-from kt_ray.placement.hardware import this_host
-from kt_ray.placement.layer_rates import ends_signature, layer_signature
-from kt_ray.placement.layer_work import LayerWork, layer_works
+from kt_ray.model.stage_spec import StageSpec
 from kt_ray.placement.plan import make_plan
+from kt_ray.timing.layer_rates import ends_signature, layer_signature
+from kt_ray.timing.layer_work import LayerWork, layer_works
 
 
 def demo() -> tuple[Config, StageSpec, tuple[LayerWork, ...]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kt_ray.hardware.rates import DeviceRate
 from kt_ray.measure import (
     ExpertShape,
     measure_arena,
@@ -19,10 +20,9 @@ from kt_ray.measure import (
     measure_memory,
     measure_optimizer,
 )
-from kt_ray.measure.experts import SLOTS, random_weights
+from kt_ray.measure.expert_rates import SLOTS, random_weights
 from kt_ray.measure.timing import median_seconds, torch_threads
 from kt_ray.native import FORMATS, Engine, available_isas
-from kt_ray.placement.rates import DeviceRate
 
 TINY = ExpertShape(256, 256, weight_bytes=4 << 20)
 SHORT = 0.001

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
+from kt_ray.dims.layer_params import WITHOUT_SDPA
 from kt_ray.model.family import build_causal, read_family
-from kt_ray.placement.families import WITHOUT_SDPA
 from tests.helpers.families import dispatched
 from tests.helpers.hf_reference import SMALL
 

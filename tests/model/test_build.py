@@ -18,8 +18,8 @@ from kt_ray.model.formula import check_trainable
 from kt_ray.model.hook import LayerContext
 from kt_ray.model.probe import probe_layer
 from kt_ray.model.recording import LayerStub, Passthrough, RecordedCall
-from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
+from kt_ray.model.stage_spec import StageSpec
 from tests.helpers.hf_reference import FAMILIES, SMALL
 
 Checkpoint = Callable[..., Path]

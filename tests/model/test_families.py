@@ -17,12 +17,12 @@ import transformers
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
 from kt_ray.config.schema import LoraConfig
+from kt_ray.dims.packable import packing_obstacle
 from kt_ray.errors import UserError
 from kt_ray.model.autograd import expert_weights
 from kt_ray.model.family import build_causal, read_family
-from kt_ray.model.spec import StageSpec
 from kt_ray.model.stage import Stage
-from kt_ray.placement.packing import packing_obstacle
+from kt_ray.model.stage_spec import StageSpec
 from tests.helpers.eager_experts import Eager, EagerExchange
 from tests.helpers.families import LAYERS, dispatched, randomise, write_config
 from tests.helpers.hf_reference import random_rows
@@ -117,7 +117,7 @@ def check_packing_is_known(path: Path, stage: Stage) -> None:
     if packing_obstacle(config) is not None:
         return
     if "index_topk" in config.get("text_config", config):
-        return  # two index heads give equal scores: see tests/model/test_packing.py
+        return  # two index heads give equal scores: see tests/model/test_packing_probe.py
     stage._check_packing()
 
 

@@ -143,7 +143,7 @@ def test_nothing_to_inject() -> None:
 
 def test_importable_without_transformers() -> None:
     code = (
-        "import sys; import kt_ray.model.lora, kt_ray.model.spec; "
+        "import sys; import kt_ray.model.lora, kt_ray.model.stage_spec; "
         "bad = {'transformers', 'peft', 'ray'} & set(sys.modules); assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -14,8 +14,8 @@ from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.model.build import build_on_meta
 from kt_ray.model.routing import balance, router_recorder
-from kt_ray.model.spec import StageSpec
-from kt_ray.train.loop import Schedule, Trainer
+from kt_ray.model.stage_spec import StageSpec
+from kt_ray.train.trainer import Schedule, Trainer
 from tests.helpers.hf_reference import Reference, build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, relative, waves_of
 

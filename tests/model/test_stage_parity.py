@@ -185,7 +185,7 @@ def test_bf16_stage(checkpoint: Checkpoint) -> None:
 
 
 def _spec(path: Path, lora: LoraConfig, **extra: Any) -> Any:
-    from kt_ray.model.spec import StageSpec
+    from kt_ray.model.stage_spec import StageSpec
 
     return StageSpec(str(path), (0, 3), 3, lora=lora, **extra)
 

@@ -13,10 +13,10 @@ import pytest
 
 from kt_ray.config.compose import compose
 from kt_ray.config.schema import ClusterConfig, ExpertsRule, RuleConfig
+from kt_ray.doctor import machine_checks as machine
+from kt_ray.doctor import software_checks as software
+from kt_ray.doctor.check import FAIL, PASS, WARN, Check
 from kt_ray.modes import doctor
-from kt_ray.modes import doctor_machine as machine
-from kt_ray.modes import doctor_software as software
-from kt_ray.modes.doctor_check import FAIL, PASS, WARN, Check
 from kt_ray.placement.memory import GIB
 from kt_ray.placement.plan import make_plan
 from tests.placement.configs import SMALL, make_config, make_hardware, small_dims

@@ -14,19 +14,19 @@ import pytest
 from kt_ray.config.compose import compose
 from kt_ray.config.files import option_names
 from kt_ray.errors import UserError
+from kt_ray.hardware.describe import hardware_for
+from kt_ray.hardware.rate_files import rates_for
+from kt_ray.hardware.rates import Figure
 from kt_ray.modes.plan import model_dims, other_rules, run
-from kt_ray.placement.hardware import hardware_for
 from kt_ray.placement.plan import make_plan
-from kt_ray.placement.predict import predict
-from kt_ray.placement.rate_files import rates_for
-from kt_ray.placement.rates import Figure
+from kt_ray.timing.prediction import predict
 from tests.placement.configs import SMALL, make_config
 
 
 @pytest.fixture(autouse=True)
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same output on machines with GPUs and without."""
-    monkeypatch.setattr("kt_ray.placement.hardware._gpus", lambda: ())
+    monkeypatch.setattr("kt_ray.hardware.describe._gpus", lambda: ())
 
 
 def output(capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, str]:

@@ -21,11 +21,11 @@ from kt_ray.errors import UserError
 from kt_ray.generate.generator import Answer, Generator
 from kt_ray.generate.requests import Request, Token
 from kt_ray.generate.sampling import RowSampler
+from kt_ray.hardware.describe import this_host
 from kt_ray.modes import predict
 from kt_ray.modes.chat import Chat
-from kt_ray.modes.generation import generating, setup
-from kt_ray.modes.options import Options
-from kt_ray.placement.hardware import this_host
+from kt_ray.runs.choice_options import Options
+from kt_ray.runs.generation import generating, setup
 from tests.helpers.hf_reference import build_chat_checkpoint
 
 SMALL = ["cluster=local", "model.dtype=float32", "rule.worker_threads=1", "tracking.progress=false"]
@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(
     memory = budget.total - caches + caches // 3 if room else budget.total // 1000
     sockets = tuple(dataclasses.replace(socket, memory_bytes=memory) for socket in host.sockets[:1])
     monkeypatch.setattr(
-        "kt_ray.modes.generation.this_host", lambda: dataclasses.replace(host, sockets=sockets)
+        "kt_ray.runs.generation.this_host", lambda: dataclasses.replace(host, sockets=sockets)
     )
     monkeypatch.setattr("kt_ray.actors.local_cluster.LocalCluster.start", lambda _: pytest.fail("started"))
     assert run(model, *wide) == 2

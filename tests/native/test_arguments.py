@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights
-from kt_ray.native.types import plain_arg
+from kt_ray.native.tensors import plain_arg
 from tests.helpers.matrices import quantised_case
 from tests.helpers.native import ISAS, LAYOUTS, Case, Shape, lay_out, make_case
 

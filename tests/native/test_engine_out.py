@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kt_ray.measure.experts import ExpertShape, random_lora, random_weights
+from kt_ray.measure.expert_rates import ExpertShape, random_lora, random_weights
 from kt_ray.native import Engine, available_isas
 
 T, E, K = 5, 4, 2

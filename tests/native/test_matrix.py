@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kt_ray.native.matrix import FORMATS, GGUF_BLOCKS, ExpertMatrix, gguf_quants, scales_to_float
 from kt_ray.native.quantize import quantize
-from kt_ray.native.types import projection_arg
+from kt_ray.native.tensors import projection_arg
 from tests.helpers.cpp import compile_program
 from tests.helpers.formats import random_matrix
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from kt_ray.config.load import from_dict
+from kt_ray.config.mapping import from_dict
 from kt_ray.config.schema import Config
-from kt_ray.placement.dims import dims_from_config
-from kt_ray.placement.hardware import ISAS
+from kt_ray.dims.config_json import dims_from_config
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.hardware.describe import ISAS
+from kt_ray.hardware.machine import Gpu, Hardware, Socket
 from kt_ray.placement.memory import GIB
-from kt_ray.placement.types import Gpu, Hardware, ModelDims, Socket
 
 _BASE: dict[str, Any] = {
     "hidden_size": 64,

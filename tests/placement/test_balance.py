@@ -13,8 +13,8 @@ from kt_ray.errors import UserError
 from kt_ray.placement.balance import LEAST_SLOTS, Shares, balance, imbalance, mean_imbalance, owners_of
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.plan import make_plan
+from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.split import split_experts
-from kt_ray.placement.types import Plan
 from tests.placement.configs import make_config, make_hardware, small_dims
 
 DIMS = small_dims()

@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 
 from kt_ray.config.schema import Config
-from kt_ray.placement.cost import PlanDurations
-from kt_ray.placement.hosts import with_hosts
-from kt_ray.placement.lane_rates import from_rates
+from kt_ray.hardware.hosts import with_hosts
+from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.placement.memory import held_format
-from kt_ray.placement.nominal import nominal_rates
 from kt_ray.placement.plan import make_plan
-from kt_ray.placement.seats import machine_of
-from kt_ray.placement.simulate_types import Carriage
-from kt_ray.placement.types import Hardware, Plan
+from kt_ray.placement.plan_types import Plan
+from kt_ray.timing.lane_rates import from_rates
+from kt_ray.timing.seats import machine_of
+from kt_ray.timing.simulate_types import Carriage
+from kt_ray.timing.step_costs import PlanDurations
 from tests.placement.configs import make_config, make_hardware, small_dims
 
 DIMS = small_dims()

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from kt_ray.config.schema import Config, EvalConfig, GenerateConfig
+from kt_ray.dims.kv_cache import CacheWidth
 from kt_ray.errors import UserError
-from kt_ray.placement.cache import CacheWidth
 from kt_ray.placement.generation_memory import cache_bytes, room, step_tokens
 from kt_ray.placement.plan import make_plan
-from kt_ray.placement.types import Plan
+from kt_ray.placement.plan_types import Plan
 from tests.placement.configs import SMALL, make_config, make_hardware, small_dims
 
 ROWS = 2

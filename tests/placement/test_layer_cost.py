@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kt_ray.placement.dims import dims_from_config
+from kt_ray.dims.config_json import dims_from_config
 from kt_ray.placement.layer_cost import LayerCosts, LayerSizes, Ranges, cheapest_split, layer_costs, mean_keys
 from kt_ray.placement.memory import lora_params
 from tests.placement.configs import DEEPSEEK_V3, SMALL, make_config, small_dims

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from kt_ray.config.checks import check
+from kt_ray.dims.config_json import dims_from_config
 from kt_ray.errors import UserError
-from kt_ray.placement.dims import dims_from_config
-from kt_ray.placement.hardware import gpus_wanted, nominal_hardware
+from kt_ray.hardware.describe import gpus_wanted, nominal_hardware
+from kt_ray.hardware.machine import Gpu, Hardware
 from kt_ray.placement.layout import layouts
 from kt_ray.placement.memory import GIB
 from kt_ray.placement.plan import make_plan
+from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import LAYOUT
-from kt_ray.placement.types import Gpu, Hardware, Plan
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
 
 V3 = dims_from_config(DEEPSEEK_V3)

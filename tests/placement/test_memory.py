@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from kt_ray.config.schema import LoraConfig, RuleConfig
-from kt_ray.placement.dims import dims_from_config
-from kt_ray.placement.hardware import nominal_hardware
+from kt_ray.dims.config_json import dims_from_config
+from kt_ray.hardware.describe import nominal_hardware
 from kt_ray.placement.memory import GIB, expert_lora_params, load_of, lora_params, mask_bytes
 from kt_ray.placement.plan import make_plan
+from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import remedies, shortage
 from kt_ray.placement.render import billions, cpu_ranges, gib, memory_table
-from kt_ray.placement.types import Plan
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
 
 V3 = dims_from_config(DEEPSEEK_V3, "DeepSeek-V3")

@@ -8,9 +8,10 @@ import random
 
 import pytest
 
+from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.order import Op, expert_order, worker_program
+from kt_ray.placement.plan_types import ExpertActorPlan, Plan, WorkerPlan
 from kt_ray.placement.split import split_experts
-from kt_ray.placement.types import ExpertActorPlan, Hardware, Plan, WorkerPlan
 from tests.placement.configs import small_dims
 
 LAYERS = 8

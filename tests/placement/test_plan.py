@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kt_ray.errors import UserError
+from kt_ray.hardware.machine import Socket
 from kt_ray.placement.plan import divide_cpus, make_plan, plan_to_dict, resolve_device
-from kt_ray.placement.types import Socket
 from tests.placement.configs import make_config, make_hardware, small_dims
 
 

@@ -9,10 +9,12 @@ import pytest
 from kt_ray.config.compose import compose
 from kt_ray.config.files import conf_dir
 from kt_ray.config.schema import Config
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.hardware.describe import hardware_from_file
+from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.nominal import nominal_rates
+from kt_ray.hardware.rates import Figure, Rates
 from kt_ray.modes.plan import model_dims
-from kt_ray.placement.hardware import hardware_from_file
-from kt_ray.placement.nominal import nominal_rates
-from kt_ray.placement.rates import Figure, Rates
 from kt_ray.placement.reference_schedule import (
     UNEXPLAINED,
     ReferenceTerm,
@@ -21,7 +23,6 @@ from kt_ray.placement.reference_schedule import (
     reference_table,
     reference_terms,
 )
-from kt_ray.placement.types import Hardware, ModelDims
 
 XEON, EPYC = "2x4090_2x8488c", "8x5090_2x9355"
 

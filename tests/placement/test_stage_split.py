@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from kt_ray.placement.dims import dims_from_config
+from kt_ray.dims.config_json import dims_from_config
+from kt_ray.hardware.machine import Gpu
 from kt_ray.placement.memory import GIB, load_of, worker_items
 from kt_ray.placement.plan import make_plan
+from kt_ray.placement.plan_types import WorkerPlan
 from kt_ray.placement.stage_split import balanced_stages, layer_sizes
-from kt_ray.placement.types import Gpu, WorkerPlan
 from tests.placement.configs import DEEPSEEK_V3, SMALL, make_config, make_hardware, small_dims
 
 V3 = dims_from_config(DEEPSEEK_V3)

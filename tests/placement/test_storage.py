@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kt_ray.placement.formats import BACKEND_STORAGE, Storage
-from kt_ray.placement.types import Quantised
+from kt_ray.dims.model_dims import Quantised
+from kt_ray.dims.weight_formats import BACKEND_STORAGE, Storage
 from tests.placement.configs import small_dims
 
 # small_dims(): experts of gate and up [40, 64], down [64, 40]; 3 MoE layers of 8 experts.

@@ -10,11 +10,11 @@ import pytest
 from kt_ray.actors.local_cluster import LocalHandle
 from kt_ray.errors import UserError
 from kt_ray.placement.traffic import Link, touched, traffic, traffic_notes
-from kt_ray.placement.transport import Transport
+from kt_ray.placement.transports import Transport
 from kt_ray.train.reports import PassReport
-from tests.actors.test_exchange import FarPort, far_cluster
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, one_pass, plan_for, waves_of
+from tests.transport.test_expert_link import FarPort, far_cluster
 
 
 @pytest.mark.parametrize("far", [(), (1,), (0, 1)])

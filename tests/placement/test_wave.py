@@ -8,7 +8,7 @@ import pytest
 
 from kt_ray.config.schema import Config
 from kt_ray.placement.plan import make_plan
-from kt_ray.placement.types import Budget, MemoryLine, Plan
+from kt_ray.placement.plan_types import Budget, MemoryLine, Plan
 from kt_ray.placement.wave import ENOUGH_ROWS, ROOM, BudgetOf, choose_groups, fit, rows_per_call
 from tests.placement.configs import make_config, make_hardware, small_dims
 

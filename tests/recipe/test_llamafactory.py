@@ -14,7 +14,7 @@ from kt_ray.config.compose import compose
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.recipe import with_recipe
-from kt_ray.recipe.table import FIELDS
+from kt_ray.recipe.field_table import FIELDS
 from tests.helpers.recipes import HERE, recipe, refused, values
 
 EXAMPLES = sorted(HERE.glob("*_lora_*.yaml"))

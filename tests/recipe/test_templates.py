@@ -7,8 +7,8 @@ from pathlib import Path
 import kt_ray.recipe
 from kt_ray.batch import IGNORE
 from kt_ray.config.limits import WORDS
+from kt_ray.data.row_types import Conversation, Message
 from kt_ray.data.template import ChatEncoder
-from kt_ray.data.types import Conversation, Message
 from kt_ray.demo.builder import ensure_demo_model
 from kt_ray.recipe.templates import TEMPLATES
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kt_ray.config.load import to_dict
+from kt_ray.config.mapping import to_dict
 from kt_ray.config.schema import Config, LoraConfig, ModelConfig, RunConfig
 from kt_ray.placement.expert_load import ExpertLoad
 

@@ -10,7 +10,7 @@ import pytest
 
 from kt_ray.errors import UserError
 from kt_ray.report.page import report_page
-from kt_ray.report.rundata import read_run
+from kt_ray.runs.rundata import read_run
 
 
 class Checked(HTMLParser):

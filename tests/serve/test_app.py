@@ -18,9 +18,9 @@ from kt_ray.errors import UserError
 from kt_ray.generate.generator import Answer
 from kt_ray.generate.requests import Request, Token
 from kt_ray.serve.access import bare, check_address, digest, is_loopback
+from kt_ray.serve.api_errors import ApiError
 from kt_ray.serve.app import make_app
-from kt_ray.serve.engine import Engine, Served
-from kt_ray.serve.faults import ApiError
+from kt_ray.serve.completions import Engine, Served
 from kt_ray.serve.replies import spell
 from kt_ray.serve.run import check_port
 from kt_ray.serve.schemas import CompletionRequest

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
+from kt_ray.checkpoint.expert_reader import expert_groups
 from kt_ray.errors import UserError
 from kt_ray.native import ExpertFormula, ExpertMatrix
 from kt_ray.tools.__main__ import main
 from kt_ray.tools.convert import Options, convert
-from kt_ray.tools.experts import expert_groups
 from tests.helpers.tiny_families import tiny_family
 from tests.helpers.tiny_moe import E, encoded, fused, per_expert, save
 

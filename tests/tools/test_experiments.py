@@ -8,8 +8,8 @@ import pytest
 
 from kt_ray.config.compose import compose
 from kt_ray.config.files import conf_dir, option_names
-from kt_ray.placement.predict import predict
-from kt_ray.placement.rate_files import rates_for
+from kt_ray.hardware.rate_files import rates_for
+from kt_ray.timing.prediction import predict
 from kt_ray.tools.experiments import find, machines, main, models, plan_of, render
 
 WRITTEN = [

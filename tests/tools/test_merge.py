@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from kt_ray.checkpoint import AdapterInfo, CheckpointIndex, adapter_config
+from kt_ray.checkpoint.expert_reader import expert_groups
 from kt_ray.errors import UserError
 from kt_ray.tools.__main__ import main
-from kt_ray.tools.experts import expert_groups
 from kt_ray.tools.merge import merge
 from tests.helpers.tiny_families import tiny_family
 from tests.helpers.tiny_moe import (

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import ray.util.metrics
 
-from kt_ray.actors.ray_metrics import RayMetrics
+from kt_ray.actors.ray.ray_metrics import RayMetrics
 from kt_ray.tracking.metrics import METRICS, StepMetrics
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kt_ray.environment import environment
 from kt_ray.errors import UserError
-from kt_ray.rundir import RunDir, dated_as_before, find_checkpoints, plain, setup_logging, write_atomic
+from kt_ray.runs.environment import environment
+from kt_ray.runs.rundir import RunDir, dated_as_before, find_checkpoints, plain, setup_logging, write_atomic
 
 
 def test_default_names_are_unique_and_absolute(tmp_path, make_config, monkeypatch):

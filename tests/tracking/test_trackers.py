@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kt_ray.rundir import RunDir, plain
+from kt_ray.runs.rundir import RunDir, plain
 from kt_ray.tracking import JsonlTracker, MultiTracker, WandbTracker, make_tracker, read_jsonl
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import kt_ray.train.loop as loop
+import kt_ray.train.trainer as loop
 from kt_ray.config.schema import LoraConfig
 from kt_ray.data.batches import step_waves
-from kt_ray.data.types import Row as DataRow
+from kt_ray.data.row_types import Row as DataRow
 from tests.helpers.hf_reference import Reference, build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, relative
 

@@ -17,9 +17,9 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from kt_ray.model.build import build_on_meta
-from kt_ray.model.spec import StageSpec
-from kt_ray.modes.prepare import Prepared
-from kt_ray.modes.saving import write_adapter
+from kt_ray.model.stage_spec import StageSpec
+from kt_ray.runs.prepare import Prepared
+from kt_ray.runs.saving import write_adapter
 from tests.helpers.families import randomise, write_config
 from tests.helpers.hf_reference import random_rows
 from tests.helpers.runs import by_row, config_for, local_cluster, one_pass, waves_of

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.model.build import build_on_meta
-from kt_ray.model.spec import StageSpec
-from kt_ray.modes.prepare import Prepared
-from kt_ray.modes.saving import write_adapter
+from kt_ray.model.stage_spec import StageSpec
+from kt_ray.runs.prepare import Prepared
+from kt_ray.runs.saving import write_adapter
 from tests.helpers.hf_reference import Reference, ReferenceResult, Row, random_rows
 from tests.helpers.released.families import FAMILIES
 from tests.helpers.released.write import Built, Case, build_released

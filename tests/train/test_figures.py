@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kt_ray.placement.types import Plan
+from kt_ray.placement.plan_types import Plan
 from kt_ray.train.figures import _gpu_memory
 from kt_ray.train.reports import PassReport
 

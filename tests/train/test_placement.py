@@ -19,7 +19,7 @@ from kt_ray.actors.specs import actor_specs
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.placement.balance import balance
-from kt_ray.placement.types import Plan
+from kt_ray.placement.plan_types import Plan
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, plan_for, relative, steps
 

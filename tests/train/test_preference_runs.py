@@ -14,11 +14,11 @@ from kt_ray.actors.cluster import ActorCluster
 from kt_ray.batch import IGNORE
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.data.batches import Batches, mismatched
-from kt_ray.data.types import Pair, Row
+from kt_ray.data.row_types import Pair, Row
 from kt_ray.errors import UserError
-from kt_ray.model.preference import dpo_losses, kto_kl, kto_losses, orpo_losses
-from kt_ray.modes.prepare import for_stage
-from kt_ray.train.loop import Schedule, Trainer
+from kt_ray.model.preference_losses import dpo_losses, kto_kl, kto_losses, orpo_losses
+from kt_ray.runs.prepare import for_stage
+from kt_ray.train.trainer import Schedule, Trainer
 from tests.helpers.hf_reference import Reference, build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, relative
 

@@ -14,10 +14,10 @@ from kt_ray.actors.specs import actor_specs
 from kt_ray.checkpoint.training import Manifest, begin_checkpoint, commit_checkpoint, step_name
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import step_waves
-from kt_ray.data.types import Row as DataRow
+from kt_ray.data.row_types import Row as DataRow
 from kt_ray.errors import UserError
 from kt_ray.placement.expert_load import ExpertLoad
-from kt_ray.train.loop import Events, Schedule, Summary, Trainer
+from kt_ray.train.trainer import Events, Schedule, Summary, Trainer
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.mortal import Death, MortalCluster
 from tests.helpers.runs import config_for, plan_for, waves_of

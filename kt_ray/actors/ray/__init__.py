@@ -1,0 +1,1 @@
+"""The actors under Ray. Only here is Ray imported."""

@@ -1,0 +1,409 @@
+"""The actors under Ray: placement group, named actors, dashboard, clean end."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from kt_ray import openmp
+from kt_ray.actors.cluster import ActorCluster, ActorDied, LoadNote
+from kt_ray.actors.ray.ray_actor import RayHandle, RemoteActor
+from kt_ray.actors.ray.ray_address import Running, free_port, running_cluster
+from kt_ray.actors.ray.ray_dashboard import dashboard_hint, dashboard_url
+from kt_ray.actors.ray.ray_hosts import Hosts, find_hosts, own_cpus
+from kt_ray.actors.ray.ray_placement import (
+    Seats,
+    await_group,
+    by_gpu,
+    differ,
+    gpu_share,
+    gpus_behind,
+    reservations,
+    seats,
+    wanted_of_hosts,
+)
+from kt_ray.actors.ray.ray_port import Peer
+from kt_ray.actors.ray.ray_recovery import Wanted, let_go, not_started, when_free
+from kt_ray.actors.recovery import NOTICE
+from kt_ray.actors.specs import ActorSpecs
+from kt_ray.actors.visible_gpu import VARIABLE, own_gpu, own_lane
+from kt_ray.config.schema import ClusterConfig, RayRule
+from kt_ray.errors import UserError
+from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.transports import several_nodes
+from kt_ray.train.cluster_protocol import ActorLost
+from kt_ray.transport.gloo_link import Meeting
+from kt_ray.transport.inbox import Inbox
+from kt_ray.transport.mailbox import Address
+
+logger = logging.getLogger(__name__)
+
+# Settings of the driver's environment that actors must see as well.
+PASSED_ON = ("KT_RAY_ISA", "KT_RAY_DEBUG", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM")
+
+
+class RayCluster(ActorCluster):
+    """`cluster=ray`.
+
+    Args:
+        plan, specs, on_load: as for every cluster.
+        config: how to reach or start Ray.
+        rule: Ray resources of the rule.
+        run_name: names the namespace of the actors.
+        run_dir: where the actors write, which all hosts of the plan must share; None = not checked.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        specs: ActorSpecs,
+        config: ClusterConfig,
+        rule: RayRule,
+        run_name: str,
+        on_load: LoadNote | None = None,
+        run_dir: str | None = None,
+    ) -> None:
+        super().__init__(plan, specs, on_load)
+        self.config = config
+        self.run_dir = run_dir
+        self.hosts: Hosts | None = None  # of a plan for several
+        self.rule = rule
+        self.namespace = config.namespace or f"kt_ray-{run_name}"
+        self.dashboard_url: str | None = None
+        self.joined = False  # a cluster that was there before
+        self.connected = False  # to Ray, by this object: it then disconnects, too
+        self._group: Any = None
+        self._wanted: dict[Address, tuple[int, Wanted]] = {}  # with the number of its bundle
+        self._epoch = 0  # how often the actors were introduced to each other
+
+    # -- start --------------------------------------------------------------------------------
+
+    def connect(self) -> list[str]:
+        """Join a running cluster or start a local one; says which, and where the dashboard is.
+
+        Raises:
+            UserError: the cluster named does not answer or refuses, or the dashboard has no port.
+        """
+        if ray.is_initialized():
+            self.dashboard_url = dashboard_url()
+            known = "the cluster this process is connected to already"
+            return [f"Ray: {known}{dashboard_hint(self.dashboard_url)}", *self._find_hosts()]
+        running = running_cluster(self.config.address)
+        if running is not None:
+            self._join(running)
+            self.joined = True
+            where = f"{running.address} (from {running.source})"
+            return [
+                f"Ray: joined the running cluster at {where}{dashboard_hint(self.dashboard_url)}",
+                *self._find_hosts(),
+            ]
+        if self.plan.hardware.hosts > 1:
+            raise UserError(
+                "the plan needs several hosts, but no running Ray cluster was found",
+                where=f"rule.nodes={self.plan.hardware.hosts} with cluster.address={self.config.address}",
+                required="a cluster that these hosts have joined",
+                remedy="start it with 'ray start --head' here and 'ray start --address=HOST:PORT' on the "
+                "others (docs/multi_node.md), or set rule.nodes=1",
+            )
+        # Named here only when it is shown: without a dashboard the port must not matter.
+        port = (
+            free_port(self.config.dashboard_host, self.config.dashboard_port)
+            if self.config.dashboard
+            else None
+        )
+        # Ray kills workers at 95 % of the host's memory; the plan has already counted every byte against
+        # its capacity, and 5 % of a terabyte is much. A value of the user's stays.
+        os.environ.setdefault("RAY_memory_usage_threshold", "0.99")
+        # Ray's workers are nice by default; training is what this machine is here for.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        openmp.apply()
+        context = self._init(
+            address="local",
+            include_dashboard=self.config.dashboard,
+            dashboard_host=self.config.dashboard_host,
+            dashboard_port=port,
+        )
+        self.dashboard_url = dashboard_url(context) if self.config.dashboard else None
+        why = "no running cluster found, started" if self.config.address == "auto" else "started"
+        return [f"Ray: {why} a local one, which ends with this run{dashboard_hint(self.dashboard_url)}"]
+
+    def _join(self, running: Running) -> None:
+        # Ray looks for this user's token only when it finds the cluster itself; with a named one
+        # RAY_AUTH_MODE decides.
+        address = "auto" if running.source == "ray start" else running.address
+        try:
+            context = self._init(address=address)
+        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+            raise UserError(
+                "the Ray cluster cannot be joined",
+                where=f"{running.address} (from {running.source})",
+                observed=error,
+                remedy="if it wants a token, set RAY_AUTH_MODE=token and put the token into "
+                "~/.ray/auth_token (or name its file in RAY_AUTH_TOKEN_PATH); use the cluster's "
+                "versions of Ray and Python; or set cluster.address=local",
+            ) from error
+        self.dashboard_url = dashboard_url(context)
+
+    def _init(self, **how: Any) -> Any:
+        handler = signal.getsignal(signal.SIGTERM)
+        context = ray.init(namespace=self.namespace, log_to_driver=False, logging_level=logging.ERROR, **how)
+        self.connected = True
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            # ray.init puts its own in place, which ends the process with code 15.
+            signal.signal(signal.SIGTERM, handler)
+        return context
+
+    def _find_hosts(self) -> tuple[str, ...]:
+        """Which node is which host of a plan for several; its expert actors get that host's CPUs."""
+        if self.plan.hardware.hosts == 1:
+            return ()
+        needed = wanted_of_hosts(self.plan, self.rule)
+        timeout = self.config.start_timeout
+        self.hosts = find_hosts(self.plan, self.specs, self.run_dir, needed, timeout)
+        self.specs = own_cpus(self.plan, self.specs, self.hosts)
+        return self.hosts.lines
+
+    def _spawn(self) -> None:
+        if not ray.is_initialized() or (self.plan.hardware.hosts > 1 and self.hosts is None):
+            self.connect()
+        wanted: list[Wanted] = []
+        have = [node.cpus for node in self.hosts.nodes] if self.hosts else [_cluster_cpus()]
+        reserved = reservations(self.plan, self.rule, have)
+        share = gpu_share(self.plan)
+        for rank, stage in enumerate(self.specs.stages):
+            worker, address = self.plan.workers[rank], ("worker", rank)
+            args: tuple[Any, ...] = (
+                self.plan,
+                rank,
+                own_gpu(stage),
+                self.specs.optim,
+                self.specs.timeout,
+                self.specs.build_stage,
+            )
+            gpus = share.get(worker.device, 0.0)
+            wanted.append(Wanted(address, worker.cpus, args, reserved[address], gpus))
+        for spec in self.specs.experts:
+            host = own_lane(spec, os.environ.get(VARIABLE))
+            address = ("experts", host.rank)
+            args = (self.plan, host, self.specs.timeout)
+            wanted.append(Wanted(address, host.cpus, args, reserved[address], 0.0))
+        chosen = self._reserve(reserved)
+        self._wanted = {one.address: (chosen.of[one.address], one) for one in wanted}
+        for one in wanted:
+            try:
+                handle = self._create(one.address)
+            except ValueError as error:
+                raise UserError(
+                    f"an actor {one.name} runs already",
+                    where=f"Ray namespace {self.namespace}",
+                    observed=error,
+                    remedy="wait until the other run has ended, or set another run.name or cluster.namespace",
+                ) from error
+            (self.workers if one.address[0] == "worker" else self.experts).append(handle)
+        self._introduce()
+
+    def environment(self) -> dict[str, str]:
+        """Variables that processes of this cluster must see."""
+        found = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        if self.joined:  # that cluster's processes have an environment of their own
+            found |= openmp.settings(os.environ)
+        return found
+
+    def names(self) -> dict[Address, str]:
+        """What the actors are called in the namespace."""
+        return {address: wanted.name for address, (_, wanted) in self._wanted.items()}
+
+    def _create(self, address: Address) -> RayHandle:
+        """An actor in its bundle of the placement group. Raises ValueError when its name is taken."""
+        bundle, one = self._wanted[address]
+        environment = self.environment()
+        runtime_env = {"runtime_env": {"env_vars": environment}} if environment else {}
+        factory = RemoteActor.options(
+            name=one.name,
+            namespace=self.namespace,
+            num_cpus=one.cpus,
+            num_gpus=one.gpus,
+            max_restarts=0,  # we put a new one in its place: decisions/010
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=bundle
+            ),
+            **runtime_env,
+        )
+        return RayHandle(address, factory.remote(address[0], address[1], one.cpu_ids, *one.arguments))
+
+    def _respawn(self, lost: AbstractSet[Address]) -> None:
+        """Into the bundles of those lost. Ray moves the bundles of a dead node to one that has room."""
+        timeout = self.config.start_timeout
+        deadline = time.monotonic() + timeout
+        while True:
+            for old in self._ray_handles():
+                if old.address in self._lost | lost:
+                    let_go(old.actor)
+            for address in sorted(self._lost | lost):
+                handles = self.workers if address[0] == "worker" else self.experts
+                handles[address[1]] = when_free(functools.partial(self._create, address), timeout)
+            try:
+                return self._introduce()
+            except ActorLost:
+                # Until Ray has noticed that a node is dead, it starts actors there.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1.0)
+
+    def _introduce(self) -> None:
+        """Tell every actor its peers; again when some of them were replaced (between passes)."""
+        self._epoch += 1
+        timeout = self.config.start_timeout
+        places = [handle.actor.place.remote() for handle in self._ray_handles()]
+        peers: dict[Address, Peer] = {}
+        for handle, future in zip(self._ray_handles(), places, strict=True):
+            try:
+                peers[handle.address] = Peer(handle.actor, *ray.get(future, timeout=timeout))
+            except GetTimeoutError as error:
+                bundle = self._wanted[handle.address][1].bundle
+                raise not_started(handle.name, self._group, bundle, timeout) from error
+            except RayTaskError as error:
+                raise _cause(error) from error
+            except RayActorError as error:
+                self._lost.add(handle.address)
+                raise ActorLost(f"{handle.name} did not start", observed=str(error)) from error
+        meeting = self._meeting(peers, timeout)
+        self._await_introduced(
+            {
+                handle.actor.connect.remote(peers, self._epoch, meeting): handle
+                for handle in self._ray_handles()
+            },
+            timeout,
+        )
+
+    def _await_introduced(self, waiting: dict[Any, RayHandle], timeout: float) -> None:
+        """Until all have connected. An actor that fails may only have been the first to miss one that died.
+
+        Args:
+            waiting: future -> whose connection it is.
+
+        Raises:
+            ActorLost: one died. UserError: not all are connected after `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        failed: RayTaskError | None = None
+        while waiting:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                break
+            handle = waiting.pop(done[0])
+            try:
+                ray.get(done[0])
+            except RayTaskError as error:
+                failed = failed or error
+                deadline = min(deadline, time.monotonic() + NOTICE)
+            except RayError as error:
+                raise self._death(handle, ActorDied(" ".join(str(error).split()))) from error
+        if failed is not None:
+            raise _cause(failed) from failed
+        if waiting:
+            raise UserError(
+                f"the actors could not be introduced to each other within {timeout:.0f} s",
+                observed=" | ".join(self._states()),
+                remedy="raise cluster.start_timeout",
+            )
+
+    def _meeting(self, peers: Mapping[Address, Peer], timeout: float) -> Meeting | None:
+        """Where all actors meet, if tensors travel through gloo.
+
+        Raises:
+            UserError: shared memory is forced, and the actors are on several nodes.
+        """
+        nodes = len({peer.node for peer in peers.values()})
+        near, far = self.plan.transport
+        if nodes > 1 and not far:
+            raise several_nodes(nodes)
+        if "gloo" not in (near, far if nodes > 1 else near):
+            return None
+        first = self._ray_handles()[0]
+        try:
+            meeting: Meeting = ray.get(first.actor.meeting.remote(), timeout=timeout)
+        except (GetTimeoutError, RayActorError) as error:
+            raise self._death(first, ActorDied(" ".join(str(error).split()))) from error
+        return meeting
+
+    def _reserve(self, reserved: dict[Address, float]) -> Seats:
+        """The placement group, and the bundle of every actor in it."""
+        chosen = seats(self.plan, reserved)
+        bundles = list(chosen.bundles)
+        if self.hosts is None:
+            self._group = placement_group(bundles, strategy=self.rule.strategy)
+        else:
+            selectors = [self.hosts.selector(host) for host in chosen.host]
+            self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
+        await_group(self._group, bundles, self.config.start_timeout)
+        if not differ(self.plan):
+            return chosen
+        return by_gpu(self.plan, chosen, gpus_behind(self._group, chosen, self.config.start_timeout))
+
+    def _ray_handles(self) -> list[RayHandle]:
+        handles = []
+        for handle in self.handles:
+            assert isinstance(handle, RayHandle)
+            handles.append(handle)
+        return handles
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def _wait(self, futures: Sequence[Any], timeout: float) -> list[Any]:
+        done, _ = ray.wait(list(futures), num_returns=1, timeout=max(0.0, timeout))
+        # ray.wait hands back equal, not identical, references.
+        return [future for future in futures if any(future == d for d in done)]
+
+    def _result(self, future: Any) -> Any:
+        try:
+            return ray.get(future)
+        except RayTaskError as error:
+            raise _cause(error) from None
+        except RayError as error:
+            # RayActorError, and what Ray says instead when memory ran out or a node went away.
+            raise ActorDied(" ".join(str(error).split())) from None
+
+    def _make_inbox(self) -> Inbox | None:
+        return Inbox() if self.plan.transport.near == "arena" else None
+
+    def _close(self) -> None:
+        if not ray.is_initialized():
+            return
+        try:
+            for handle in self._ray_handles():
+                ray.kill(handle.actor, no_restart=True)
+            if self._group is not None:
+                remove_placement_group(self._group)
+                self._group = None
+        finally:
+            if self.connected:
+                # Ends a cluster that `connect` started; leaves one that it joined.
+                ray.shutdown()
+                self.connected = False
+
+
+def _cluster_cpus() -> float:
+    return float(ray.cluster_resources().get("CPU", 1.0))
+
+
+def _cause(error: RayTaskError) -> BaseException:
+    cause: BaseException | None = error.cause
+    if cause is None:
+        return error
+    if not isinstance(cause, UserError):
+        cause.add_note(str(error))  # the traceback inside the actor
+    return cause

@@ -1,0 +1,227 @@
+"""rule.nodes > 1: which Ray node is which host of the plan, and whether it is as the plan wants it.
+
+Before anything is loaded, a small task looks at every node of the cluster: its sockets, instruction sets and
+packages, and whether it sees the model and the run directory. The driver's node is host 0; the others are
+the first nodes, in the order of their ids, that are as planned and have enough free CPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from kt_ray.actors.specs import ActorSpecs
+from kt_ray.errors import UserError
+from kt_ray.hardware.host_look import Shared, Sight, digest, look, versions
+from kt_ray.placement.plan import divide_cpus
+from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.render import counted, gib
+
+
+@dataclass(frozen=True)
+class Node:
+    """A Ray node. sight: what the task found, or why it found nothing. cpus, free: as Ray counts them."""
+
+    id: str
+    address: str
+    cpus: float
+    free: float
+    sight: Sight | str
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """nodes: the Ray node of every host, in the plan's order. others: nodes that are none of them."""
+
+    nodes: tuple[Node, ...]
+    others: tuple[str, ...]
+    lines: tuple[str, ...] = ()
+
+    def selector(self, host: int) -> dict[str, str]:
+        """Ray's label selector for bundles of a host.
+
+        Other hosts than the driver's are "none of the rest", so that a node that is started again after its
+        death, under a new id, takes its place.
+        """
+        if host == 0:
+            return {"ray.io/node-id": self.nodes[0].id}
+        rest = [node.id for i, node in enumerate(self.nodes) if i != host]
+        return {"ray.io/node-id": f"!in({','.join([*rest, *self.others])})"}
+
+
+def unfit(plan: Plan, host: int, node: Node, cpus: float, own: Sequence[tuple[str, str]]) -> str | None:
+    """Why `node` cannot be this host of the plan; None = it can.
+
+    Args:
+        cpus: CPUs that the host's actors reserve with Ray, at the most (`Node.cpus` where it has fewer).
+        own: the driver's package versions.
+    """
+    sight = node.sight
+    if isinstance(sight, str):
+        return sight
+    if min(cpus, node.cpus) > node.free + 1e-6:
+        return f"{node.free:g} of its {node.cpus:g} CPUs are free, {min(cpus, node.cpus):g} are needed"
+    if not node.cpus:
+        return "it offers no CPUs"
+    wanted, there = plan.hardware.on(host), sight.hardware.sockets
+    if len(there) != len(wanted):
+        return f"it has {counted(len(there), 'socket')}, planned {len(wanted)}"
+    if [s.cores for s in there] != [s.cores for s in wanted]:
+        return f"its sockets have {[s.cores for s in there]} cores, planned {[s.cores for s in wanted]}"
+    needs = _needs(plan, host)
+    for socket, planned in zip(there, wanted, strict=True):
+        need = needs.get(planned.node, 0)
+        if socket.memory_bytes < need:
+            return f"its socket {socket.node} has {gib(socket.memory_bytes)}, the plan needs {gib(need)}"
+    forced = {actor.isa for actor in plan.experts if actor.host == host} - {"auto"}
+    missing = [isa for isa in forced if isa not in sight.hardware.isas]
+    if missing or (not forced and sight.hardware.isas[-1:] != plan.hardware.isas[-1:]):
+        best = sight.hardware.isas[-1] if sight.hardware.isas else "none"
+        return f"its best instruction set is {best}, planned {', '.join(forced) or plan.hardware.isas[-1]}"
+    other = [
+        f"{name} {got}, here {mine}"
+        for (name, got), (_, mine) in zip(sight.versions, own, strict=True)
+        if got != mine
+    ]
+    if other:
+        return "other packages: " + "; ".join(other)
+    return "; ".join(sight.unseen) or None
+
+
+def _needs(plan: Plan, host: int) -> dict[int, int]:
+    """Planned bytes by NUMA node of a host."""
+    return {int(b.device.split()[-1]): b.total for b in plan.budgets if b.is_socket and b.host == host}
+
+
+def choose(
+    plan: Plan, nodes: Iterable[Node], driver: str, cpus: Sequence[float], own: Sequence[tuple[str, str]]
+) -> Hosts:
+    """The Ray node of every host of the plan.
+
+    Args:
+        nodes: those alive. driver: id of the driver's. cpus: that each host's actors reserve.
+
+    Raises:
+        UserError: the driver's node is not as planned, or too few others are; it says why each is not.
+    """
+    here = next(node for node in nodes if node.id == driver)
+    wrong = unfit(plan, 0, here, cpus[0], own)
+    if wrong is not None:
+        raise UserError(
+            "the driver's Ray node is not as planned",
+            where=f"node {here.address} ({here.id[:8]})",
+            observed=wrong,
+            remedy="start Ray there with all CPUs of the host, and end what else runs in the cluster",
+        )
+    chosen, passed, others = [here], [], []
+    for node in sorted((n for n in nodes if n.id != driver), key=lambda n: n.id):
+        if len(chosen) == plan.hardware.hosts:
+            others.append(node.id)
+            continue
+        wrong = unfit(plan, len(chosen), node, cpus[len(chosen)], own)
+        if wrong is None:
+            chosen.append(node)
+        else:
+            others.append(node.id)
+            passed.append(f"node {node.address} ({node.id[:8]}): {wrong}")
+    if len(chosen) < plan.hardware.hosts:
+        raise UserError(
+            "the Ray cluster has too few nodes for the plan",
+            where=f"rule.nodes={plan.hardware.hosts}",
+            observed=f"{counted(len(chosen), 'node')} as planned" + "".join(f"; {line}" for line in passed),
+            required=f"{plan.hardware.hosts} nodes like the driver's",
+            remedy="start Ray on more hosts (ray start --address=HEAD:PORT; docs/multi_node.md), or lower "
+            "rule.nodes",
+        )
+    lines = [f"host {i}: Ray node {n.address} ({n.id[:8]})" for i, n in enumerate(chosen)]
+    return Hosts(tuple(chosen), tuple(others), (*lines, *(f"not used: {line}" for line in passed)))
+
+
+def shared_of(specs: ActorSpecs, run_dir: str | None) -> Shared:
+    """What the actors of `specs` read on their hosts, and where they write."""
+    paths = {specs.stages[0].model_dir}
+    paths |= {host.experts_path for host in specs.experts if host.experts_path is not None}
+    contents = tuple((path, digest(path)) for path in sorted(os.path.abspath(path) for path in paths))
+    return Shared(contents, run_dir, f".kt_ray-{secrets.token_hex(8)}")
+
+
+def find_hosts(
+    plan: Plan, specs: ActorSpecs, run_dir: str | None, cpus: Sequence[float], timeout: float
+) -> Hosts:
+    """Look at every node of the connected cluster and choose the plan's hosts among them.
+
+    Args:
+        run_dir: directory that all hosts must share; None = not checked.
+        cpus: that each host's actors reserve with Ray.
+        timeout: seconds a node may take to answer.
+
+    Raises:
+        UserError: see `choose`.
+    """
+    shared = shared_of(specs, run_dir)
+    mark = Path(run_dir) / shared.mark if run_dir is not None else None
+    if mark is not None:
+        mark.touch()
+    try:
+        nodes = _nodes(shared, timeout)
+    finally:
+        if mark is not None:
+            mark.unlink(missing_ok=True)
+    return choose(plan, nodes, ray.get_runtime_context().get_node_id(), cpus, versions())
+
+
+def _nodes(shared: Shared, timeout: float) -> list[Node]:
+    from ray._private.state import available_resources_per_node
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(look)
+    asked = [
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
+            shared
+        )
+        for node in alive
+    ]
+    nodes = []
+    for node, answer in zip(alive, asked, strict=True):
+        sight: Sight | str
+        try:
+            sight = ray.get(answer, timeout=timeout)
+        except GetTimeoutError:
+            sight = f"no answer within {timeout:.0f} s"
+        except RayError as error:  # kt_ray is not installed there, for one
+            sight = f"it cannot run kt_ray ({str(error).strip().splitlines()[-1]})"
+        nodes.append(
+            Node(
+                node["NodeID"],
+                node["NodeManagerAddress"],
+                float(node["Resources"].get("CPU", 0.0)),
+                float(free.get(node["NodeID"], {}).get("CPU", 0.0)),
+                sight,
+            )
+        )
+    return nodes
+
+
+def own_cpus(plan: Plan, specs: ActorSpecs, hosts: Hosts) -> ActorSpecs:
+    """The specs with every expert actor's CPUs and NUMA node as its own host numbers them."""
+    changed = []
+    for actor, spec in zip(plan.experts, specs.experts, strict=True):
+        sight = hosts.nodes[actor.host].sight
+        if actor.host == 0 or isinstance(sight, str):
+            changed.append(spec)
+            continue
+        planned = [socket.node for socket in plan.hardware.on(actor.host)]
+        socket = sight.hardware.sockets[planned.index(actor.node)]
+        peers = [a.rank for a in plan.experts if (a.host, a.node) == (actor.host, actor.node)]
+        cpus, _ = divide_cpus(socket, len(peers), peers.index(actor.rank))
+        changed.append(replace(spec, cpus=cpus, node=socket.node if spec.node >= 0 else -1))
+    return replace(specs, experts=tuple(changed))

@@ -1,0 +1,210 @@
+"""Where Ray puts the actors of a plan: CPUs they reserve, bundles of the placement group, GPUs behind them.
+
+Workers of one GPU share a bundle that reserves it whole: fractions alone would let Ray spread them over the
+free halves of several. Sharing and cards of different size are untested on hardware; the logic is tested with
+GPUs that Ray is told about.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from kt_ray.config.schema import RayRule
+from kt_ray.errors import UserError
+from kt_ray.hardware.describe import this_host
+from kt_ray.hardware.machine import Gpu
+from kt_ray.placement.plan_types import Plan
+from kt_ray.transport.mailbox import Address
+
+
+@dataclass(frozen=True)
+class Seats:
+    """bundles of the placement group; of: the bundle of every actor; host: of every bundle."""
+
+    bundles: tuple[dict[str, float], ...]
+    of: dict[Address, int]
+    host: tuple[int, ...]
+
+
+def threads_of(plan: Plan) -> dict[Address, float]:
+    """Threads of every actor."""
+    workers: dict[Address, float] = {("worker", w.rank): float(w.threads) for w in plan.workers}
+    most = float(max(actor.threads for actor in plan.experts))
+    return workers | {("experts", actor.rank): most for actor in plan.experts}
+
+
+def host_of(plan: Plan, address: Address) -> int:
+    """Host of an actor; attention workers are on the driver's."""
+    kind, rank = address
+    return plan.experts[rank].host if kind == "experts" else 0
+
+
+def reservations(plan: Plan, rule: RayRule, have: Sequence[float]) -> dict[Address, float]:
+    """CPUs that every actor reserves.
+
+    On a host without GPUs both kinds compute on the same cores in turn, so threads may add up to more than
+    there are; reservations are then scaled down to what the host has.
+
+    Args:
+        have: CPUs of every host, as Ray counts them; one figure for all where Ray places freely.
+    """
+    threads = threads_of(plan)
+    asked: dict[Address, float] = {}
+    for address, count in threads.items():
+        host = host_of(plan, address) if len(have) > 1 else 0
+        peers = sum(t for a, t in threads.items() if len(have) == 1 or host_of(plan, a) == host)
+        wanted = rule.worker_cpus if address[0] == "worker" else rule.expert_cpus
+        scale = min(1.0, have[host] / peers)
+        asked[address] = float(wanted) if wanted != "auto" else max(0.01, int(count * scale * 100) / 100)
+    return asked
+
+
+def wanted_of_hosts(plan: Plan, rule: RayRule) -> list[float]:
+    """CPUs that the actors of every host reserve together where there are enough."""
+    hosts = range(plan.hardware.hosts)
+    asked = reservations(plan, rule, [math.inf] * len(hosts))
+    return [sum(cpus for address, cpus in asked.items() if host_of(plan, address) == host) for host in hosts]
+
+
+def gpu_share(plan: Plan) -> dict[str, float]:
+    """Share of a GPU for each worker on it, by plan device."""
+    users: dict[str, int] = {}
+    for worker in plan.workers:
+        if worker.device.startswith("cuda"):
+            users[worker.device] = users.get(worker.device, 0) + 1
+    return {device: 1.0 / count for device, count in users.items()}
+
+
+def seats(plan: Plan, cpus: dict[Address, float]) -> Seats:
+    """A bundle per GPU for all its workers, and one per actor without a GPU.
+
+    Bundles of GPUs are all as large as the largest, so that they can be exchanged (`by_gpu`).
+    """
+    bundles: list[dict[str, float]] = []
+    of: dict[Address, int] = {}
+    host: list[int] = []
+    on_gpu: dict[str, int] = {}
+    for address, reserved in cpus.items():
+        device = plan.workers[address[1]].device if address[0] == "worker" else "cpu"
+        if device in on_gpu:
+            of[address] = on_gpu[device]
+            bundles[on_gpu[device]]["CPU"] += reserved
+            continue
+        of[address] = len(bundles)
+        host.append(host_of(plan, address))
+        if device.startswith("cuda"):
+            on_gpu[device] = len(bundles)
+            bundles.append({"CPU": reserved, "GPU": 1.0})
+        else:
+            bundles.append({"CPU": reserved})
+    most = max((bundles[i]["CPU"] for i in on_gpu.values()), default=0.0)
+    for i in on_gpu.values():
+        bundles[i]["CPU"] = most
+    return Seats(tuple(bundles), of, tuple(host))
+
+
+def by_gpu(plan: Plan, chosen: Seats, found: dict[int, tuple[str, Gpu | None]]) -> Seats:
+    """The seats with workers at the bundles whose GPUs are those of the plan.
+
+    Args:
+        found: bundle -> (Ray's id of its GPU, the GPU itself or None where it cannot be seen).
+
+    Raises:
+        UserError: Ray reserved cards of another size than the plan's.
+    """
+    planned = {f"cuda:{gpu.index}": gpu for gpu in plan.hardware.gpus}
+    devices = sorted({w.device for w in plan.workers if w.device in planned}, key=lambda d: planned[d].index)
+    free = sorted(found, key=lambda bundle: (len(found[bundle][0]), found[bundle][0]))
+    bundle_of: dict[str, int] = {}
+    for device in devices:
+        wanted = planned[device]
+        for bundle in free:
+            card = found[bundle][1]
+            if card is None or (card.name, card.memory_bytes) == (wanted.name, wanted.memory_bytes):
+                bundle_of[device] = bundle
+                free.remove(bundle)
+                break
+        else:
+            raise UserError(
+                "Ray reserved another GPU than the plan's",
+                where=f"{device}: {wanted.name}",
+                observed=", ".join(
+                    f"GPU {i}: {card.name if card else 'unknown'}" for i, card in found.values()
+                ),
+                remedy="end what else uses GPUs in the cluster, or plan with the cards that are free "
+                "(CUDA_VISIBLE_DEVICES, rule.layers)",
+            )
+    of = {
+        address: bundle_of.get(plan.workers[address[1]].device, bundle) if address[0] == "worker" else bundle
+        for address, bundle in chosen.of.items()
+    }
+    return Seats(chosen.bundles, of, chosen.host)
+
+
+def differ(plan: Plan) -> bool:
+    """Whether it matters which card a worker gets."""
+    return len({(gpu.name, gpu.memory_bytes) for gpu in plan.hardware.gpus}) > 1 and bool(gpu_share(plan))
+
+
+def gpus_behind(group: Any, chosen: Seats, timeout: float) -> dict[int, tuple[str, Gpu | None]]:
+    """The GPU of every bundle that reserves one, asked from inside."""
+    task: Any = ray.remote(num_cpus=0, num_gpus=1, max_retries=0)(_own_gpu)
+    asked = {
+        bundle: task.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        ).remote()
+        for bundle, resources in enumerate(chosen.bundles)
+        if "GPU" in resources
+    }
+    return {bundle: ray.get(answer, timeout=timeout) for bundle, answer in asked.items()}
+
+
+def _own_gpu() -> tuple[str, Gpu | None]:
+    """Ray's id of the GPU that this task holds, and the GPU as nvidia-smi describes it."""
+    ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    gpus = this_host().gpus
+    return (ids[0] if ids else "", gpus[0] if gpus else None)
+
+
+def await_group(group: Any, bundles: Sequence[dict[str, float]], timeout: float) -> None:
+    """Wait until Ray has reserved the placement group; else say what is missing, with `ray status`."""
+    try:
+        ray.get(group.ready(), timeout=timeout)
+    except GetTimeoutError as error:
+        asked = {key: round(sum(b.get(key, 0.0) for b in bundles), 2) for key in ("CPU", "GPU")}
+        have = ray.available_resources()
+        print(ray_status(), file=sys.stderr)
+        raise UserError(
+            f"Ray did not provide the actors' resources within {timeout:.0f} s",
+            where="placement group " + " ".join(str(b) for b in bundles),
+            observed=f"free now: CPU {have.get('CPU', 0):g}, GPU {have.get('GPU', 0):g}",
+            required=f"CPU {asked['CPU']:g}, GPU {asked['GPU']:g}",
+            remedy="free resources, choose a smaller rule, or lower rule.ray.worker_cpus and "
+            "rule.ray.expert_cpus",
+        ) from error
+
+
+def ray_status() -> str:
+    """What `ray status` prints for the connected cluster, and its resources as Ray counts them now."""
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        status = done.stdout or done.stderr
+    except subprocess.TimeoutExpired:
+        status = "ray status: no answer within 60 s\n"
+    # A cluster that has just started has no status yet.
+    total, free = ray.cluster_resources(), ray.available_resources()
+    counted = [
+        f"  {kind}: {free.get(kind, 0):g} of {total[kind]:g} free" for kind in ("CPU", "GPU") if kind in total
+    ]
+    return "\n".join([status.rstrip(), f"Resources of {len(ray.nodes())} node(s):", *counted])

@@ -1,0 +1,263 @@
+"""Read an adapter for merging and exporting: ours, PEFT's on linear modules and on fused experts.
+
+    ...self_attn.q_proj.lora_A.weight [r, in], lora_B [out, r]             linear modules
+    ...experts.5.gate_proj.lora_A.weight [r, in], lora_B [out, r]          one expert
+    ...experts.base_layer.lora_A.weight [E*r', H], lora_B [2I, r'*E]       fused gate and up
+    ...experts.lora_A.weight [E*r, I], lora_B [H, r*E]                     fused down
+
+Nothing is read before it is asked for; an adapter of DeepSeek-V3 has 13 GB.
+Legend: E experts, r rank, H hidden size, I intermediate size of one expert.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kt_ray.adapter.adapter_dir import CONFIG, PREFIX, WEIGHTS
+from kt_ray.checkpoint.expert_reader import slice_of
+from kt_ray.checkpoint.index import some
+from kt_ray.checkpoint.names import expert_name
+from kt_ray.checkpoint.safetensors_file import TensorInfo, read_header, read_json, read_tensor
+from kt_ray.errors import UserError
+
+_KEY = re.compile(r"^(?P<module>.+)\.lora_(?P<half>[AB])(\.default)?\.weight$")
+_FUSED = re.compile(r"^(?P<prefix>.*\bexperts)(?P<inner>(\.base_layer)*)$")
+# Initialisations of PEFT after which the base stays as it is; the others (PiSSA, OLoRA, LoftQ, CorDA,
+# LoRA-GA) take scale * B A off the base first, so that adding to the released weights gives another model.
+_KEEPS_BASE = ("gaussian", "eva", "orthogonal", "mica")
+_VARIANTS = ("use_bdlora", "kasa_config", "monteclora_config", "velora_config", "arrow_config")
+_REMEDY = "choose a LoRA adapter that PEFT or kt_ray wrote"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A and B of one module: W + scale * B A.
+
+    Attributes:
+        a: [r, in]; fused [E*r, in]. b: [out, r]; fused [out, r*E].
+        rank: r. scale: alpha / r (rsLoRA: alpha / sqrt(r)).
+        experts: E of a fused pair, else 0.
+    """
+
+    module: str
+    a: TensorInfo
+    b: TensorInfo
+    rank: int
+    scale: float
+    experts: int = 0
+
+    @property
+    def out_features(self) -> int:
+        return self.b.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.a.shape[1]
+
+    def factors(self, expert: int = 0) -> tuple[Tensor, Tensor]:
+        """A [r, in] and B [out, r], float32; of one expert where the pair is fused."""
+        if not self.experts:
+            return read_tensor(self.a).float(), read_tensor(self.b).float()
+        a = read_tensor(slice_of(self.a, expert * self.rank, (expert + 1) * self.rank)).float()
+        b = _whole(self.b).view(self.out_features, self.rank, self.experts)[:, :, expert]
+        return a, b.float()
+
+    def delta(self, expert: int = 0) -> Tensor:
+        """scale * B A, [out, in], float32."""
+        a, b = self.factors(expert)
+        return self.scale * (b @ a)
+
+
+@lru_cache(maxsize=8)  # gate_up and down of the layers that several threads are at
+def _whole(info: TensorInfo) -> Tensor:
+    return read_tensor(info)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """An adapter's matrices, checked against its configuration.
+
+    Attributes:
+        path: the directory. config: adapter_config.json.
+        linear: module -> pair.
+        experts: (prefix "...experts", expert, "gate" | "up" | "down") -> pair.
+        fused: (prefix, "gate_up" | "down") -> pair.
+        leaves: (prefix, expert, projection) -> module, as the file names it.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    linear: dict[str, Pair] = field(default_factory=dict)
+    experts: dict[tuple[str, int, str], Pair] = field(default_factory=dict)
+    fused: dict[tuple[str, str], Pair] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Lora:
+        """Read the headers and the configuration.
+
+        Raises:
+            UserError: not an adapter; not LoRA, or a variant that is not W + scale * B A; keys or shapes
+                that do not fit together.
+        """
+        path = Path(directory)
+        for name in (CONFIG, WEIGHTS):
+            if not (path / name).is_file():
+                raise UserError(
+                    "not an adapter directory", where=str(path), observed=f"no {name}", remedy=_REMEDY
+                )
+        config = read_json(path / CONFIG, CONFIG, _REMEDY)
+        _check_config(path, config)
+        pairs = _pairs(path, read_header(path / WEIGHTS, remedy=_REMEDY).tensors)
+        lora = cls(path, config)
+        wrapped: dict[str, dict[str, tuple[TensorInfo, TensorInfo]]] = {}
+        for module, (a, b) in pairs.items():
+            match, expert = _FUSED.match(module), expert_name(f"{module}.weight")
+            if match is not None:
+                wrapped.setdefault(match["prefix"], {})[module] = (a, b)
+            elif expert is not None and expert.expert is not None and expert.role != "gate_up":
+                pair = lora._pair(module, a, b, lora._named(module))
+                lora.experts[expert.prefix, expert.expert, expert.role] = pair
+            else:
+                lora.linear[module] = lora._pair(module, a, b, lora._named(module))
+        for prefix, held in wrapped.items():
+            lora._add_fused(prefix, held)
+        return lora
+
+    @property
+    def base(self) -> str:
+        """The base model that the configuration names."""
+        return str(self.config.get("base_model_name_or_path") or "")
+
+    def pairs(self) -> list[Pair]:
+        """All pairs, linear modules first."""
+        return [*self.linear.values(), *self.experts.values(), *self.fused.values()]
+
+    def _named(self, module: str) -> str:
+        """What PEFT's patterns are compared with: the parameter, where target_parameters names it."""
+        weight, targets = f"{module}.weight", self.config.get("target_parameters") or []
+        return weight if any(weight == t or weight.endswith(f".{t}") for t in targets) else module
+
+    def _setting(self, module: str) -> tuple[int, float]:
+        """Rank and alpha of a module, as PEFT's patterns give them."""
+        found = []
+        for default, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+            held: Mapping[str, Any] = self.config.get(patterns) or {}
+            key = next((k for k in held if re.match(rf"(.*\.)?({k})$", module)), None)
+            found.append(self.config[default] if key is None else held[key])
+        return int(found[0]), float(found[1])
+
+    def _pair(self, module: str, a: TensorInfo, b: TensorInfo, named: str, experts: int = 0) -> Pair:
+        rank, alpha = self._setting(named)
+        rows = rank * max(1, experts)
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rows or b.shape[1] != rows:
+            raise UserError(
+                "adapter's matrices and its configuration disagree about the rank",
+                where=f"{self.path}, {module}",
+                observed=f"A {list(a.shape)}, B {list(b.shape)}",
+                required=f"A [{rows}, in], B [out, {rows}] (r {rank})",
+                remedy="check r and rank_pattern in adapter_config.json",
+            )
+        scale = alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
+        return Pair(module, a, b, rank, scale, experts)
+
+    def _add_fused(self, prefix: str, held: dict[str, tuple[TensorInfo, TensorInfo]]) -> None:
+        roles = self._roles(prefix, held)
+        for role, module in roles.items():
+            a, b = held[module]
+            named = f"{prefix}.{role}_proj"
+            count = a.shape[0] // self._setting(named)[0]
+            self.fused[prefix, role] = self._pair(module, a, b, named, count)
+
+    def _roles(self, prefix: str, held: dict[str, tuple[TensorInfo, TensorInfo]]) -> dict[str, str]:
+        """Which wrapper adapts gate_up and which down: by shapes, or by the only one that is configured."""
+        if len(held) == 2:
+            for up, down in (sorted(held, reverse=True), sorted(held)):
+                (a, b), (a2, b2) = held[up], held[down]
+                if a.shape[1] == b2.shape[0] and b.shape[0] == 2 * a2.shape[1]:
+                    return {"gate_up": up, "down": down}
+        elif len(held) == 1:
+            targets = self.config.get("target_parameters") or []
+            named = {r for r in ("gate_up", "down") if any(str(t).endswith(f"{r}_proj") for t in targets)}
+            if len(named) == 1:
+                return {named.pop(): next(iter(held))}
+        raise UserError(
+            "adapter's fused expert matrices fit neither gate_up_proj nor down_proj",
+            where=f"{self.path}, {prefix}",
+            observed="; ".join(f"{m} A {list(a.shape)}, B {list(b.shape)}" for m, (a, b) in held.items()),
+            required="A [E*r, H], B [2I, r*E] and A [E*r, I], B [H, r*E]",
+            remedy=_REMEDY,
+        )
+
+
+def _check_config(path: Path, config: Mapping[str, Any]) -> None:
+    wrong: list[tuple[bool, str]] = [
+        (config.get("peft_type") != "LORA", f"peft_type {config.get('peft_type')!r}"),
+        (not isinstance(config.get("r"), int) or config.get("r", 0) < 1, f"r {config.get('r')!r}"),
+        (not isinstance(config.get("lora_alpha"), int | float), f"lora_alpha {config.get('lora_alpha')!r}"),
+        (bool(config.get("use_dora")), "use_dora"),
+        (config.get("bias", "none") != "none", f"bias {config.get('bias')!r}"),
+        (bool(config.get("lora_bias")), "lora_bias"),
+        (bool(config.get("fan_in_fan_out")), "fan_in_fan_out"),
+        (bool(config.get("modules_to_save")), f"modules_to_save {config.get('modules_to_save')!r}"),
+        (bool(config.get("layer_replication")), "layer_replication"),
+        (bool(config.get("trainable_token_indices")), "trainable_token_indices"),
+        (bool(config.get("use_qalora")), "use_qalora"),
+        (config.get("alora_invocation_tokens") is not None, "alora_invocation_tokens"),
+        *((bool(config.get(name)), name) for name in _VARIANTS),
+    ]
+    init = config.get("init_lora_weights")
+    wrong.append(
+        (
+            isinstance(init, str) and init.lower() not in _KEEPS_BASE,
+            f"init_lora_weights {init!r} (a changed base)",
+        )
+    )
+    found = [text for is_wrong, text in wrong if is_wrong]
+    if found:
+        raise UserError(
+            "adapter is not plain LoRA",
+            where=str(path / CONFIG),
+            observed=", ".join(found),
+            required="LORA: W + scale * B A, r and lora_alpha given",
+            remedy="merge it with PEFT, or train without this option",
+        )
+
+
+def _pairs(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[TensorInfo, TensorInfo]]:
+    halves: dict[str, dict[str, TensorInfo]] = {}
+    other: list[str] = []
+    for key, info in tensors.items():
+        match = _KEY.match(key.removeprefix(PREFIX))
+        if match is None:
+            other.append(key)
+        else:
+            halves.setdefault(match["module"], {})[match["half"]] = info
+    fault: Callable[[list[str], str], UserError] = lambda names, what: UserError(  # noqa: E731
+        what,
+        where=str(path / WEIGHTS),
+        observed=some(sorted(names), 8),
+        required="a lora_A.weight and a lora_B.weight for each module",
+        remedy=_REMEDY,
+    )
+    if other:
+        raise fault(other, "adapter holds tensors that are not LoRA matrices")
+    single = [f"{m}.lora_{next(iter(h))}.weight" for m, h in halves.items() if len(h) < 2]
+    if single:
+        raise fault(single, "adapter holds one half of a pair")
+    if not halves:
+        raise fault([], "adapter holds no LoRA matrices")
+    return {module: (held["A"], held["B"]) for module, held in halves.items()}
+
+
+def is_zero(info: TensorInfo) -> bool:
+    """Whether all values are zero."""
+    return not bool(torch.count_nonzero(read_tensor(info)))

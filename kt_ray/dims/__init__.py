@@ -1,0 +1,1 @@
+"""What a model is: its dimensions, formats and parameters, read from config.json alone. No torch."""

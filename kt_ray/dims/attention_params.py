@@ -1,0 +1,249 @@
+"""Attention of one decoder layer with its norms: parameters, and the projections that LoRA targets.
+
+Module names and shapes follow the layers of transformers 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kt_ray.dims.config_keys import Keys, LayerParts
+from kt_ray.dims.kv_cache import CacheWidth
+
+
+def attention(keys: Keys, layer: int, parts: LayerParts) -> None:
+    """Adds the attention of decoder layer `layer` to `parts`."""
+    if keys.family == "deepseek_v4":
+        _deepseek_v4(keys, layer, parts)
+    elif is_linear(keys, layer) and (kimi := _kimi(keys)) is not None:
+        _kimi_delta(keys, kimi, parts)
+    elif is_linear(keys, layer) and keys.config.get("linear_num_key_heads"):
+        _gated_delta(keys, parts)
+    elif keys.config.get("kv_lora_rank"):
+        _mla(keys, parts)
+    else:  # linear attention of other kinds (lightning, mamba) is estimated as this
+        grouped_query(keys, layer, parts)
+
+
+def grouped_query(keys: Keys, layer: int, parts: LayerParts, at: str = "self_attn") -> None:
+    """Grouped-query attention with the family's biases, norms, gates and sinks; `at` is its module."""
+    family, hidden, heads = keys.family, keys.size("hidden_size"), keys.size("num_attention_heads")
+    kv_heads = keys.size("num_key_value_heads", default=heads)
+    head = keys.size("head_dim", default=max(1, hidden // heads))
+    q_out, kv_out = heads * head, kv_heads * head
+    bias = keys.flag("qkv_bias", True) if family == "qwen2_moe" else keys.flag("attention_bias")
+    gated = family in ("qwen3_next", "qwen3_5_moe") and keys.flag("attn_output_gate", True)
+    parts.project(f"{at}.q_proj", hidden, q_out * (2 if gated else 1), bias)
+    parts.project(f"{at}.k_proj", hidden, kv_out, bias)
+    parts.project(f"{at}.v_proj", hidden, kv_out, bias)
+    o_bias = bias and family not in ("qwen2_moe", "glm4_moe")
+    parts.project(f"{at}.o_proj", q_out, hidden, o_bias)
+    if family in ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "minimax_m3_vl_text") or (
+        family == "glm4_moe" and keys.flag("use_qk_norm")
+    ):
+        parts.attention += 2 * head
+    elif family == "olmoe" or (family == "minimax_m2" and keys.flag("use_qk_norm", True)):
+        parts.attention += q_out + kv_out
+    elif family == "gpt_oss":
+        parts.attention += heads  # attention sinks
+    parts.width = heads * head * 3
+    parts.pair, parts.window = 2 * q_out, _window(keys, layer)
+    if parts.window:
+        parts.cache = CacheWidth(near=2 * kv_out, window=parts.window - 1)
+    else:
+        parts.cache = CacheWidth(token=2 * kv_out)
+    if family == "minimax_m3_vl_text":
+        _block_indexer(keys, layer, parts)
+
+
+def _window(keys: Keys, layer: int) -> int:
+    """Keys that a query of this layer meets at most; 0 = all before it."""
+    window, types = keys.config.get("sliding_window"), keys.listed("layer_types")
+    if not isinstance(window, int) or not keys.flag("use_sliding_window", True):
+        return 0
+    if types is not None:
+        slides = layer < len(types) and types[layer] == "sliding_attention"
+    elif keys.family == "gpt_oss":
+        slides = layer % 2 == 0
+    else:
+        slides = keys.family in ("mixtral", "phimoe")
+    return window if slides else 0
+
+
+def _block_indexer(keys: Keys, layer: int, parts: LayerParts) -> None:
+    """MiniMax-M3's choice of key blocks, in its sparse layers."""
+    sparse = keys.config.get("sparse_attention_config")
+    inner = Keys(sparse if isinstance(sparse, Mapping) else {}, keys.where + ", sparse_attention_config")
+    types, frequency = keys.listed("layer_types"), inner.listed("sparse_attention_freq")
+    chosen = (
+        layer < len(types) and types[layer] == "minimax_m3_sparse"
+        if types is not None
+        else frequency is not None and layer < len(frequency) and bool(frequency[layer])
+    )
+    if not chosen:
+        return
+    hidden = keys.size("hidden_size")
+    heads = inner.size("sparse_num_index_heads", default=keys.size("index_n_heads", default=4))
+    head = inner.size("sparse_index_dim", default=keys.size("index_head_dim", default=128))
+    parts.project("self_attn.indexer.q_proj", hidden, heads * head)
+    parts.project("self_attn.indexer.k_proj", hidden, head)
+    parts.attention += 2 * head  # norms
+    parts.cache = parts.cache._replace(token=parts.cache.token + head)
+
+
+def _mla(keys: Keys, parts: LayerParts) -> None:
+    """Multi-head latent attention (DeepSeek-V2), with DeepSeek-V3.2's indexer where the config has one."""
+    hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
+    nope, rope = keys.size("qk_nope_head_dim"), keys.size("qk_rope_head_dim", least=0)
+    v_head, kv_rank = keys.size("v_head_dim"), keys.size("kv_lora_rank")
+    q_out = heads * (nope + rope)
+    q_rank = keys.size("q_lora_rank", default=0, least=0)
+    bias = keys.flag("attention_bias")
+    if q_rank:
+        parts.project("self_attn.q_a_proj", hidden, q_rank, bias)
+        parts.attention += q_rank  # norm
+        parts.project("self_attn.q_b_proj", q_rank, q_out)
+    else:
+        parts.project("self_attn.q_proj", hidden, q_out)
+    parts.project("self_attn.kv_a_proj_with_mqa", hidden, kv_rank + rope, bias)
+    parts.attention += kv_rank  # norm
+    parts.cache = CacheWidth(token=kv_rank + rope)
+    parts.project("self_attn.kv_b_proj", kv_rank, heads * (nope + v_head))
+    parts.project("self_attn.o_proj", heads * v_head, hidden, bias)
+    if keys.flag("mla_use_output_gate"):
+        parts.attention += hidden * heads * v_head
+    if keys.config.get("index_n_heads"):
+        index_heads, index_head = keys.size("index_n_heads"), keys.size("index_head_dim")
+        parts.project("self_attn.indexer.wq_b", q_rank or hidden, index_heads * index_head)
+        parts.project("self_attn.indexer.wk", hidden, index_head)
+        parts.attention += 2 * index_head  # norm with bias
+        parts.project("self_attn.indexer.weights_proj", hidden, index_heads)
+        parts.pair = index_heads * index_head
+        parts.cache = CacheWidth(token=kv_rank + rope + index_head)
+    parts.width = heads * (2 * (nope + rope) + v_head)
+    parts.pair += heads * (nope + rope + v_head)
+
+
+def _deepseek_v4(keys: Keys, layer: int, parts: LayerParts) -> None:
+    """DeepSeek-V4: one key/value head, grouped output, compressor, indexer, hyper-connections."""
+    hidden, heads, head = keys.size("hidden_size"), keys.size("num_attention_heads"), keys.size("head_dim")
+    q_rank, o_rank, groups = keys.size("q_lora_rank"), keys.size("o_lora_rank"), keys.size("o_groups")
+    parts.project("self_attn.q_a_proj", hidden, q_rank)
+    parts.project("self_attn.q_b_proj", q_rank, heads * head)
+    parts.project("self_attn.kv_proj", hidden, head)
+    parts.project("self_attn.o_b_proj", groups * o_rank, hidden)
+    parts.attention += heads + q_rank + head + heads * head * o_rank  # sinks, two norms, o_a_proj in groups
+    ratio, fine = _compression(keys, layer)
+    window = keys.size("sliding_window", default=128)
+    # Keys are values, but only compressing layers' caches hold them once.
+    parts.cache = CacheWidth(near=head if ratio else 2 * head, window=window - 1)
+    if ratio:
+        name = "self_attn.compressor"
+        overlap = 2 if fine else 1  # the fine compressor keeps two overlapping windows
+        parts.attention += overlap * head * ratio + head  # position bias, norm
+        parts.project(f"{name}.kv_proj", hidden, overlap * head)
+        parts.project(f"{name}.gate_proj", hidden, overlap * head)
+        # Besides compressed tokens those that are not compressed yet, and the fine one's window before.
+        kept = 2 * (overlap * head * (ratio - 1) + (overlap - 1) * head * ratio)
+        parts.cache = parts.cache._replace(token=head / ratio, row=kept)
+        if fine:
+            index_heads, index_head = keys.size("index_n_heads"), keys.size("index_head_dim")
+            parts.attention += 2 * index_head * ratio + index_head
+            kept += 2 * (2 * index_head * (ratio - 1) + index_head * ratio)
+            parts.cache = parts.cache._replace(token=(head + index_head) / ratio, row=kept)
+            parts.project(f"{name}.indexer.kv_proj", hidden, 2 * index_head)
+            parts.project(f"{name}.indexer.gate_proj", hidden, 2 * index_head)
+            parts.project(f"{name}.indexer.q_b_proj", q_rank, index_heads * index_head)
+            parts.project(f"{name}.indexer.scorer.weights_proj", hidden, index_heads)
+    streams = keys.size("hc_mult", default=4)
+    mixes = streams * (streams + 2)
+    parts.attention += 2 * (
+        mixes * streams * hidden + mixes + 3
+    )  # hyper-connections of attention and of the MoE
+    parts.width = heads * head + 2 * head
+    parts.pair, parts.window = 2 * heads * head, window
+
+
+def _compression(keys: Keys, layer: int) -> tuple[int, bool]:
+    """DeepSeek-V4: tokens per compressed one (0 = uncompressed), and whether it is the fine compressor.
+
+    Releases list ratios; transformers saves layer_types and a rate for each of them.
+    """
+    ratios, types = keys.listed("compress_ratios"), keys.listed("layer_types")
+    if ratios is not None or types is None:
+        ratio = int(ratios[layer]) if ratios and layer < len(ratios) else 0
+        return ratio, ratio == 4
+    kind = str(types[layer]) if layer < len(types) else ""
+    fine = kind == "compressed_sparse_attention"
+    if not fine and kind != "heavily_compressed_attention":
+        return 0, False
+    rates = keys.config.get("compress_rates")
+    return Keys(rates if isinstance(rates, Mapping) else {}, keys.where).size(
+        kind, default=4 if fine else 128
+    ), fine
+
+
+def is_linear(keys: Keys, layer: int) -> bool:
+    """Whether this layer's attention is a linear one (gated delta, Kimi delta, lightning, mamba)."""
+    linear = keys.config.get("linear_attn_config")
+    if isinstance(linear, Mapping) and linear.get("kda_layers"):  # kimi_linear counts layers from 1
+        return layer + 1 in linear["kda_layers"]
+    types = keys.listed("layer_types")
+    if types is not None:
+        return layer < len(types) and types[layer] in ("linear_attention", "mamba")
+    if keys.config.get("linear_num_key_heads"):
+        return (layer + 1) % keys.size("full_attention_interval", default=4) != 0
+    return False
+
+
+def _kimi(keys: Keys) -> Keys | None:
+    """Keys of Kimi Linear's delta attention, as released or as transformers saves them."""
+    released = keys.config.get("linear_attn_config")
+    if isinstance(released, Mapping):
+        return Keys(released, keys.where + ", linear_attn_config")
+    saved = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+    if keys.config.get(saved[0]) is None:
+        return None
+    names = ("num_heads", "head_dim", "short_conv_kernel_size")
+    given = {new: keys.config.get(old) for old, new in zip(saved, names, strict=True)}
+    return Keys(given, keys.where)
+
+
+def _kimi_delta(keys: Keys, inner: Keys, parts: LayerParts) -> None:
+    """Kimi Linear's delta attention; `inner` are its own keys."""
+    hidden, heads, head = keys.size("hidden_size"), inner.size("num_heads"), inner.size("head_dim")
+    width, kernel = heads * head, inner.size("short_conv_kernel_size", default=4)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        parts.project(f"self_attn.{name}", hidden, width)
+    parts.project("self_attn.o_proj", width, hidden)
+    parts.project("self_attn.b_proj", hidden, heads)
+    if inner.flag("use_full_rank_gate"):
+        parts.project("self_attn.g_proj", hidden, width)
+    else:
+        parts.project("self_attn.g_a_proj", hidden, head)
+        parts.project("self_attn.g_b_proj", head, width)
+    parts.attention += 3 * width * kernel + hidden * head + head * width  # convolution, forget gate
+    parts.attention += width + heads + head  # dt_bias, A_log, norm
+    parts.width = 3 * width
+    parts.cache = CacheWidth(row=3 * width * kernel, state=width * head)
+
+
+def _gated_delta(keys: Keys, parts: LayerParts) -> None:
+    """Qwen3-Next's and Qwen3.5's gated delta attention."""
+    hidden = keys.size("hidden_size")
+    key = keys.size("linear_num_key_heads") * keys.size("linear_key_head_dim")
+    value_heads, value_head = keys.size("linear_num_value_heads"), keys.size("linear_value_head_dim")
+    value = value_heads * value_head
+    if keys.family == "qwen3_next":
+        parts.project("linear_attn.in_proj_qkvz", hidden, 2 * key + 2 * value)
+        parts.project("linear_attn.in_proj_ba", hidden, 2 * value_heads)
+    else:
+        parts.project("linear_attn.in_proj_qkv", hidden, 2 * key + value)
+        parts.project("linear_attn.in_proj_z", hidden, value)
+        parts.project("linear_attn.in_proj_b", hidden, value_heads)
+        parts.project("linear_attn.in_proj_a", hidden, value_heads)
+    parts.project("linear_attn.out_proj", value, hidden)
+    conv = (2 * key + value) * keys.size("linear_conv_kernel_dim", default=4)
+    parts.cache = CacheWidth(row=conv, state=value * keys.size("linear_key_head_dim"))
+    parts.attention += conv + 2 * value_heads + value_head  # dt_bias and A_log, norm
+    parts.width = 2 * key + value

@@ -1,0 +1,249 @@
+"""Model dimensions from a config.json alone: no checkpoint, no transformers, no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kt_ray.dims.config_keys import Keys, LayerParts
+from kt_ray.dims.layer_params import (
+    ACTIVATIONS,
+    UNCOMPUTED,
+    UNDISPATCHED,
+    UNGATED,
+    expert_intermediate,
+    is_moe_layer,
+    latent_width,
+    layer_parts,
+    num_experts,
+    num_layers,
+    outside_params,
+)
+from kt_ray.dims.model_dims import ModelDims, Quantised
+from kt_ray.dims.weight_formats import (
+    expert_storage,
+    linear_storage,
+    missing_for_training,
+    plain_expert_layers,
+    plain_storage,
+)
+from kt_ray.disk import content_of_file
+from kt_ray.errors import UserError
+
+_EXPERT_COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+_TOP_K = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k"),
+    "top_k_experts",
+)
+_TEXT = ("text_config", "language_config", "llm_config", "thinker_config")
+_OTHER_FAMILY = "use another family (DeepSeek-V2/V3, Kimi-K2, Qwen3, Mixtral, GLM-4.5, OLMoE, gpt-oss)"
+_UNQUANTISED = re.compile(r"\bweights_proj$|\bcompressor\.(kv|gate)_proj$")
+_ACTIVATION = ("mlp_hidden_act", "hidden_activation", "hidden_act")
+
+
+def dims_from_dir(path: str | Path) -> ModelDims:
+    """Dimensions of the checkpoint directory `path`.
+
+    Raises:
+        UserError: the directory or its config.json is missing or unreadable, or it is no MoE language model.
+    """
+    folder = Path(path).expanduser()
+    file = folder / "config.json"
+    if not folder.is_dir():
+        raise UserError(
+            "the model directory does not exist",
+            where=str(folder),
+            required="a Hugging Face directory with config.json and *.safetensors",
+            remedy="set model.path to the directory of the checkpoint",
+        )
+    if not file.is_file():
+        raise UserError(
+            "the model directory holds no config.json",
+            where=str(folder),
+            required="a Hugging Face directory with config.json and *.safetensors",
+            remedy="set model.path to the directory that holds config.json, or download it again",
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            "the model's config.json cannot be read",
+            where=str(file),
+            observed=content_of_file(file) or error,
+            required="a JSON object",
+            remedy="download config.json again",
+        ) from None
+    return dims_from_config(config, name=str(file))
+
+
+def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
+    """Dimensions from the contents of a config.json.
+
+    Args:
+        config: the released configuration, as a mapping.
+        name: label for messages (a path or a model name).
+
+    Raises:
+        UserError: no routed experts, or a dimension is missing or not a positive integer.
+    """
+    where = name or "config.json"
+    if not isinstance(config, Mapping):
+        raise UserError(
+            "the model's config.json is not a JSON object", where=where, observed=type(config).__name__,
+            required="an object of keys and values", remedy="download config.json again",
+        )  # fmt: skip
+    text, part = _text_part(config)
+    keys = Keys(text, where)
+    if not any(text.get(key) for key in _EXPERT_COUNT):
+        raise UserError(
+            "the model has no routed experts",
+            where=where,
+            observed=f"model_type {config.get('model_type', 'missing')}, none of {', '.join(_EXPERT_COUNT)}",
+            required="a Mixture-of-Experts model",
+            remedy="choose a MoE checkpoint; a dense model needs no expert offloading (PEFT trains it)",
+        )
+    layers = num_layers(keys)
+    hidden, vocab = keys.size("hidden_size"), keys.size("vocab_size")
+    experts, top_k = num_experts(keys), keys.size(*_TOP_K)
+    if top_k > experts:
+        raise UserError(
+            "num_experts_per_tok is larger than the number of experts", where=where, observed=top_k,
+            required=f"at most {experts}", remedy="correct config.json",
+        )  # fmt: skip
+    moe = tuple(layer for layer in range(layers) if is_moe_layer(keys, layer))
+    if not moe:
+        raise UserError(
+            "no layer of the model holds routed experts", where=where, required="at least one MoE layer",
+            remedy="check first_k_dense_replace, moe_layer_freq, decoder_sparse_step and mlp_only_layers",
+        )  # fmt: skip
+    parts = [layer_parts(keys, layer, layer in moe) for layer in range(layers)]
+    intermediate = expert_intermediate(keys)
+    streams = keys.size("hc_mult", default=4) if keys.family == "deepseek_v4" else 1
+    dtype, assumed = _dtype(config, text, where)
+    weights = {
+        **text,
+        "quantization_config": text.get("quantization_config") or config.get("quantization_config"),
+    }
+    storage, plain = expert_storage(weights, dtype), plain_expert_layers(weights, moe)
+    if plain == moe:  # quantization_config excludes all of them
+        storage, plain = plain_storage(dtype), ()
+    quantised = _quantised(weights, dtype, parts)
+    notes = [f"dtype is not in config.json; {dtype} assumed"] if assumed else []
+    if part:
+        notes.append(f"multimodal model: only its text part ({part}) is planned and trained")
+    if not keys.exact:
+        notes.append(f"family {keys.family!r} is read by its keys: sizes outside the experts are estimates")
+    if plain:
+        notes.append(f"the experts of {len(plain)} of {len(moe)} MoE layers are not quantised")
+    tie = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    latent, context = latent_width(keys), text.get("max_position_embeddings")
+    return ModelDims(
+        model_type=str(text.get("model_type") or config.get("model_type") or "unknown"),
+        hidden_size=hidden,
+        num_layers=layers,
+        vocab_size=vocab,
+        num_experts=experts,
+        experts_per_token=top_k,
+        expert_intermediate=intermediate,
+        moe_layers=moe,
+        attention_params=tuple(p.attention for p in parts),
+        dense_params=tuple(p.dense for p in parts),
+        # not of indexers: model/lora.py says why
+        lora_in_out=tuple(tuple(m for m in p.modules if ".indexer." not in m[0]) for p in parts),
+        tie_embeddings=bool(tie),
+        dtype=dtype,
+        expert_storage=storage,
+        refusal=_refusal(keys, missing_for_training(weights, storage), latent),
+        notes=tuple(notes),
+        name=name,
+        expert_hidden=latent,
+        expert_bias_params=2 * intermediate + hidden if keys.family == "gpt_oss" else 0,
+        outside_params=outside_params(keys, streams),
+        num_heads=keys.size("num_attention_heads"),
+        attention_width=max(p.width for p in parts),
+        pair_widths=tuple((p.pair, p.window) for p in parts),
+        cache_widths=tuple(p.cache for p in parts),
+        context=context if isinstance(context, int) and context > 0 else 0,
+        hidden_streams=streams,
+        gated=keys.family not in UNGATED,
+        plain_expert_layers=plain,
+        quantised=quantised if any(q.params for q in quantised) else (),
+    )
+
+
+def _quantised(weights: Mapping[str, Any], dtype: str, parts: list[LayerParts]) -> tuple[Quantised, ...]:
+    """Per layer the linear modules outside the routed experts that are stored quantised.
+
+    Routers, embedding and head never are; compressors and the indexers' scores are released unquantised.
+    """
+    found = []
+    for layer, part in enumerate(parts):
+        params, size, largest = 0, 0.0, 0
+        for module, columns, rows in part.modules:
+            storage = linear_storage(weights, dtype, layer, module)
+            if storage == plain_storage(dtype) or _UNQUANTISED.search(module):
+                continue
+            params, largest = params + rows * columns, max(largest, rows * columns)
+            size += storage.matrix_bytes(rows, columns)
+        found.append(Quantised(params, size, largest))
+    return tuple(found)
+
+
+def _text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The language model's own keys, and the key they sit under ("" = the top level)."""
+    for key in _TEXT:
+        inner = config.get(key)
+        if not isinstance(inner, Mapping):
+            continue
+        text, deeper = _text_part(inner)
+        if "hidden_size" in text:
+            named = text if text.get("model_type") else {**text, "model_type": config.get("model_type")}
+            return named, f"{key}.{deeper}" if deeper else key
+    return config, ""
+
+
+def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], where: str) -> tuple[str, bool]:
+    """Type of the non-expert weights, and whether it had to be assumed."""
+    for source in (text, config):
+        for key in ("dtype", "torch_dtype"):
+            value = str(source.get(key) or "auto").removeprefix("torch.")
+            if value == "auto":
+                continue
+            if value not in ("bfloat16", "float32", "float16"):
+                raise UserError(
+                    f"{key} in the model's config.json is not supported", where=where, observed=value,
+                    required="bfloat16, float32 or float16", remedy="use a checkpoint saved in bfloat16",
+                )  # fmt: skip
+            return value, False
+    return "bfloat16", True
+
+
+def _refusal(keys: Keys, missing: str | None, latent: int) -> str | None:
+    """Why the model can be planned but not trained, with what to do; None = it can be trained."""
+    activation = next((str(keys.config[key]) for key in _ACTIVATION if keys.config.get(key)), "silu")
+    family, ungated = keys.family, keys.family in UNGATED
+    reasons = []
+    if family in UNDISPATCHED:
+        reasons.append(
+            f"transformers does not dispatch the routed experts of {family}; use a family that it dispatches"
+        )
+    if family in UNCOMPUTED:
+        reasons.append(f"{UNCOMPUTED[family]}; {_OTHER_FAMILY}")
+    elif activation not in (("relu2",) if ungated else ACTIVATIONS):
+        gate = " without a gate" if ungated else ""
+        known = "relu2" if ungated else ", ".join(ACTIVATIONS)
+        reasons.append(
+            f"experts with the activation {activation!r}{gate} are not computed (known: {known}); "
+            + _OTHER_FAMILY
+        )
+    if latent:
+        reasons.append(
+            f"experts on a projected width ({latent} of {keys.size('hidden_size')}) are not trained; "
+            + _OTHER_FAMILY
+        )
+    if missing:
+        reasons.append(missing)
+    return "; also: ".join(reasons) or None

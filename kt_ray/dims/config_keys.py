@@ -1,0 +1,100 @@
+"""A config.json's keys, read with errors that name the file and the key; the counts of one decoder layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kt_ray.dims.kv_cache import CacheWidth
+from kt_ray.errors import UserError
+
+# Other names that checkpoints give the same architecture.
+ALIASES = {
+    "kimi_k2": "deepseek_v3",
+    "deepseek_ref": "deepseek_v4",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_vl_moe": "qwen3_moe",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "kimi_k25": "deepseek_v3",
+    "minimax_m3": "minimax_m3_vl_text",
+    "minimax_m3_vl": "minimax_m3_vl_text",
+}
+
+# Families whose counts equal transformers' own, parameter for parameter (tests/dims/test_config_json.py).
+EXACT = frozenset(
+    (
+        *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "glm4_moe", "gpt_oss"),
+        *("minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "kimi_linear", "nemotron_h"),
+        *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe"),
+    )
+)
+# Keys of releases that go beyond transformers' class of the family.
+_BEYOND = ("routed_expert_hidden_size", "mla_use_output_gate", "attn_res_block_size")
+
+
+class Keys:
+    """config.json with errors that name the file and the key."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self.config = config
+        self.where = where
+        model_type = str(config.get("model_type", ""))
+        self.family = ALIASES.get(model_type, model_type)
+
+    @property
+    def exact(self) -> bool:
+        """Whether counts equal transformers' own, parameter for parameter."""
+        return self.family in EXACT and not any(self.config.get(key) for key in _BEYOND)
+
+    def size(self, *names: str, default: int | None = None, least: int = 1) -> int:
+        """The first of `names` that is present and not null, as an integer of at least `least`."""
+        for name in names:
+            value = self.config.get(name)
+            if isinstance(value, list | tuple) and value:  # one value per modality (ernie): text comes first
+                value = value[0]
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UserError(
+                    f"{name} in the model's config.json is not usable",
+                    where=self.where,
+                    observed=repr(value),
+                    required=f"an integer of at least {least}",
+                    remedy="download config.json again, or correct the key",
+                )
+            return value
+        if default is not None:
+            return default
+        raise UserError(
+            f"the model's config.json lacks {' or '.join(names)}",
+            where=self.where,
+            required="the dimensions of a decoder-only MoE language model",
+            remedy="point model.path at a Hugging Face MoE checkpoint with its released config.json",
+        )
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.config.get(name)
+        return default if value is None else bool(value)
+
+    def listed(self, name: str) -> list[Any] | None:
+        value = self.config.get(name)
+        return list(value) if isinstance(value, list | tuple) and value else None
+
+
+@dataclass
+class LayerParts:
+    """Counts of one decoder layer; `modules` are the linear ones without routers: (name, in, out)."""
+
+    attention: int = 0
+    dense: int = 0
+    modules: list[tuple[str, int, int]] = field(default_factory=list)
+    width: int = 0  # elements per token of expanded queries, keys and values
+    pair: int = 0  # elements of keys and values that a query multiplies for each key it meets
+    window: int = 0  # keys that a query meets at most; 0 = all before it
+    cache: CacheWidth = field(default_factory=CacheWidth)  # what generation keeps of a row
+
+    def project(self, name: str, n_in: int, n_out: int, bias: bool = False) -> None:
+        """An attention projection."""
+        self.attention += n_in * n_out + (n_out if bias else 0)
+        self.modules.append((name, n_in, n_out))

@@ -1,0 +1,195 @@
+"""Parameters of one decoder layer, family by family, counted from config.json keys alone.
+
+Module names and shapes follow the layers of transformers 5 (deepseek_v2/v3/v32/v4, glm_moe_dsa,
+qwen2_moe/qwen3_moe/qwen3_next/qwen3_5_moe, mixtral, olmoe, phimoe, minimax_m2, minimax_m3_vl, glm4_moe,
+gpt_oss, kimi_linear); a family not listed in `EXACT` is read by the same keys, and its counts are then
+estimates.
+"""
+
+from __future__ import annotations
+
+from kt_ray.dims.attention_params import attention, grouped_query
+from kt_ray.dims.config_keys import Keys, LayerParts
+from kt_ray.dims.kv_cache import CacheWidth
+
+# Families whose experts the engine does not compute, whatever their activation is called.
+UNCOMPUTED = {
+    "inkling2_text": "experts with a gate of their own (a soft cap) are not computed",
+    "muse_spark_text": "experts with a norm after each of them are not computed",
+    "step3p5": "experts that clamp after silu are not computed",
+    "step3p7": "experts that clamp after silu are not computed",
+}
+# Families with experts that transformers 5 does not hand to its experts interface.
+UNDISPATCHED = frozenset(("dbrx", "doge", "jetmoe", "llama4", "llama4_text", "longcat_flash"))
+
+# Families that transformers has no "sdpa" attention for: they run "eager", which holds all scores.
+WITHOUT_SDPA = frozenset(
+    (
+        *("deepseek_ref", "deepseek_v4", "flint", "gpt_oss", "granitemoe_swa", "hy_v4", "inkling2_text"),
+        "mimo_v2_flash",
+    )
+)
+
+# Activations that the engine computes, by config.json's names; "swigluoai" is MiniMax-M3's clamped one.
+ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "swigluoai")
+UNGATED = ("nemotron_h",)  # experts without a gate: relu2 of up alone
+
+
+def layer_parts(keys: Keys, layer: int, moe: bool) -> LayerParts:
+    """Everything of decoder layer `layer` except its routed experts."""
+    parts = LayerParts()
+    if keys.family == "nemotron_h":
+        _nemotron_block(keys, layer, parts)
+        return parts
+    attention(keys, layer, parts)
+    hidden = keys.size("hidden_size")
+    parts.dense += (4 if keys.family == "phimoe" else 2) * hidden  # input and post-attention norms
+    if moe:
+        _moe_mlp(keys, parts)
+    else:
+        fused = keys.family == "minimax_m3_vl_text"
+        names = ("dense_intermediate_size", "intermediate_size_mlp", "intermediate_size", "ffn_hidden_size")
+        _gated_mlp(parts, "mlp", hidden, keys.size(*names), fused)
+    return parts
+
+
+def is_moe_layer(keys: Keys, layer: int) -> bool:
+    """Whether decoder layer `layer` holds routed experts."""
+    types = keys.listed("mlp_layer_types")
+    if types is not None:
+        return layer < len(types) and types[layer] != "dense"  # sparse, moe, hash_moe
+    frequency = keys.listed("moe_layer_freq")
+    if frequency is not None:
+        return layer < len(frequency) and bool(frequency[layer])
+    blocks = _blocks(keys)
+    if blocks:
+        return layer < len(blocks) and blocks[layer] in ("E", "moe")
+    chosen = keys.listed("moe_layers")
+    if chosen is not None:  # llama4
+        return layer in chosen
+    if keys.config.get("expert_layer_period"):  # jamba
+        offset = keys.size("expert_layer_offset", default=0, least=0)
+        return layer % keys.size("expert_layer_period") == offset
+    if "moe_layer_start_index" in keys.config:  # ernie4_5_moe
+        end = keys.config.get("moe_layer_end_index")
+        last = num_layers(keys) - 1 if end in (None, -1) else int(end)
+        start = keys.size("moe_layer_start_index", least=0)
+        return start <= layer <= last and (layer + 1) % keys.size("moe_layer_interval", default=1) == 0
+    if layer < keys.size("first_k_dense_replace", "num_dense_layers", default=0, least=0):
+        return False
+    if layer in (keys.listed("mlp_only_layers") or ()):
+        return False
+    if (layer + 1) % keys.size("decoder_sparse_step", default=1) != 0:
+        return False
+    return layer % keys.size("moe_layer_freq", default=1) == 0
+
+
+def num_layers(keys: Keys) -> int:
+    """Decoder layers; Nemotron-H's blocks count as one each."""
+    blocks = _blocks(keys)
+    return len(blocks) if blocks else keys.size("num_hidden_layers", "num_layers")
+
+
+def _blocks(keys: Keys) -> list[str] | None:
+    """Nemotron-H: what each layer is, as transformers' names or as letters (M, E, *, -)."""
+    pattern = keys.config.get("hybrid_override_pattern")
+    return list(pattern) if isinstance(pattern, str) else keys.listed("layers_block_type")
+
+
+def _nemotron_block(keys: Keys, layer: int, parts: LayerParts) -> None:
+    """Nemotron-H: a layer is a mixer, attention, an ungated MLP or experts, and a norm."""
+    hidden, kind = keys.size("hidden_size"), (_blocks(keys) or [])[layer]
+    parts.dense += hidden
+    if kind in ("E", "moe"):
+        latent, experts = latent_width(keys), num_experts(keys)
+        shared = keys.size("moe_shared_expert_intermediate_size", default=0, least=0)
+        parts.dense += hidden * experts
+        _ungated_mlp(parts, "mixer.shared_experts", hidden, shared)
+        if latent:
+            parts.dense += 2 * hidden * latent
+            parts.modules += [
+                ("mixer.fc1_latent_proj", hidden, latent),
+                ("mixer.fc2_latent_proj", latent, hidden),
+            ]
+    elif kind in ("-", "mlp"):
+        _ungated_mlp(parts, "mixer", hidden, keys.size("intermediate_size"))
+    elif kind in ("*", "attention", "full_attention"):
+        grouped_query(keys, layer, parts, "mixer")
+    else:
+        heads, head = keys.size("mamba_num_heads"), keys.size("mamba_head_dim")
+        inner, groups = heads * head, keys.size("n_groups", "mamba_n_groups")
+        convolved = inner + 2 * groups * keys.size("ssm_state_size")
+        kernel = keys.size("conv_kernel", "mamba_d_conv", default=4)
+        parts.project("mixer.in_proj", hidden, inner + convolved + heads)
+        parts.project("mixer.out_proj", inner, hidden)
+        bias = convolved if keys.flag("use_conv_bias", True) else 0
+        parts.attention += convolved * kernel + bias + 3 * heads + inner  # dt_bias, A_log, D; norm
+        parts.width = inner + convolved
+        parts.cache = CacheWidth(row=convolved * kernel, state=inner * keys.size("ssm_state_size"))
+
+
+def _ungated_mlp(parts: LayerParts, name: str, hidden: int, intermediate: int) -> None:
+    parts.dense += 2 * hidden * intermediate
+    parts.modules += [(f"{name}.up_proj", hidden, intermediate), (f"{name}.down_proj", intermediate, hidden)]
+
+
+def _gated_mlp(parts: LayerParts, name: str, hidden: int, intermediate: int, fused: bool = False) -> None:
+    parts.dense += 3 * hidden * intermediate
+    if fused:
+        parts.modules.append((f"{name}.gate_up_proj", hidden, 2 * intermediate))
+    else:
+        parts.modules += [
+            (f"{name}.gate_proj", hidden, intermediate),
+            (f"{name}.up_proj", hidden, intermediate),
+        ]
+    parts.modules.append((f"{name}.down_proj", intermediate, hidden))
+
+
+def _moe_mlp(keys: Keys, parts: LayerParts) -> None:
+    """Router and shared experts of a MoE layer."""
+    hidden, experts = keys.size("hidden_size"), num_experts(keys)
+    parts.dense += hidden * experts + (experts if keys.family == "gpt_oss" else 0)
+    parts.dense += 2 * hidden * latent_width(keys)
+    shared = keys.size(
+        *("shared_expert_intermediate_size", "shared_intermediate_size", "shared_experts_intermediate_size"),
+        "moe_shared_expert_intermediate_size",
+        default=0,
+        least=0,
+    )
+    if not shared:
+        count = keys.size(
+            "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", default=0, least=0
+        )
+        shared = count * expert_intermediate(keys)
+    if not shared:
+        return
+    gated = keys.family in ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
+    fused = keys.family == "minimax_m3_vl_text"
+    _gated_mlp(parts, "mlp.shared_expert" if gated else "mlp.shared_experts", hidden, shared, fused)
+    parts.dense += hidden if gated else 0  # shared_expert_gate
+
+
+def num_experts(keys: Keys) -> int:
+    """Routed experts per MoE layer."""
+    return keys.size("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+
+
+def expert_intermediate(keys: Keys) -> int:
+    """Intermediate size of one routed expert."""
+    return keys.size(
+        *("moe_intermediate_size", "expert_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+    )
+
+
+def latent_width(keys: Keys) -> int:
+    """Width that the hidden state is projected to before the routed experts; 0 = it is not."""
+    return keys.size("routed_expert_hidden_size", "moe_latent_size", "moe_hidden_size", default=0, least=0)
+
+
+def outside_params(keys: Keys, streams: int) -> int:
+    """Parameters outside layers, embedding and head's matrix: the last norm, the head's bias, streams."""
+    hidden = keys.size("hidden_size")
+    count = hidden
+    if keys.family == "phimoe":  # LayerNorm with a bias
+        count += hidden + (keys.size("vocab_size") if keys.flag("lm_head_bias") else 0)
+    return count + (streams * (streams * hidden + 1) + 1 if streams > 1 else 0)

@@ -1,0 +1,115 @@
+"""The dimensions of a model, as plans and predictions need them. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kt_ray.dims.kv_cache import CacheWidth
+from kt_ray.dims.weight_formats import Storage, plain_storage
+
+
+class Quantised(NamedTuple):
+    """The part of a layer outside its routed experts that the checkpoint stores quantised.
+
+    params: parameters. bytes: what they take as stored. largest: parameters of the largest matrix.
+    """
+
+    params: int = 0
+    bytes: float = 0
+    largest: int = 0
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """Dimensions of a MoE language model, read from its config.json.
+
+    Sizes are numbers of elements; `*_params` are numbers of parameters per layer of that kind.
+    """
+
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    num_experts: int  # routed experts per MoE layer
+    experts_per_token: int
+    expert_intermediate: int  # I of one routed expert
+    moe_layers: tuple[int, ...]  # indices of layers with routed experts
+    attention_params: tuple[int, ...]  # per layer: attention with its norms
+    dense_params: tuple[int, ...]  # per layer: router + shared expert, or the dense MLP; plus layer norms
+    lora_in_out: tuple[
+        tuple[tuple[str, int, int], ...], ...
+    ]  # per layer: (module, in, out) of LoRA targets ("auto")
+    tie_embeddings: bool
+    dtype: str  # "bfloat16" | "float32" | "float16": non-expert weights
+    expert_storage: Storage  # of the routed experts, but for those of plain_expert_layers
+    refusal: str | None = None  # why this model cannot be trained; None = it can
+    notes: tuple[str, ...] = ()
+    name: str = ""  # label for messages: the model group's name or the directory
+    expert_hidden: int = 0  # width the routed experts work on; 0 = hidden_size
+    expert_bias_params: int = 0  # biases of one routed expert
+    outside_params: int = 0  # final norm and whatever else sits outside layers, embedding and head
+    num_heads: int = 0  # query heads
+    attention_width: int = 0  # elements per token of expanded queries, keys and values of one layer
+    pair_widths: tuple[
+        tuple[int, int], ...
+    ] = ()  # per layer: elements that a query multiplies per key, window
+    cache_widths: tuple[CacheWidth, ...] = ()  # per layer: what generation keeps of a row
+    context: int = 0  # tokens that the model was made for (max_position_embeddings); 0 = it does not say
+    hidden_streams: int = 1  # residual streams between layers (hyper-connections), each hidden_size wide
+    gated: bool = True  # whether the routed experts have a gate projection
+    plain_expert_layers: tuple[int, ...] = ()  # MoE layers whose experts are stored in `dtype`
+    quantised: tuple[Quantised, ...] = ()  # per layer, outside the routed experts; () = nothing is
+    experts_file_bytes: int = 0  # bytes of all routed experts in a file of their own (GGUF); 0 = unknown
+
+    @property
+    def expert_format(self) -> str:
+        """ "bf16", "f32", "fp8_block", "fp8", "mxfp4", "int8", "int4", ... of the routed experts."""
+        return self.expert_storage.format
+
+    @property
+    def expert_width(self) -> int:
+        """Width of a routed expert's input and output."""
+        return self.expert_hidden or self.hidden_size
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one routed expert (gate if there is one, up, down and their biases)."""
+        matrices = 3 if self.gated else 2
+        return matrices * self.expert_width * self.expert_intermediate + self.expert_bias_params
+
+    def expert_bytes(self, storage: Storage | None = None) -> float:
+        """Bytes of one expert index in all MoE layers: data and scales as stored, biases in float32.
+
+        Args:
+            storage: one that the experts are quantised to while they are read; None = the checkpoint's.
+        """
+        width, inter = self.expert_width, self.expert_intermediate
+
+        def matrices(kind: Storage, streamed: bool = False) -> float:
+            up, down = (kind.dividing(width), kind.dividing(inter)) if streamed else (kind, kind)
+            ups = (2 if self.gated else 1) * up.matrix_bytes(inter, width)
+            return ups + down.matrix_bytes(width, inter)
+
+        layers, plain = len(self.moe_layers), len(self.plain_expert_layers)
+        biases = 4 * self.expert_bias_params * layers
+        if storage is not None:
+            return layers * matrices(storage, streamed=True) + biases
+        kept = plain * matrices(plain_storage(self.dtype)) if plain else 0
+        return (layers - plain) * matrices(self.expert_storage) + kept + biases
+
+    @property
+    def routed_params(self) -> int:
+        """Parameters of all routed experts of all layers."""
+        return self.expert_params * self.num_experts * len(self.moe_layers)
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters of the token embedding (the head has as many, unless they are tied)."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def total_params(self) -> int:
+        """All parameters, multi-token-prediction layers not counted."""
+        ends = self.embedding_params * (1 if self.tie_embeddings else 2) + self.outside_params
+        return ends + sum(self.attention_params) + sum(self.dense_params) + self.routed_params

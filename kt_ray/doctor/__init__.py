@@ -1,0 +1,1 @@
+"""The checks and measurements of mode=doctor."""

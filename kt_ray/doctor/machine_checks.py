@@ -1,0 +1,224 @@
+"""Checks of the machine: CPU, sockets, memory, limits, disk. Each takes what it looks at as arguments."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import shutil
+from pathlib import Path
+
+from kt_ray.config.schema import Config, RuleConfig
+from kt_ray.doctor.check import Check, failed, passed, warned
+from kt_ray.hardware.describe import cpu_quota, memory_limit, parse_cpus
+from kt_ray.hardware.machine import Hardware
+from kt_ray.placement.memory import expert_lora_params, lora_params
+from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.render import cpu_ranges, gib
+
+GIB = 1 << 30
+MIN_OPEN_FILES = 8192  # Ray keeps several descriptors per worker and object
+OBJECT_STORE = GIB  # /dev/shm that Ray's object store wants at least; below it falls back to a disk file
+
+
+def cpu(hardware: Hardware, root: str | Path = "/") -> Check:
+    """CPU model and the best instruction set it has."""
+    best = hardware.isas[-1] if hardware.isas else "reference"
+    found = f"{_cpu_model(root)}; best ISA {best}"
+    if best == "reference":
+        return warned(
+            "CPU", found, "use a CPU with AVX2 or better: the reference kernels are for checking only"
+        )
+    return passed("CPU", found)
+
+
+def amx(hardware: Hardware, rule: RuleConfig) -> Check:
+    """AMX tiles. Their absence only matters to a rule that names them."""
+    if "amx" in hardware.isas:
+        return passed("AMX", "present")
+    best = hardware.isas[-1] if hardware.isas else "reference"
+    if rule.experts.isa == "amx":
+        return failed("AMX", "not present, but rule.experts.isa=amx", "set rule.experts.isa=auto")
+    if rule.experts.backend.startswith("AMX"):
+        return warned(
+            "AMX",
+            f"not present: {rule.experts.backend} runs the same mathematics on {best}",
+            "expect a lower rate, or use a Sapphire Rapids or newer Xeon",
+        )
+    return passed("AMX", f"not present, not needed: {best} is used")
+
+
+def numa(hardware: Hardware, root: str | Path = "/") -> Check:
+    """Sockets, and whether the kernel moves pages behind our back."""
+    found = "; ".join(f"node {s.node}: {s.cores} cores, {gib(s.memory_bytes)}" for s in hardware.sockets)
+    balancing = _read(Path(root) / "proc/sys/kernel/numa_balancing")
+    if len(hardware.sockets) > 1 and balancing not in ("", "0"):
+        return warned("NUMA", f"{found}; automatic balancing is on", "sudo sysctl kernel.numa_balancing=0")
+    return passed("NUMA", found)
+
+
+def affinity(root: str | Path = "/", allowed: set[int] | None = None) -> Check:
+    """CPUs this process may use, against those the machine has."""
+    mask = os.sched_getaffinity(0) if allowed is None else allowed
+    online = parse_cpus(_read(Path(root) / "sys/devices/system/cpu/online")) or sorted(mask)
+    found = f"{len(mask)} of {len(online)} CPUs ({cpu_ranges(sorted(mask))})"
+    quota = cpu_quota(root)
+    if quota is not None and quota < len(mask):
+        return warned(
+            "CPUs",
+            f"{found}, limited to {quota:.1f} CPUs of time by the container",
+            "raise the container's CPU limit: threads beyond it only wait",
+        )
+    if len(mask) < len(online):
+        return warned("CPUs", found, "start without taskset, or give the container or job every CPU")
+    return passed("CPUs", found)
+
+
+def memory(hardware: Hardware, plan: Plan | None, root: str | Path = "/") -> Check:
+    """Free memory against what the plan's sockets on this host need."""
+    total = sum(s.memory_bytes for s in hardware.sockets)
+    free = min(_meminfo(root, "MemAvailable") or total, total)
+    limit = memory_limit(root)
+    found = f"{gib(free)} free of {gib(total)}" + (" (container limit)" if limit and limit <= total else "")
+    if plan is None:
+        return passed("memory", found)
+    need = sum(b.total for b in plan.budgets if b.is_socket and b.host == 0)
+    found += f", plan needs {gib(need)}"
+    if need > total:
+        return failed("memory", found, "run mode=plan: it says which rule or option would fit")
+    if need > free:
+        return warned("memory", found, "end other programs before training")
+    return passed("memory", found)
+
+
+def swap(root: str | Path = "/") -> Check:
+    """Swap in use: weights that are read every step must not be paged out."""
+    total, free = _meminfo(root, "SwapTotal"), _meminfo(root, "SwapFree")
+    if not total:
+        return passed("swap", "none")
+    used = total - free
+    found = f"{gib(used)} used of {gib(total)}"
+    if used > GIB // 4:
+        return warned("swap", found, "free memory, then: sudo swapoff -a && sudo swapon -a")
+    return passed("swap", found)
+
+
+def huge_pages(root: str | Path = "/") -> Check:
+    """Transparent huge pages: large weights have fewer TLB misses with them."""
+    text = _read(Path(root) / "sys/kernel/mm/transparent_hugepage/enabled")
+    if not text:
+        return warned(
+            "huge pages", "not offered by this kernel", "expect a somewhat lower rate on large models"
+        )
+    chosen = text.partition("[")[2].partition("]")[0]
+    if chosen == "never":
+        remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+        return warned("huge pages", "transparent huge pages are off", remedy)
+    return passed("huge pages", f"transparent: {chosen}")
+
+
+def shared_memory(plan: Plan | None, shm: str | Path = "/dev/shm") -> Check:
+    """Arenas between actors are anonymous memory files; Ray's object store lies in /dev/shm."""
+    need = 0
+    if plan is not None:
+        need = sum(
+            line.bytes for b in plan.budgets for line in b.lines if line.item == "staging" and b.host == 0
+        )
+    found = f"arenas need {gib(need)}" if plan is not None else "arenas"
+    try:
+        _try_arena()
+    except OSError as error:
+        return failed(
+            "shared memory",
+            f"{found}: {error}",
+            "allow memfd_create and /proc/<pid>/fd (seccomp profile, hidepid), or set cluster=local",
+        )
+    try:
+        usage = shutil.disk_usage(shm)
+    except OSError:
+        return warned(
+            "shared memory", f"{found}; no {shm}", "mount a tmpfs there: Ray's object store lies on it"
+        )
+    found += f"; {shm} has {gib(usage.free)} free of {gib(usage.total)}"
+    if usage.free < OBJECT_STORE:
+        return warned(
+            "shared memory", found, "give the container --shm-size=2g: Ray's object store is slow on disk"
+        )
+    return passed("shared memory", found)
+
+
+def _try_arena() -> None:
+    """One page of an anonymous memory file, written here and read through /proc as a peer does."""
+    fd = os.memfd_create("kt_ray-doctor", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        os.pwrite(fd, b"arena", 0)
+        with open(f"/proc/{os.getpid()}/fd/{fd}", "rb") as peer:
+            if peer.read(5) != b"arena":
+                raise OSError("a memory file does not read back")
+    finally:
+        os.close(fd)
+
+
+def open_files(limits: tuple[int, int] | None = None) -> Check:
+    """The limit on open files."""
+    soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
+    infinite = resource.RLIM_INFINITY
+    found = "unlimited" if soft == infinite else f"{soft} (hard limit {'none' if hard == infinite else hard})"
+    if soft != infinite and soft < MIN_OPEN_FILES:
+        room = hard == infinite or hard >= MIN_OPEN_FILES
+        remedy = "ulimit -n 65536" if room else "raise nofile in /etc/security/limits.conf or the container"
+        return warned("open files", found, remedy)
+    return passed("open files", found)
+
+
+def disk(config: Config, plan: Plan | None) -> Check:
+    """Space and write access where runs are kept: adapter, and checkpoints with their moments."""
+    root = Path(config.run.root)
+    folder = next((p for p in (root, *root.parents) if p.exists()), Path("/"))
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return failed(
+            "disk", f"{folder} cannot be written to", "set run.root to a directory you may write to"
+        )
+    free = shutil.disk_usage(folder).free
+    found = f"{gib(free)} free at {folder}"
+    if plan is None:
+        return passed("disk", found)
+    need = run_bytes(config, plan)
+    found += f", a run writes {gib(need)}"
+    if need > free:
+        return failed("disk", found, "set run.root to a larger disk, or trainer.keep_checkpoints=1")
+    return passed("disk", found)
+
+
+def run_bytes(config: Config, plan: Plan) -> int:
+    """Bytes a run leaves: the float32 adapter, and checkpoints of weights and two moments each.
+
+    One checkpoint more than is kept exists while the newest is written. Where all are kept
+    (keep_checkpoints=0), two are counted: how many there will be is not known here.
+    """
+    dims, lora = plan.dims, config.lora
+    params = sum(lora_params(dims, lora, layer) for layer in range(dims.num_layers))
+    params += expert_lora_params(dims, lora) * dims.num_experts * len(dims.moe_layers)
+    return 4 * params * (1 + 3 * ((config.trainer.keep_checkpoints or 1) + 1))
+
+
+def _cpu_model(root: str | Path) -> str:
+    for line in _read(Path(root) / "proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown CPU"
+
+
+def _meminfo(root: str | Path, key: str) -> int:
+    for line in _read(Path(root) / "proc/meminfo").splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,222 @@
+"""Checks of the software: Python, packages, native engine, GPUs, Ray, the model's files."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from kt_ray.actors.ray.ray_address import address_file, answers, running_cluster
+from kt_ray.config.schema import ClusterConfig, ModelConfig, RuleConfig
+from kt_ray.dims.config_json import dims_from_dir
+from kt_ray.dims.weight_formats import TRAINABLE_FORMATS
+from kt_ray.doctor.check import Check, failed, passed, warned
+from kt_ray.errors import UserError
+from kt_ray.hardware.describe import gpus_wanted
+from kt_ray.hardware.machine import Hardware
+from kt_ray.placement.render import billions, counted, gib
+
+# Packages whose versions matter to results or to starting at all; ranges come from the package metadata.
+SHOWN = ("torch", "transformers", "peft", "ray", "hydra-core", "wandb", "safetensors", "numpy")
+
+
+def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Check:
+    """The interpreter against the versions the package supports."""
+    found = ".".join(map(str, version))
+    if (3, 11) <= version[:2] <= (3, 13):
+        return passed("Python", found)
+    return failed("Python", found, "use Python 3.11, 3.12 or 3.13: make a new environment with one of them")
+
+
+def requirements() -> dict[str, str]:
+    """Package -> supported range, from the installed metadata or the source tree's pyproject.toml."""
+    try:
+        lines = importlib.metadata.requires("kt_ray") or []
+    except importlib.metadata.PackageNotFoundError:
+        file = Path(__file__).resolve().parents[2] / "pyproject.toml"
+        lines = tomllib.loads(file.read_text())["project"]["dependencies"] if file.is_file() else []
+    ranges: dict[str, str] = {}
+    for line in lines:
+        match = re.match(r"([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?\s*([^;]*)(;.*extra.*)?$", line)
+        if match and not match[3]:
+            ranges[match[1].lower()] = match[2].strip()
+    return ranges
+
+
+def packages() -> list[Callable[[], Check]]:
+    """One check per package."""
+    ranges = requirements()
+    return [partial(package, name, ranges.get(name, "")) for name in SHOWN]
+
+
+def package(name: str, wanted: str, installed: str | None = None) -> Check:
+    """One package's installed version against the supported range (a PEP 440 specifier)."""
+    from packaging.specifiers import SpecifierSet
+
+    if installed is None:
+        try:
+            installed = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return failed(name, "not installed", f"pip install '{name}{wanted}'")
+    if wanted and not SpecifierSet(wanted).contains(installed, prereleases=True):
+        return failed(name, f"{installed}, supported {wanted}", f"pip install '{name}{wanted}'")
+    return passed(name, installed + (f" (supported {wanted})" if wanted else ""))
+
+
+def native(hardware: Hardware, rule: RuleConfig) -> Check:
+    """The C++ engine, and that it sees what the CPU has."""
+    try:
+        from kt_ray.native import FORMATS, available_isas, select_isa
+    except ImportError as error:
+        return failed(
+            "native engine", f"not built: {error}", "pip install . (or: make build), with a C++20 compiler"
+        )
+    isas = available_isas()
+    try:
+        isa, reason = select_isa(rule.experts.isa)
+    except ValueError as error:
+        return failed("native engine", str(error), "set rule.experts.isa=auto, or unset KT_RAY_ISA")
+    loaded = [name for name in FORMATS if name in TRAINABLE_FORMATS]
+    found = (
+        f"{', '.join(isas)}; {isa} chosen: {reason}; computes {len(FORMATS)} weight formats on each, "
+        f"of which checkpoints may hold {', '.join(loaded)}"
+    )
+    missing = [name for name in hardware.isas if name not in isas]
+    if missing:
+        remedy = (
+            "rebuild with a newer compiler (gcc 12 or clang 16), or allow AMX in the kernel or hypervisor"
+        )
+        return warned("native engine", f"{found}; the CPU also has {', '.join(missing)}", remedy)
+    return passed("native engine", found)
+
+
+def gpus(hardware: Hardware, rule: RuleConfig) -> Check:
+    """GPUs, their driver and torch's CUDA."""
+    wanted = gpus_wanted(rule)
+    if not hardware.gpus:
+        if wanted:
+            return failed(
+                "GPUs",
+                f"none, rule {rule.name} needs {wanted}",
+                "set rule=auto, or check nvidia-smi and the driver",
+            )
+        return passed("GPUs", "none: attention runs on the CPU")
+    names = ", ".join(f"cuda:{gpu.index} {gpu.name} {gib(gpu.memory_bytes)}" for gpu in hardware.gpus)
+    found = f"{names}; driver {_driver()}"
+    if rule.device == "cpu":
+        return passed("GPUs", f"{found}; not used (rule.device=cpu)")
+    try:
+        import torch
+    except ImportError as error:
+        return failed("GPUs", f"{found}; torch cannot be imported: {error}", "pip install torch")
+    if not torch.cuda.is_available():
+        build = (
+            f"torch {torch.__version__} has no CUDA"
+            if torch.version.cuda is None
+            else "torch finds no CUDA device"
+        )
+        remedy = (
+            "install a CUDA build of torch that the driver supports (pytorch.org), or set rule.device=cpu"
+        )
+        return failed("GPUs", f"{found}; {build}", remedy)
+    if wanted > len(hardware.gpus):
+        return failed(
+            "GPUs", f"{found}; rule {rule.name} needs {wanted}", f"set rule.stages={len(hardware.gpus)}"
+        )
+    return passed("GPUs", f"{found}; torch CUDA {torch.version.cuda}")
+
+
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.split("\n")[0].strip() or "unknown"
+
+
+def threads_environment(environment: dict[str, str] | None = None) -> Check:
+    """Variables that bind or limit OpenMP threads. The plan sets torch's threads, the engine has its own."""
+    values = dict(os.environ) if environment is None else environment
+    binding = [name for name in ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND") if values.get(name)]
+    if binding and values.get(binding[0], "").lower() not in ("false", "disabled", "none"):
+        return warned(
+            "threads",
+            f"{binding[0]}={values[binding[0]]} binds torch's threads",
+            f"unset {binding[0]}: actors bind themselves to their sockets",
+        )
+    number = values.get("OMP_NUM_THREADS")
+    return passed(
+        "threads", f"OMP_NUM_THREADS={number}, overruled by the plan" if number else "OMP_NUM_THREADS not set"
+    )
+
+
+def ray_cluster(cluster: ClusterConfig, file: Path | None = None) -> Check:
+    """Which Ray cluster would be used. Connects a socket at most; starts nothing."""
+    if cluster.name != "ray":
+        return passed("Ray cluster", f"not used (cluster={cluster.name})")
+    if cluster.address == "local":
+        return passed("Ray cluster", "a new local one will be started")
+    named = cluster.address if cluster.address != "auto" else os.environ.get("RAY_ADDRESS", "")
+    if named and named not in ("auto", "local"):
+        if answers(named):
+            return passed("Ray cluster", f"{named} answers")
+        return failed(
+            "Ray cluster",
+            f"{named} does not answer",
+            "start it (ray start --head), or set cluster.address=local",
+        )
+    file = address_file() if file is None else file
+    address = file.read_text().strip() if file.is_file() else ""
+    if address and answers(address):
+        return passed("Ray cluster", f"a cluster runs at {address} and will be joined")
+    return passed("Ray cluster", "none running: a local one will be started")
+
+
+def hosts(cluster: ClusterConfig, rule: RuleConfig) -> Check:
+    """Whether there is a cluster for a plan of several hosts. What its nodes are like, a run looks at."""
+    if rule.nodes == 1 or cluster.name != "ray":
+        return passed("hosts", "this one")
+    try:
+        running = running_cluster(cluster.address)
+    except UserError as error:
+        return failed("hosts", f"rule.nodes={rule.nodes}: {error.what} ({error.observed})", error.remedy)
+    if running is None:
+        return failed(
+            "hosts",
+            f"rule.nodes={rule.nodes}, but no Ray cluster runs",
+            "ray start --head here, ray start --address=HOST:PORT on the others (docs/multi_node.md)",
+        )
+    return passed(
+        "hosts", f"{rule.nodes} of the cluster at {running.address}; a run looks at each before it loads"
+    )
+
+
+def model(config: ModelConfig) -> Check:
+    """The checkpoint: config, index and shards, headers only."""
+    if config.path is None:
+        if config.build is not None:
+            how = "inside the package" if config.build == "demo_base" else "built locally on first use"
+            return passed("model", f"{config.name}: {how}")
+        return warned(
+            "model", f"{config.name}: dimensions only, no checkpoint", "set model.path=<directory> to train"
+        )
+    try:
+        dims = dims_from_dir(config.path)
+        if dims.refusal:
+            return failed("model", f"{config.path}: {dims.refusal}", "choose another checkpoint")
+        from kt_ray.checkpoint import CheckpointIndex
+
+        index = CheckpointIndex.open(config.path)
+    except UserError as error:
+        return failed("model", f"{error.what} ({error.where})" if error.where else error.what, error.remedy)
+    return passed(
+        "model",
+        f"{config.path}: {billions(dims.total_params)} parameters, {counted(len(index.tensors), 'tensor')}",
+    )

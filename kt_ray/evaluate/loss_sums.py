@@ -1,0 +1,70 @@
+"""Loss and perplexity from sums, so that batches of different sizes weigh by their tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LOSSES_FILE = "losses.json"  # beside predictions.jsonl; kt_ray.runs.held_out_loss says what is in it
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """Negative log-likelihood over some tokens; sums add up with `+`.
+
+    Attributes:
+        nats: sum over tokens of -log p(token).
+        tokens: number of tokens in the sum.
+    """
+
+    nats: float = 0.0
+    tokens: int = 0
+
+    def __add__(self, other: LossSum) -> LossSum:
+        return LossSum(self.nats + other.nats, self.tokens + other.tokens)
+
+    @property
+    def loss(self) -> float:
+        """Mean nats per token. ValueError when there is no token."""
+        if self.tokens < 1:
+            raise ValueError("a loss over no tokens has no value")
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that is beyond a double."""
+        return perplexity(self.loss)
+
+
+def perplexity(loss: float) -> float:
+    """exp of a mean loss in nats; infinite where that is beyond a double (a loss above 709)."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def read_losses(directory: Path) -> dict[str, LossSum]:
+    """ "base" or "adapter" -> what losses.json in a directory says of it; {} = there is none."""
+    return sums(losses_file(directory / LOSSES_FILE))
+
+
+def losses_file(file: Path) -> dict[str, Any]:
+    """Its content; {} = there is none, or none that can be read: the losses can be measured again."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def sums(content: dict[str, Any]) -> dict[str, LossSum]:
+    """The losses in the content of losses.json."""
+    return {
+        side: LossSum(float(content[side]["nats"]), int(content[side]["tokens"]))
+        for side in ("base", "adapter")
+        if side in content
+    }

@@ -1,0 +1,87 @@
+"""What an expert host is built from, and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kt_ray.config.schema import LoraConfig, OptimConfig
+from kt_ray.native import ExpertFormula
+from kt_ray.placement.plan_types import HoldsExperts, LanePlan
+
+
+@dataclass(frozen=True)
+class ExpertHostSpec(HoldsExperts):
+    """One expert actor's share of the plan.
+
+    Attributes:
+        rank: number of the expert actor.
+        model_dir: Hugging Face directory.
+        experts: global ids of the experts held here in every MoE layer that `by_layer` does not name.
+        lora, optim: as configured.
+        seed: the run's seed (LoRA initialisation, dropout).
+        isa: requested ISA or "auto".
+        threads: engine threads.
+        cpus: CPUs the engine may use; empty = the process' affinity mask.
+        node: NUMA node to allocate from; -1 = no binding.
+        activations: "retain" or "recompute".
+        backend: of the rule: AMXINT8 and AMXINT4 quantise while reading, AMXINT8 also multiplies in int8.
+        formulas: MoE layer -> what its experts compute; layers that are not named are plain SwiGLU.
+        experts_path: GGUF file that the experts are read from instead of `model_dir`, in its types whatever
+            the backend; None = `model_dir`.
+        root: module name of the language model, with which the parameters' names begin.
+        by_layer: (layer, ids) where the experts held differ from layer to layer.
+        lane: what a GPU computes of them; None = the engine computes all.
+    """
+
+    rank: int
+    model_dir: str
+    experts: tuple[int, ...]
+    lora: LoraConfig
+    optim: OptimConfig
+    seed: int
+    isa: str
+    threads: int
+    cpus: tuple[int, ...]
+    node: int
+    activations: str
+    backend: str = "auto"
+    formulas: Mapping[int, ExpertFormula] = field(default_factory=dict)
+    experts_path: str | None = None
+    root: str = "model"
+    by_layer: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    lane: LanePlan | None = None
+
+
+@dataclass
+class HostCounters:
+    """Since the last `take_counters`: seconds in the engine by direction, routed slots, FLOPs' inputs.
+
+    lane_slots: slots of forward and backward that the lane computed, counted in the others as well.
+    """
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    forward_slots: int = 0
+    backward_slots: int = 0
+    recomputed_slots: int = 0
+    kept_bytes_peak: int = 0
+    tokens_per_expert: dict[int, list[int]] = field(default_factory=dict)  # layer -> per expert held
+    lane_slots: int = 0
+
+    def plus(self, other: HostCounters) -> HostCounters:
+        """Both together; of peaks the larger."""
+        tokens = {layer: list(counts) for layer, counts in self.tokens_per_expert.items()}
+        for layer, counts in other.tokens_per_expert.items():
+            before = tokens.setdefault(layer, [0] * len(counts))
+            tokens[layer] = [a + b for a, b in zip(before, counts, strict=True)]
+        return HostCounters(
+            self.forward_seconds + other.forward_seconds,
+            self.backward_seconds + other.backward_seconds,
+            self.forward_slots + other.forward_slots,
+            self.backward_slots + other.backward_slots,
+            self.recomputed_slots + other.recomputed_slots,
+            max(self.kept_bytes_peak, other.kept_bytes_peak),
+            tokens,
+            self.lane_slots + other.lane_slots,
+        )

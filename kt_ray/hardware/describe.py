@@ -1,0 +1,368 @@
+"""What a host has: sockets, cores, memory, GPUs, instruction sets. From /sys and /proc, a file, or a rule."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kt_ray.config.schema import Config, RuleConfig
+from kt_ray.errors import UserError
+from kt_ray.hardware.hosts import described_hosts
+from kt_ray.hardware.machine import Gpu, Hardware, Socket
+from kt_ray.hardware.nominal import described
+
+GIB = 1 << 30
+ISAS = ("reference", "avx2", "avx512", "avx512_bf16", "amx")  # best last; names as in kt_ray.native
+
+# What each needs, as /proc/cpuinfo calls it; the same that the engine asks CPUID (cpu_features.cpp).
+_AVX2 = {"avx2", "fma", "f16c"}
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+_FLAGS: dict[str, set[str]] = {
+    "reference": set(),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_bf16": _AVX512 | {"avx512_bf16"},
+    "amx": _AVX512 | {"avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
+}
+
+# Hardware that a rule is drawn up for when nothing else is said (conf/rule/*.yaml say the same).
+NOMINAL_GPU_BYTES = 24 * GIB
+NOMINAL_CORES = 48
+NOMINAL_SOCKET_BYTES = 1024 * GIB  # in a host of two sockets or more
+NOMINAL_ONE_SOCKET_BYTES = 512 * GIB
+
+
+def this_host(root: str | Path = "/") -> Hardware:
+    """The machine this process runs on, as far as its affinity mask and memory limit let it use it.
+
+    Args:
+        root: where /sys and /proc are mounted (tests give a directory of their own).
+    """
+    base = Path(root)
+    allowed = os.sched_getaffinity(0) if base == Path("/") else set(_online(base))
+    sockets = _sockets(base, allowed)
+    limit = memory_limit(base)
+    total = sum(s.memory_bytes for s in sockets)
+    if limit is not None and limit < total:  # a container's limit, shared out as the nodes are sized
+        sockets = tuple(
+            Socket(s.node, s.cpus, s.cores, max(1, s.memory_bytes * limit // total)) for s in sockets
+        )
+    quota, cores = cpu_quota(base), sum(s.cores for s in sockets)
+    if quota is not None and quota < cores:  # more threads than the time allowed would only wait
+        sockets = tuple(replace(s, cores=max(1, int(s.cores * quota / cores))) for s in sockets)
+    gpus = _gpus() if base == Path("/") else ()
+    return Hardware("this host", sockets, gpus, isas_of(_cpu_flags(base)))
+
+
+def hardware_from_file(path: str | Path) -> Hardware:
+    """Hardware described in YAML: sockets [{cores, memory_gib}], gpus [{name, memory_gib, count}], isa;
+    hosts (a number) where several hosts have these sockets; rates (name: {value, source}, see nominal.py).
+
+    Raises:
+        UserError: the file is missing, is no YAML mapping, lacks a figure, or has one that is unknown.
+    """
+    import yaml
+
+    file = Path(path).expanduser()
+    remedy = "see conf/hardware/ for examples"
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            "the hardware file does not exist",
+            where=f"plan.hardware={path}",
+            required="a YAML file",
+            remedy=remedy,
+        ) from None
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(
+            "the hardware file cannot be read",
+            where=str(file),
+            observed=error,
+            required="YAML",
+            remedy=remedy,
+        ) from None
+    if not isinstance(data, Mapping):
+        raise UserError(
+            "the hardware file is no mapping", where=str(file), required="sockets, gpus, isa", remedy=remedy
+        )
+    sockets: list[Socket] = []
+    first = 0
+    for entry in _entries(data, "sockets", file):
+        for _ in range(int(_figure(entry, "count", file, 1))):
+            cores = int(_figure(entry, "cores", file))
+            memory = int(_figure(entry, "memory_gib", file) * GIB)
+            sockets.append(Socket(len(sockets), tuple(range(first, first + cores)), cores, memory))
+            first += cores
+    if not sockets:
+        raise UserError(
+            "the hardware file names no socket", where=str(file), required="sockets", remedy=remedy
+        )
+    sockets = list(described_hosts(data.get("hosts"), tuple(sockets), file))
+    gpus: list[Gpu] = []
+    for entry in _entries(data, "gpus", file):
+        memory = int(_figure(entry, "memory_gib", file) * GIB)
+        for _ in range(int(_figure(entry, "count", file, 1))):
+            gpus.append(Gpu(len(gpus), str(entry.get("name", "GPU")), memory))
+    isa = str(data.get("isa", "avx512"))
+    if isa not in ISAS:
+        raise UserError(
+            "isa in the hardware file is unknown",
+            where=str(file),
+            observed=isa,
+            required=", ".join(ISAS),
+            remedy=remedy,
+        )
+    found = Hardware(f"file {file.name}", tuple(sockets), tuple(gpus), _isas_up_to(isa), present=False)
+    return replace(found, rates=described(data.get("rates"), found, str(file)))
+
+
+def nominal_hardware(rule: RuleConfig) -> Hardware:
+    """The hardware that `rule` is drawn up for.
+
+    Its GPUs at 24 GB each; two sockets of 48 cores and 1 TiB each, or one of 512 GiB; AMX unless the
+    rule forces another instruction set.
+    """
+    n_gpus = gpus_wanted(rule)
+    n_sockets = rule.experts.sockets if isinstance(rule.experts.sockets, int) else 2
+    memory = NOMINAL_SOCKET_BYTES if n_sockets > 1 else NOMINAL_ONE_SOCKET_BYTES
+    sockets = tuple(
+        Socket(n, tuple(range(n * NOMINAL_CORES, (n + 1) * NOMINAL_CORES)), NOMINAL_CORES, memory)
+        for n in range(n_sockets)
+    )
+    gpus = tuple(Gpu(i, "24 GB GPU", NOMINAL_GPU_BYTES) for i in range(n_gpus))
+    isa = rule.experts.isa if rule.experts.isa != "auto" else "amx"
+    return Hardware(f"rule {rule.name} (nominal)", sockets, gpus, _isas_up_to(isa), present=False)
+
+
+def gpus_wanted(rule: RuleConfig) -> int:
+    """GPUs that `rule` names by itself: 0 for CPU rules, and for "auto", which takes what there is."""
+    if rule.device != "cuda":
+        return 0
+    return stages_named(rule, default=1) * rule.replica_count
+
+
+def stages_named(rule: RuleConfig, default: int) -> int:
+    """Stages that `rule` names by number or by its layers; `default` where it says "auto"."""
+    if isinstance(rule.stages, int):
+        return rule.stages
+    if rule.layers:
+        if all(isinstance(entry, Mapping) and "layers" not in entry for entry in rule.layers):
+            return len({str(entry.get("device")) for entry in rule.layers})
+        return len(rule.layers)
+    return default
+
+
+def hardware_for(config: Config) -> Hardware:
+    """Hardware for `mode=plan`: plan.hardware, else this host, else the rule's nominal hardware."""
+    if config.plan.hardware:
+        return hardware_from_file(config.plan.hardware)
+    host = this_host()
+    rule = config.rule
+    if gpus_wanted(rule) > len(host.gpus) or (
+        rule.experts.isa != "auto" and rule.experts.isa not in host.isas
+    ):
+        return nominal_hardware(rule)
+    return host
+
+
+def isas_of(flags: set[str]) -> tuple[str, ...]:
+    """Instruction sets the CPU flags allow, best last."""
+    return tuple(isa for isa in ISAS if _FLAGS[isa] <= flags)
+
+
+def memory_limit(root: str | Path = "/") -> int | None:
+    """Bytes this process' cgroup (or one above it) may use; None = no limit."""
+    limits: list[int] = []
+    for folder in _cgroup_folders(Path(root), "memory"):
+        limits += _read_ints(folder / "memory.max") + _read_ints(folder / "memory.limit_in_bytes")
+    real = [limit for limit in limits if 0 < limit < 1 << 60]
+    return min(real) if real else None
+
+
+def cpu_quota(root: str | Path = "/") -> float | None:
+    """CPUs' worth of time that this process' cgroup may use; None = no limit."""
+    base = Path(root)
+    quotas: list[float] = []
+    for folder in _cgroup_folders(base, "cpu"):
+        try:
+            if (folder / "cpu.max").is_file():
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+                period = (folder / "cpu.cfs_period_us").read_text().strip()
+            if quota.isdigit() and int(quota) > 0:
+                quotas.append(int(quota) / int(period))
+        except (OSError, ValueError):
+            continue
+    return min(quotas) if quotas else None
+
+
+def _cgroup_folders(base: Path, controller: str) -> list[Path]:
+    """This process' cgroup directories of `controller` (version 1 or 2), and those above them."""
+    try:
+        lines = (base / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    folders: list[Path] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top = base / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            top = base / "sys/fs/cgroup" / controller
+        else:
+            continue
+        # Inside a container the path may not exist below the mount; the mount's own limit then applies.
+        folder = top / path.lstrip("/")
+        folders += [f for f in (folder, *folder.parents) if f == top or top in f.parents]
+    return folders
+
+
+def _sockets(base: Path, allowed: set[int]) -> tuple[Socket, ...]:
+    nodes = sorted(
+        (int(p.name[4:]), p)
+        for p in (base / "sys/devices/system/node").glob("node*")
+        if p.name[4:].isdigit() and (p / "cpulist").is_file()
+    )
+    total = _meminfo(base / "proc/meminfo")
+    found = []
+    for number, folder in nodes:
+        cpus = [c for c in parse_cpus((folder / "cpulist").read_text()) if c in allowed]
+        if cpus:  # memory-only nodes, and nodes outside the affinity mask, hold no expert actor
+            ordered, cores = _cores_first(base, cpus)
+            found.append(Socket(number, ordered, cores, _meminfo(folder / "meminfo") or total))
+    if not found:
+        ordered, cores = _cores_first(base, sorted(allowed))
+        return (Socket(0, ordered, cores, total),)
+    if len(found) == 1 and len(nodes) == 1:  # hot-added memory may be missing from the node's own figure
+        return (Socket(found[0].node, found[0].cpus, found[0].cores, max(found[0].memory_bytes, total)),)
+    return tuple(found)
+
+
+def _cores_first(base: Path, cpus: list[int]) -> tuple[tuple[int, ...], int]:
+    """`cpus` with one logical CPU of each physical core first, then the siblings; and the number of cores."""
+    first: list[int] = []
+    rest: list[int] = []
+    seen: set[tuple[int, ...]] = set()
+    for cpu in cpus:
+        file = base / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        try:
+            core = tuple(parse_cpus(file.read_text()))
+        except OSError:
+            core = (cpu,)
+        (rest if core in seen else first).append(cpu)
+        seen.add(core)
+    return tuple(first + rest), len(first)
+
+
+def parse_cpus(text: str) -> list[int]:
+    """Logical CPUs of a kernel list such as "0-3,8-11"."""
+    cpus: list[int] = []
+    for part in text.strip().split(","):
+        if part:
+            low, _, high = part.partition("-")
+            cpus += range(int(low), int(high or low) + 1)
+    return cpus
+
+
+def _online(base: Path) -> list[int]:
+    try:
+        return parse_cpus((base / "sys/devices/system/cpu/online").read_text())
+    except OSError:
+        return [0]
+
+
+def _meminfo(file: Path) -> int:
+    """MemTotal in bytes of a meminfo file of the machine or of a node; 0 when it cannot be read."""
+    try:
+        for line in file.read_text().splitlines():
+            if "MemTotal:" in line:
+                return int(line.split("MemTotal:")[1].split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return 0
+
+
+def _read_ints(file: Path) -> list[int]:
+    try:
+        return [int(file.read_text().strip())]
+    except (OSError, ValueError):  # absent, or "max"
+        return []
+
+
+def _cpu_flags(base: Path) -> set[str]:
+    try:
+        for line in (base / "proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return set(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    return set()
+
+
+def cpu_name(root: str | Path = "/") -> str:
+    """The CPU's name as /proc/cpuinfo has it; "unknown CPU" where it has none."""
+    try:
+        for line in (Path(root) / "proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return "unknown CPU"
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    """NVIDIA GPUs this process may use, in CUDA_VISIBLE_DEVICES order, numbered from 0."""
+    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
+    """GPUs from nvidia-smi's "index, uuid, name, MiB" lines, as CUDA_VISIBLE_DEVICES has them."""
+    rows: list[tuple[str, str, str, int]] = []
+    for line in listing.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) >= 4 and fields[-1].isdigit():
+            rows.append((fields[0], fields[1], ", ".join(fields[2:-1]), int(fields[-1]) << 20))
+    if visible is not None:
+        chosen = []
+        for wanted in (part.strip() for part in visible.split(",")):
+            match = [row for row in rows if row[0] == wanted or (wanted and row[1].startswith(wanted))]
+            if not match:  # CUDA itself stops at the first entry it does not know
+                break
+            chosen.append(match[0])
+        rows = chosen
+    return tuple(Gpu(i, name, memory) for i, (_, _, name, memory) in enumerate(rows))
+
+
+def _isas_up_to(isa: str) -> tuple[str, ...]:
+    return ISAS[: ISAS.index(isa) + 1]
+
+
+def _entries(data: Mapping[str, Any], key: str, file: Path) -> list[Mapping[str, Any]]:
+    value = data.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
+        raise UserError(
+            f"{key} in the hardware file is no list of mappings", where=str(file), observed=value,
+            required=f"{key}: a list of mappings", remedy="see conf/hardware/ for examples",
+        )  # fmt: skip
+    return value
+
+
+def _figure(entry: Mapping[str, Any], key: str, file: Path, default: float | None = None) -> float:
+    value = entry.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise UserError(
+            f"{key} in the hardware file is not a positive number", where=str(file), observed=value,
+            required="a number above 0", remedy="see conf/hardware/ for examples",
+        )  # fmt: skip
+    return value

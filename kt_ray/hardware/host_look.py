@@ -1,0 +1,84 @@
+"""What a host has and sees, looked at from inside. Imports neither torch nor Ray: it runs in a small task."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from kt_ray.hardware.describe import this_host
+from kt_ray.hardware.machine import Hardware
+
+_PACKAGES = ("kt_ray", "torch", "transformers")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What every host must see: directories and files by what they hold, and the run directory.
+
+    contents: path -> digest (see `digest`). run_dir: None = not checked. mark: name of a file that the
+    driver wrote there for the time of the check.
+    """
+
+    contents: tuple[tuple[str, str], ...]
+    run_dir: str | None = None
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the task found on a node. unseen: what is not as it is for the driver, in words."""
+
+    hardware: Hardware
+    versions: tuple[tuple[str, str], ...]
+    unseen: tuple[str, ...]
+
+
+def digest(path: str) -> str:
+    """What lies at `path`, cheaply: a directory's config.json and its weights' names and sizes; a file's
+    size.
+    """
+    place = Path(path)
+    found = hashlib.sha256()
+    if place.is_file():
+        found.update(str(place.stat().st_size).encode())
+    else:
+        found.update((place / "config.json").read_bytes())
+        for file in sorted(place.iterdir()):
+            if file.suffix in (".safetensors", ".gguf"):
+                found.update(f"{file.name} {file.stat().st_size}".encode())
+    return found.hexdigest()
+
+
+def versions() -> tuple[tuple[str, str], ...]:
+    """Versions of the packages that must agree."""
+    found = []
+    for name in _PACKAGES:
+        try:
+            found.append((name, version(name)))
+        except PackageNotFoundError:
+            found.append((name, "not installed"))
+    return tuple(found)
+
+
+def look(shared: Shared) -> Sight:
+    """Runs on a node: its hardware, its packages, and what of `shared` it does not see."""
+    unseen = []
+    for path, wanted in shared.contents:
+        try:
+            if digest(path) != wanted:
+                unseen.append(f"{path} holds something else there")
+        except OSError as error:
+            unseen.append(f"{path} cannot be read there ({error.strerror})")
+    if shared.run_dir is not None:
+        own = Path(shared.run_dir) / f"{shared.mark}-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            (Path(shared.run_dir) / shared.mark).read_bytes()
+            own.touch(exist_ok=False)
+            own.unlink()
+        except OSError as error:
+            unseen.append(f"the run directory {shared.run_dir} is not shared with it ({error.strerror})")
+    return Sight(this_host(), versions(), tuple(unseen))

@@ -1,0 +1,204 @@
+"""Rates in files: JSON that mode=doctor stores per host, and which rates a plan uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+import types
+import typing
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+from kt_ray.hardware.describe import cpu_name, this_host
+from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.nominal import nominal_rates
+from kt_ray.hardware.rates import Curve, Figure, Rates
+
+NOMINAL = "nominal"  # plan.rates: nothing measured
+VERSION = 1  # of the file's layout; another one is refused
+_REMEDY = "measure again with mode=doctor, or set plan.rates=auto"
+
+
+def rates_for(config: Config, hardware: Hardware) -> Rates:
+    """The rates that a plan for `hardware` is predicted with.
+
+    plan.rates=FILE: that file, whatever the hardware (a note says so where it differs). auto: what
+    mode=doctor stored for this host where the hardware is this host's; else the hardware file's figures,
+    and nominal ones for what it does not say. nominal: as if nothing had been measured.
+
+    Raises:
+        UserError: the named file is missing, is no rates file, is of another version or other hardware.
+    """
+    if config.plan.rates == NOMINAL:
+        return nominal_rates(hardware)
+    if config.plan.rates != "auto":
+        rates = read_rates(config.plan.rates)
+        if hardware.present:
+            wrong = mismatch(rates, hardware)
+            if wrong:
+                raise UserError(
+                    "the rates are of other hardware", where=f"plan.rates={config.plan.rates}",
+                    observed=wrong[0], required=wrong[1], remedy=_REMEDY,
+                )  # fmt: skip
+            return rates
+        note = f"rates of {rates.cpu}, {rates.cores} cores, used for {hardware.source}"
+        return dataclasses.replace(rates, notes=(*rates.notes, note))
+    nominal = nominal_rates(hardware)
+    if not hardware.present:
+        return nominal
+    file = rates_path(hardware)
+    if not file.is_file():
+        note = "no measured rates for this host: run mode=doctor once, then predictions use them"
+        return dataclasses.replace(nominal, notes=(*nominal.notes, note))
+    try:
+        rates = read_rates(file)
+        wrong = mismatch(rates, hardware)
+    except UserError as error:
+        note = f"stored rates not used: {error.what} ({error.where}); run mode=doctor again"
+        return dataclasses.replace(nominal, notes=(*nominal.notes, note))
+    if wrong:
+        note = f"stored rates not used: they are of {wrong[0]}, this host has {wrong[1]}; run mode=doctor"
+        return dataclasses.replace(nominal, notes=(*nominal.notes, note))
+    return rates
+
+
+def mismatch(rates: Rates, hardware: Hardware) -> tuple[str, str] | None:
+    """What the rates were measured on and what `hardware` is, where they differ; None = they agree."""
+    cores = sum(socket.cores for socket in hardware.on(0))  # rates are of one host, all hosts are alike
+    have = (cpu_name(), cores, hardware.isas)
+    of = (rates.cpu, rates.cores, rates.isas)
+    if of == have:
+        return None
+
+    def words(values: tuple[str, int, tuple[str, ...]]) -> str:
+        name, count, isas = values
+        return f"{name}, {count} cores, {', '.join(isas)}"
+
+    return words(of), words(have)
+
+
+def rates_path(hardware: Hardware | None = None) -> Path:
+    """Where mode=doctor stores this host's rates: one file per CPU, number of cores and instruction sets."""
+    hardware = this_host() if hardware is None else hardware
+    cores = sum(socket.cores for socket in hardware.on(0))
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    name = "".join(c if c.isalnum() else "-" for c in cpu_name().lower()).strip("-")
+    key = sha256(" ".join(hardware.isas).encode()).hexdigest()[:8]
+    return Path(base) / "kt_ray" / f"rates-{name}-{cores}-{key}.json"
+
+
+def write_rates(rates: Rates, path: Path) -> None:
+    """Write `rates` as JSON, whole or not at all.
+
+    Raises:
+        UserError: the directory cannot be made or written.
+    """
+    text = json.dumps({"version": VERSION, **to_dict(rates)}, indent=1, ensure_ascii=False) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise UserError(
+            "the measured rates cannot be stored", where=str(path), observed=error.strerror or error,
+            required="a directory that can be written",
+            remedy="set XDG_CACHE_HOME to another directory",
+        ) from None  # fmt: skip
+
+
+def read_rates(path: str | Path) -> Rates:
+    """Rates from a JSON file that `write_rates` wrote.
+
+    Raises:
+        UserError: missing, no JSON, another version, or a figure is missing, no number or not above 0.
+    """
+    file = Path(path).expanduser()
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise _fault(file, "the rates file does not exist", None, "a JSON file of mode=doctor") from None
+    except (OSError, ValueError) as error:
+        raise _fault(file, "the rates file cannot be read", error, "JSON") from None
+    version = data.get("version") if isinstance(data, Mapping) else None
+    if version != VERSION:
+        raise _fault(file, "the rates file is of another version", version, VERSION)
+    return typing.cast(Rates, _decode(Rates, {k: v for k, v in data.items() if k != "version"}, "", file))
+
+
+def to_dict(rates: Rates) -> dict[str, Any]:
+    """`rates` as JSON values; fields as in the dataclasses."""
+    return dataclasses.asdict(rates)
+
+
+def _decode(kind: Any, value: Any, key: str, file: Path) -> Any:
+    """`value` as `kind`: a dataclass of rates, a tuple, a mapping, a number or a string."""
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        inner = next(a for a in arguments if a is not type(None))
+        return None if value is None else _decode(inner, value, key, file)
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise _fault(file, f"{key or 'the file'} is no mapping", value, "a mapping")
+        hints = typing.get_type_hints(kind)
+        fields = {f.name: f for f in dataclasses.fields(kind)}
+        for name in value:
+            if name not in fields:
+                raise _fault(file, f"{_join(key, name)} is unknown", name, ", ".join(fields))
+        given: dict[str, Any] = {}
+        for name, spec in fields.items():
+            if name in value:
+                given[name] = _decode(hints[name], value[name], _join(key, name), file)
+            elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
+                raise _fault(file, f"{_join(key, name)} is missing", None, "a value")
+        made: Any = typing.cast(Any, kind)(**given)
+        _check(made, key, file)
+        return made
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise _fault(file, f"{key} is no list", value, "a list")
+        return tuple(_decode(arguments[0], entry, f"{key}[{i}]", file) for i, entry in enumerate(value))
+    if origin is not None:  # Mapping[str, X]
+        if not isinstance(value, Mapping):
+            raise _fault(file, f"{key} is no mapping", value, "a mapping")
+        return {str(n): _decode(arguments[1], inner, _join(key, n), file) for n, inner in value.items()}
+    if kind is str:
+        if not isinstance(value, str):
+            raise _fault(file, f"{key} is no text", value, "text")
+        return value
+    number = not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+    if not number or value < 0 or (kind is int and value != int(value)):
+        raise _fault(file, f"{key} is no number", value, "a whole number" if kind is int else "a number")
+    return kind(value)
+
+
+def _check(made: Any, key: str, file: Path) -> None:
+    """What a type alone does not say: rates are above 0, curves ascend."""
+    if isinstance(made, Figure) and not made.value > 0:
+        raise _fault(file, f"{key} is not above 0", made.value, "a number above 0")
+    if isinstance(made, Curve):
+        if not made.at or len(made.at) != len(made.values) or list(made.at) != sorted(set(made.at)):
+            raise _fault(file, f"{key} is no curve", made.at, "ascending sizes, one value for each")
+        if min(made.values) <= 0 or made.at[0] <= 0:
+            raise _fault(file, f"{key} is not above 0", min(*made.values, made.at[0]), "numbers above 0")
+
+
+def _join(key: str, name: object) -> str:
+    return f"{key}.{name}" if key else str(name)
+
+
+def _fault(file: Path, what: str, observed: object, required: object) -> UserError:
+    return UserError(what, where=str(file), observed=observed, required=required, remedy=_REMEDY)

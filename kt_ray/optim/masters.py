@@ -1,0 +1,93 @@
+"""Float32 masters and optimizer of the LoRA outside the routed experts (see decisions/004)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+
+from kt_ray.config.schema import OptimConfig
+from kt_ray.optim.optimizers import LoraOptimizer, elementwise, state_kinds
+
+
+class Masters:
+    """Float32 masters of the non-expert LoRA of all stages: one flat vector per stage, with names.
+
+    Where the optimizer treats all elements alike a stage is one parameter to it; else every matrix is one,
+    as a view of the same vector.
+    """
+
+    def __init__(self, shapes: list[dict[str, tuple[int, ...]]], optim: OptimConfig, device: str) -> None:
+        self._shapes = shapes
+        if optim.name == "deepspeed_cpu_adam":  # the experts' alone: these may lie on a GPU
+            optim = replace(optim, name="adamw")
+        self._kinds = state_kinds(optim)
+        sizes = [sum(torch.Size(shape).numel() for shape in stage.values()) for stage in shapes]
+        self._flat = [torch.zeros(size, device=device, dtype=torch.float32) for size in sizes]
+        self._grad = [torch.zeros_like(flat) for flat in self._flat]
+        # per stage: the optimizer's parameters, one for all names or one for each
+        self._parameters: list[list[torch.nn.Parameter]] = []
+        sides: list[str] = []
+        for stage, flat, grad in zip(shapes, self._flat, self._grad, strict=True):
+            whole = elementwise(optim)
+            values, grads = ([flat], [grad]) if whole else (_views(flat, stage), _views(grad, stage))
+            parameters = [torch.nn.Parameter(value) for value in values]
+            for parameter, of_it in zip(parameters, grads, strict=True):
+                parameter.grad = of_it
+            self._parameters.append(parameters)
+            sides += [""] if whole else ["A" if name.endswith(".lora_A.weight") else "B" for name in stage]
+        self.optimizer = LoraOptimizer([p for stage in self._parameters for p in stage], optim, sides)
+
+    def set(self, stage: int, flat: torch.Tensor) -> None:
+        self._flat[stage].copy_(flat)
+
+    def get(self, stage: int) -> torch.Tensor:
+        return self._flat[stage]
+
+    def set_grad(self, stage: int, flat: torch.Tensor) -> None:
+        self._grad[stage].copy_(flat)
+
+    def named(self, what: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, live view) for "param", "grad", or one of the optimizer's `state_kinds`."""
+        for i, (shapes, parameters) in enumerate(zip(self._shapes, self._parameters, strict=True)):
+            if what in ("param", "grad"):
+                yield from zip(
+                    shapes, _views((self._flat if what == "param" else self._grad)[i], shapes), strict=True
+                )
+            elif len(parameters) == 1 and parameters[0].dim() == 1:
+                yield from zip(shapes, _views(self.optimizer.state(parameters[0], what), shapes), strict=True)
+            else:
+                yield from zip(shapes, (self.optimizer.state(p, what) for p in parameters), strict=True)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Live views of all masters and what the optimizer keeps, under "param/NAME", "exp_avg/NAME", ..."""
+        return {
+            f"{what}/{name}": tensor for what in ("param", *self._kinds) for name, tensor in self.named(what)
+        }
+
+
+def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> list[torch.Tensor]:
+    if not shapes:
+        return []
+    parts = flat.split([torch.Size(shape).numel() for shape in shapes.values()])
+    return [part.view(shape) for part, shape in zip(parts, shapes.values(), strict=True)]
+
+
+def flat_of(parameters: Iterable[torch.Tensor], *, grad: bool) -> torch.Tensor:
+    """Parameters or their gradients (0 where there is none), one after the other: float32 on the CPU."""
+    parts = []
+    for parameter in parameters:
+        value = parameter.grad if grad else parameter.data
+        parts.append(torch.zeros_like(parameter).flatten() if value is None else value.detach().flatten())
+    flat = torch.cat(parts) if parts else torch.zeros(0)
+    return flat.to("cpu", torch.float32)
+
+
+def set_flat(parameters: Iterable[torch.Tensor], flat: torch.Tensor) -> None:
+    """Overwrite parameters with what `flat_of` made."""
+    begin = 0
+    for parameter in parameters:
+        count = parameter.numel()
+        parameter.data.copy_(flat[begin : begin + count].view_as(parameter))
+        begin += count

@@ -1,0 +1,191 @@
+"""What a plan is made of. Pure data: no torch, no ray, no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.hardware.machine import Hardware
+from kt_ray.placement.transports import DEFAULT, Transport
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One attention worker.
+
+    rank: replica * stages + stage. layers: half-open range [start, stop). device: "cuda:i" (the
+    plan's ordinal) or "cpu". threads: torch threads. cpus: CPUs it may use (empty = any).
+    """
+
+    rank: int
+    replica: int
+    stage: int
+    layers: tuple[int, int]
+    device: str
+    threads: int
+    cpus: tuple[int, ...] = ()
+
+
+class HoldsExperts:
+    """Which experts one expert actor holds: of a plan's actor, and of what the actor is built from.
+
+    experts: global ids held in every MoE layer that `by_layer` does not name. by_layer: (layer, ids) where
+    they differ from layer to layer. Ids ascend.
+    """
+
+    experts: tuple[int, ...]
+    by_layer: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def experts_of(self, layer: int) -> tuple[int, ...]:
+        """Global ids of the experts of one MoE layer held here; position i is local id i."""
+        return next((ids for named, ids in self.by_layer if named == layer), self.experts)
+
+    def counts(self, layers: Iterable[int]) -> tuple[int, ...]:
+        """Number of experts held in each of these MoE layers."""
+        return tuple(len(self.experts_of(layer)) for layer in layers)
+
+
+@dataclass(frozen=True)
+class LanePlan:
+    """What an expert actor computes on a GPU (docs/gpu_lane.md).
+
+    Attributes:
+        device: "cuda:i" (the plan's ordinal) or "cpu", a stand-in.
+        resident: (layer, global ids) of the actor's experts that stay in the device's memory.
+        shares: (tokens of a call, share) ascending: from that many tokens on this share of the actor's other
+            experts of the layer, those with most tokens, is carried to the device; none below the first.
+        visible: the GPU's name in CUDA_VISIBLE_DEVICES, where the actor has a process of its own; "" = left
+            as it is.
+    """
+
+    device: str
+    resident: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    shares: tuple[tuple[int, float], ...] = ()
+    visible: str = ""
+
+    @property
+    def streams(self) -> bool:
+        """Whether experts are carried to the device at all."""
+        return bool(self.shares)
+
+    def share(self, tokens: int) -> float:
+        """Share of the other experts that is carried for a call of `tokens` tokens."""
+        return next((share for least, share in reversed(self.shares) if tokens >= least), 0.0)
+
+
+@dataclass(frozen=True)
+class ExpertActorPlan(HoldsExperts):
+    """One expert actor. experts and by_layer: see HoldsExperts. node and cpus are numbers of its host.
+
+    lane: None = the CPU computes all.
+    """
+
+    rank: int
+    node: int
+    cpus: tuple[int, ...]
+    threads: int
+    experts: tuple[int, ...]
+    backend: str
+    isa: str
+    activations: str
+    by_layer: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    host: int = 0
+    lane: LanePlan | None = None
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """One line of the memory budget: device ("cuda:0", "socket 1", "host 2 socket 1"), item, bytes."""
+
+    device: str
+    item: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A device's sum against its capacity, both in bytes (capacity 0 = unknown)."""
+
+    device: str
+    lines: tuple[MemoryLine, ...]
+    capacity: int
+
+    @property
+    def total(self) -> int:
+        return sum(line.bytes for line in self.lines)
+
+    @property
+    def fits(self) -> bool:
+        return self.capacity == 0 or self.total <= self.capacity
+
+    @property
+    def is_socket(self) -> bool:
+        """Whether this is host memory, not a GPU's."""
+        return "socket" in self.device
+
+    @property
+    def host(self) -> int:
+        """The host that the device is in."""
+        return int(self.device.split()[1]) if self.device.startswith("host") else 0
+
+
+@dataclass(frozen=True)
+class ExpectedLoad:
+    """How even the expert actors' work is, by a histogram of tokens per expert.
+
+    source: where it was read. steps: training steps that it counts. placement: "contiguous", "balanced", or
+    "kept" as the resumed checkpoint was written under. contiguous, chosen: tokens per thread of the fullest
+    actor over the mean, averaged over layers, of contiguous runs and of this plan.
+    """
+
+    source: str
+    steps: int
+    placement: str
+    contiguous: float
+    chosen: float
+
+
+TIGHT = 0.85  # share of a socket's memory above which a plan is short of it
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who holds and does what. The same plan drives Ray and the in-process cluster."""
+
+    dims: ModelDims
+    hardware: Hardware
+    workers: tuple[WorkerPlan, ...]
+    experts: tuple[ExpertActorPlan, ...]
+    stages: int
+    replicas: int
+    groups: int
+    wave: int = 1  # micro-batches of a replica that pass the layers together
+    overlap: bool = True  # False = attention and experts wait for each other
+    budgets: tuple[Budget, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    rule: str = ""
+    dtype: str = ""  # compute type of attention, norms, routers and shared experts
+    tokens_per_step: int = 0  # worst case: rows x longest row, all replicas
+    transport: Transport = DEFAULT  # how tensors travel between actors
+    expected_load: ExpectedLoad | None = None  # of the expert actors, where a histogram is known
+
+    @property
+    def fits(self) -> bool:
+        return all(b.fits for b in self.budgets)
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether a socket's memory is nearly used up, so that giving freed memory back is worth time."""
+        hosts = [b for b in self.budgets if b.is_socket and b.capacity]
+        return any(b.total > TIGHT * b.capacity for b in hosts)
+
+    def worker(self, replica: int, stage: int) -> WorkerPlan:
+        return self.workers[replica * self.stages + stage]
+
+    def held(self, layer: int, rank: int) -> tuple[int, ...]:
+        """Global ids of the experts of MoE layer `layer` that expert actor `rank` holds, ascending.
+
+        The actor's loader and whoever sends it tokens ask the same function.
+        """
+        return self.experts[rank].experts_of(layer)

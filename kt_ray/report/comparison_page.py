@@ -1,0 +1,61 @@
+"""compare.html: curves of several runs over each other, and their table."""
+
+from __future__ import annotations
+
+from kt_ray.report.charts import SERIES_COLOURS, Line, line_chart
+from kt_ray.report.comparison import RunComparison
+from kt_ray.report.html import card, page, section, table
+from kt_ray.runs.rundata import RunData
+from kt_ray.tracking.plot import smooth
+
+_CURVES = (
+    ("Training loss, smoothed", "loss", "nats per token", False),
+    ("Held-out loss", "eval_loss", "nats per token", False),
+    ("Throughput", "tokens_per_s", "tokens/s", True),
+    ("Time of a step", "seconds", "seconds", True),
+    ("Learning rate", "lr", "learning rate", True),
+    ("Gradient norm", "grad_norm", "norm", True),
+)
+
+
+def compare_page(comparison: RunComparison) -> str:
+    """The whole document. The first eight runs of the table have curves: there are no more colours."""
+    best = comparison.best()
+    cells = comparison.cells()
+    classes = [["best" if (r, c) in best else "" for c in range(len(row))] for r, row in enumerate(cells)]
+    settings = comparison.setting_rows()
+    labels = [entry.label for entry in comparison.entries]
+    left_out = len(labels) - SERIES_COLOURS
+    charts = [card(title, _curve(comparison, key, unit, zero)) for title, key, unit, zero in _CURVES]
+    return page(
+        "runs · kt_ray",
+        [
+            f"<h1>{len(labels)} runs</h1>",
+            section(
+                "Results", f'<div class="card">{table(comparison.headings(), cells, classes=classes)}</div>'
+            ),
+            section("Curves", f'<div class="grid2">{"".join(charts)}</div>' if any(charts) else ""),
+            f'<p class="soft">Curves of the first {SERIES_COLOURS} runs.</p>' if left_out > 0 else "",
+            section(
+                "What differs",
+                f'<div class="card">{table(["key", *labels], settings)}</div>' if settings else "",
+                "" if comparison.differing else '<p class="soft">No configuration key differs.</p>',
+            ),
+            "<footer>Written by kt_ray mode=compare from the files in the run directories.</footer>",
+        ],
+    )
+
+
+def _curve(comparison: RunComparison, key: str, unit: str, from_zero: bool) -> str:
+    lines = []
+    for number, entry in enumerate(comparison.entries[:SERIES_COLOURS]):
+        points = _points(entry.run, key)
+        lines.append(Line(entry.label, points, number, dots=key == "eval_loss" and len(points) <= 100))
+    return line_chart(lines, unit, from_zero=from_zero)
+
+
+def _points(run: RunData, key: str) -> list[tuple[int, float]]:
+    points = run.series(key)
+    if key != "loss" or len(points) < 5:
+        return points
+    return list(zip([step for step, _ in points], smooth([value for _, value in points]), strict=True))

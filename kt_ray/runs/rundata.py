@@ -1,0 +1,215 @@
+"""A run directory, read for people: its figures, configuration, machine, expert load, answers.
+
+Whatever a run has not written (yet) is absent here, not an error: a report of a run that is still going
+shows what there is. Only a directory that is no run, or a file that is damaged, is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kt_ray.config.fields import fields
+from kt_ray.errors import UserError
+from kt_ray.runs.rundir import find_checkpoints
+from kt_ray.tracking.jsonl import read_jsonl
+
+Points = list[tuple[int, float]]
+"""(step, value), in order of steps."""
+
+LAST = 10  # steps that a "final" figure is the mean of
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What is known of one run.
+
+    Attributes:
+        path: its directory.
+        config: config.yaml, nested.
+        records: lines of metrics.jsonl.
+        environment: env.json; empty = not written.
+        plan: plan.json; empty = not written.
+        load: MoE layer -> tokens of every expert [E], from the newest checkpoint; empty = none.
+        load_step: the step of that checkpoint.
+        evaluation: eval.json; None = not evaluated.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    records: list[dict[str, Any]]
+    environment: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    load: dict[int, list[int]] = field(default_factory=dict)
+    load_step: int | None = None
+    evaluation: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def series(self, key: str) -> Points:
+        """The finite values of one figure; the last of a step counts."""
+        points: dict[int, float] = {}
+        for record in self.records:
+            step, value = record.get("step"), record.get(key)
+            if isinstance(step, int) and isinstance(value, int | float) and not isinstance(value, bool):
+                points[step] = float(value)
+        return sorted(points.items())
+
+    def keys(self, prefix: str) -> list[str]:
+        """Names of the figures that begin with a prefix, sorted."""
+        return sorted({key for record in self.records for key in record if key.startswith(prefix)})
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that the figures reach."""
+        return max((step for step, _ in self.series("loss")), default=0)
+
+    def settings(self) -> dict[str, Any]:
+        """Every key of the configuration by its command-line name."""
+        return flatten(self.config)
+
+    def changed_settings(self) -> dict[str, Any]:
+        """Those that are not the schema's default."""
+        known = fields()
+
+        def default(key: str) -> Any:
+            value = known[key].default
+            return list(value) if isinstance(value, tuple) else value
+
+        return {k: v for k, v in self.settings().items() if k not in known or v != default(k)}
+
+    def figures(self) -> dict[str, float]:
+        """The run in a few numbers, those that it has.
+
+        loss: training loss, mean of the last steps. first_loss. eval_loss: the last, eval_loss_best,
+        eval_loss_before (step 0). tokens, seconds: sums over the steps. tokens_per_s: tokens over seconds,
+        the first step (caches, allocations) left out when there are others. peak host and GPU bytes.
+        """
+        loss, held_out = self.series("loss"), self.series("eval_loss")
+        found: dict[str, float] = {}
+        if loss:
+            found["first_loss"] = loss[0][1]
+            found["loss"] = mean([value for _, value in loss[-LAST:]])
+        if held_out:
+            found["eval_loss"] = held_out[-1][1]
+            found["eval_loss_best"] = min(value for _, value in held_out)
+            if held_out[0][0] == 0:
+                found["eval_loss_before"] = held_out[0][1]
+        seconds, tokens = dict(self.series("seconds")), dict(self.series("tokens"))
+        both = sorted(seconds.keys() & tokens.keys())
+        if both:
+            found["steps"] = float(max(both))
+            found["seconds"] = sum(seconds[step] for step in both)
+            found["tokens"] = sum(tokens[step] for step in both)
+            warm = both[1:] or both
+            time = sum(seconds[step] for step in warm)
+            if time > 0:
+                found["tokens_per_s"] = sum(tokens[step] for step in warm) / time
+        for key, prefix in (("host_bytes", "host_rss_bytes_"), ("gpu_bytes", "gpu_memory_bytes_")):
+            peak = self._peak(prefix)
+            if peak:
+                found[key] = peak
+        for key in ("recoveries", "seconds_lost"):
+            if points := self.series(key):
+                found[key] = points[-1][1]
+        return found
+
+    def _peak(self, prefix: str) -> float:
+        """Largest sum over one record of the figures that begin with a prefix."""
+        sums = (
+            sum(v for k, v in record.items() if k.startswith(prefix) and isinstance(v, int | float))
+            for record in self.records
+        )
+        return max(sums, default=0.0)
+
+
+def read_run(path: Path) -> RunData:
+    """Everything that a run directory tells.
+
+    Raises:
+        UserError: no run directory, or a file of it is damaged.
+    """
+    config_file = path / "config.yaml"
+    if not config_file.is_file():
+        raise UserError(
+            "this is no run directory",
+            where=str(path),
+            observed="no config.yaml" if path.is_dir() else "no such directory",
+            required="a directory that mode=train wrote",
+            remedy="name one below run.root, for example run.name=<name>",
+        )
+    try:
+        config = yaml.safe_load(config_file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise _damaged(config_file, error) from error
+    if not isinstance(config, dict):
+        raise _damaged(config_file, "no mapping")
+    load_file, load_step = _newest_load(path)
+    load = _json(load_file).get("slots", {}) if load_file else {}
+    evaluation = path / "eval.json"
+    return RunData(
+        path=path,
+        config=config,
+        records=read_jsonl(path / "metrics.jsonl"),
+        environment=_json(path / "env.json"),
+        plan=_json(path / "plan.json"),
+        load={int(layer): list(load[layer]) for layer in sorted(load, key=int)},
+        load_step=load_step,
+        evaluation=_json(evaluation) if evaluation.is_file() else None,
+    )
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, keys joined by dots. model.config, a model's own config.json, stays whole."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name != "model.config":
+            flat |= flatten(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean of at least one value."""
+    return sum(values) / len(values)
+
+
+def _newest_load(path: Path) -> tuple[Path | None, int | None]:
+    for checkpoint in reversed(find_checkpoints(path)):
+        file = checkpoint / "expert_load.json"
+        if file.is_file():
+            return file, int(checkpoint.name.removeprefix("step_"))
+    return None, None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """A JSON object; {} when the file is not there."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise _damaged(file, error) from error
+    if not isinstance(value, dict):
+        raise _damaged(file, "no JSON object")
+    return value
+
+
+def _damaged(file: Path, reason: object) -> UserError:
+    return UserError(
+        "a file of the run cannot be read",
+        where=str(file),
+        observed=reason,
+        remedy="restore it, or move it away: the report then leaves it out"
+        if file.name != "config.yaml"
+        else "restore it from train.log or the command line in env.json",
+    )

@@ -1,0 +1,389 @@
+"""The directory of one run: its name, its files, its log, and which run a resume continues.
+
+runs/<name>/  config.yaml  plan.json  env.json  metrics.jsonl  train.log  loss.png  wandb_id
+              checkpoints/step_000300/...  adapter/  timelines/step_000010.json
+              predictions.jsonl  predictions.json  predictions_base.jsonl  losses.json  eval.json  eval.md
+              report.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+
+log = logging.getLogger(__name__)
+
+# All that a run writes at its top level: what run.overwrite removes, and nothing else.
+_RESULTS = (
+    *("predictions.jsonl", "predictions.json", "predictions_base.jsonl", "losses.json"),
+    *("eval.json", "eval.md", "report.html"),
+)
+_FILES = ("plan.json", "env.json", "metrics.jsonl", "train.log", "loss.png", "wandb_id", *_RESULTS)
+_DIRECTORIES = ("checkpoints", "adapter", "wandb", "timelines")
+_CONFIG = "config.yaml"  # written first: a directory that holds it is a run
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run's directory.
+
+    Attributes:
+        path: absolute; exists.
+        checkpoint: the checkpoint that the run resumes from; None = it starts afresh.
+        continued: whether the directory already held this run (its curve and logs go on).
+    """
+
+    path: Path
+    checkpoint: Path | None = None
+    continued: bool = False
+
+    @classmethod
+    def create(cls, config: Config, checkpoint: Path | None = None) -> RunDir:
+        """Make or find the directory that `run` and `trainer.resume` ask for, and write its config.yaml.
+
+        Args:
+            config: the run's configuration.
+            checkpoint: what `checkpoint_to_resume` found earlier; None = looked for here.
+
+        Raises:
+            UserError: the name is no plain directory name, the place cannot be written, the
+                directory already holds a run, or there is nothing to resume from.
+        """
+        checkpoint = checkpoint or checkpoint_to_resume(config)
+        root, named = _root_and_named(config)
+        try:
+            if checkpoint is None:
+                run = cls(_fresh(root, named, config))
+            else:
+                run = _resumed(checkpoint, root, named, config)
+            run.write_config(config)
+        except OSError as error:
+            raise UserError(
+                "the run directory cannot be written",
+                where=str(named or root),
+                observed=error.strerror or str(error),
+                remedy="set run.root to a directory that you may write to",
+            ) from error
+        return run
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / _CONFIG
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log_file(self) -> Path:
+        return self.path / "train.log"
+
+    @property
+    def plot_file(self) -> Path:
+        return self.path / "loss.png"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Made by whoever writes the first checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def adapter(self) -> Path:
+        """Made by whoever writes the adapter."""
+        return self.path / "adapter"
+
+    @property
+    def timelines(self) -> Path:
+        """Made by whoever writes the first timeline."""
+        return self.path / "timelines"
+
+    @property
+    def wandb_id(self) -> str | None:
+        """The id of the W&B run that belongs to this run; None until there is one."""
+        file = self.path / "wandb_id"
+        return file.read_text(encoding="utf-8").strip() or None if file.exists() else None
+
+    def write_config(self, config: Config) -> None:
+        """config.yaml, the resolved configuration."""
+        write_atomic(self.config_file, yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
+
+    def write_plan(self, plan: Any) -> None:
+        """plan.json: a `kt_ray.placement` plan, or any tree of dataclasses, mappings and lists."""
+        write_atomic(self.path / "plan.json", json.dumps(plain(plan), indent=1) + "\n")
+
+    def write_env(self, environment: Mapping[str, Any]) -> None:
+        """env.json: see `kt_ray.runs.environment`, and what the cluster adds to it."""
+        write_atomic(self.path / "env.json", json.dumps(plain(environment), indent=2) + "\n")
+
+    def remove_results(self) -> list[Path]:
+        """Remove answers, losses, scores and the report, which are of an adapter that is about to be another.
+
+        Returns:
+            What there was of them.
+        """
+        found = [path for name in _RESULTS if (path := self.path / name).is_file()]
+        for path in found:
+            path.unlink()
+        return found
+
+    def write_wandb_id(self, run_id: str) -> None:
+        write_atomic(self.path / "wandb_id", run_id + "\n")
+
+
+def checkpoint_to_resume(config: Config) -> Path | None:
+    """The checkpoint that `trainer.resume` names; None = start afresh. Only looks: nothing is written.
+
+    Raises:
+        UserError: as `RunDir.create`.
+    """
+    root, named = _root_and_named(config)
+    if config.trainer.resume is None:
+        return None
+    if config.trainer.resume == "latest":
+        return _latest_checkpoint(root, named, config.model.name)
+    return _named_checkpoint(Path(config.trainer.resume).expanduser().absolute())
+
+
+def dated_as_before(config: Config) -> Config:
+    """With data.date set: as given, else that of the run to be resumed, else today."""
+    if config.data.date is not None:
+        return config
+    checkpoint = checkpoint_to_resume(config)
+    day = None
+    if checkpoint is not None and (file := checkpoint.parent.parent / _CONFIG).is_file():
+        known = yaml.safe_load(file.read_text(encoding="utf-8"))
+        data = known.get("data") if isinstance(known, dict) else None
+        day = data.get("date") if isinstance(data, dict) else None
+    day = str(day or datetime.date.today().isoformat())
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, date=day))
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write beside and rename: a reader, or a crash, sees the old file or the whole new one."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes files private; a run directory is read by colleagues.
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, mappings and sequences as dicts and lists, paths as strings: what JSON and YAML hold."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def find_checkpoints(run: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest step first. The manifest is written last, so it marks them."""
+    found = (manifest.parent for manifest in (run / "checkpoints").glob("step_*/manifest.json"))
+    numbered = [
+        (int(number), path) for path in found if (number := path.name.removeprefix("step_")).isdigit()
+    ]
+    return [path for _, path in sorted(numbered)]
+
+
+def _check_name(name: str) -> None:
+    if not name or name in (".", "..") or "/" in name or "\0" in name or name != name.strip():
+        raise UserError(
+            "run.name is no directory name",
+            observed=repr(name),
+            required="one name without '/'",
+            remedy="give a plain run.name=..., and put the directory into run.root=...",
+        )
+
+
+def _root_and_named(config: Config) -> tuple[Path, Path | None]:
+    """run.root, and the run directory when it is named."""
+    root = Path(config.run.root).expanduser().absolute()
+    if config.run.name is None:
+        return root, None
+    _check_name(config.run.name)
+    return root, root / config.run.name
+
+
+def _fresh(root: Path, named: Path | None, config: Config) -> Path:
+    if named is None:
+        root.mkdir(parents=True, exist_ok=True)
+        model = "".join(c if c.isalnum() or c in "._-" else "-" for c in config.model.name) or "model"
+        base = f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+        number = 1
+        while True:
+            # mkdir decides between two runs that start in the same second.
+            path = root / (base if number == 1 else f"{base}-{number}")
+            try:
+                path.mkdir()
+                return path
+            except FileExistsError:
+                number += 1
+    if named.is_dir() and any(named.iterdir()):
+        if not (named / _CONFIG).exists():
+            raise UserError(
+                "run.name names a directory that holds other files",
+                where=str(named),
+                required="a new or empty directory",
+                remedy="choose another run.name",
+            )
+        if _trained(named) and not config.run.overwrite:
+            saved = (
+                " (add run.name and trainer.resume=latest to continue it)" if find_checkpoints(named) else ""
+            )
+            raise UserError(
+                "this directory already holds a run",
+                where=str(named),
+                remedy=f"choose another run.name, or set run.overwrite=true to delete that run{saved}",
+            )
+        _clear(named)
+    named.mkdir(parents=True, exist_ok=True)
+    return named
+
+
+def _trained(run: Path) -> bool:
+    """Whether a run has anything to lose: one that failed before its first step may be started again."""
+    metrics = run / "metrics.jsonl"
+    return (metrics.exists() and metrics.stat().st_size > 0) or any(
+        (run / d).exists() for d in ("checkpoints", "adapter")
+    )
+
+
+def _clear(run: Path) -> None:
+    for name in _DIRECTORIES:
+        if (run / name).is_symlink():
+            (run / name).unlink()
+        elif (run / name).is_dir():
+            shutil.rmtree(run / name)
+    # The mark of a run goes last: an interrupted clearing can be repeated.
+    for name in (*_FILES, _CONFIG):
+        (run / name).unlink(missing_ok=True)
+
+
+def _latest_checkpoint(root: Path, named: Path | None, model: str) -> Path:
+    if named is not None:
+        found = find_checkpoints(named)
+        if not found:
+            missing = "no checkpoint" if named.is_dir() else "no such directory"
+            raise UserError(
+                "there is nothing to resume",
+                where=str(named),
+                observed=missing,
+                required="a run with a complete checkpoint under checkpoints/",
+                remedy="check run.name and run.root, or leave out trainer.resume to start afresh",
+            )
+        return found[-1]
+    candidates = []
+    for config_file in root.glob(f"*/{_CONFIG}"):
+        found = find_checkpoints(config_file.parent)
+        if found and _model_name(config_file) == model:
+            candidates.append(((found[-1] / "manifest.json").stat().st_mtime_ns, found[-1]))
+    if not candidates:
+        raise UserError(
+            f"trainer.resume=latest: no run of model {model!r} has a checkpoint",
+            where=str(root),
+            remedy="give run.name or run.root, or leave out trainer.resume to start afresh",
+        )
+    return max(candidates)[1]
+
+
+def _named_checkpoint(checkpoint: Path) -> Path:
+    if not (checkpoint / "manifest.json").exists():
+        raise UserError(
+            "trainer.resume names no complete checkpoint",
+            where=str(checkpoint),
+            observed="no manifest.json" if checkpoint.is_dir() else "no such directory",
+            required="'latest', or a directory runs/<name>/checkpoints/step_...",
+            remedy="see runs/<name>/checkpoints for those that exist",
+        )
+    # "latest" inside checkpoints/ is a link to the step's directory.
+    return checkpoint.resolve()
+
+
+def _resumed(checkpoint: Path, root: Path, named: Path | None, config: Config) -> RunDir:
+    """The checkpoint's own run, or a new one that begins with it."""
+    holder = checkpoint.parent.parent
+    latest = config.trainer.resume == "latest"
+    is_run = checkpoint.parent.name == "checkpoints" and (holder / _CONFIG).exists()
+    if latest or (is_run and (named is None or named.resolve() == holder)):
+        if latest and named is None:
+            log.warning("resuming the newest run of %s: %s, %s", config.model.name, holder, checkpoint.name)
+        return RunDir(holder, checkpoint, continued=True)
+    return RunDir(_fresh(root, named, config), checkpoint)
+
+
+def _model_name(config_file: Path) -> str | None:
+    try:
+        loaded = yaml.safe_load(config_file.read_text(encoding="utf-8"))
+        return str(loaded["model"]["name"])
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
+        return None  # not a configuration of ours; some other tool's file
+
+
+def setup_logging(run: RunDir) -> Callable[[], None]:
+    """Send every logger's INFO and above to train.log, with timestamps; keep the console clean.
+
+    The console (stderr) gets kt_ray's warnings and errors, one plain line each. A resumed run's log
+    is appended to. What this process logs counts; actors write through Ray's own files. One run at
+    a time: a second call (the next job of a multirun) ends the first one's log.
+
+    Returns:
+        A function that takes the handlers off again and closes the file.
+    """
+    from kt_ray.tracking.console import ConsoleHandler
+
+    global _close_log
+    _close_log()
+    root, ours = logging.getLogger(), logging.getLogger("kt_ray")
+    file = logging.FileHandler(run.log_file, encoding="utf-8")
+    file.setLevel(logging.INFO)
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    screen = ConsoleHandler()
+    screen.setLevel(logging.WARNING)
+    screen.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    level = ours.level
+    ours.setLevel(logging.INFO)
+    root.addHandler(file)
+    ours.addHandler(screen)
+
+    def close() -> None:
+        root.removeHandler(file)
+        ours.removeHandler(screen)
+        ours.setLevel(level)
+        file.close()
+
+    _close_log = close
+    return close
+
+
+def _close_log() -> None:
+    """Ends the log that is open; replaced by `setup_logging`."""

@@ -1,0 +1,226 @@
+"""The driver's side of checkpoints: what is written, what must match on resume."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kt_ray.adapter.adapter_dir import adapter_layout, adapter_not_written, create_adapter, finish_adapter
+from kt_ray.adapter.peft_config import INTERLEAVED, AdapterInfo
+from kt_ray.checkpoint.training import (
+    Manifest,
+    begin_checkpoint,
+    best_checkpoint,
+    commit_checkpoint,
+    not_written,
+    prune_checkpoints,
+    set_aside_later,
+    step_name,
+    write_beside_shards,
+)
+from kt_ray.config.schema import Config
+from kt_ray.data.batches import flat
+from kt_ray.errors import UserError
+from kt_ray.model.family import read_family
+from kt_ray.model.pissa import doubled_shape
+from kt_ray.runs.prepare import Prepared
+from kt_ray.placement.balance import owners_of
+from kt_ray.placement.expert_load import FILE as LOAD_FILE
+from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.dims.weight_formats import BACKEND_STORAGE
+from kt_ray.runs.rundir import RunDir, checkpoint_to_resume
+from kt_ray.train.cluster_protocol import ActorLost, Cluster
+from kt_ray.train.preference_steps import STAGES
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A verified checkpoint to go on from."""
+
+    directory: Path
+    manifest: Manifest
+
+
+def resume_point(prepared: Prepared) -> ResumePoint | None:
+    """The checkpoint that this run goes on from, checked against model, data and settings; None = none.
+
+    Writes nothing: a run that may not be continued is left as it was.
+
+    Raises:
+        UserError: nothing to resume, damaged files, another model, other data or settings, or a
+            checkpoint beyond this run's last step.
+    """
+    checkpoint = checkpoint_to_resume(prepared.config)
+    if checkpoint is None:
+        return None
+    manifest = Manifest.load(checkpoint)
+    manifest.require(model=prepared.fingerprint, fields=_fields(prepared), where=str(checkpoint))
+    if manifest.step > prepared.schedule.total_steps:
+        raise UserError(
+            "the checkpoint lies beyond the last step of this run",
+            where=str(checkpoint),
+            observed=f"step {manifest.step}",
+            required=f"at most step {prepared.schedule.total_steps} (trainer.max_steps or trainer.epochs)",
+            remedy=f"set trainer.max_steps to more than {manifest.step}, or resume an earlier one",
+        )
+    return ResumePoint(checkpoint, manifest)
+
+
+def save_checkpoint(
+    prepared: Prepared,
+    rundir: RunDir,
+    cluster: Cluster,
+    taken: int,
+    load: ExpertLoad,
+    eval_loss: float | None = None,
+) -> Path:
+    """Every actor writes its shard, then the manifest, then old checkpoints go.
+
+    Args:
+        taken: steps so far. load: tokens per expert in them. eval_loss: held-out loss after them.
+
+    Raises:
+        UserError: it cannot be written; what there was of it is removed, earlier checkpoints stay.
+    """
+    partial = begin_checkpoint(rundir.checkpoints, taken)
+    try:
+        return _fill_checkpoint(partial, prepared, rundir, cluster, taken, load, eval_loss)
+    except ActorLost:
+        raise  # written again after the recovery
+    except (UserError, OSError) as error:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk its space is wanted
+        raise (error if isinstance(error, UserError) else not_written(partial, error)) from error
+
+
+def _fill_checkpoint(
+    partial: Path,
+    prepared: Prepared,
+    rundir: RunDir,
+    cluster: Cluster,
+    taken: int,
+    load: ExpertLoad,
+    eval_loss: float | None,
+) -> Path:
+    shards = cluster.save_shards(str(partial))
+    write_beside_shards(
+        partial / LOAD_FILE, load.to_json(owners_of(prepared.plan.experts, prepared.plan.dims))
+    )
+    steps_per_epoch = prepared.schedule.steps_per_epoch
+    manifest = Manifest(
+        step=taken,
+        seed=prepared.config.seed,
+        data={
+            "next_step": taken,
+            "epoch": taken // steps_per_epoch,
+            "step_in_epoch": taken % steps_per_epoch,
+        },
+        model=prepared.fingerprint,
+        fields=_fields(prepared),
+        shards=tuple(shards),
+        state={"total_steps": prepared.schedule.total_steps}
+        | ({} if eval_loss is None else {"eval_loss": eval_loss}),
+    )
+    final = commit_checkpoint(partial, rundir.checkpoints / step_name(taken), manifest)
+    prune_checkpoints(rundir.checkpoints, prepared.config.trainer.keep_checkpoints)
+    return final
+
+
+def best_so_far(rundir: RunDir) -> tuple[int, float] | None:
+    """Steps and held-out loss of a continued run's best checkpoint, if it marked one."""
+    path = best_checkpoint(rundir.checkpoints)
+    if path is None:
+        return None
+    manifest = Manifest.load(path)
+    return manifest.step, float(manifest.state["eval_loss"])
+
+
+def go_on_from(resume: ResumePoint, rundir: RunDir) -> list[str]:
+    """What the directory of a continued run needs before its first step; lines for the user."""
+    if not rundir.continued:
+        return []
+    aside = set_aside_later(rundir.checkpoints, resume.manifest.step)
+    lines = [
+        f"set aside: {path} (from before the run went back to step {resume.manifest.step})" for path in aside
+    ]
+    gone = [path.name for path in rundir.remove_results()]
+    return lines + ([f"removed: {', '.join(gone)} (of the adapter so far)"] if gone else [])
+
+
+def write_adapter(prepared: Prepared, directory: Path, cluster: Cluster, notes: tuple[str, ...] = ()) -> Path:
+    """The PEFT directory: laid out by the driver, filled by every actor, then published."""
+    lora = prepared.config.lora
+    shapes, wider = cluster.parameter_shapes(), 1
+    if lora.init.startswith("pissa"):  # relative to the weights as they are in the checkpoint
+        shapes, wider = {name: doubled_shape(name, shape) for name, shape in shapes.items()}, 2
+    layout = adapter_layout(shapes)
+    family = read_family(prepared.model_dir).text_type
+    info = AdapterInfo(
+        base_model=prepared.model_dir,
+        model_type=family,
+        rank=wider * lora.rank,
+        # With rsLoRA the scale falls with the root of the rank.
+        alpha=(wider**0.5 if lora.rslora else wider) * lora.alpha,
+        rslora=lora.rslora,
+        dropout=lora.dropout,
+        interleaved=family in INTERLEAVED,
+        notes=notes,
+    )
+    try:
+        create_adapter(directory, layout)
+        cluster.write_adapter(str(directory), layout)
+        return finish_adapter(directory, layout, info, modules=prepared.module_names)
+    except OSError as error:
+        raise adapter_not_written(directory, layout, error) from error
+
+
+def _fields(prepared: Prepared) -> dict[str, Any]:
+    """Settings without which the same step number would mean another step. Placement is not among them."""
+    config: Config = prepared.config
+    lora = config.lora
+    quantised = config.rule.experts.backend
+    # Only where it is set: checkpoints of versions that did not know it stay good.
+    grouped = {"data.group_by_length": True} if config.data.group_by_length else {}
+    return {
+        **grouped,
+        "seed": config.seed,
+        # The frozen weights are others then. The other backends compute the checkpoint's own.
+        "rule.experts.backend": quantised if quantised in BACKEND_STORAGE else "auto",
+        "lora.rank": lora.rank,
+        "lora.alpha": lora.alpha,
+        "lora.rslora": lora.rslora,
+        "lora.dropout": lora.dropout,
+        "lora.target_modules": lora.target_modules,
+        "lora.experts": lora.experts,
+        **({} if lora.init == "default" else {"lora.init": lora.init}),
+        **_stage_fields(config),
+        "optim.name": config.optim.name,
+        "trainer.batch_size": config.trainer.batch_size,
+        "data.shuffle": config.data.shuffle,
+        "data (digest of the tokenised training rows)": _digest(prepared),
+    }
+
+
+def _stage_fields(config: Config) -> dict[str, Any]:
+    """Of what is not supervised fine-tuning; a checkpoint without them is of that."""
+    stage = config.trainer.stage
+    if stage == "sft":
+        return {}
+    return {"trainer.stage": stage} | ({"preference": asdict(config.preference)} if stage in STAGES else {})
+
+
+def _digest(prepared: Prepared) -> str:
+    digest = hashlib.sha256()
+    for row in flat(prepared.data.train)[0]:
+        digest.update(np.int64(row.sample_id).tobytes())
+        if row.sign:
+            digest.update(np.int64(row.sign).tobytes())
+        for document in row.documents:
+            digest.update(np.array(document, dtype=np.int64).tobytes())
+        digest.update(np.ascontiguousarray(row.input_ids).tobytes())
+        digest.update(np.ascontiguousarray(row.labels).tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,54 @@
+"""The rates by which rule.experts.stream=auto decides: one actor's part of what the host is known to do."""
+
+from __future__ import annotations
+
+from kt_ray.config.schema import Config
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.rate_files import rates_for
+from kt_ray.hardware.rates import Rates
+from kt_ray.placement.lane_share import LaneRates
+from kt_ray.placement.memory import held_format
+
+
+def lane_rates(
+    config: Config, hardware: Hardware, dims: ModelDims, rates: Rates | None = None
+) -> LaneRates | None:
+    """What `make_plan` needs for stream=auto; None where it does not decide, or nothing is known of a GPU.
+
+    Args:
+        rates: the host's; None = those of `rates_for`.
+
+    Raises:
+        UserError: as `rates_for`.
+    """
+    rule = config.rule.experts
+    if rule.stream != "auto" or rule.lane_device == "cpu" or not hardware.gpus:
+        return None
+    return from_rates(rates or rates_for(config, hardware), config, hardware, dims)
+
+
+def from_rates(rates: Rates, config: Config, hardware: Hardware, dims: ModelDims) -> LaneRates | None:
+    """The rates at a step's rows per expert, which is more than a call of it has.
+
+    Actors on one socket, and all actors on the GPU, divide what there is.
+    """
+    if rates.gpu is None or rates.link is None:
+        return None
+    rule, sockets = config.rule.experts, hardware.on(0)  # a lane uses the GPU of its actor's host
+    actors = rule.sockets if isinstance(rule.sockets, int) else min(len(sockets), dims.num_experts)
+    neighbours = max(1, -(-actors // len(sockets)))
+    threads = rule.threads if isinstance(rule.threads, int) else max(1, sockets[0].cores // neighbours)
+    rows = config.trainer.batch_size * config.data.max_length * dims.experts_per_token / dims.num_experts
+    rank = config.lora.rank if config.lora.experts else 0
+    shape = dims.expert_width, dims.expert_intermediate
+    expert = rates.expert(rule.isa, held_format(dims, rule.backend), *shape)
+    kind = "float32" if dims.expert_format == "f32" else "bfloat16"
+    gemm = rates.gpu.gemm[kind]
+    return LaneRates(
+        link=rates.link.to_device.value / actors,
+        gpu=gemm(max(1.0, rows)) / actors,
+        cpu=expert.flops("forward", max(1.0, rows), threads, rank),
+        memory=rates.memory.read_all.value / neighbours,
+        source=rates.source,
+    )

@@ -1,0 +1,115 @@
+"""What an expert actor's GPU lane takes of a predicted call: the split that the runtime makes, in seconds.
+
+The share is the plan's (`LanePlan.share`), rounded to whole experts as the runtime does it, and the seconds
+are those by which rule.experts.stream=auto chooses it (lane.py), undivided: the simulation lets actors that
+use one link or one GPU, and attention, share it. Besides, kernels that the lane's thread dispatches one
+expert after the other. Routing is taken as even, so residents get their share of the tokens and no more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from kt_ray.config.schema import Config
+from kt_ray.hardware.rates import Rates
+from kt_ray.placement.lane_plan import expert_sizes
+from kt_ray.placement.lane_share import ExpertSizes, lane_parts, whole_experts
+from kt_ray.placement.plan_types import ExpertActorPlan, Plan
+from kt_ray.timing.layer_work import dispatch_seconds
+from kt_ray.timing.simulate_types import LaneCall
+
+__all__ = ["LaneCall", "LaneSeconds"]
+
+# Kernels per expert (kt_ray.experts.lane_math with LoRA, gate, up and down; views not counted).
+KERNELS = {"forward": 40.0, "backward": 80.0}
+KERNELS_AGAIN = 24.0  # gate and up once more: activations=recompute
+MOVED_IN = 1 / 3  # of `LaneWork.moved`: 2 of 6 bytes per element go to the device
+
+
+@dataclass(frozen=True, eq=False)
+class LaneSeconds:
+    """The lanes of a plan at given rates."""
+
+    plan: Plan
+    config: Config
+    rates: Rates
+
+    def part(self, actor: int, layer: int, tokens: int) -> tuple[float, float]:
+        """Parts of the actor's rows that its lane computes: resident experts, and carried ones."""
+        if not self._runs(actor):
+            return 0.0, 0.0
+        stays, others, carried = self._counts(actor, layer, tokens)
+        busy = self._sizes(actor, others).work(tokens).experts if others else 0
+        streamed = others * carried / busy if busy else 0.0
+        return stays / (stays + others), streamed / (stays + others)
+
+    def call(self, actor: int, layer: int, direction: str, tokens: int) -> LaneCall | None:
+        """A call's lane; None where the CPU computes all of it, or the stand-in on its cores does."""
+        if not tokens or not self._runs(actor):
+            return None
+        assert self.rates.gpu is not None and self.rates.link is not None
+        here, dims = self.plan.experts[actor], self.plan.dims
+        stays, others, carried = self._counts(actor, layer, tokens)
+        link = self.rates.link.to_device.value
+        rows = max(1.0, tokens * dims.experts_per_token / dims.num_experts)
+        gpu = self.rates.gpu.gemm["float32" if dims.expert_format == "f32" else "bfloat16"](rows)
+        copies = products = first = moved = experts = 0.0
+        if others and carried:
+            found = lane_parts(self._sizes(actor, others).work(tokens), link, gpu, carried)
+            copies, products, first, moved = found.copies, found.products, found.first, found.moved
+            experts += carried
+        if stays:  # only their adapters are copied
+            kept = replace(self._sizes(actor, stays), bytes=self._adapter)
+            work = kept.work(tokens)
+            found = lane_parts(work, link, gpu, work.experts)
+            copies, products = copies + found.copies, products + found.products
+            first, moved = max(first, found.first), moved + found.moved
+            experts += work.experts
+        if not experts:
+            return None
+        kernels = KERNELS[direction]
+        if direction == "backward" and here.activations == "recompute":
+            products *= 1 + (2 / 3 if dims.gated else 1 / 2)
+            kernels += KERNELS_AGAIN
+        dispatch = dispatch_seconds(kernels * experts, self.rates.gpu, self.rates.cpu_one)
+        assert here.lane is not None
+        ahead, back = first + MOVED_IN * moved, (1 - MOVED_IN) * moved
+        return LaneCall(here.lane.device, ahead, copies, products, dispatch, back)
+
+    def _runs(self, actor: int) -> bool:
+        lane = self.plan.experts[actor].lane
+        known = self.rates.gpu is not None and self.rates.link is not None
+        return lane is not None and lane.device != "cpu" and known
+
+    def _counts(self, actor: int, layer: int, tokens: int) -> tuple[int, int, int]:
+        """Experts of a layer that stay on the device; in host memory; of these carried for such a call."""
+        here = self.plan.experts[actor]
+        assert here.lane is not None
+        stays = len(self._resident[actor].get(layer, ()))
+        others = len(here.experts_of(layer)) - stays
+        wanted = whole_experts(here.lane.share(tokens), others)
+        busy = self._sizes(actor, others).work(tokens).experts if others else 0
+        return stays, others, min(wanted, busy)
+
+    def _sizes(self, actor: int, experts: int) -> ExpertSizes:
+        return replace(self._of_actor[actor], held=experts)
+
+    @property
+    def _adapter(self) -> float:
+        """Bytes of one expert's LoRA."""
+        dims, lora = self.plan.dims, self.config.lora
+        matrices = 3 if dims.gated else 2
+        size = 4 * matrices * lora.rank * (dims.expert_width + dims.expert_intermediate)
+        return float(size) if lora.experts else 0.0
+
+    @cached_property
+    def _of_actor(self) -> tuple[ExpertSizes, ...]:
+        def sizes(actor: ExpertActorPlan) -> ExpertSizes:
+            return expert_sizes((actor,), self.plan.dims, self.config)
+
+        return tuple(map(sizes, self.plan.experts))
+
+    @cached_property
+    def _resident(self) -> tuple[dict[int, tuple[int, ...]], ...]:
+        return tuple(dict(a.lane.resident) if a.lane else {} for a in self.plan.experts)

@@ -1,0 +1,267 @@
+"""What the attention side of one decoder layer costs, counted from its dimensions and divided by rates.
+
+A micro-batch of b rows x s positions passes attention, norms, router and shared expert (or the dense MLP),
+all torch operations. Each is counted in kinds of work (`Work`) that have measured rates: products of
+matrices, attention over pairs of positions, elements through LoRA, norms and other elementwise passes, and
+kernels, which cost their dispatch however small they are. On a CPU the kinds add up; on a GPU dispatch runs
+beside the device's work, so the larger counts.
+
+Sources of the counts: transformers 5's decoder layers and PEFT's LoRA layer as they are; kernels were
+counted with torch.profiler on layers of the demo (docs/prediction.md). Backward is what autograd does for
+trained LoRA and frozen weights: one product for the input's gradient, none for the weight's.
+
+Legend: M = b * s positions, H hidden size.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from kt_ray.config.schema import Config, LoraConfig
+from kt_ray.dims.layer_params import WITHOUT_SDPA
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.hardware.rates import DeviceRate
+from kt_ray.placement.plan_types import Plan
+
+# Kernels that are dispatched, forward and backward, views not counted (torch.profiler).
+LINEAR_OPS = (7.0, 11.0)  # a linear layer with LoRA
+BARE_LINEAR_OPS = (1.0, 1.0)  # a linear layer alone
+LAYER_OPS = (120.0, 127.0)  # norms, rotary embedding, masks, residuals, attention itself
+ROUTER_OPS = (39.0, 52.0)
+# Time of a small operation that views and Python take per kernel; autograd calls kernels without Python.
+AROUND_OP = 4.4
+AROUND_BACK = 3.4
+GRAD_OPS = 1.22  # forward under grad over forward without
+
+HEAD_OPS = 75.0  # norm, logits, loss and gradient of a chunk
+
+NORM_PASSES = 6.0  # passes over its elements that a norm takes, the unit of elementwise work here
+HIDDEN_PASSES = (4.0, 4.0)  # per element of the hidden state: residuals
+WIDTH_PASSES = (6.0, 8.0)  # per element of queries, keys and values: slices, rotation, joining them
+GATED_PASSES = (6.0, 13.0)  # per element of an MLP's inner width
+ROUTER_PASSES = (120.0, 60.0)  # per token and expert in a router: scores, choice, counts
+
+# Projections of a layer's own input.
+_FIRST = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "kv_proj", "qkv_proj", "in_proj")
+
+
+class Work(NamedTuple):
+    """Amounts per micro-batch.
+
+    products: FLOP in the layer's type. thin: FLOP in float32 (router). pairs: FLOP of attention forward.
+    scores: that are materialised. adapted: elements through LoRA. normed: elements through norms. passes:
+    elements times passes over them. operations: kernels.
+    """
+
+    products: float = 0.0
+    thin: float = 0.0
+    pairs: float = 0.0
+    scores: float = 0.0
+    adapted: float = 0.0
+    normed: float = 0.0
+    passes: float = 0.0
+    operations: float = 0.0
+
+    def plus(self, other: Work) -> Work:
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> Work:
+        return Work(*(a * factor for a in self))
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Work of one layer's attention side, as linear functions of M and of the pairs of positions.
+
+    Attributes:
+        dims: the model. layer: index. lora: adapters. dtype: of the weights. attention: "sdpa" or "eager".
+    """
+
+    dims: ModelDims
+    layer: int
+    lora: LoraConfig
+    dtype: str
+    attention: str = "sdpa"
+
+    @property
+    def moe(self) -> bool:
+        return self.layer in self.dims.moe_layers
+
+    @cached_property
+    def modules(self) -> tuple[tuple[str, int, int, bool, bool], ...]:
+        """(name, in, out, whether it has LoRA, whether it is of attention)."""
+        found = []
+        for name, n_in, n_out in self.dims.lora_in_out[self.layer]:
+            of_attention = "attn" in name or (name.startswith("mixer.") and name[6:7] in "qkvo")
+            found.append((name, n_in, n_out, self._adapted(name), of_attention))
+        return tuple(found)
+
+    def _adapted(self, module: str) -> bool:
+        targets, name = self.lora.target_modules, f"model.layers.{self.layer}.{module}"
+        if isinstance(targets, str):
+            return targets == "auto" or (targets != "none" and re.fullmatch(targets, name) is not None)
+        return any(name == t or name.endswith("." + t) for t in targets)
+
+    @cached_property
+    def heads(self) -> tuple[float, float]:
+        """Elements per token of queries, and of values, over all query heads; 0 without softmax attention."""
+        out = [n_in for name, n_in, _, _, _ in self.modules if name.endswith((".o_proj", ".o_b_proj"))]
+        if not out or "linear_attn" in self.modules[0][0] or self.dims.num_heads == 0:
+            return 0.0, 0.0
+        value = min(float(out[0]), self.dims.attention_width / 2)
+        return (self.dims.attention_width - value) / 2, value
+
+    @property
+    def unequal(self) -> bool:
+        """Whether torch materialises attention's scores: eager, or sdpa where keys and values differ in
+        width (its fused kernels want one width)."""
+        query, value = self.heads
+        return (
+            self.attention == "eager"
+            or self.dims.model_type in WITHOUT_SDPA
+            or abs(query - value) > 0.01 * query
+        )
+
+    def forward(self, rows: int, width: int) -> tuple[Work, Work]:
+        """Work until the experts get their tokens, and after it (the shared expert)."""
+        m = rows * width
+        first, rest = Work(), Work()
+        for name, n_in, n_out, adapted, of_attention in self.modules:
+            work = self._linear(n_in, n_out, adapted, m, 0)
+            if of_attention or not self.moe or "latent" in name:
+                first = first.plus(work)
+            else:
+                rest = rest.plus(work)
+        first = first.plus(self._between(m, 0)).plus(self._pairs(rows, width))
+        if self.moe:
+            first = first.plus(self._router(m, 0))
+            rest = rest.plus(self._activation(m, 0))
+        else:
+            first = first.plus(self._activation(m, 0))
+        return first, rest
+
+    def backward(self, rows: int, width: int) -> Work:
+        """Work of autograd through the layer, after it was run under grad."""
+        m = rows * width
+        total = self._between(m, 1).plus(self._pairs(rows, width)).plus(self._activation(m, 1))
+        for name, n_in, n_out, adapted, _ in self.modules:
+            work = self._linear(n_in, n_out, adapted, m, 1)
+            if self.layer == 0 and name.rpartition(".")[2] in _FIRST:
+                # Nothing before the first layer trains: its input needs no gradient.
+                work = work._replace(products=0.0, adapted=work.adapted / 2, operations=work.operations / 2)
+            total = total.plus(work)
+        return total.plus(self._router(m, 1)) if self.moe else total
+
+    # -- parts -------------------------------------------------------------------------------
+
+    def _linear(self, n_in: int, n_out: int, adapted: bool, m: int, back: int) -> Work:
+        product = 2.0 * m * n_in * n_out
+        if not adapted:
+            return Work(products=product, operations=BARE_LINEAR_OPS[back])
+        elements = m * (n_in + n_out) * max(1.0, self.lora.rank / 8)
+        return Work(products=product, adapted=elements, operations=LINEAR_OPS[back])
+
+    def _between(self, m: int, back: int) -> Work:
+        """Norms, residuals, rotary embedding."""
+        dims = self.dims
+        hidden = dims.hidden_size * dims.hidden_streams
+        compressed = sum(n_out for name, _, n_out, _, _ in self.modules if "_a_proj" in name)
+        passes = hidden * HIDDEN_PASSES[back] + dims.attention_width * WIDTH_PASSES[back]
+        return Work(normed=m * (2.0 * hidden + compressed), passes=m * passes, operations=LAYER_OPS[back])
+
+    def _pairs(self, rows: int, width: int) -> Work:
+        """All pairs: a causal mask or a window spares torch's kernels little of them."""
+        per_key = self.dims.pair_widths[self.layer][0] if self.dims.pair_widths else sum(self.heads)
+        pairs = rows * float(width) ** 2
+        scores = pairs * self.dims.num_heads if self.unequal else 0.0
+        return Work(pairs=2.0 * pairs * per_key, scores=scores)
+
+    def _activation(self, m: int, back: int) -> Work:
+        inner = sum(n_in for name, n_in, _, _, of in self.modules if not of and "down" in name)
+        return Work(passes=m * inner * GATED_PASSES[back])
+
+    def _router(self, m: int, back: int) -> Work:
+        """In float32, as most families have it; its weights are widened in every call."""
+        dims = self.dims
+        matrix = dims.hidden_size * dims.num_experts
+        passes = 2.0 * (matrix + m * dims.hidden_size) + m * dims.num_experts * ROUTER_PASSES[back]
+        return Work(thin=2.0 * m * matrix, passes=passes, operations=ROUTER_OPS[back])
+
+
+def layer_works(plan: Plan, config: Config) -> tuple[LayerWork, ...]:
+    """The counted work of every layer of the plan's model."""
+    kind = config.model.attn_implementation
+    return tuple(
+        LayerWork(plan.dims, layer, config.lora, plan.dtype, kind) for layer in range(plan.dims.num_layers)
+    )
+
+
+def seconds(
+    work: Work,
+    rate: DeviceRate,
+    host: DeviceRate,
+    dtype: str,
+    m: int,
+    *,
+    back: bool = False,
+    unequal: bool = False,
+    grad: bool = False,
+) -> float:
+    """Seconds of `work` for a micro-batch of `m` positions.
+
+    Args:
+        rate: of the device. host: of the CPU that dispatches to it (the same, without a GPU).
+        back: autograd's work. unequal: keys and values differ in width. grad: forward under grad.
+    """
+    block = rate.block
+    if unequal:
+        attention = block.unequal_backward if back else block.unequal
+    else:
+        attention = block.sdpa_backward if back else rate.sdpa
+    adapter = block.adapter_backward if back else block.adapter
+    norm = block.norm_backward if back else block.norm
+    products = rate.gemm.get(dtype) or rate.gemm["bfloat16" if dtype == "float16" else "float32"]
+    device = (
+        work.products / products(m)
+        + work.thin / rate.gemm.get("float32", products)(m)
+        + work.pairs / attention.value
+        + work.scores / (block.scores_backward if back else block.scores).value
+        + work.adapted / adapter.value
+        + work.normed / norm.value
+        + work.passes / (NORM_PASSES * block.norm.value)
+    )
+    return _with_dispatch(device, work.operations * (GRAD_OPS if grad else 1.0), rate, host, back=back)
+
+
+def dispatch_seconds(operations: float, rate: DeviceRate, host: DeviceRate, *, back: bool = False) -> float:
+    """Seconds that `operations` kernels cost however small they are; back: called by autograd."""
+    around = AROUND_BACK if back else AROUND_OP
+    return operations * (rate.operation.value + around * host.operation.value)
+
+
+def _with_dispatch(
+    device: float, operations: float, rate: DeviceRate, host: DeviceRate, *, back: bool = False
+) -> float:
+    dispatch = dispatch_seconds(operations, rate, host, back=back)
+    return max(device, dispatch) if rate.threads == 0 else device + dispatch
+
+
+def head_seconds(
+    dims: ModelDims, rate: DeviceRate, host: DeviceRate, dtype: str, trained: int, chunk: int
+) -> float:
+    """Final norm, logits, loss and the gradient at the last layer's output, for `trained` positions.
+
+    Args:
+        chunk: rows of logits at a time.
+    """
+    if not trained:
+        return 0.0
+    hidden, vocab = dims.hidden_size, dims.vocab_size
+    products = rate.gemm.get(dtype) or rate.gemm["bfloat16" if dtype == "float16" else "float32"]
+    device = 4.0 * trained * hidden * vocab / products(min(trained, chunk))
+    device += trained * vocab / rate.softmax.value
+    device += trained * hidden * (1 / rate.block.norm.value + 1 / rate.block.norm_backward.value)
+    return _with_dispatch(device, HEAD_OPS * -(-trained // chunk), rate, host)

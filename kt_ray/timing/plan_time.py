@@ -1,0 +1,150 @@
+"""The second half of mode=plan: how long a step takes, what limits it, what would help."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from kt_ray.batch import MicroBatch
+from kt_ray.config.schema import Config
+from kt_ray.data.count import count_rows
+from kt_ray.errors import UserError
+from kt_ray.hardware.rate_files import rates_for
+from kt_ray.hardware.rates import Rates
+from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.render import counted
+from kt_ray.timing.prediction import Change, Prediction, neighbours, predict
+from kt_ray.timing.simulate import Micro, Wave
+
+SOURCE_WIDTH = 70  # characters of a rate's source in the table
+
+
+def show_time(console: Console, config: Config, plan: Plan, load: ExpertLoad | None = None) -> Prediction:
+    """Print the prediction for `plan`, rows as long as data.max_length allows.
+
+    Args:
+        load: tokens per expert that the plan was made with.
+    """
+    rates = rates_for(config, plan.hardware)
+    prediction = predict(plan, config, rates)
+    row = config.data.max_length
+    changes = neighbours(plan.dims, config, plan.hardware, rates, prediction, row, load)
+    console.print(_table(prediction))
+    for line in (*_summary(config, prediction, rates), *_changes(changes)):
+        console.print(line, markup=False, soft_wrap=True)
+    return prediction
+
+
+def predicted_run(config: Config, plan: Plan, rates: Rates, waves: Sequence[Sequence[Any]]) -> Prediction:
+    """The prediction for the micro-batches that a run really takes.
+
+    Args:
+        waves: of one step, as `Schedule.train` gives them.
+    """
+    shapes = tuple(_shape(wave) for wave in waves)
+    rows = sum(m.rows for wave in shapes for groups in wave for group in groups for m in group)
+    tokens = sum(m.tokens for wave in shapes for groups in wave for group in groups for m in group)
+    text = f"the first step's {rows} rows, {tokens / max(1, rows):.0f} tokens each on average"
+    return predict(plan, config, rates, shapes, rows=text)
+
+
+def run_line(prediction: Prediction, rates: Rates) -> str:
+    """One line for the start of a run."""
+    how = rates.source + (f", {rates.date}" if rates.date else "")
+    if not prediction.measured:
+        how += "; run mode=doctor to measure them"
+    return (
+        f"predicted {_figure(prediction.tokens_per_s)} tokens/s, {prediction.simulated.seconds:.3g} s per "
+        f"step, limited by {prediction.bottleneck}; rates: {how}"
+    )
+
+
+def _shape(wave: Sequence[Sequence[Sequence[MicroBatch]]]) -> Wave:
+    return tuple(tuple(tuple(map(_micro, group)) for group in groups) for groups in wave)
+
+
+def _micro(mb: MicroBatch) -> Micro:
+    rows, width = mb.input_ids.shape
+    return Micro(rows, width, mb.tokens, mb.loss_tokens)
+
+
+def _table(prediction: Prediction) -> Table:
+    table = Table(
+        title="Time of a step (each kind of work by itself; they overlap)",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        title_justify="left",
+    )
+    table.add_column("term")
+    table.add_column("seconds", justify="right")
+    table.add_column("of the step", justify="right")
+    table.add_column("rate")
+    wall = prediction.simulated.seconds
+    for term in prediction.terms:
+        table.add_row(term.name, f"{term.seconds:.3g}", f"{term.seconds / wall:.0%}", _clip(term.source))
+    return table
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= SOURCE_WIDTH else text[: SOURCE_WIDTH - 1] + "…"
+
+
+def _summary(config: Config, prediction: Prediction, rates: Rates) -> list[str]:
+    simulated = prediction.simulated
+    lines = [
+        f"predicted  {_figure(prediction.tokens_per_s)} tokens/s: {simulated.seconds:.3g} s per step of "
+        f"{prediction.tokens:,} tokens; {prediction.rows}",
+        f"limited by {prediction.bottleneck}",
+        f"loading    {duration(prediction.load_seconds)} at {rates.disk.value / 1e9:.2g} GB/s "
+        f"({rates.disk.source})",
+    ]
+    lines += _data_set(config, prediction)
+    if prediction.measured:
+        lines.append(f"rates      {rates.source}" + (f", {rates.date}" if rates.date else ""))
+    else:
+        lines.append(f"rates      {rates.source}; none was measured there (mode=doctor does that)")
+    return lines + [f"note: {note}" for note in (*prediction.notes, *rates.notes)]
+
+
+def _data_set(config: Config, prediction: Prediction) -> list[str]:
+    trainer = config.trainer
+    if trainer.max_steps is not None:
+        seconds = trainer.max_steps * prediction.simulated.seconds
+        return [f"run        {duration(seconds)} for {trainer.max_steps} steps (trainer.max_steps)"]
+    try:
+        rows = count_rows(config.data)
+    except UserError as error:
+        return [f"run        length unknown: {error.what} ({error.where})"]
+    if rows is None:
+        return ["run        length unknown: no data are named (data.path)"]
+    steps = max(1, math.ceil(trainer.epochs * math.ceil(rows / trainer.batch_size)))
+    seconds = steps * prediction.simulated.seconds
+    return [
+        f"run        at most {duration(seconds)} for {trainer.epochs:g} "
+        f"{'epoch' if trainer.epochs == 1 else 'epochs'} of {rows:,} rows: {counted(steps, 'step')}; "
+        "shorter rows take less"
+    ]
+
+
+def _changes(changes: Sequence[Change]) -> list[str]:
+    if not changes:
+        return ["no other option that was tried is predicted to be faster by 2 % or more"]
+    return [f"  faster with  {c.overrides}  ({c.gain:.2f} times the tokens/s; {c.effect})" for c in changes]
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, minutes, hours or days, as reads best."""
+    for unit, size in (("days", 86400 * 2), ("hours", 7200), ("minutes", 120)):
+        if seconds >= size:
+            return f"{seconds / {'days': 86400, 'hours': 3600, 'minutes': 60}[unit]:.1f} {unit}"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -1,0 +1,92 @@
+"""Who shares cores with whom in a simulated step, and the waves that rows are cut into. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from kt_ray.config.schema import Config
+from kt_ray.hardware.hosts import socket_name
+from kt_ray.hardware.machine import Socket
+from kt_ray.placement.plan_types import ExpertActorPlan, Plan
+from kt_ray.timing.simulate_types import ExpertClass, Machine, Micro, Seat, Wave
+
+
+def machine_of(plan: Plan) -> Machine:
+    """Seats of a plan's actors, those that share cores on the same resource.
+
+    Attention is on host 0; expert actors of other hosts are far, and those that hold as much are one class.
+    """
+    sockets = plan.hardware.sockets
+    capacity = {_name(plan, s): float(s.cores) for s in sockets}
+    here = plan.hardware.on(0)
+    workers = []
+    for worker in plan.workers:
+        if worker.device != "cpu":
+            workers.append(Seat(worker.device))
+            continue
+        bound = [s for s in here if worker.cpus and set(worker.cpus) <= set(s.cpus)]
+        socket = bound[0] if bound else here[worker.rank % len(here)]
+        name = _name(plan, socket)
+        workers.append(Seat(name, min(float(worker.threads), capacity[name])))
+    places = [(actor.host, actor.node) for actor in plan.experts]
+    classes: dict[tuple[object, ...], list[int]] = {}
+    for i, (actor, place) in enumerate(zip(plan.experts, places, strict=True)):
+        # Actors of other hosts that are alike do the same work at the same time: one stands for all of them.
+        counts, beside = actor.counts(plan.dims.moe_layers), places[:i].count(place)
+        node = actor.node if places.count(place) > 1 else -1
+        key = (beside, node, actor.threads, counts, actor.isa) if actor.host else (actor.rank,)
+        classes.setdefault(key, []).append(actor.rank)
+    experts = []
+    for ranks in classes.values():
+        first = plan.experts[ranks[0]]
+        name = _name(plan, first)
+        width = min(float(first.threads), capacity[name])
+        experts.append(ExpertClass(tuple(ranks), Seat(name, width), first.host > 0))
+    return Machine(capacity, tuple(workers), tuple(experts))
+
+
+def _name(plan: Plan, place: Socket | ExpertActorPlan) -> str:
+    return socket_name(plan.hardware, place.host, place.node)
+
+
+def even_waves(plan: Plan, config: Config, row: int) -> tuple[Wave, ...]:
+    """The waves of a step of rows of `row` tokens each, all trained, as kt_ray.data.batches cuts them."""
+    trainer = config.trainer
+    lengths = [(row, row)] * trainer.batch_size
+    return waves_of_rows(lengths, trainer.micro_batch_size, plan.replicas, plan.groups, plan.wave)
+
+
+def waves_of_rows(
+    rows: Sequence[tuple[int, int]], micro_batch_size: int, replicas: int, groups: int, largest: int
+) -> tuple[Wave, ...]:
+    """Rows as (tokens, trained tokens), in order, cut as `kt_ray.data.batches.step_waves` cuts them.
+
+    Args:
+        largest: micro-batches of a replica per wave, at the most.
+    """
+    micro = math.ceil(math.ceil(len(rows) / micro_batch_size) / replicas)
+    waves = max(1, math.ceil(micro / max(1, largest)))
+    count = math.ceil(micro / waves) * micro_batch_size * replicas
+    return tuple(
+        _wave(rows[i : i + count], micro_batch_size, replicas, groups) for i in range(0, len(rows), count)
+    )
+
+
+def _wave(rows: Sequence[tuple[int, int]], size: int, replicas: int, groups: int) -> Wave:
+    parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+    micro = [
+        Micro(len(p), max(t for t, _ in p), sum(t for t, _ in p), sum(trained for _, trained in p))
+        for p in parts
+    ]
+    result = []
+    for replica in range(replicas):
+        own = micro[replica::replicas]
+        small, larger = divmod(len(own), groups)
+        cut, start = [], 0
+        for group in range(groups):
+            stop = start + small + (1 if group < larger else 0)
+            cut.append(tuple(own[start:stop]))
+            start = stop
+        result.append(tuple(cut))
+    return tuple(result)

@@ -1,0 +1,357 @@
+"""One training step, played through in events: who computes, who waits, and for what.
+
+A pure function of the plan's programs (kt_ray.placement.order) and of durations. Every actor walks its
+program as it does in a run: attention workers their operations, expert actors the planned calls; messages
+carry tokens between them; a step is one or more passes (waves), each ended by all actors together, and the
+phases of the optimizer.
+
+What computes shares its resource with the others there: while more cores are asked for than the resource
+has, everything on it slows down in proportion (processor sharing, as the kernel's scheduler does it). A
+GPU, a link or a socket that one actor has to itself is the case in which nothing slows down.
+
+Legend: an actor's width is the number of cores (or whatever its resource counts) it keeps busy while it
+computes; durations are those of an actor alone on its resource.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kt_ray.placement.order import expert_order, worker_program
+from kt_ray.placement.plan_types import Plan
+from kt_ray.timing.simulate_parts import Actor, Node, Program, Resource, Stretch, Wait, Work
+from kt_ray.timing.simulate_types import (
+    Carriage,
+    Durations,
+    Event,
+    ExpertClass,
+    Group,
+    Leg,
+    Machine,
+    Micro,
+    Phase,
+    Seat,
+    Simulated,
+    Wave,
+)
+
+__all__ = [
+    "Carriage",
+    "Durations",
+    "Event",
+    "ExpertClass",
+    "Group",
+    "Leg",
+    "Machine",
+    "Micro",
+    "Phase",
+    "Seat",
+    "Simulated",
+    "Wave",
+    "simulate",
+]
+
+
+def simulate(
+    plan: Plan, machine: Machine, durations: Durations, waves: Sequence[Wave], *, events: bool = False
+) -> Simulated:
+    """One step of `waves` passes.
+
+    Args:
+        machine: seats of the plan's workers and expert actors.
+        waves: what each pass takes; every one has the plan's replicas and groups.
+        events: keep what every actor did.
+
+    Raises:
+        ValueError: seats or waves do not fit the plan.
+    """
+    seated = sorted(actor for c in machine.experts for actor in c.actors)
+    if len(machine.workers) != len(plan.workers) or seated != list(range(len(plan.experts))):
+        raise ValueError("the machine has other actors than the plan")
+    if not waves or any(len(w) != plan.replicas or any(len(g) != plan.groups for g in w) for w in waves):
+        raise ValueError(f"every wave takes {plan.replicas} replicas of {plan.groups} groups")
+    run = _Step(plan, machine, durations, events)
+    known: dict[Wave, Stretch] = {}
+    total = Stretch()
+    for wave in waves:
+        if events or wave not in known:  # equal passes, which share nothing, take equally long
+            known[wave] = run.one_pass(wave, total.seconds)
+        total.add(known[wave])
+    pass_seconds = total.seconds
+    for phase in durations.phases():
+        total.add(run.phase(phase, total.seconds))
+    wall = total.seconds
+    used = {
+        name: value / (wall * machine.capacity.get(name, 1.0)) if wall else 0.0
+        for name, value in sorted(total.used.items())
+    }
+    return Simulated(
+        seconds=wall,
+        pass_seconds=pass_seconds,
+        work=dict(total.work),
+        busy={name: value / wall if wall else 0.0 for name, value in total.work.items()},
+        used=used,
+        idle={name: dict(reasons) for name, reasons in total.idle.items()},
+        path=dict(total.path),
+        critical=max(used, key=lambda name: used[name]) if used else "",
+        events=tuple(sorted(total.events, key=lambda e: (e.start, e.actor, e.end))),
+    )
+
+
+class _Step:
+    """The event loop, and the programs of the actors."""
+
+    def __init__(self, plan: Plan, machine: Machine, durations: Durations, events: bool) -> None:
+        self.plan = plan
+        self.machine = machine
+        self.durations = durations
+        self.keep = events
+        self.moe = frozenset(plan.dims.moe_layers)
+
+    # -- stretches ---------------------------------------------------------------------------
+
+    def one_pass(self, wave: Wave, offset: float) -> Stretch:
+        programs = [self._worker(rank, wave) for rank in range(len(self.plan.workers))]
+        calls = [self._experts(c, wave) for c in self.machine.experts]
+        lanes = [(c, self._lane(c, wave)) for c in self.machine.experts if self._lane_device(c)]
+        return self._play(programs, calls, offset, self.durations.pass_end(), "end of pass", lanes)
+
+    def _lane_device(self, c: ExpertClass) -> str | None:
+        lane = self.plan.experts[c.actors[0]].lane
+        return lane.device if lane is not None and lane.device != "cpu" else None
+
+    def phase(self, phase: Phase, offset: float) -> Stretch:
+        def only(seconds: float) -> Program:
+            yield Work(phase.name, phase.name, seconds)
+
+        workers, experts = map(only, phase.workers), map(only, phase.experts)
+        return self._play(list(workers), list(experts), offset, phase.overhead, "optimizer")
+
+    def _play(
+        self,
+        workers: list[Program],
+        experts: list[Program],
+        offset: float,
+        overhead: float,
+        ending: str,
+        lanes: Sequence[tuple[ExpertClass, Program]] = (),
+    ) -> Stretch:
+        self.now = 0.0
+        self.order = itertools.count()
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.resources: dict[str, Resource] = {}
+        self.arrived: set[tuple[Any, ...]] = set()
+        self.waiting: dict[tuple[Any, ...], tuple[Actor, str, float]] = {}
+        self.stretch = Stretch()
+        actors = [
+            Actor(f"worker {rank}", seat, program)
+            for rank, (seat, program) in enumerate(zip(self.machine.workers, workers, strict=True))
+        ] + [
+            Actor(f"experts {c.actors[0]}", c.seat, program)
+            for c, program in zip(self.machine.experts, experts, strict=True)
+        ]
+        for c, program in lanes:
+            actors.append(Actor(f"lane {c.actors[0]}", Seat(self._lane_device(c) or ""), program))
+        self.offset = offset
+        self.current: Actor | None = None
+        for actor in actors:
+            self.stretch.work[actor.name] = 0.0
+            self._resume(actor)
+        while self.queue:
+            self.now, _, call = heapq.heappop(self.queue)
+            call()
+        if self.waiting:
+            raise RuntimeError(f"the programs wait for each other: {sorted(map(str, self.waiting))[:4]}")
+        last = max(actors, key=lambda a: a.ended)
+        stretch = self.stretch
+        for actor in actors:
+            stretch.wait(actor.name, ending, last.ended - actor.ended)
+            stretch.wait(actor.name, "driver", overhead)
+        for name, resource in self.resources.items():
+            stretch.used[name] = resource.used
+        stretch.seconds = last.ended + overhead
+        if overhead:
+            stretch.path["driver"] = overhead
+        node = last.node
+        while node is not None:
+            stretch.path[node.kind] = stretch.path.get(node.kind, 0.0) + node.end - node.start
+            node = node.parent
+        return stretch
+
+    # -- programs ----------------------------------------------------------------------------
+
+    def _worker(self, rank: int, wave: Wave) -> Program:
+        plan, durations = self.plan, self.durations
+        here = plan.workers[rank]
+        replica, stage = here.replica, here.stage
+        groups = wave[replica]
+        tokens = [sum(m.tokens for m in group) for group in groups]
+        for group in groups:
+            yield Work("begin", "attention", sum(durations.attention("begin", here.layers[0], group)))
+        for kind, layer, g in worker_program(plan, replica, stage, "train"):
+            if kind.startswith("recv"):
+                yield Wait((kind[5:], replica, stage, g), "other stages")
+            elif kind == "join" or (kind == "backward" and layer in self.moe):
+                direction = "forward" if kind == "join" else "backward"
+                for c in self.machine.experts:
+                    yield Wait(("reply", direction, layer, g, c.actors[0], replica), "experts")
+            before, after = durations.attention(kind, layer, groups[g])
+            if before:
+                yield Work(f"{kind} {layer}.{g}", "attention", before)
+            if layer in self.moe and kind in ("forward", "recompute"):
+                direction = "forward" if kind == "forward" else "backward"
+                for c in self.machine.experts:
+                    carriage = durations.request(rank, c, direction, tokens[g])
+                    self._send((direction, layer, g, c.actors[0], replica), carriage)
+                if not plan.overlap:
+                    for c in self.machine.experts:
+                        yield Wait(("reply", direction, layer, g, c.actors[0], replica), "experts")
+            elif kind.startswith("send"):
+                to = stage + (1 if kind == "send_hidden" else -1)
+                self._send((kind[5:], replica, to, g), durations.stage(rank, rank + to - stage, tokens[g]))
+            if after:
+                yield Work(f"{kind} {layer}.{g}", "attention", after)
+
+    def _experts(self, c: ExpertClass, wave: Wave) -> Program:
+        plan, actor = self.plan, c.actors[0]
+        owner = {
+            (w.replica, layer): w.rank
+            for w in plan.workers
+            for layer in range(*w.layers)
+            if layer in self.moe
+        }
+        tokens = [[sum(m.tokens for m in group) for group in groups] for groups in wave]
+        for layer, direction, g in expert_order(plan, "train"):
+            for replica in range(plan.replicas):
+                yield Wait((direction, layer, g, actor, replica), "attention")
+            together = sum(part[g] for part in tokens)
+            seconds = self.durations.expert(actor, layer, direction, together)
+            lane = self.durations.lane(actor, layer, direction, together)
+            if lane is not None:
+                self._send(("lane", layer, direction, g, actor), Carriage())
+            yield Work(f"{direction} {layer}.{g}", "experts", seconds)
+            if lane is not None:
+                yield Wait(("lane done", layer, direction, g, actor), "lane")
+            for replica in range(plan.replicas):
+                worker = owner[replica, layer]
+                carriage = self.durations.reply(worker, c, direction, tokens[replica][g])
+                self._send(("reply", direction, layer, g, actor, replica), carriage)
+
+    def _lane(self, c: ExpertClass, wave: Wave) -> Program:
+        """The thread that has a GPU compute its part of the actor's calls."""
+        actor = c.actors[0]
+        tokens = [sum(m.tokens for part in wave for m in part[g]) for g in range(self.plan.groups)]
+        for layer, direction, g in expert_order(self.plan, "train"):
+            call = self.durations.lane(actor, layer, direction, tokens[g])
+            if call is None:
+                continue
+            about = (layer, direction, g, actor)
+            into, back = f"pcie {call.device} in", f"pcie {call.device} out"
+            yield Wait(("lane", *about), "experts")
+            self._send(("lane ahead", *about), Carriage((Leg(into, call.ahead),)))
+            yield Wait(("lane ahead", *about), "transfer")
+            self._send(("lane copies", *about), Carriage((Leg(into, call.copies),)))
+            self._send(("lane kernels", *about), Carriage((Leg(c.seat.resource, call.dispatch),)))
+            yield Work(f"{direction} {layer}.{g}", "lane", call.products)
+            yield Wait(("lane copies", *about), "transfer")
+            yield Wait(("lane kernels", *about), "dispatch")
+            self._send(("lane done", *about), Carriage((Leg(back, call.back),)))
+
+    # -- events ------------------------------------------------------------------------------
+
+    def _resume(self, actor: Actor) -> None:
+        """Run an actor until it computes, waits, or is done."""
+        while True:
+            self.current = actor
+            item = next(actor.program, None)
+            if item is None:
+                actor.ended = self.now
+                return
+            if isinstance(item, Work):
+                if item.seconds <= 0:
+                    continue
+                self.stretch.work[actor.name] += item.seconds
+                self._task(actor.seat.resource, item.seconds, actor.seat.width, self._done(actor, item))
+                return
+            if item.tag not in self.arrived:
+                self.waiting[item.tag] = (actor, item.reason, self.now)
+                return
+
+    def _done(self, actor: Actor, item: Work) -> Callable[[], None]:
+        start = self.now
+
+        def done() -> None:
+            actor.node = Node(item.kind, start, self.now, actor.node)
+            if self.keep:
+                self._note(actor.name, item.name, item.kind, start)
+            self._resume(actor)
+
+        return done
+
+    def _note(self, actor: str, name: str, kind: str, start: float) -> None:
+        self.stretch.events.append(Event(actor, name, kind, self.offset + start, self.offset + self.now))
+
+    def _send(self, tag: tuple[Any, ...], carriage: Carriage) -> None:
+        """Start a message's way; the sender goes on at once."""
+        assert self.current is not None
+        self._travel(tag, carriage, 0, self.now, self.current.node)
+
+    def _travel(
+        self, tag: tuple[Any, ...], carriage: Carriage, at: int, sent: float, node: Node | None
+    ) -> None:
+        start = self.now
+        if at < len(carriage.legs):
+            leg = carriage.legs[at]
+
+            def carried() -> None:
+                if self.keep:
+                    self._note(leg.resource, " ".join(map(str, tag)), "transfer", start)
+                self._travel(tag, carriage, at + 1, sent, Node(leg.resource, start, self.now, node))
+
+            if leg.seconds > 0:
+                self._task(leg.resource, leg.seconds, leg.width, carried)
+            else:
+                self._travel(tag, carriage, at + 1, sent, node)
+            return
+
+        def arrive() -> None:
+            self.arrived.add(tag)
+            waiter = self.waiting.pop(tag, None)
+            if waiter is None:
+                return
+            actor, reason, since = waiter
+            self.stretch.wait(actor.name, reason, max(0.0, sent - since))
+            self.stretch.wait(actor.name, "transfer", self.now - max(since, sent))
+            actor.node = Node("call", start, self.now, node) if self.now > start else node
+            self._resume(actor)
+
+        heapq.heappush(self.queue, (self.now + carriage.latency, next(self.order), arrive))
+
+    def _task(self, name: str, seconds: float, width: float, end: Callable[[], None]) -> None:
+        resource = self.resources.get(name)
+        if resource is None:
+            resource = self.resources[name] = Resource(self.machine.capacity.get(name, 1.0))
+        resource.advance(self.now)
+        resource.demand += width
+        heapq.heappush(resource.tasks, (resource.served + seconds, next(self.order), width, end))
+        self._plan_end(resource)
+
+    def _plan_end(self, resource: Resource) -> None:
+        """Foresee the resource's next end of a task; a change before it makes this one void."""
+        resource.version += 1
+        version = resource.version
+
+        def end() -> None:
+            if version != resource.version:
+                return
+            resource.advance(self.now)
+            _, _, width, call = heapq.heappop(resource.tasks)
+            resource.demand = resource.demand - width if resource.tasks else 0.0
+            if resource.tasks:
+                self._plan_end(resource)
+            call()
+
+        heapq.heappush(self.queue, (resource.next_end(), next(self.order), end))

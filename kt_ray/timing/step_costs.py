@@ -1,0 +1,398 @@
+"""From a plan and rates to the durations that the simulation plays through (kt_ray.timing.simulate).
+
+Who does what in seconds, an actor alone on its cores:
+
+    attention   layer_work.py, corrected where mode=doctor ran the model's layers; with what it copies for the
+                experts and what it adds up of their answers
+    experts     products of gate, up and down over the measured rate at the rows an expert gets, LoRA and
+                elementwise work included in the rate and scaled to this shape; never less than the weights
+                as stored over the socket's memory; activations=recompute adds gate and up again
+    transport   a message's fixed seconds, bytes over shared memory, PCIe or the network (`Carriage`)
+    step's end  gradients to the first worker, norms, AdamW, adapters back
+
+Routing is taken as even, so every expert gets the same number of tokens. Pure functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from kt_ray.config.schema import Config
+from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
+from kt_ray.hardware.hosts import socket_name
+from kt_ray.hardware.rates import DeviceRate, ExpertRate, Rates
+from kt_ray.placement.memory import expert_lora_params, held_format, home_node, logit_rows, lora_params
+from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.traffic import touched
+from kt_ray.timing.lane_seconds import LaneCall, LaneSeconds
+from kt_ray.timing.layer_rates import ENDS, KINDS, Corrections, ends_signature, layer_signature
+from kt_ray.timing.layer_work import (
+    NORM_PASSES,
+    LayerWork,
+    Work,
+    dispatch_seconds,
+    head_seconds,
+    layer_works,
+    seconds,
+)
+from kt_ray.timing.simulate_types import Carriage, ExpertClass, Group, Leg, Machine, Micro, Phase
+
+# Operations of dispatch (rates: `operation`) beside the layers themselves.
+BEGIN_OPS = 90.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
+BEGIN_PASSES = 12.0  # and per element of its hidden state
+JOIN_OPS = 4.0  # adding an answer to a micro-batch's hidden state
+CALL_OPS = 15.0  # an expert actor's own Python and torch around one engine call
+SUBMIT_OPS = 10.0  # what a worker does to hand a group's tokens over
+PARAMETER_OPS = 2.0  # of the step's end, per LoRA matrix
+PASS_OPS = 300.0  # the driver's calls and reports around a pass or a phase
+SUM_BYTES = 36  # read and written per gradient for its squared norm in float64; a copied byte is two
+
+
+@dataclass(frozen=True, eq=False)
+class PlanDurations:
+    """`Durations` of a plan at given rates.
+
+    Attributes:
+        plan, config, rates: as they are. machine: its seats, see seats.py.
+    """
+
+    plan: Plan
+    config: Config
+    rates: Rates
+    machine: Machine
+
+    # -- attention ---------------------------------------------------------------------------
+
+    def attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
+        key = (kind, layer, group)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self.attention_seconds(kind, layer, group)
+        return found
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, int, Group], tuple[float, float]]:
+        return {}
+
+    @cached_property
+    def layers(self) -> tuple[LayerWork, ...]:
+        return layer_works(self.plan, self.config)
+
+    @cached_property
+    def device(self) -> DeviceRate:
+        """What attention runs on: the same kind for every worker of a plan."""
+        worker = self.plan.workers[0]
+        if worker.device != "cpu" and self.rates.gpu is not None:
+            return self.rates.gpu
+        return self.rates.cpu_rate(worker.threads)
+
+    @cached_property
+    def host(self) -> DeviceRate:
+        """torch on the worker's host threads: sums of answers, copies."""
+        return self.rates.cpu_rate(self.plan.workers[0].threads)
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        return self.plan.workers[0].device != "cpu"
+
+    def attention_seconds(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
+        """`attention`, computed."""
+        moe = layer in self.plan.dims.moe_layers
+        before = after = 0.0
+        for m in group:
+            one, two = self._counted(kind, layer, m, self.device, self.host)
+            factor = self._correction(kind, layer, m)
+            before, after = before + one * factor, after + two * factor
+        if moe and kind in ("forward", "recompute"):
+            # Experts get the whole group at its last micro-batch: shared experts of the others ran before.
+            if kind == "forward" and len(group) > 1:
+                early = after * (len(group) - 1) / len(group)
+                before, after = before + early, after - early
+            before += self._submit(kind, sum(m.tokens for m in group))
+        elif kind == "join" or (kind == "backward" and moe):
+            after += self._answers(kind, sum(m.tokens for m in group))
+        return (before, after) if moe or kind == "begin" else (before + after, 0.0)
+
+    def _counted(
+        self, kind: str, layer: int, m: Micro, device: DeviceRate, host: DeviceRate
+    ) -> tuple[float, float]:
+        """One micro-batch's seconds until the experts get their tokens, and after that, by layer_work.py."""
+        plan, dtype, work = self.plan, self.plan.dtype, self.layers[layer]
+        positions = m.rows * m.width
+        if kind == "begin":
+            begun = Work(passes=BEGIN_PASSES * positions * plan.dims.hidden_size, operations=BEGIN_OPS)
+            return seconds(begun, device, host, dtype, positions), 0.0
+        if kind in ("forward", "recompute"):
+            first, rest = work.forward(m.rows, m.width)
+            grad = kind == "recompute"
+            one = seconds(first, device, host, dtype, positions, unequal=work.unequal, grad=grad)
+            two = seconds(rest, device, host, dtype, positions, grad=grad)
+            return (0.0, one + two) if grad else (one, two)
+        if kind == "backward":
+            through = work.backward(m.rows, m.width)
+            return 0.0, seconds(through, device, host, dtype, positions, back=True, unequal=work.unequal)
+        if kind == "join":
+            return 0.0, seconds(self._joined(positions), device, host, dtype, positions)
+        if kind == "loss":
+            chunk = logit_rows(self.config.trainer.loss_chunk, max(1, m.trained), plan.dims.vocab_size)
+            return 0.0, head_seconds(plan.dims, device, host, dtype, m.trained, chunk)
+        return 0.0, 0.0
+
+    def _correction(self, kind: str, layer: int, m: Micro) -> float:
+        """measured / counted, where the model's layers were measured on this machine."""
+        if kind in KINDS:
+            return self._corrections(layer_signature(self.layers[layer]), layer, kind, m.rows * m.width)
+        if kind in ENDS and (m.trained or kind == "begin"):
+            size = m.trained if kind == "loss" else m.rows * m.width
+            return self._corrections(ends_signature(self.layers[0]), 0, kind, size)
+        return 1.0
+
+    @cached_property
+    def corrected(self) -> bool:
+        """Whether a layer of this model was measured."""
+        return any(self._corrections.knows(layer_signature(w)) for w in self.layers)
+
+    @cached_property
+    def _corrections(self) -> Corrections:
+        def counted(layer: int, kind: str, width: int, threads: int) -> float:
+            """What measure/layers.py times: it hands tokens over, and gets no answers to add up."""
+            host = self.rates.cpu_rate(threads) if threads else self.host
+            device = host if threads else self.device
+            total = sum(self._counted(kind, layer, Micro(1, width, width, width), device, host))
+            moe = layer in self.plan.dims.moe_layers
+            return total + (self._submit(kind, width) if moe and kind in ("forward", "recompute") else 0.0)
+
+        threads = 0 if self.on_gpu else self.plan.workers[0].threads
+        return Corrections(self.rates.layers, threads, counted)
+
+    def _joined(self, positions: int) -> Work:
+        return Work(passes=5.0 * positions * self.plan.dims.hidden_size, operations=JOIN_OPS)
+
+    def _submit(self, kind: str, tokens: int) -> float:
+        """Host seconds to put a group's tokens (or their gradients, in float32) where experts read them."""
+        if self.on_gpu:
+            return dispatch_seconds(SUBMIT_OPS, self.host, self.host)
+        passes = tokens * self.plan.dims.expert_width * (2 if kind == "recompute" else 1)
+        return passes / self._passes_per_second + dispatch_seconds(SUBMIT_OPS, self.host, self.host)
+
+    def _answers(self, kind: str, tokens: int) -> float:
+        """Host seconds to add the actors' answers: the first is copied, the others are added. A GPU does both
+        by itself."""
+        if self.on_gpu:
+            return 0.0
+        dims = self.plan.dims
+        width = dims.expert_width + (dims.experts_per_token if kind == "backward" else 0)
+        return tokens * width * (1 + 1.5 * (len(self.plan.experts) - 1)) / self._passes_per_second
+
+    @property
+    def _passes_per_second(self) -> float:
+        """Elements/s of a pass on the worker's host threads."""
+        return NORM_PASSES * self.host.block.norm.value
+
+    def _written(self, size: float) -> float:
+        """Seconds to copy a message's tensors into shared memory; in one process they are handed over."""
+        return size / self.rates.transport.arena_bytes.value if self._shares_memory else 0.0
+
+    @property
+    def _under_ray(self) -> bool:
+        return self.config.cluster.name == "ray"
+
+    @property
+    def _shares_memory(self) -> bool:
+        return self._under_ray and self.plan.transport.near == "arena"
+
+    # -- experts -----------------------------------------------------------------------------
+
+    def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
+        key = (actor, layer, direction, tokens)
+        found = self._calls.get(key)
+        if found is None:
+            found = self._calls[key] = self._expert_seconds(actor, layer, direction, tokens)
+        return found
+
+    @cached_property
+    def lanes(self) -> LaneSeconds:
+        return LaneSeconds(self.plan, self.config, self.rates)
+
+    def lane(self, actor: int, layer: int, direction: str, tokens: int) -> LaneCall | None:
+        return self.lanes.call(actor, layer, direction, tokens)
+
+    @cached_property
+    def _calls(self) -> dict[tuple[int, int, str, int], float]:
+        return {}
+
+    def _expert_seconds(self, actor: int, layer: int, direction: str, tokens: int) -> float:
+        plan, dims = self.plan, self.plan.dims
+        here = plan.experts[actor]
+        held = len(here.experts_of(layer))
+        rate = self.expert_rate
+        slots = tokens * dims.experts_per_token * held / dims.num_experts
+        if slots == 0:
+            return dispatch_seconds(CALL_OPS, self.host, self.host)
+        rows = max(1.0, slots / held)
+        resident, carried = self.lanes.part(actor, layer, tokens)
+        busy = min(held, slots) * (1 - resident)  # carried experts are read from the same memory
+        slots *= 1 - resident - carried
+        threads, rank = here.threads, self.config.lora.rank if self.config.lora.experts else 0
+        forward = self._kernel(rate, "forward", slots, rows, threads, rank)
+        total = (
+            forward if direction == "forward" else self._kernel(rate, "backward", slots, rows, threads, rank)
+        )
+        if direction == "backward" and here.activations == "recompute":
+            total += forward * (2 / 3 if dims.gated else 1 / 2)  # all but down
+        weights = busy * self.expert_weight_bytes
+        memory = self.rates.memory
+        least = weights / (memory.read_all.value if threads > 1 else memory.read_one.value)
+        return max(total, least) + self._around(tokens, direction, threads)
+
+    def _kernel(
+        self, rate: ExpertRate, direction: str, slots: float, rows: float, threads: int, rank: int
+    ) -> float:
+        """Engine seconds. What does not multiply frozen matrices (LoRA, activation, adding to tokens) grows
+        with H + I, the products with H * I: the measured share of it is scaled to this shape."""
+        dims = self.plan.dims
+        hidden, inter = dims.expert_width, dims.expert_intermediate
+        flop = (6.0 if dims.gated else 4.0) * hidden * inter * slots
+        plain = (rate.plain_forward if direction == "forward" else rate.plain_backward).value
+        speed = rate.flops(direction, rows, threads, rank)
+        other = (1 - plain) if rank else 0.0
+        grown = (hidden + inter) / (hidden * inter) * (rate.hidden * rate.inter) / (rate.hidden + rate.inter)
+        return flop / speed * (1 - other + other * grown)
+
+    def _around(self, tokens: int, direction: str, threads: int) -> float:
+        """What the actor does beside the engine: joining messages, writing the answer out."""
+        elements, rate = tokens * self.plan.dims.expert_width, self.rates.cpu_rate(threads)
+        joined = elements / (NORM_PASSES * rate.block.norm.value) if self.plan.replicas > 1 else 0.0
+        return joined + self._written(4 * elements) + dispatch_seconds(CALL_OPS, rate, rate)
+
+    @cached_property
+    def expert_rate(self) -> ExpertRate:
+        dims, actor = self.plan.dims, self.plan.experts[0]
+        fmt = held_format(dims, actor.backend)
+        products = "int8" if actor.backend == "AMXINT8" else "any"
+        return self.rates.expert(actor.isa, fmt, dims.expert_width, dims.expert_intermediate, products)
+
+    @cached_property
+    def expert_weight_bytes(self) -> float:
+        """Bytes of one expert of one layer as held in memory."""
+        dims, backend = self.plan.dims, self.plan.experts[0].backend
+        if dims.experts_file_bytes and backend not in BACKEND_STORAGE:
+            return dims.experts_file_bytes / (dims.num_experts * max(1, len(dims.moe_layers)))
+        return dims.expert_bytes(BACKEND_STORAGE.get(backend)) / max(1, len(dims.moe_layers))
+
+    # -- messages ----------------------------------------------------------------------------
+
+    def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
+        dims, e = self.plan.dims, ELEMENT_BYTES[self.plan.dtype]
+        row = dims.expert_width * (e if direction == "forward" else 4)
+        if direction == "forward":
+            row += dims.experts_per_token * 8 + 8
+        return self._carriage(worker, actors, tokens, row, "out")
+
+    def reply(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
+        dims = self.plan.dims
+        row = dims.expert_width * 4 + (dims.experts_per_token * 4 if direction == "backward" else 0)
+        return self._carriage(worker, actors, tokens, row, "in")
+
+    def stage(self, worker: int, to: int, tokens: int) -> Carriage:
+        dims = self.plan.dims
+        size = tokens * dims.hidden_size * dims.hidden_streams * ELEMENT_BYTES[self.plan.dtype]
+        legs = (*self._pcie(worker, size, "out"), *self._doorbell(worker), *self._pcie(to, size, "in"))
+        if self._under_ray and not self._shares_memory:
+            legs = (*legs, Leg(self._host_seat(worker), size / self.rates.transport.ray_bytes.value))
+        return Carriage(legs)
+
+    def _carriage(self, worker: int, actors: ExpertClass, tokens: int, row: int, way: str) -> Carriage:
+        """Device to host, to the actors; or back. Actors of the worker's host read shared memory; to far
+        ones, and where rule.transport rules shared memory out, go the tokens that have an expert there."""
+        transport = self.rates.transport
+        shared = not actors.far and (self._shares_memory or not self._under_ray)
+        size = row * (tokens if shared else len(actors.actors) * self.routed(actors.actors[0], tokens))
+        # Tokens come to the host once, for all actors: each of their messages takes its part of the copy.
+        crossing = tokens * row / len(self.machine.experts) if way == "out" else size
+        pcie = self._pcie(worker, crossing, way)
+        latency = 0.0
+        if shared:
+            middle = self._doorbell(worker)
+        elif actors.far:
+            middle = (Leg(f"network {way}", size / transport.network_bytes.value),)
+            if self.plan.transport.far == "ray":  # inside the calls: serialised and taken apart on a core
+                packed = Leg(self._host_seat(worker), size / transport.ray_bytes.value)
+                middle = (packed, *middle) if way == "out" else (*middle, packed)
+            latency = transport.call.value + transport.network_latency.value
+        else:
+            packer = self._host_seat(worker) if way == "out" else actors.seat.resource
+            middle = (Leg(packer, transport.call.value + size / transport.ray_bytes.value),)
+        return Carriage((*pcie, *middle) if way == "out" else (*middle, *pcie), latency)
+
+    def routed(self, actor: int, tokens: int) -> float:
+        """Tokens of `tokens` that choose an expert of this actor, at even routing."""
+        dims = self.plan.dims
+        counts = self.plan.experts[actor].counts(dims.moe_layers)
+        return tokens * touched(dims.num_experts, sum(counts) / len(counts), dims.experts_per_token)
+
+    def _pcie(self, worker: int, size: float, way: str) -> tuple[Leg, ...]:
+        link = self.rates.link
+        if not self.on_gpu or link is None:
+            return ()
+        rate = link.to_host if way == "out" else link.to_device
+        return (Leg(f"pcie {self.plan.workers[worker].device} {way}", size / rate.value),)
+
+    def _doorbell(self, worker: int) -> tuple[Leg, ...]:
+        """A message between actors of a host takes a core's time: serialised, sent, taken up."""
+        transport = self.rates.transport
+        one = (
+            (transport.arena if self._shares_memory else transport.call)
+            if self._under_ray
+            else transport.local
+        )
+        return (Leg(self._host_seat(worker), one.value),)
+
+    def _host_seat(self, worker: int) -> str:
+        """The socket whose cores a worker's host side uses."""
+        hardware = self.plan.hardware
+        return socket_name(hardware, 0, home_node(self.plan.workers[worker], hardware))
+
+    # -- the step's end ----------------------------------------------------------------------
+
+    def pass_end(self) -> float:
+        return self._driver_seconds
+
+    @cached_property
+    def _driver_seconds(self) -> float:
+        call = self.rates.transport.call if self._under_ray else self.rates.transport.local
+        one = self.rates.cpu_one
+        return 2 * call.value + dispatch_seconds(PASS_OPS, one, one)
+
+    def phases(self) -> tuple[Phase, ...]:
+        """prepare: gradients and their norms. commit: AdamW, adapters back."""
+        plan, dims, lora, rates = self.plan, self.plan.dims, self.config.lora, self.rates
+        copied, optimizer = rates.memory.copy_one.value, rates.optimizer.value
+        small = dispatch_seconds(PARAMETER_OPS, rates.cpu_one, rates.cpu_one)
+        adapters = [lora_params(dims, lora, layer) for layer in range(dims.num_layers)]
+        total = sum(adapters)
+        matrices = [2 * len(work.modules) for work in self.layers]
+        norms, steps = [], []
+        for worker in plan.workers:
+            own = sum(adapters[slice(*worker.layers)])
+            count = sum(matrices[slice(*worker.layers)])
+            root = worker.rank == 0  # holds the masters of all stages
+            norms.append((own * 8 + (total * (SUM_BYTES / 2 + 4) if root else 0)) / copied + count * small)
+            applied = total * 4 / copied + total / optimizer if root else 0.0
+            steps.append(own * 8 / copied + applied + 2 * count * small)
+        expert_norms, expert_steps = [], []
+        per_expert = expert_lora_params(dims, lora)
+        for c in self.machine.experts:
+            actor = plan.experts[c.actors[0]]
+            held = per_expert * sum(actor.counts(dims.moe_layers))
+            share = min(1.0, actor.threads / max(1, rates.cpu_all.threads))
+            copying = max(copied, rates.memory.copy_all.value * share)
+            count = 6 * len(dims.moe_layers) if held else 0
+            expert_norms.append(held * SUM_BYTES / 2 / copying + 2 * count * small)
+            expert_steps.append(held / (optimizer * share) + held * 2 / copying + 2 * count * small)
+        end = self._driver_seconds
+        return (
+            Phase("norms", tuple(norms), tuple(expert_norms), end),
+            Phase("optimizer", tuple(steps), tuple(expert_steps), end),
+        )

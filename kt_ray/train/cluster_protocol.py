@@ -1,0 +1,102 @@
+"""What the training loop needs of a cluster. Ray and the in-process cluster both provide it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from kt_ray.batch import PassSpec
+from kt_ray.errors import UserError
+from kt_ray.placement.plan_types import Plan
+from kt_ray.train.reports import PassReport
+
+
+class ActorLost(UserError):
+    """An actor's process is gone, and with it what it had trained. `Cluster.recover` brings it back."""
+
+
+class Cluster(Protocol):
+    """Attention workers and expert actors of one plan, called as a whole.
+
+    Every method returns when all actors are done, or raises the first actor's error after the
+    others were told to stop: `ActorLost` when it died.
+    """
+
+    plan: Plan
+
+    def start(self) -> list[dict[str, Any]]:
+        """Spawn, load, connect. Returns one dict of facts per actor (pid, ISA, bytes, seconds)."""
+        ...
+
+    def info(self) -> list[dict[str, Any]]:
+        """The facts as they are now (kernel calls so far)."""
+        ...
+
+    def run_pass(self, spec: PassSpec) -> PassReport:
+        """All micro-batches through all layers; in training passes gradients accumulate in the actors."""
+        ...
+
+    def prepare(self, step: int) -> float:
+        """Phase one of a step: reduce gradients; returns the squared global norm (float64)."""
+        ...
+
+    def commit(self, step: int, lr: float, clip: float) -> float:
+        """Phase two, idempotent: scale by `clip`, a step at `lr`, weights back. Returns seconds."""
+        ...
+
+    def discard(self) -> None:
+        """Give a step up: gradients to zero, messages forgotten."""
+        ...
+
+    def skip(self, step: int) -> None:
+        """As `discard`, and the step counts as taken: nothing of it is applied."""
+        ...
+
+    def largest_gradients(self, count: int) -> list[tuple[float, str]]:
+        """After `prepare`: norm and parameter name of the largest gradients, not finite ones first."""
+        ...
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """All LoRA parameters by name (small models, tests)."""
+        ...
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """All LoRA gradients by name, summed over replicas (small models, tests)."""
+        ...
+
+    def set_parameters(self, values: dict[str, torch.Tensor]) -> None:
+        """Overwrite LoRA parameters by name."""
+        ...
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+    def save_shards(self, directory: str) -> list[Any]:
+        """Every actor writes its shard of a checkpoint; returns their ShardInfo."""
+        ...
+
+    def restore(self, directory: str, step: int) -> None:
+        """Every actor reads its parameters by name from a checkpoint taken after `step` updates."""
+        ...
+
+    def recover(self) -> int | None:
+        """After `ActorLost`: start lost actors again, load their weights, give up what the others began.
+
+        Returns:
+            The number of updates that all actors have behind them, when none of those that died held
+            trained state and the others agree: then the cluster is ready for the next step. Else None:
+            `restore` or `restart` comes next, and nothing computes before.
+        """
+        ...
+
+    def restart(self) -> None:
+        """Every actor goes back to the state before the first step: initial LoRA, no moments."""
+        ...
+
+    def write_adapter(self, directory: str, layout: Any) -> int:
+        """Every actor writes its byte ranges of the adapter; returns the number of tensors."""
+        ...
+
+    def shutdown(self) -> None:
+        """Stop all actors and whatever was started for them. Safe to call twice."""
+        ...

@@ -1,0 +1,460 @@
+"""The training loop: token ids in, scalars out.
+
+One optimizer step = one training pass per wave of micro-batches, over which gradients add up, then two
+phases: `prepare` (gradients reduced, squared norms), a look at loss and norm, `commit` (clip, AdamW,
+weights back). Nothing is random but by counters, so a step is a pure function of (configuration, step
+number, parameters).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kt_ray.batch import MicroBatch, Objective, PassSpec
+from kt_ray.config.schema import Config
+from kt_ray.data.row_types import Row
+from kt_ray.errors import BadStep, UserError
+from kt_ray.model.routing import balance
+from kt_ray.optim.optimizers import learning_rate
+from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.timeline import Activity, Recorder
+from kt_ray.train.cluster_protocol import ActorLost, Cluster
+from kt_ray.train.figures import step_metrics, tokens_per_expert
+from kt_ray.train.guard import judge
+from kt_ray.train.preference_steps import STAGES, Preference
+from kt_ray.train.recovery import Point, Recovery
+from kt_ray.train.reports import PassReport, merged
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Waves = tuple[tuple[tuple[MicroBatch, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the loop walks through.
+
+    Attributes:
+        total_steps: optimizer steps of the whole run.
+        steps_per_epoch: for the epoch figure.
+        train: step (0-based) -> the step's waves, each the micro-batches per replica and group.
+        evaluate: the held-out passes, each as waves; empty = no evaluation.
+        cut: any rows as waves, like those of a step (KTO).
+    """
+
+    total_steps: int
+    steps_per_epoch: int
+    train: Callable[[int], Sequence[Waves]]
+    evaluate: Sequence[Waves] = ()
+    cut: Callable[[Sequence[Row]], Sequence[Waves]] | None = None
+
+
+@dataclass
+class Summary:
+    """What a run came to. Losses are token means in nats; eval_losses maps steps taken -> held-out loss.
+
+    Steps that were repeated after a recovery count once. Those passed over (trainer.bad_steps=skip) are in
+    `losses` and `grad_norms` too, as what they were. stopped: why the run ended early, "" = it did not.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    skipped: int = 0
+    stopped: str = ""
+    eval_losses: dict[int, float] = field(default_factory=dict)
+    recoveries: int = 0
+    seconds_lost: float = 0.0
+
+
+@dataclass(frozen=True)
+class Events:
+    """What the loop tells the world; every callable is optional.
+
+    on_step gets the metrics of each step, on_eval (steps taken, loss), save (steps taken), which returns
+    where it lies, timeline (steps taken, what every actor and the driver did) every trainer.timeline_every
+    steps. best (steps taken, loss): the checkpoint just saved has the lowest held-out loss so far. After a
+    recovery: on_repeat gets the number of steps that the run is back at, then those of every
+    repeated step; say takes lines for the user.
+    """
+
+    on_step: Callable[[Any], None] = lambda _: None
+    on_eval: Callable[[int, float], None] = lambda *_: None
+    save: Callable[[int], Path | None] = lambda _: None
+    timeline: Callable[[int, Sequence[Activity]], None] = lambda *_: None
+    on_repeat: Callable[[int], None] = lambda _: None
+    say: Callable[[str], None] = lambda _: None
+    best: Callable[[int, float], None] = lambda *_: None
+
+
+class Trainer:
+    """Runs a schedule on a cluster.
+
+    Args:
+        config: the run's configuration.
+        cluster: started.
+        schedule: batches and their number.
+        events: where figures and checkpoints go.
+        first_step: number of steps already taken (resume).
+        resumed_from: the checkpoint that they come from.
+        load: tokens per expert in those; `self.load` goes on from it, with every step that was applied.
+        profile: directory of the traces of trainer.profile_steps.
+        began: time.monotonic() of the command's start, which trainer.max_hours counts from; None = now.
+        kept: the marked checkpoint of the run resumed: steps taken and held-out loss.
+
+    Attributes:
+        best: the last held-out loss that counted as lower for trainer.early_stopping, and after how many
+            steps; the untrained model's counts too.
+        kept: of the checkpoint that trainer.save_best saved and marked; None = none so far.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        schedule: Schedule,
+        events: Events | None = None,
+        *,
+        first_step: int = 0,
+        resumed_from: Path | None = None,
+        load: ExpertLoad | None = None,
+        profile: Path | None = None,
+        began: float | None = None,
+        kept: tuple[int, float] | None = None,
+    ) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.schedule = schedule
+        self.events = events or Events()
+        self.first_step = first_step
+        self.load = load or ExpertLoad()
+        self.summary = Summary()
+        self.best = kept
+        self.kept = kept
+        self._profile = profile
+        self._began = time.monotonic() if began is None else began
+        self._longest = {"step": 0.0, "evaluation": 0.0, "checkpoint": 0.0}  # seconds
+        self._last = schedule.total_steps
+        self._passes = 0
+        self._taken = first_step  # updates behind the cluster's state
+        self._done = first_step  # steps that were taken at least once
+        self._saved = first_step
+        self._preference: Preference | None = None
+        if config.trainer.stage in STAGES:
+            self._preference = Preference(config, cluster.plan, self._log_probabilities, schedule.cut)
+        # Steps taken elsewhere can be had again from their checkpoint only.
+        limit = config.trainer.recoveries if resumed_from or not first_step else 0
+        self.recovery = Recovery(cluster, limit, Point(first_step, resumed_from), self.events.say)
+
+    def run(self) -> Summary:
+        """All steps from `first_step` on, with evaluations and checkpoints in between."""
+        start = time.monotonic()
+        self.recovery.progressed()
+        self.with_all_steps(lambda: None)
+        self.summary.seconds = time.monotonic() - start
+        return self.summary
+
+    def with_all_steps(self, work: Callable[[], T]) -> T:
+        """`work()` after all steps; when an actor is lost in it, once more after its recovery."""
+        while True:
+            try:
+                self._walk()
+                return work()
+            except ActorLost as lost:
+                self._taken = self.recovery.bring_back(lost, self._taken)
+                self.events.on_repeat(self._taken)
+                if self._taken == self._done:
+                    self.recovery.caught_up(self._taken)
+            finally:
+                self.summary.recoveries = self.recovery.used
+                self.summary.seconds_lost = self.recovery.seconds_lost
+
+    def _walk(self) -> None:
+        """From the state that the cluster is in to the last step. What was evaluated or saved stays so."""
+        trainer = self.config.trainer
+        while True:
+            taken = self._taken
+            moved = taken > self.first_step
+            if self._evaluates and (
+                taken == 0 or (moved and (taken == self._last or taken % trainer.eval_every == 0))
+            ):
+                self._evaluate(taken)
+            if moved and taken < self._last:
+                self._consider_stopping(taken)
+                if taken == self._last and self._evaluates:
+                    self._evaluate(taken)
+            if moved and (taken == self._last or (trainer.save_every and taken % trainer.save_every == 0)):
+                self._save(taken)
+            if taken >= self._last:
+                return
+            with self._timed("step"):
+                self.step(taken)
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self._longest[what] = max(self._longest[what], time.monotonic() - start)
+
+    def _consider_stopping(self, taken: int) -> None:
+        """Make `taken` the last step when time or patience is over."""
+        if taken < self._done:
+            return  # repeated after a recovery: the run went on from here
+        trainer = self.config.trainer
+        since = -1 if self.best is None else self.best[0]
+        after = [step for step in self.summary.eval_losses if since < step <= taken]
+        # Another step, and then the last state is evaluated and saved.
+        hours = (time.monotonic() - self._began + sum(self._longest.values())) / 3600
+        reason = ""
+        if trainer.max_hours is not None and hours >= trainer.max_hours:
+            reason = f"trainer.max_hours={trainer.max_hours:g} would pass in the next step"
+        elif trainer.early_stopping and len(after) >= trainer.early_stopping:
+            reason = f"{len(after)} evaluations without a lower held-out loss (trainer.early_stopping)"
+        if reason:
+            self._last = taken
+            self.summary.stopped = f"stopped after step {taken} of {self.schedule.total_steps}: {reason}"
+            logger.info("%s", self.summary.stopped)
+            self.events.say(self.summary.stopped)
+
+    def _save(self, taken: int) -> None:
+        if taken <= self._saved:
+            return
+        try:
+            with self._timed("checkpoint"):
+                directory = self.events.save(taken)
+        except ActorLost:
+            raise
+        except UserError as error:
+            raise self.recovery.with_way_on(error) from error
+        self._saved = taken
+        if directory is not None:
+            self.recovery.point = Point(taken, directory)
+        self.recovery.progressed()
+
+    @property
+    def _evaluates(self) -> bool:
+        return bool(self.config.trainer.eval_every) and bool(self.schedule.evaluate)
+
+    def _balance(self, step: int, waves: Sequence[Waves]) -> tuple[float, tuple[float, ...]]:
+        """The routers' load-balancing loss over the whole step, and its slopes for the training passes."""
+        total = np.zeros((2, self.cluster.plan.dims.num_experts))
+        for wave in waves:
+            _, report = self._pass(step, "eval", wave, trained_tokens(wave), routing=True)
+            for worker in report.workers:
+                if worker.routing is not None:
+                    total += worker.routing
+        return balance(
+            total[0], total[1], self.cluster.plan.dims.experts_per_token, self.config.trainer.aux_loss
+        )
+
+    def _log_probabilities(self, step: int, wave: Waves, adapters: bool) -> PassReport:
+        """A forward pass; without adapters it is the reference's."""
+        tokens = trained_tokens(wave)
+        return self._pass(step, "eval", wave, tokens, adapters=adapters, return_logps=True)[1]
+
+    def _pass(
+        self, step: int, kind: str, waves: Waves, loss_tokens: int, timeline: bool = False, **more: Any
+    ) -> tuple[PassSpec, PassReport]:
+        self._passes += 1
+        spec = PassSpec(
+            number=self._passes,
+            step=step,
+            kind=kind,
+            seed=self.config.seed,
+            waves=waves,
+            loss_tokens=loss_tokens,
+            timeline=timeline,
+            profile=self._profile_of(step, kind),
+            **more,
+        )
+        return spec, self.cluster.run_pass(spec)
+
+    def _profile_of(self, step: int, kind: str) -> str | None:
+        if self._profile is None or kind != "train" or step + 1 not in self.config.trainer.profile_steps:
+            return None
+        return str(self._profile)
+
+    def step(self, step: int) -> None:
+        """Optimizer step `step` (0-based): pass, prepare, commit; or what trainer.bad_steps says.
+
+        Raises:
+            BadStep: it must not be applied, and was not.
+        """
+        try:
+            self._step(step)
+        except BadStep as bad:
+            self.cluster.discard()
+            if self.config.trainer.bad_steps != "skip":
+                raise
+            self._skip(step, bad)
+
+    def _skip(self, step: int, bad: BadStep) -> None:
+        """Go on without a step: it counts as taken, its rows are not trained on."""
+        self.cluster.skip(step)
+        self._taken = step + 1
+        logger.warning("%s", bad.line())
+        if step < self._done:
+            self._repeated(step, math.nan)
+            return
+        self._done = step + 1
+        self.events.say(f"step {step + 1} skipped: {bad.what}; at {bad.where}")
+        self.summary.skipped += 1
+        self._note(step, math.nan, math.nan)  # of a pass that broke off; else they are known
+        self.recovery.progressed()
+
+    def _note(self, step: int, loss: float, norm: float) -> None:
+        """Once per step: an actor may be lost between this and the commit, and the step is repeated."""
+        if len(self.summary.losses) == step - self.first_step:
+            self.summary.losses.append(loss)
+            self.summary.grad_norms.append(norm)
+
+    def _step(self, step: int) -> None:
+        optim = self.config.optim
+        start = time.monotonic()
+        every = self.config.trainer.timeline_every
+        timeline = bool(every) and (step + 1) % every == 0
+        recorder = Recorder(full=timeline)
+        with recorder.span("batches", "compute"):
+            waves = self.schedule.train(step)
+            loss_tokens = sum(map(trained_tokens, waves))
+        divisor = loss_tokens
+        objective: Objective | None = None
+        if self._preference is not None:
+            with recorder.span("reference", "wait"):
+                waves, objective = self._preference.prepared(step, waves)
+            divisor = objective.units
+        aux_loss: float | None = None
+        slopes: tuple[float, ...] | None = None
+        if self.config.trainer.aux_loss:
+            with recorder.span("routing", "wait"):
+                aux_loss, slopes = self._balance(step, waves)
+        passes = []
+        for wave in waves:
+            with recorder.span("pass", "wait"):
+                more = {"objective": objective, "router_slopes": slopes}
+                passes.append(self._pass(step, "train", wave, divisor, timeline, **more))
+        report = merged([report for _, report in passes])
+        tokens = sum(spec.tokens for spec, _ in passes)
+        passed = time.monotonic()
+        with recorder.span("prepare", "wait"):
+            norm = math.sqrt(self.cluster.prepare(step))
+        known = step - self.first_step
+        losses, norms = self.summary.losses[:known], self.summary.grad_norms[:known]
+        trainer = self.config.trainer
+        bad = judge(self.cluster, step, waves, report, norm, losses, norms, trainer.spike, trainer.stage)
+        self._note(step, report.loss, norm)
+        if bad is not None:
+            raise bad
+        clip = 1.0
+        if optim.max_grad_norm > 0 and norm > optim.max_grad_norm:
+            clip = optim.max_grad_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        lr = learning_rate(optim, step, self.schedule.total_steps)
+        with recorder.span("commit", "wait"):
+            self.cluster.commit(step, lr, clip)
+        self._taken = step + 1
+        if step < self._done:
+            self._repeated(step, report.loss)
+            return
+        self._done = step + 1
+        now = time.monotonic()
+        self.load = self.load.plus(tokens_per_expert(self.cluster.plan, report))
+        self.summary.steps += 1
+        self.summary.tokens += tokens
+        metrics = step_metrics(
+            self.cluster.plan,
+            self.config,
+            report,
+            tokens=tokens,
+            loss_tokens=loss_tokens,
+            step=step + 1,
+            epoch=(step + 1) / self.schedule.steps_per_epoch,
+            grad_norm=norm,
+            lr=lr,
+            seconds=now - start,
+            optimizer_seconds=now - passed,
+        )
+        logger.info("step %d loss %.6f grad_norm %.4f lr %.3e", step + 1, report.loss, norm, lr)
+        if self._preference is not None and objective is not None:
+            found = self._preference.figures(waves, objective, [report for _, report in passes])
+            metrics = replace(metrics, preference=found)
+        metrics = replace(metrics, aux_loss=aux_loss)
+        if self.recovery.used:
+            metrics = replace(metrics, recoveries=self.recovery.used, seconds_lost=self.recovery.seconds_lost)
+        self.events.on_step(metrics)
+        if timeline:
+            driver = recorder.activity("driver", socket.gethostname(), 1)
+            workers = [worker.activity for worker in report.workers]
+            experts = [actor.activity for actor in report.experts]
+            self.events.timeline(step + 1, [driver, *workers, *experts])
+        self.recovery.progressed()
+
+    def _repeated(self, step: int, loss: float) -> None:
+        """A step that was taken before a recovery: its figures are known, and a replay is exact."""
+        before = self.summary.losses[step - self.first_step]
+        if loss != before:
+            logger.warning(
+                "step %d, repeated after a recovery, has loss %r, the first time %r (another kind of CPU?)",
+                step + 1,
+                loss,
+                before,
+            )
+        logger.info("step %d repeated", step + 1)
+        self.events.on_repeat(step + 1)
+        if step + 1 == self._done:
+            self.recovery.caught_up(step + 1)
+
+    def _evaluate(self, taken: int) -> None:
+        """The held-out loss after `taken` steps, once; what trainer.save_best keeps is looked at each time:
+        an actor may be lost while that is saved, and the step comes again."""
+        if taken not in self.summary.eval_losses:
+            with self._timed("evaluation"):
+                loss, tokens = self._held_out_loss(taken)
+            self.summary.eval_losses[taken] = loss
+            logger.info("after step %d: held-out loss %.6f, mean of %d", taken, loss, tokens)
+            self.events.on_eval(taken, loss)
+            lower_by = self.config.trainer.early_stopping_threshold
+            if math.isfinite(loss) and (self.best is None or loss < self.best[1] - lower_by):
+                self.best = taken, loss
+        self._keep_best(taken, self.summary.eval_losses[taken])
+        self.recovery.progressed()
+
+    def _keep_best(self, taken: int, loss: float) -> None:
+        """Save and mark the state if its loss is the lowest of this run's; the untrained model is none."""
+        if not self.config.trainer.save_best or taken <= self.first_step or not math.isfinite(loss):
+            return
+        if self.kept is None or loss < self.kept[1]:
+            self._save(taken)
+            self.events.best(taken, loss)
+            self.kept = taken, loss
+
+    def _held_out_loss(self, taken: int) -> tuple[float, int]:
+        """Mean loss over the held-out rows, and over how many tokens (or pairs)."""
+        total, tokens = 0.0, 0
+        for waves in self.schedule.evaluate:
+            divisor = trained_tokens(waves)
+            objective: Objective | None = None
+            if self._preference is not None:
+                (waves,), objective = self._preference.prepared(taken, [waves])
+                divisor = objective.units
+            spec, report = self._pass(taken, "eval", waves, divisor, objective=objective)
+            total += report.loss * spec.loss_tokens
+            tokens += spec.loss_tokens
+        return total / max(1, tokens), tokens
+
+
+def trained_tokens(waves: Waves) -> int:
+    """Tokens of a pass that contribute to the loss."""
+    return sum(mb.loss_tokens for wave in waves for group in wave for mb in group)

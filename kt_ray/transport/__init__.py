@@ -1,0 +1,1 @@
+"""How tensors travel between actors: shared memory, doorbells, links. No Ray."""

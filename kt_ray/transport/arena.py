@@ -1,0 +1,214 @@
+"""Shared memory that one actor writes and its peers on the same node map.
+
+Each segment is an anonymous memory file (`memfd_create`): peers open it as
+`/proc/<pid>/fd/<fd>`, so nothing ever lies in /dev/shm that a crash could leave behind, and the
+container's /dev/shm limit does not apply. The object store would touch fresh pages for every
+message; segments are reused, so their pages stay warm. Segments are sealed against a change of size, so
+a mapping that was checked once can never lose its pages.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kt_ray.transport.page_lock import PageLock
+
+ALIGNMENT = 64  # bytes; torch's own CPU allocator aligns to this, and kernels may depend on it
+MIN_SEGMENT = 1 << 20
+
+Block = tuple[int, int, int]  # segment, offset, bytes
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """Where a tensor lies: segment path, its inode and size, offset in bytes, dtype name, shape."""
+
+    path: str
+    inode: int
+    segment_bytes: int
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
+
+
+def _round_up(value: int, to: int) -> int:
+    return (value + to - 1) // to * to
+
+
+class _Segment:
+    def __init__(self, size: int, name: str) -> None:
+        self.size = _round_up(size, mmap.PAGESIZE)
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, self.size)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
+        self.inode = os.fstat(self.fd).st_ino
+        self.map = mmap.mmap(self.fd, self.size)
+        self.free: list[tuple[int, int]] = [(0, self.size)]  # (offset, bytes), sorted, coalesced
+
+    def take(self, size: int) -> int | None:
+        for i, (offset, length) in enumerate(self.free):
+            if length >= size:
+                if length == size:
+                    del self.free[i]
+                else:
+                    self.free[i] = (offset + size, length - size)
+                return offset
+        return None
+
+    def give(self, offset: int, size: int) -> None:
+        merged: list[tuple[int, int]] = []
+        for start, length in sorted([*self.free, (offset, size)]):
+            if merged and merged[-1][0] + merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((start, length))
+        self.free = merged
+
+
+class Arena:
+    """First-fit allocation over growing segments. Not thread-safe: one writer, its compute thread.
+
+    Between passes everything is free again, so an arena is never larger than the pass that needed most made
+    it: twice that pass's bytes, and what first fit loses between blocks.
+
+    Args:
+        name: of the segments, as /proc shows them.
+        lock: page-locks segments that hold pinned tensors.
+    """
+
+    def __init__(self, name: str, lock: PageLock | None = None) -> None:
+        self._name = name
+        self._lock = lock or PageLock()
+        self._segments: list[_Segment] = []
+
+    @property
+    def bytes(self) -> int:
+        return sum(segment.size for segment in self._segments)
+
+    def alloc(
+        self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False
+    ) -> tuple[torch.Tensor, TensorRef, Block]:
+        """Memory for a tensor: a view to fill, its reference for peers, and the block for `free`.
+
+        Args:
+            pinned: page-lock its segment for CUDA, if it is not yet.
+        """
+        shape = tuple(shape)
+        size = max(ALIGNMENT, _round_up(math.prod(shape) * dtype.itemsize, ALIGNMENT))
+        for index, segment in enumerate(self._segments):  # noqa: B007 (used after the loop)
+            offset = segment.take(size)
+            if offset is not None:
+                break
+        else:
+            index = len(self._segments)
+            # Doubling keeps the number of segments small whatever the sizes are.
+            segment = _Segment(max(size, MIN_SEGMENT, self.bytes), f"kt_ray-{self._name}-{index}")
+            self._segments.append(segment)
+            offset = segment.take(size)
+            assert offset is not None
+        if pinned:
+            self._lock.register(_address(segment.map), segment.size)
+        name = str(dtype).removeprefix("torch.")
+        ref = TensorRef(segment.path, segment.inode, segment.size, offset, name, shape)
+        return _view(segment.map, offset, dtype, shape), ref, (index, offset, size)
+
+    def write(self, tensor: torch.Tensor) -> tuple[TensorRef, Block]:
+        """Copy a tensor in. Returns its reference and the block for `free`."""
+        view, ref, block = self.alloc(tuple(tensor.shape), tensor.dtype)
+        view.copy_(tensor)
+        return ref, block
+
+    def free(self, block: Block) -> None:
+        index, offset, size = block
+        self._segments[index].give(offset, size)
+
+    def close(self) -> None:
+        """Let go of the memory; it is gone when the last peer has unmapped it."""
+        self._lock.close()
+        for segment in self._segments:
+            os.close(segment.fd)
+        self._segments.clear()
+
+
+class ArenaReader:
+    """Maps peers' segments on first use and keeps them mapped. Any thread may read.
+
+    Args:
+        lock: page-lock what is mapped, for copies to CUDA; None = do not.
+    """
+
+    def __init__(self, lock: PageLock | None = None) -> None:
+        self._lock = lock
+        # Messages come in several threads: a segment mapped twice would stay page-locked after it is gone.
+        self._mapping = threading.Lock()
+        # By inode, too: a restarted peer may get the same process id and file number again.
+        self._maps: dict[tuple[str, int], mmap.mmap] = {}
+
+    def read(self, ref: TensorRef) -> torch.Tensor:
+        """A tensor on the peer's memory: read it before the peer may reuse it.
+
+        Raises:
+            RuntimeError: the memory is gone, is another than the one named, or smaller than the tensor needs.
+        """
+        with self._mapping:
+            mapped = self._maps.get((ref.path, ref.inode))
+            if mapped is None:
+                mapped = self._maps[ref.path, ref.inode] = self._map(ref)
+        if ref.offset < 0 or ref.offset + ref.nbytes > len(mapped):
+            raise RuntimeError(
+                f"a peer's message lies outside its shared memory {ref.path}: bytes {ref.offset} to "
+                f"{ref.offset + ref.nbytes} of {len(mapped)}"
+            )
+        return _view(mapped, ref.offset, getattr(torch, ref.dtype), ref.shape)
+
+    def _map(self, ref: TensorRef) -> mmap.mmap:
+        try:
+            fd = os.open(ref.path, os.O_RDWR)
+        except OSError as error:
+            raise RuntimeError(f"a peer's shared memory {ref.path} cannot be opened: {error}") from error
+        try:
+            found = os.fstat(fd)
+            if found.st_ino != ref.inode:
+                raise RuntimeError(f"{ref.path} is no longer the shared memory that a message lies in")
+            if found.st_size < ref.segment_bytes:
+                raise RuntimeError(
+                    f"a peer's shared memory {ref.path} has {found.st_size} bytes, its message says "
+                    f"{ref.segment_bytes}"
+                )
+            mapped = mmap.mmap(fd, ref.segment_bytes)
+        finally:
+            os.close(fd)
+        if self._lock is not None:
+            self._lock.register(_address(mapped), len(mapped))
+        return mapped
+
+    def forget(self) -> None:
+        """Unmap everything (what tensors still show goes with them): peers may have been replaced."""
+        with self._mapping:
+            if self._lock is not None:
+                self._lock.close()
+            self._maps.clear()
+
+
+def _address(mapped: mmap.mmap) -> int:
+    return torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+
+
+def _view(mapped: mmap.mmap, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).view(shape)

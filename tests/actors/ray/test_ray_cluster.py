@@ -1,0 +1,188 @@
+"""The same actors under Ray: bit-identical to one process, errors and deaths reported, a clean end."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+
+from kt_ray.actors.cluster import ActorCluster
+from kt_ray.actors.local_cluster import LocalCluster
+from kt_ray.actors.ray.ray_cluster import RayCluster
+from kt_ray.actors.specs import actor_specs
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+from kt_ray.model.stage import Stage
+from kt_ray.model.stage_spec import StageSpec
+from tests.helpers.hf_reference import build_checkpoint, random_rows
+from tests.helpers.ray_place import Place, ray_place, shared_memory
+from tests.helpers.runs import config_for, local_cluster, one_pass, plan_for, steps, waves_of
+
+pytestmark = pytest.mark.ray
+
+BATCHES = [random_rows(8, seed=s) for s in range(3)]
+COMMON = (
+    "cluster=ray",
+    "cluster.address=local",
+    "cluster.dashboard=false",
+    "optim.lr=0.02",
+    "lora.dropout=0.1",
+)
+
+
+def ray_cluster(path: Path, config: Config, name: str) -> RayCluster:
+    plan = plan_for(path, config)
+    return RayCluster(plan, actor_specs(plan, config, str(path)), config.cluster, config.rule.ray, name)
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """Ray's files and processes of one test, apart from those of other clusters."""
+    with ray_place() as place:
+        monkeypatch.setenv("RAY_TMPDIR", str(place.path))
+        yield place
+        ray.shutdown()  # of a test that failed half-way, before its cluster goes
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    # Wide enough that messages go through shared memory, not inside the call.
+    return build_checkpoint(tmp_path, "deepseek_v3", hidden_size=256)
+
+
+@pytest.fixture
+def started(checkpoint: Path) -> Iterator[tuple[Config, ActorCluster]]:
+    config = config_for(checkpoint, *COMMON, "rule=cpu_2workers_2sockets", "trainer.step_timeout=60")
+    cluster = ray_cluster(checkpoint, config, "test")
+    try:
+        cluster.start()
+        yield config, cluster
+    finally:
+        cluster.shutdown()
+
+
+def test_bit_identical_to_one_process(checkpoint: Path, started: tuple[Config, ActorCluster]) -> None:
+    config, cluster = started
+    facts = cluster.info()
+    pids = {fact["pid"] for fact in facts}
+    assert len(pids) == 4 and os.getpid() not in pids
+    observed = steps(cluster, config, BATCHES, 6)
+    parameters = cluster.parameters()
+    assert all(f["kernel_calls"] > 0 for f in cluster.info() if f["actor"].startswith("experts"))
+    with local_cluster(checkpoint, config) as local:
+        expected = steps(local, config, BATCHES, 6)
+        reference = local.parameters()
+    assert observed == expected
+    assert set(parameters) == set(reference)
+    assert all((parameters[name] == reference[name]).all() for name in reference)
+
+
+def stage_where_products_are_bounded(spec: StageSpec) -> Stage:
+    assert os.environ["LRU_CACHE_CAPACITY"] == "64"
+    return Stage(spec)
+
+
+@pytest.mark.parametrize("cluster_of", [LocalCluster, RayCluster])
+def test_compiled_products_are_bounded_before_the_first(
+    cluster_of: type[ActorCluster], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage is built, and probed, after the bound was set in its process."""
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "")  # so that what the actor in this process sets is undone
+    monkeypatch.delenv("LRU_CACHE_CAPACITY")
+    config = config_for(checkpoint, *COMMON, "rule=cpu_1worker_1socket")
+    plan = plan_for(checkpoint, config)
+    specs = replace(actor_specs(plan, config, str(checkpoint)), build_stage=stage_where_products_are_bounded)
+    more = (config.cluster, config.rule.ray, "bound") if cluster_of is RayCluster else ()
+    cluster = cluster_of(plan, specs, *more)
+    try:
+        assert len(cluster.start()) == 2
+    finally:
+        cluster.shutdown()
+
+
+def test_a_killed_expert_actor_ends_the_step_with_one_error(started: tuple[Config, ActorCluster]) -> None:
+    config, cluster = started
+    victim = next(f["pid"] for f in cluster.info() if f["actor"] == "experts-1")
+    os.kill(victim, signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(UserError, match=r"expert actor 1 died.*trainer.resume=latest"):
+        cluster.run_pass(one_pass(cluster, waves_of(BATCHES[0], config, cluster.plan)))
+    assert time.monotonic() - begin < 50
+
+
+def taken_by_doorbell(pid: int) -> int:
+    """How often the thread that listens for peers has waited for the next frame."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        status = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines())
+        if status["Name"] == "kt-doorbell":
+            return int(status["voluntary_ctxt_switches"])
+    return 0
+
+
+def test_shutdown_leaves_no_process(checkpoint: Path, place: Place) -> None:
+    config = config_for(checkpoint, *COMMON, "rule=cpu_1worker_1socket")
+    cluster = ray_cluster(checkpoint, config, "test-end")
+    cluster.start()
+    steps(cluster, config, BATCHES, 1)
+    opened = {fact["actor"]: shared_memory(fact["pid"]) for fact in cluster.info()}
+    assert opened == {name: {"worker-0", "experts-0"} for name in ("worker-0", "experts-0")}
+    assert all(taken_by_doorbell(fact["pid"]) > 5 for fact in cluster.info())
+    assert len(place.processes()) > 4
+    cluster.shutdown()
+    cluster.shutdown()
+    assert place.left() == []
+    assert not [n for n in os.listdir("/dev/shm") if "kt_ray" in n]
+
+
+def test_resources_that_never_come(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = config_for(
+        checkpoint,
+        *COMMON,
+        "rule=cpu_1worker_1socket",
+        "rule.ray.expert_cpus=9999",
+        "cluster.start_timeout=3",
+    )
+    cluster = ray_cluster(checkpoint, config, "test-wait")
+    try:
+        with pytest.raises(UserError, match=r"did not provide.*CPU.*required CPU .*rule.ray"):
+            cluster.start()
+    finally:
+        cluster.shutdown()
+    printed = capfd.readouterr().err
+    assert "Resources of 1 node(s):" in printed and "CPU:" in printed
+
+
+def test_an_actor_that_cannot_load_names_the_fault(checkpoint: Path) -> None:
+    config = config_for(checkpoint, *COMMON, "rule=cpu_1worker_1socket")
+    cluster = ray_cluster(checkpoint, config, "test-load")
+    weights = checkpoint / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    try:
+        with pytest.raises(UserError, match=r"model\.safetensors"):
+            cluster.start()
+    finally:
+        cluster.shutdown()
+
+
+def test_a_restarted_actor_loads_its_weights_by_itself(checkpoint: Path) -> None:
+    """...and computes nothing before it is restored: its adapter is the initial one."""
+    from kt_ray.actors.ray.ray_actor import RemoteActor
+
+    config = config_for(checkpoint, *COMMON)
+    plan = plan_for(checkpoint, config)
+    specs = actor_specs(plan, config, str(checkpoint))
+    ray.init(address="local", include_dashboard=False, num_cpus=2, log_to_driver=False)
+    actor = RemoteActor.options(max_restarts=1, max_task_retries=-1).remote(
+        "experts", 0, (), plan, specs.experts[0], 240.0
+    )
+    before = ray.get(actor.compute.remote("load"), timeout=240)
+    os.kill(before["pid"], signal.SIGKILL)
+    after = ray.get(actor.control.remote("info"), timeout=240)
+    assert after["pid"] != before["pid"]
+    assert after["weight_bytes"] == before["weight_bytes"] > 0
+    with pytest.raises(ray.exceptions.RayTaskError, match="restarted"):
+        ray.get(actor.compute.remote("run_pass", None), timeout=240)

@@ -1,0 +1,116 @@
+"""Which node is which host: every reason to refuse one, and what a host looks at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_ray.actors.ray.ray_hosts import Hosts, Node, choose, own_cpus, unfit
+from kt_ray.actors.specs import ActorSpecs
+from kt_ray.config.schema import OptimConfig
+from kt_ray.errors import UserError
+from kt_ray.experts import ExpertHostSpec
+from kt_ray.hardware.host_look import Shared, Sight, digest, look, versions
+from kt_ray.hardware.machine import Hardware
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.plan_types import Plan
+from tests.placement.configs import make_config, make_hardware, small_dims
+
+OWN = (("kt_ray", "1"), ("torch", "2"))
+HOST = make_hardware(sockets=2, cores=4)
+
+
+def plan(nodes: int = 2, **rule: Any) -> Plan:
+    return make_plan(small_dims(), make_config(rule={"nodes": nodes, "device": "cpu", **rule}), HOST)
+
+
+def node(name: str, hardware: Hardware = HOST, *, free: float = 8, unseen: tuple[str, ...] = ()) -> Node:
+    return Node(name, f"10.0.0.{ord(name[0])}", 8, free, Sight(hardware, OWN, unseen))
+
+
+def test_the_driver_first_then_by_id() -> None:
+    hosts = choose(plan(3), [node("c"), node("a"), node("b"), node("d")], "c", [8, 8, 8], OWN)
+    assert [n.id for n in hosts.nodes] == ["c", "a", "b"] and hosts.others == ("d",)
+    assert hosts.selector(0) == {"ray.io/node-id": "c"}
+    assert hosts.selector(1) == {"ray.io/node-id": "!in(c,b,d)"}
+    assert hosts.lines[0].startswith("host 0: Ray node 10.0.0.99")
+
+
+def test_unfit_nodes_are_passed_over_and_named() -> None:
+    busy, blind = node("a", free=1), node("b", unseen=("/models/x cannot be read there",))
+    hosts = choose(plan(), [node("d"), busy, blind, node("e")], "d", [8, 8], OWN)
+    assert [n.id for n in hosts.nodes] == ["d", "e"]
+    assert any("not used" in line and "1 of its 8 CPUs are free" in line for line in hosts.lines)
+    assert hosts.selector(1) == {"ray.io/node-id": "!in(d,a,b)"}
+    with pytest.raises(UserError, match="too few nodes") as caught:
+        choose(plan(), [node("d"), busy, blind], "d", [8, 8], OWN)
+    assert "/models/x" in str(caught.value.observed) and caught.value.remedy
+    with pytest.raises(UserError, match="driver's Ray node"):
+        choose(plan(), [node("d", unseen=("gone",)), node("e")], "d", [8, 8], OWN)
+
+
+def test_every_reason() -> None:
+    def why(hardware: Hardware = HOST, **more: Any) -> str:
+        given = node("n", hardware, **more)
+        return unfit(plan(), 1, given, 8, OWN) or ""
+
+    assert why() == ""
+    assert "1 socket, planned 2" in why(make_hardware(sockets=1, cores=4))
+    assert "[3, 3] cores, planned [4, 4]" in why(make_hardware(sockets=2, cores=3))
+    assert "the plan needs" in why(make_hardware(sockets=2, cores=4, memory=1 << 20))
+    assert "best instruction set is avx2" in why(make_hardware(sockets=2, cores=4, isa="avx2"))
+    assert "amx" in why(make_hardware(sockets=2, cores=4, isa="amx"))  # other kernels, other figures
+    assert "no answer" in (unfit(plan(), 1, Node("n", "1", 8, 8, "no answer within 9 s"), 8, OWN) or "")
+    assert "torch 2, here 3" in (unfit(plan(), 1, node("n"), 8, (("kt_ray", "1"), ("torch", "3"))) or "")
+    assert "offers no CPUs" in (unfit(plan(), 1, replace(node("n"), cpus=0, free=0), 8, OWN) or "")
+    forced = plan(experts={"isa": "avx2"})
+    more = node("n", make_hardware(sockets=2, cores=4, isa="amx"))
+    assert unfit(forced, 1, more, 8, OWN) is None
+
+
+def spec(actor: Any) -> ExpertHostSpec:
+    config = make_config()
+    return ExpertHostSpec(
+        rank=actor.rank, model_dir="m", experts=actor.experts, lora=config.lora, optim=config.optim, seed=0,
+        isa="auto", threads=1, cpus=actor.cpus, node=actor.node, activations="retain", formulas={},
+    )  # fmt: skip
+
+
+def test_actors_take_the_cpus_of_their_own_host() -> None:
+    there = replace(
+        HOST,
+        sockets=tuple(replace(s, node=s.node + 4, cpus=tuple(c + 100 for c in s.cpus)) for s in HOST.sockets),
+    )
+    two = plan(experts={"sockets": 4})
+    assert [(a.host, a.node) for a in two.experts] == [(h, n) for h in (0, 1) for n in (0, 0, 1, 1)]
+    specs = ActorSpecs((), tuple(spec(a) for a in two.experts), OptimConfig(), 1, 1)
+    changed = own_cpus(two, specs, Hosts((node("a"), node("b", there)), ()))
+    assert changed.experts[:4] == specs.experts[:4]
+    assert [(s.node, s.cpus) for s in changed.experts[4:]] == [
+        (4, (100, 101)), (4, (102, 103)), (5, (104, 105)), (5, (106, 107))
+    ]  # fmt: skip
+
+
+def test_look(tmp_path: Path) -> None:
+    model, runs = tmp_path / "model", tmp_path / "runs"
+    model.mkdir()
+    runs.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "a.safetensors").write_bytes(b"12345")
+    (runs / "mark").touch()
+    shared = Shared(((str(model), digest(str(model))),), str(runs), "mark")
+    sight = look(shared)
+    assert sight.unseen == () and sight.hardware.sockets and sight.versions == versions()
+    assert [p.name for p in runs.iterdir()] == ["mark"]  # what it wrote is gone
+    (model / "a.safetensors").write_bytes(b"123456")
+    (runs / "mark").unlink()
+    other, lost = look(shared).unseen
+    assert "holds something else there" in other and "is not shared with it" in lost
+    (model / "config.json").unlink()
+    assert "cannot be read there" in look(shared).unseen[0]
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"12")
+    assert digest(str(file)) != digest(str(model / "a.safetensors"))

@@ -1,0 +1,112 @@
+"""CPUs, bundles and GPUs of a plan's actors; with GPUs that only Ray believes in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from kt_ray.actors.ray.ray_placement import (
+    by_gpu,
+    differ,
+    gpu_share,
+    gpus_behind,
+    reservations,
+    seats,
+    wanted_of_hosts,
+)
+from kt_ray.config.schema import RayRule
+from kt_ray.errors import UserError
+from kt_ray.hardware.machine import Gpu
+from kt_ray.placement.memory import GIB
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.plan_types import Plan
+from tests.placement.configs import make_config, make_hardware, small_dims
+
+SHARED = {"layers": [{"match": ".", "device": ["cuda:0", "cuda:0", "cuda:1"]}], "replicas": 3}
+
+
+def plan(gpus: int = 0, sizes: tuple[int, ...] = (), **rule: Any) -> Plan:
+    hardware = make_hardware(cores=4, gpus=gpus)
+    if sizes:
+        hardware = replace(hardware, gpus=tuple(Gpu(i, f"{s} GB", s * GIB) for i, s in enumerate(sizes)))
+    return make_plan(small_dims(), make_config(rule=rule), hardware)
+
+
+def test_reservations_scale_down_to_what_there_is() -> None:
+    two = plan(device="cpu")  # a worker and an expert actor of 4 threads each
+    assert reservations(two, RayRule(), [16.0]) == {("worker", 0): 4.0, ("experts", 0): 4.0}
+    assert reservations(two, RayRule(), [4.0]) == {("worker", 0): 2.0, ("experts", 0): 2.0}
+    asked = reservations(two, RayRule(worker_cpus=1, expert_cpus=0.5), [4.0])
+    assert asked == {("worker", 0): 1.0, ("experts", 0): 0.5}
+    # Every host for itself: the second one has an expert actor only.
+    apart = plan(device="cpu", nodes=2)
+    assert reservations(apart, RayRule(), [4.0, 4.0]) == {
+        ("worker", 0): 2.0, ("experts", 0): 2.0, ("experts", 1): 4.0
+    }  # fmt: skip
+    # What a node must have free to be one of them.
+    assert wanted_of_hosts(apart, RayRule()) == [8.0, 4.0]
+    assert wanted_of_hosts(apart, RayRule(expert_cpus=1.5)) == [5.5, 1.5]
+
+
+def test_a_bundle_per_actor_and_per_gpu() -> None:
+    cpu = seats(plan(device="cpu", nodes=2), {("worker", 0): 1.0, ("experts", 0): 2.0, ("experts", 1): 3.0})
+    assert cpu.bundles == ({"CPU": 1.0}, {"CPU": 2.0}, {"CPU": 3.0}) and cpu.host == (0, 0, 1)
+    three = plan(2, **SHARED)
+    assert gpu_share(three) == {"cuda:0": 0.5, "cuda:1": 1.0}
+    found = seats(three, {("worker", 0): 1.0, ("worker", 1): 1.0, ("worker", 2): 1.0, ("experts", 0): 2.0})
+    assert found.of == {("worker", 0): 0, ("worker", 1): 0, ("worker", 2): 1, ("experts", 0): 2}
+    assert found.bundles == ({"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0})
+
+
+def test_cards_of_different_size_go_to_the_workers_planned_for_them() -> None:
+    mixed = plan(sizes=(24, 48), device="cuda", stages=2)
+    assert differ(mixed) and not differ(plan(2)) and not differ(plan())
+    chosen = seats(mixed, {("worker", 0): 1.0, ("worker", 1): 1.0, ("experts", 0): 1.0})
+    small, large = mixed.hardware.gpus
+    swapped = by_gpu(mixed, chosen, {0: ("1", large), 1: ("0", small)})
+    assert swapped.of == {("worker", 0): 1, ("worker", 1): 0, ("experts", 0): 2}
+    assert by_gpu(mixed, chosen, {0: ("0", small), 1: ("1", large)}) == chosen
+    # Cards that cannot be seen: in the order of Ray's ids.
+    assert by_gpu(mixed, chosen, {0: ("10", None), 1: ("9", None)}).of["worker", 0] == 1
+    with pytest.raises(UserError, match="another GPU") as caught:
+        by_gpu(mixed, chosen, {0: ("2", small), 1: ("3", small)})
+    assert "48 GB" in str(caught.value.where) and caught.value.remedy
+
+
+@pytest.mark.ray
+def test_ray_gives_workers_of_one_device_the_same_gpu() -> None:
+    three = plan(2, **SHARED)
+    reserved = {("worker", 0): 0.1, ("worker", 1): 0.1, ("worker", 2): 0.1, ("experts", 0): 0.1}
+    chosen = seats(three, reserved)  # type: ignore[arg-type]
+    ray.init(address="local", num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False)
+    try:
+        group = placement_group(list(chosen.bundles), strategy="PACK")
+        ray.get(group.ready(), timeout=60)
+        behind = gpus_behind(group, chosen, 60)
+        assert sorted(behind) == [0, 1] and len({gpu for gpu, _ in behind.values()}) == 2
+
+        @ray.remote(max_restarts=0)
+        class Worker:
+            def gpu(self) -> list[str]:
+                return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+
+        share = gpu_share(three)
+        workers = [
+            Worker.options(  # type: ignore[attr-defined]
+                num_cpus=0.1,
+                num_gpus=share[worker.device],
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=chosen.of["worker", worker.rank]
+                ),
+            ).remote()
+            for worker in three.workers
+        ]
+        first, second, third = (ids[0] for ids in ray.get([w.gpu.remote() for w in workers], timeout=60))
+        assert first == second == behind[0][0] and third == behind[1][0] != first
+    finally:
+        ray.shutdown()

@@ -1,0 +1,118 @@
+"""Adapters from files: ours per expert, ours fused, PEFT's with patterns, and those that do not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kt_ray.actors.cluster import ActorCluster
+from kt_ray.adapter.adapter_dir import adapter_layout, create_adapter, finish_adapter
+from kt_ray.adapter.from_peft import AdapterReader, adapter_directory
+from kt_ray.adapter.peft_config import INTERLEAVED, AdapterInfo
+from kt_ray.config.schema import Config
+from kt_ray.errors import UserError
+from tests.helpers.hf_reference import FAMILIES, build_checkpoint
+from tests.helpers.runs import config_for, local_cluster
+from tests.helpers.tiny_families import tiny_family
+
+
+def checkpoint(root: Path, family: str) -> Path:
+    return build_checkpoint(root, family) if family in FAMILIES else tiny_family(root, family)
+
+
+def shaken(cluster: ActorCluster) -> dict[str, torch.Tensor]:
+    """All LoRA parameters drawn anew."""
+    generator = torch.Generator().manual_seed(2)
+    values = {
+        name: torch.randn(value.shape, generator=generator, dtype=torch.float32)
+        for name, value in cluster.parameters().items()
+    }
+    cluster.set_parameters(values)
+    return values
+
+
+def written(cluster: ActorCluster, config: Config, path: Path, family: str, to: Path) -> None:
+    layout = adapter_layout(cluster.parameter_shapes())
+    lora = config.lora
+    info = AdapterInfo(str(path), family, lora.rank, lora.alpha, interleaved=family in INTERLEAVED)
+    create_adapter(to, layout)
+    cluster.write_adapter(str(to), layout)
+    finish_adapter(to, layout, info)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "granitemoe", "gpt_oss"])
+def test_what_was_written_is_read_again(tmp_path: Path, family: str) -> None:
+    path = checkpoint(tmp_path, family)
+    attention = "model.attn_implementation=eager"
+    config = config_for(path, "rule.stages=2", "rule.experts.sockets=2", attention)
+    with local_cluster(path, config) as cluster:
+        values = shaken(cluster)
+        written(cluster, config, path, family, tmp_path / "run" / "adapter")
+    directory = adapter_directory(str(tmp_path / "run"))
+    lora = AdapterReader(directory, str(path)).config
+    assert (lora.rank, lora.alpha, lora.experts) == (config.lora.rank, config.lora.alpha, True)
+    targets = f"lora.target_modules=[{','.join(lora.target_modules)}]"
+    again = config_for(
+        path, f"lora.rank={lora.rank}", f"lora.alpha={lora.alpha}", targets, "seed=9", attention
+    )
+    with local_cluster(path, again) as cluster:
+        before = cluster.parameters()
+        assert set(before) == set(values)
+        assert cluster.load_adapter(directory) == len(values)
+        after = cluster.parameters()
+        assert all(torch.equal(after[name], value) for name, value in values.items())
+        assert not all(torch.equal(before[name], value) for name, value in values.items())
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> tuple[Path, Path]:
+    """A model and an adapter of it."""
+    path = checkpoint(tmp_path, "deepseek_v3")
+    config = config_for(path)
+    with local_cluster(path, config) as cluster:
+        shaken(cluster)
+        written(cluster, config, path, "deepseek_v3", tmp_path / "adapter")
+    return path, tmp_path / "adapter"
+
+
+def test_smaller_ranks_and_other_scales_compute_the_same(adapter: tuple[Path, Path]) -> None:
+    path, directory = adapter
+    file = directory / "adapter_model.safetensors"
+    tensors = load_file(file)
+    key = next(k.removesuffix(".lora_A.weight") for k in tensors if "q_a_proj.lora_A" in k)
+    small = {f"{key}.lora_A.weight": 2, f"{key}.lora_B.weight": 2}
+    tensors[f"{key}.lora_A.weight"] = tensors[f"{key}.lora_A.weight"][:2].contiguous()
+    tensors[f"{key}.lora_B.weight"] = tensors[f"{key}.lora_B.weight"][:, :2].contiguous()
+    save_file(tensors, file)
+    config = json.loads((directory / "adapter_config.json").read_text())
+    module = key.removeprefix("base_model.model.").replace(".", r"\.")
+    config["rank_pattern"] = {module: 2}
+    config["alpha_pattern"] = {module: 10}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    reader = AdapterReader(str(directory), str(path))
+    plain = key.removeprefix("base_model.model.")
+    a, b = (
+        torch.ones(4, tensors[f"{key}.lora_A.weight"].shape[1]),
+        torch.ones(tensors[f"{key}.lora_B.weight"].shape[0], 4),
+    )
+    assert reader.read_into([(f"{plain}.lora_A.weight", a), (f"{plain}.lora_B.weight", b)], 2.0) == len(small)
+    expected = 10 / 2 * tensors[f"{key}.lora_B.weight"] @ tensors[f"{key}.lora_A.weight"]
+    torch.testing.assert_close(2.0 * b @ a, expected)
+
+
+def test_adapters_that_do_not_fit_are_refused(adapter: tuple[Path, Path], tmp_path: Path) -> None:
+    path, directory = adapter
+    small = local_cluster(path, config_for(path, "lora.rank=2"))
+    with small as cluster, pytest.raises(UserError, match="does not fit"):
+        cluster.load_adapter(str(directory))
+    other = checkpoint(tmp_path / "other", "qwen3_moe")
+    with local_cluster(other, config_for(other)) as cluster, pytest.raises(UserError, match="lacks"):
+        cluster.load_adapter(str(directory))
+    shutil.rmtree(directory)
+    with pytest.raises(UserError, match="no such directory"):
+        adapter_directory(str(directory))

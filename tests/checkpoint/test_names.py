@@ -1,0 +1,70 @@
+"""Names as checkpoints release them, and transformers' names for the same weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from kt_ray.checkpoint.names import expert_name, is_linear, is_mtp, part_of
+
+LAYER = "model.layers.3"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (f"{LAYER}.mlp.experts.5.gate_proj.weight", (5, "gate", False)),
+        (f"{LAYER}.block_sparse_moe.experts.15.w2.weight", (15, "down", False)),
+        ("layers.3.ffn.experts.7.w3.weight", (7, "up", False)),
+        ("model.language_model.layers.3.mlp.experts.gate_up_proj", (None, "gate_up", False)),
+        (f"{LAYER}.mlp.experts.down_proj_bias", (None, "down", True)),
+        (f"{LAYER}.mlp.experts.2.up_proj.bias", (2, "up", True)),
+    ],
+)
+def test_experts(name: str, expected: tuple[int | None, str, bool]) -> None:
+    found = expert_name(name)
+    assert found is not None and (found.expert, found.role, found.bias) == expected
+    assert found.prefix.endswith("experts") and part_of(name, 61) == "routed experts"
+    assert part_of(name, 3) == "multi-token prediction"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{LAYER}.mlp.shared_experts.gate_proj.weight",
+        f"{LAYER}.mlp.gate_proj.weight",
+        f"{LAYER}.mlp.experts.gate_proj",  # no family has it fused by itself
+        f"{LAYER}.mlp.experts.5.gate_proj.input_scale",
+    ],
+)
+def test_not_routed_experts(name: str) -> None:
+    assert expert_name(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "linear"),
+    [
+        (f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight", "attention", True),
+        ("layers.3.attn.wq_a.weight", "attention", True),
+        (f"{LAYER}.linear_attn.in_proj_qkvz.weight", "attention", True),
+        (f"{LAYER}.mlp.shared_experts.up_proj.weight", "shared experts", True),
+        (f"{LAYER}.mlp.shared_expert_gate.weight", "shared experts", False),
+        (f"{LAYER}.mlp.up_proj.weight", "dense MLP", True),
+        (f"{LAYER}.mlp.gate.weight", "router", False),
+        (f"{LAYER}.mlp.router.weight", "router", False),
+        (f"{LAYER}.mlp.gate.e_score_correction_bias", "router", False),
+        (f"{LAYER}.post_attention_layernorm.weight", "norms", False),
+        ("model.norm.weight", "norms", False),
+        ("model.embed_tokens.weight", "embedding", False),
+        ("lm_head.weight", "head", False),
+        ("model.visual.blocks.0.attn.qkv_proj.weight", "other modalities", False),
+        ("mtp.layers.0.self_attn.q_proj.weight", "multi-token prediction", True),
+        # plain in DeepSeek's own quantised releases
+        ("model.layers.61.eh_proj.weight", "multi-token prediction", False),
+        (f"{LAYER}.self_attn.indexer.weights_proj.weight", "attention", False),
+        (f"{LAYER}.self_attn.indexer.wq_b.weight", "attention", True),
+    ],
+)
+def test_parts(name: str, part: str, linear: bool) -> None:
+    assert part_of(name, 61) == part and is_linear(name, (4, 4)) == linear
+    assert not is_linear(name, (4, 4, 4))
+    assert is_mtp(name, 61) == (part == "multi-token prediction")

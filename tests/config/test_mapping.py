@@ -1,0 +1,201 @@
+"""from_dict: types, coercions, did-you-mean; settle: what follows from other keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_ray.config.fields import attribute_docs, closest, closest_key, fields, show, type_name
+from kt_ray.config.mapping import from_dict, load, settle, to_dict
+from kt_ray.config.schema import Config, LoraConfig
+from kt_ray.errors import UserError
+
+
+def test_empty_mapping_is_the_default() -> None:
+    assert from_dict({}) == Config()
+
+
+def test_round_trip() -> None:
+    config = Config(lora=LoraConfig(rank=16, target_modules=["q_proj"]))
+    assert from_dict(to_dict(config)) == config
+
+
+def test_configuration_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().lora.rank = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "built"),
+    [
+        ("trainer.max_steps", 1e3, 1000),
+        ("trainer.epochs", 2, 2.0),
+        ("optim.lr", "1e-4", 1e-4),
+        ("optim.betas", [0, 0.95], (0.0, 0.95)),
+        ("run.name", 2024, "2024"),
+        ("rule.stages", 2, 2),
+        ("rule.stages", "auto", "auto"),
+        ("rule.ray.worker_cpus", 1, 1.0),
+        ("data.path", ["a", "b"], ["a", "b"]),
+        ("data.limit", None, None),
+        ("lora.target_modules", ["q_proj"], ["q_proj"]),
+        ("model.config", {"hidden_size": 8}, {"hidden_size": 8}),
+        ("tracking.tags", [], []),
+    ],
+)
+def test_coercions(key: str, given: object, built: object) -> None:
+    value = _get(from_dict(_nest(key, given)), key)
+    assert value == built and type(value) is type(built)
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("lora.rank", "eight"),
+        ("lora.rank", 8.5),
+        ("lora.rank", True),
+        ("lora.rank", None),
+        ("lora.rslora", "yes"),
+        ("lora.rslora", 1),
+        ("optim.lr", "fast"),
+        ("optim.lr", False),
+        ("optim.betas", [0.9]),
+        ("optim.betas", 0.9),
+        ("tracking.tags", "one"),
+        ("run.name", True),
+        ("model.config", [1]),
+        ("rule.layers", "0-15"),
+        ("data.path", {"a": 1}),
+    ],
+)
+def test_wrong_types_name_key_value_and_type(key: str, given: object) -> None:
+    with pytest.raises(UserError) as caught:
+        from_dict(_nest(key, given))
+    line = caught.value.line()
+    assert f"{key}={show(given)}" in line
+    assert type_name(fields()[key].hint) in line
+    assert f"To fix: write for example {key}=" in line
+
+
+def test_group_given_a_value() -> None:
+    with pytest.raises(UserError, match=r"lora is a group of keys.*found lora=8.*lora\.rank="):
+        from_dict({"lora": 8})
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("trainer.max_step", "trainer.max_steps"),
+        ("rule.experts.socket", "rule.experts.sockets"),
+        ("lora.Rank", "lora.rank"),
+        ("rank", "lora.rank"),
+        ("trianer.max_steps", "trainer.max_steps"),
+        ("experts.isa", "rule.experts.isa"),
+        ("optim.rank", "lora.rank"),
+        ("moed", "mode"),
+    ],
+)
+def test_did_you_mean(key: str, meant: str) -> None:
+    assert closest_key(key) == meant
+    with pytest.raises(UserError) as caught:
+        from_dict(_nest(key, 1))
+    # The fault of "trianer.max_steps" is the group, which is met first.
+    assert "did you mean" in caught.value.line() and meant.partition(".")[0] in caught.value.line()
+
+
+def test_nothing_alike_proposes_nothing() -> None:
+    assert closest_key("zzzz") is None
+    assert closest("zzzz", ["alpha"]) is None
+    with pytest.raises(UserError) as caught:
+        from_dict({"zzzz": 1})
+    assert "did you mean" not in caught.value.line() and "trainer" in caught.value.line()
+
+
+def test_errors_survive_pickling() -> None:
+    with pytest.raises(UserError) as caught:
+        from_dict({"lora": {"rnk": 8}})
+    assert pickle.loads(pickle.dumps(caught.value)).line() == caught.value.line()
+
+
+def test_attribute_docs_join_lines() -> None:
+    docs = attribute_docs(Config)
+    assert docs["mode"].startswith('"train"') and "\n" not in docs["mode"]
+
+
+def test_paths_become_absolute_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    mapping = {
+        "mode": "plan",
+        "model": {"path": "m/DeepSeek", "tokenizer": "t", "chat_template": "c.jinja"},
+        "data": {"path": ["a.jsonl", "b.jsonl"], "eval_path": "e.jsonl"},
+        "trainer": {"resume": "runs/x/checkpoints/step_000010"},
+        "rule": {"experts": {"load": "runs/y/checkpoints/latest"}},
+        "run": {"root": "out"},
+    }
+    config = load(mapping)
+    at = str(tmp_path)
+    assert config.model.path == f"{at}/m/DeepSeek" and config.model.name == "DeepSeek"
+    assert config.model.tokenizer == f"{at}/t" and config.model.chat_template == f"{at}/c.jinja"
+    assert config.data.path == [f"{at}/a.jsonl", f"{at}/b.jsonl"] and config.data.name == "a"
+    assert config.data.eval_path == f"{at}/e.jsonl"
+    assert config.trainer.resume == f"{at}/runs/x/checkpoints/step_000010"
+    assert config.rule.experts.load == f"{at}/runs/y/checkpoints/latest"
+    assert config.run.root == f"{at}/out"
+    assert settle(config) == config
+
+
+def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert load({"model": {"path": "~/m"}, "data": {"builtin": "demo"}}).model.path == "/home/someone/m"
+
+
+def test_a_named_model_keeps_its_name_beside_a_path() -> None:
+    config = load({"model": {"name": "deepseek_v3", "path": "/x/y"}, "data": {"builtin": "demo"}})
+    assert config.model.name == "deepseek_v3"
+
+
+def test_path_overrules_build_and_builtin() -> None:
+    config = load(
+        {
+            "model": {"name": "demo", "build": "demo", "path": "/x/y"},
+            "data": {"builtin": "demo", "path": "r.jsonl"},
+        }
+    )
+    assert (config.model.build, config.model.name, config.data.builtin, config.data.name) == (
+        None,
+        "y",
+        None,
+        "r",
+    )
+
+
+def test_multirun_jobs_get_names_of_their_own() -> None:
+    demo = {"model": {"name": "demo", "build": "demo"}, "data": {"builtin": "demo"}}
+    now = datetime.datetime(2030, 1, 2, 3, 4, 5)
+    config = from_dict(demo)
+    assert settle(config, job=3, now=now).run.name == "demo-20300102-030405-3"
+    assert settle(config).run.name is None  # the run directory is named when it is made
+    named = from_dict({**demo, "run": {"name": "a"}})
+    assert (settle(named, job=0).run.name, settle(named).run.name) == ("a-0", "a")
+    latest = from_dict({**demo, "trainer": {"resume": "latest"}})
+    with pytest.raises(UserError, match=r"trainer\.resume=latest in a multirun.*set run\.name="):
+        settle(latest, job=0)
+
+
+def _nest(key: str, value: object) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def _get(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

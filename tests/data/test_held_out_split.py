@@ -1,0 +1,81 @@
+"""The held-out rows: a function of the seed, and no prompt on both sides."""
+
+from __future__ import annotations
+
+import pytest
+
+from kt_ray.data.held_out_split import split
+from kt_ray.data.row_types import Conversation, Message
+from kt_ray.errors import UserError
+
+
+def rows(*prompts: str) -> list[Conversation]:
+    return [
+        Conversation(
+            (Message(role="user", content=p), Message(role="assistant", content="a")), i, f"line {i}"
+        )
+        for i, p in enumerate(prompts)
+    ]
+
+
+MANY = rows(*(f"q{i % 30}" for i in range(100)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5, 0.9])
+def test_no_prompt_straddles_and_every_row_is_somewhere(fraction: float, seed: int) -> None:
+    train, held = split(MANY, fraction, seed)
+    assert not {r.prompt_key for r in train} & {r.prompt_key for r in held}
+    assert sorted(r.sample_id for r in (*train, *held)) == list(range(100))
+    assert [r.sample_id for r in train] == sorted(r.sample_id for r in train)
+    assert train and held
+    assert abs(len(held) - 100 * fraction) <= 3
+
+
+def test_a_prompt_is_the_first_question_without_its_margins() -> None:
+    longer = Conversation(
+        (*MANY[0].messages, Message(role="user", content="more"), Message(role="assistant", content="b")),
+        1,
+        "",
+    )
+    assert longer.prompt_key == MANY[0].prompt_key
+    with_system = Conversation((Message(role="system", content="s"), *rows(" q0\n")[0].messages), 2, "")
+    assert with_system.prompt_key == MANY[0].prompt_key
+
+
+def test_it_depends_on_the_seed_and_not_on_the_order_of_rows() -> None:
+    unique = rows(*(f"q{i}" for i in range(50)))
+    chosen = [{r.prompt_key for r in split(unique, 0.2, seed)[1]} for seed in (0, 0, 1)]
+    assert chosen[0] == chosen[1] != chosen[2]
+    assert {r.prompt_key for r in split(unique[::-1], 0.2, 0)[1]} == chosen[0]
+
+
+def test_zero_holds_nothing_out_and_a_small_share_one_row() -> None:
+    assert split(MANY, 0.0, 0) == (MANY, [])
+    assert len(split(rows("a", "b", "c"), 0.01, 0)[1]) == 1
+
+
+def test_large_groups_only() -> None:
+    train, held = split(rows(*"aaaaabbbbbb"), 0.1, 0)
+    assert {r.prompt_key for r in held} == {"a"}
+    assert len(train) == 6
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, 2])
+def test_bad_fraction(fraction: float) -> None:
+    with pytest.raises(UserError, match=r"data\.eval_fraction"):
+        split(MANY, fraction, 0)
+
+
+def test_one_prompt_cannot_be_split() -> None:
+    with pytest.raises(UserError, match=r"all rows ask the same question.*data\.eval_fraction=0"):
+        split(rows("a", "a"), 0.5, 0)
+
+
+def test_one_question_in_other_spellings_stays_on_one_side() -> None:
+    spellings = [("Who\u00a0keeps  the light?", "who keeps the LIGHT?"), ("ﬁne?", "fine?")]
+    found = rows(*(text for pair in spellings for text in pair), *(f"q{i}" for i in range(20)))
+    for seed in range(20):
+        _, held = split(found, 0.3, seed)
+        ids = {row.sample_id for row in held}
+        assert (0 in ids) == (1 in ids) and (2 in ids) == (3 in ids)

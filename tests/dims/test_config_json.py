@@ -1,0 +1,255 @@
+"""Dimensions from config.json: against transformers' own parameter counts and published totals."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_ray.dims.config_json import dims_from_config, dims_from_dir
+from kt_ray.dims.config_keys import EXACT
+from kt_ray.dims.layer_params import UNDISPATCHED
+from kt_ray.errors import UserError
+from tests.placement.configs import DEEPSEEK_V3, SMALL, small_dims
+
+# Every released config: parameters as its authors or its name state them, in billions (without
+# multi-token prediction and vision), format of the experts, MoE layers, experts per token.
+RELEASED = {
+    "DeepSeek-R1": (671.0, "fp8_block", 58, 8),
+    "DeepSeek-V2-Lite": (15.7, "bf16", 26, 6),
+    "DeepSeek-V3": (671.0, "fp8_block", 58, 8),
+    "DeepSeek-V3.2": (671.9, "fp8_block", 58, 8),  # V3 and the indexer
+    "DeepSeek-V4-Flash": (284.0, "mxfp4", 43, 6),
+    "DeepSeek-V4-Flash-FP8": (284.0, "fp8_block", 43, 6),
+    "DeepSeek-V4-Pro": (1600.0, "mxfp4", 61, 6),
+    "GLM-4.5-355B-A32B.pre-release": (355.0, "bf16", 89, 8),
+    "GLM-4.5-Air-106B-A12B.pre-release": (106.0, "bf16", 45, 8),
+    "GLM-5": (744.0, "bf16", 75, 8),
+    "Kimi-K2-Instruct": (1030.0, "fp8_block", 60, 8),
+    "Kimi-K2.5": (1030.0, "int4", 60, 8),
+    "Kimi-K3": (2780.0, "mxfp4", 92, 16),  # its name states no size: the count of its keys
+    "MiniMax-M2.5": (229.0, "fp8_block", 62, 8),
+    "MiniMax-M2.7": (229.0, "fp8_block", 62, 8),
+    "MiniMax-M3": (426.2, "bf16", 57, 4),  # likewise; equal to transformers' minimax_m3_vl
+    "Mixtral-8x7B-v0.1": (46.7, "bf16", 32, 2),
+    "OLMoE-1B-7B-0125-Instruct": (6.92, "bf16", 16, 8),
+    "Qwen3-235B-A22B": (235.0, "bf16", 94, 8),
+    "Qwen3-30B-A3B": (30.5, "bf16", 48, 8),
+    "Qwen3-30B-A3B-FP8": (30.5, "fp8_block", 48, 8),
+    "Qwen3-VL-30B-A3B-Instruct": (30.5, "bf16", 48, 8),
+    "Qwen3.5-35B-A3B": (35.0, "bf16", 40, 8),
+    "Qwen3.5-397B-A17B": (397.0, "bf16", 60, 10),
+    "gpt-oss-120b": (116.8, "mxfp4", 36, 4),
+    "gpt-oss-20b": (20.9, "mxfp4", 24, 4),
+}
+MULTIMODAL = ("Kimi-K2.5", "Kimi-K3", "Qwen3-VL-30B-A3B-Instruct", "Qwen3.5-35B-A3B", "Qwen3.5-397B-A17B")
+# Names under which transformers knows what these releases hold.
+KNOWN_AS = {
+    "kimi_k2": "deepseek_v3",
+    "deepseek_ref": "deepseek_v4",
+    "minimax_m3": "minimax_m3_vl_text",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+
+
+@pytest.fixture(scope="module")
+def released() -> dict[str, dict[str, Any]]:
+    folder = os.environ.get("KT_RAY_TEST_DATA")
+    if not folder or not (Path(folder) / "model_configs").is_dir():
+        pytest.skip("KT_RAY_TEST_DATA names no folder with model_configs/")
+    return {
+        f.stem: json.loads(f.read_text()) for f in sorted((Path(folder) / "model_configs").glob("*.json"))
+    }
+
+
+def test_exact_families_are_all_tested() -> None:
+    assert {"qwen3_5_moe" if f == "qwen3_5_moe_text" else f for f in SMALL} == EXACT
+
+
+@pytest.mark.parametrize("family", sorted(SMALL))
+def test_counts_equal_transformers(family: str) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from kt_ray.model.lora import is_gate
+
+    config = transformers.AutoConfig.for_model(**SMALL[family])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    dims = small_dims(family)
+    assert dims.total_params == sum(p.numel() for p in model.parameters())
+    for i, layer in enumerate(model.model.layers):
+        routed = sum(p.numel() for n, p in layer.named_parameters() if ".experts." in f".{n}")
+        assert (i in dims.moe_layers) == (routed > 0)
+        assert routed == (dims.num_experts * dims.expert_params if routed else 0)
+        rest = sum(p.numel() for p in layer.parameters()) - routed
+        assert dims.attention_params[i] + dims.dense_params[i] == rest
+        linear = {
+            (name, module.in_features, module.out_features)
+            for name, module in layer.named_modules()
+            if type(module) is torch.nn.Linear and not is_gate(name)
+        }
+        assert set(dims.lora_in_out[i]) == linear
+
+
+def test_deepseek_v3() -> None:
+    dims = dims_from_config(DEEPSEEK_V3)
+    assert dims.total_params == 671_026_404_352
+    assert dims.moe_layers == tuple(range(3, 61))
+    assert (dims.expert_format, dims.refusal) == ("bf16", None)
+
+
+def test_every_released_config_is_in_the_table(released: dict[str, dict[str, Any]]) -> None:
+    assert set(released) == set(RELEASED)
+
+
+@pytest.mark.parametrize("name", sorted(RELEASED))
+def test_released_model(name: str, released: dict[str, dict[str, Any]]) -> None:
+    billions, fmt, moe_layers, top_k = RELEASED[name]
+    dims = dims_from_config(released[name], name)
+    assert dims.total_params == pytest.approx(billions * 1e9, rel=0.02)
+    assert (dims.expert_format, len(dims.moe_layers), dims.experts_per_token) == (fmt, moe_layers, top_k)
+    notes = " ".join(dims.notes)
+    assert ("only its text part (text_config) is planned and trained" in notes) == (name in MULTIMODAL)
+    assert ("are estimates" in notes) == (name == "Kimi-K3")
+    if name == "Kimi-K3":
+        assert "'situ'" in (dims.refusal or "") and "projected width (3584 of 7168)" in (dims.refusal or "")
+    else:
+        assert dims.refusal is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(RELEASED) - {"Kimi-K3"}))
+def test_released_count_equals_transformers(name: str, released: dict[str, dict[str, Any]]) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = released[name]
+    text = {**config.get("text_config", config)}
+    model_type = text.pop("model_type")
+    for key in ("quantization_config", "auto_map", "architectures", "transformers_version"):
+        text.pop(key, None)
+    whole = transformers.AutoConfig.for_model(KNOWN_AS.get(model_type, model_type), **text)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(whole)
+    assert dims_from_config(config, name).total_params == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4", "kimi_linear", "nemotron_h", "minimax_m3_vl_text"])
+def test_config_as_transformers_saves_it(family: str) -> None:
+    """Saved configurations name layer kinds where released ones count and list."""
+    transformers = pytest.importorskip("transformers")
+    saved = json.loads(transformers.AutoConfig.for_model(**SMALL[family]).to_json_string(use_diff=False))
+    again, plain = dims_from_config(saved), small_dims(family)
+    assert (again.total_params, again.moe_layers) == (plain.total_params, plain.moe_layers)
+    assert again.attention_params == plain.attention_params and again.lora_in_out == plain.lora_in_out
+
+
+def test_undispatched_families() -> None:
+    """The table against transformers: experts without its experts interface."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        pytest.skip("transformers is not installed")
+    folder = Path(spec.origin).parent / "models"
+    for family in UNDISPATCHED:
+        source = folder / family.removesuffix("_text") / f"modeling_{family.removesuffix('_text')}.py"
+        assert "use_experts_implementation" not in source.read_text(encoding="utf-8")
+    refused = small_dims("mixtral", model_type="llama4_text").refusal or ""
+    assert "transformers does not dispatch the routed experts of llama4_text" in refused
+
+
+def test_multimodal_config_plans_its_text_part() -> None:
+    text = {k: v for k, v in SMALL["qwen3_moe"].items() if k != "tie_word_embeddings"}
+    whole = {"model_type": "qwen3_vl_moe", "text_config": text, "tie_word_embeddings": True}
+    plain = small_dims("qwen3_moe")
+    for config, part in (
+        (whole, "text_config"),
+        (
+            {"model_type": "omni", "thinker_config": whole, "tie_word_embeddings": True},
+            "thinker_config.text_config",
+        ),
+        ({**whole, "text_config": {k: v for k, v in text.items() if k != "model_type"}}, "text_config"),
+    ):
+        dims = dims_from_config(config)
+        assert dims.attention_params == plain.attention_params and dims.tie_embeddings
+        assert f"multimodal model: only its text part ({part}) is planned and trained" in dims.notes
+        assert dims.refusal is None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *(("mixtral", {"hidden_act": name}) for name in ("silu", "swish", "gelu_pytorch_tanh")),
+        ("deepseek_v3", {"swiglu_limit": 7.0}),
+        ("gpt_oss", {}),
+        ("minimax_m3_vl_text", {"hidden_act": "swigluoai"}),
+        ("nemotron_h", {}),
+    ],
+)
+def test_activations_that_are_trained(family: str, changes: dict[str, Any]) -> None:
+    assert small_dims(family, **changes).refusal is None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("mixtral", {"hidden_act": "gelu"}, "the activation 'gelu' are not computed"),
+        ("mixtral", {"hidden_act": "relu2"}, "the activation 'relu2' are not computed"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "'silu' without a gate are not computed (known: relu2)"),
+        ("nemotron_h", {"moe_latent_size": 32}, "on a projected width (32 of 64)"),
+        ("deepseek_v3", {"routed_expert_hidden_size": 32}, "on a projected width (32 of 64)"),
+        ("mixtral", {"model_type": "muse_spark_text"}, "with a norm after each of them"),
+        ("mixtral", {"model_type": "step3p7"}, "clamp after silu"),
+    ],
+)
+def test_experts_that_are_refused(family: str, changes: dict[str, Any], reason: str) -> None:
+    refusal = small_dims(family, **changes).refusal or ""
+    assert reason in refusal and "use another family" in refusal
+
+
+def test_ungated_experts_have_two_matrices() -> None:
+    dims = small_dims("nemotron_h")
+    assert not dims.gated and dims.expert_params == 2 * 64 * 40
+    assert dims.num_layers == 5 and dims.moe_layers == (1, 4)
+    letters = {k: v for k, v in SMALL["nemotron_h"].items() if k != "layers_block_type"}
+    assert dims_from_config({**letters, "hybrid_override_pattern": "ME*-E"}).total_params == dims.total_params
+
+
+def test_unknown_family_is_read_by_its_keys_and_says_so() -> None:
+    dims = small_dims("qwen3_moe", model_type="newcomer_moe")
+    assert dims.num_experts == 8 and any("newcomer_moe" in note for note in dims.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_routed_experts": None}, "no routed experts"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"hidden_size": -3}, "hidden_size"),
+        ({"num_hidden_layers": "61"}, "num_hidden_layers"),
+        ({"num_experts_per_tok": 9}, "larger than the number of experts"),
+        ({"first_k_dense_replace": 4}, "no layer of the model"),
+        ({"torch_dtype": "int7"}, "torch_dtype"),
+    ],
+)
+def test_unusable_configs(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        dims_from_config({**SMALL["deepseek_v3"], **change}, name="some/config.json")
+    assert caught.value.remedy and "some/config.json" in caught.value.line()
+
+
+def test_from_directory(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        dims_from_dir(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"no config\.json"):
+        dims_from_dir(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        dims_from_dir(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(UserError, match="not a JSON object"):
+        dims_from_dir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL["mixtral"]))
+    assert dims_from_dir(tmp_path).model_type == "mixtral"

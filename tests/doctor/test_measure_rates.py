@@ -1,0 +1,146 @@
+"""The measuring half of mode=doctor: what is stored where, what is kept, what is said."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kt_ray.measure
+from kt_ray.config.compose import compose
+from kt_ray.config.schema import Config
+from kt_ray.doctor import measure_rates
+from kt_ray.errors import UserError
+from kt_ray.hardware.describe import this_host
+from kt_ray.hardware.nominal import nominal_rates
+from kt_ray.hardware.rate_files import rates_for, rates_path, read_rates
+from kt_ray.hardware.rates import Curve, ExpertRate, Figure, Rates
+from kt_ray.measure import ExpertShape
+from kt_ray.modes import doctor
+from kt_ray.modes.plan import model_dims
+
+_FOUND: dict[tuple[str, str, bool], ExpertRate] = {}  # one real measurement serves all tests
+
+
+def tiny(name: str, **sizes: Any) -> Any:
+    """A measurement of kt_ray.measure at sizes that take no time."""
+    real = getattr(kt_ray.measure, name)
+    return lambda *args, **more: real(*args[:1], **{**sizes, "seconds": 0.001})
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """mode=doctor whose measurements are small, and whose cache and runs are of this test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    measure = kt_ray.measure
+    real_experts, real_disk = measure.measure_experts, measure.measure_disk
+
+    def experts(engine: Any, fmt: str, shape: ExpertShape, rows: Any, seconds: float) -> ExpertRate:
+        key = (engine.isa, fmt, engine.int8_products)
+        if key not in _FOUND:
+            small = ExpertShape(256, 256, weight_bytes=1 << 20)
+            _FOUND[key] = real_experts(engine, fmt, small, (1, 4), seconds=0.001)
+        return dataclasses.replace(_FOUND[key], hidden=shape.hidden, inter=shape.inter)
+
+    monkeypatch.setattr(measure, "measure_experts", experts)
+    monkeypatch.setattr(measure, "measure_memory", tiny("measure_memory", size=1 << 16))
+    monkeypatch.setattr(measure, "measure_cpu", tiny("measure_cpu", hidden=32, vocabulary=64, tokens=8))
+    monkeypatch.setattr(measure, "measure_optimizer", tiny("measure_optimizer", parameters=4096))
+    monkeypatch.setattr(measure, "measure_disk", lambda where: real_disk(where, 1 << 16))
+    return compose(["mode=doctor", "cluster=local", f"run.root={tmp_path}/runs"])
+
+
+def test_doctor_measures_stores_and_says_where(
+    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda config: [])
+    assert doctor.run(config) == 0
+    text = capsys.readouterr().out
+    path = rates_path()
+    assert f"rates stored in {path}" in " ".join(text.split("\n")) and path.is_file()
+    for word in ("measuring: memory", "measuring: experts", "GFLOP/s", "AdamW", "Ray 0.70 ms (assumed"):
+        assert word in text
+    rates = rates_for(dataclasses.replace(config, mode="plan"), this_host())
+    assert rates.source.startswith("measured on") and rates.date and rates == read_rates(path)
+    dims = model_dims(config.model)
+    own = rates.expert("auto", "bf16", dims.expert_width, dims.expert_intermediate)
+    assert (own.hidden, own.inter) == (dims.expert_width, dims.expert_intermediate)
+    # Formats that are not measured stand beside, scaled; every format of the engine has a rate.
+    assert "scaled as bf16 was measured" in rates.expert("auto", "q5_k").forward.source
+
+
+def test_nothing_is_measured_on_request(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda config: [])
+    assert doctor.run(dataclasses.replace(config, plan=compose(["plan.rates=nominal"]).plan)) == 0
+    assert not rates_path().exists()
+
+
+def measured(config: Config) -> Rates:
+    said: list[str] = []
+    return measure_rates.measure_rates(config, this_host(), None, said.append)
+
+
+def test_a_named_file_takes_the_rates(config: Config, tmp_path: Path) -> None:
+    named = compose(["mode=doctor", "cluster=local", f"plan.rates={tmp_path}/mine.json"])
+    rates = nominal_rates(this_host())
+    assert measure_rates.store(named, this_host(), rates) == tmp_path / "mine.json"
+    assert read_rates(tmp_path / "mine.json") == rates
+    assert not rates_path().exists()
+
+
+def test_shapes_measured_before_are_kept(config: Config) -> None:
+    host = this_host()
+    first = measured(config)
+    other = dataclasses.replace(first.experts[0], hidden=7168, inter=2048)
+    measure_rates.store(config, host, dataclasses.replace(first, experts=(*first.experts, other)))
+    again = dataclasses.replace(first, date="later")
+    stored = read_rates(measure_rates.store(config, host, again))
+    assert stored.date == "later" and other in stored.experts
+    keys = [(e.isa, e.format, e.products, e.hidden, e.inter) for e in stored.experts]
+    assert len(set(keys)) == len(keys)
+    rates_path(host).write_text("damaged")
+    assert read_rates(measure_rates.store(config, host, again)) == again
+
+
+def test_what_time_does_not_allow_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_rates, "BUDGET", -1.0)
+    rates = measured(config)
+    note = next(note for note in rates.notes if "want of time" in note)
+    assert "mxfp4" in note and "int8 products" in note
+    assert [e.format for e in rates.experts if e.forward.source == "measured"] == ["bf16"]
+    assert rates.expert("auto", "mxfp4").forward.source.endswith("scaled as bf16 was measured")
+
+
+def test_a_disturbed_measurement_says_so(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_rates._Others, "cpus", lambda self: 1.5)
+    assert any("other programs used 1.5 CPUs" in note for note in measured(config).notes)
+    monkeypatch.setattr(measure_rates._Others, "cpus", lambda self: 0.0)
+    assert not any("other programs" in note for note in measured(config).notes)
+
+
+def test_ray_that_does_not_start_costs_only_its_own_figures(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kt_ray.actors.ray import ray_probe
+
+    def refuse(address: str, arena_bytes: float) -> dict[str, Figure]:
+        raise UserError("no Ray cluster answers")
+
+    monkeypatch.setattr(ray_probe, "measure_ray", refuse)
+    rates = measured(compose(["mode=doctor", "cluster=ray", f"run.root={config.run.root}"]))
+    assert any("Ray was not measured" in note for note in rates.notes)
+    assert rates.transport.call.source.startswith("assumed")
+    assert rates.transport.local.source == "measured"
+
+
+def test_figures_are_shown_with_their_units() -> None:
+    host = this_host()
+    rates = nominal_rates(host)
+    rate = dataclasses.replace(rates.experts[0], forward=Curve((1.0,), (5e9,), "measured"))
+    rates = dataclasses.replace(rates, experts=(rate,), notes=("mind this",))
+    lines = measure_rates.show(rates, host.sockets[0].cores)
+    text = "\n".join(lines)
+    assert lines[-1] == "note: mind this" and "GB/s" in text and "M parameters/s" in text
+    assert f"experts   {rate.isa} {rate.format}" in text

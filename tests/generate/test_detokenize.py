@@ -1,0 +1,52 @@
+"""Text comes out as soon as it is certain, and never a stop string or what follows it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kt_ray.generate.detokenize import TextStream
+
+
+class Bytes:
+    """A tokenizer of single bytes, which splits characters."""
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+def pieces(text: str, stop: tuple[str, ...] = (), skip: tuple[int, ...] = ()) -> tuple[list[str], TextStream]:
+    stream = TextStream(Bytes(), stop, skip)
+    out = [stream.add(byte) for byte in text.encode()]
+    return [*out, stream.end()], stream
+
+
+def test_characters_of_several_bytes_come_whole() -> None:
+    out, stream = pieces("né猫!")
+    assert [piece for piece in out if piece] == ["n", "é", "猫", "!"]
+    assert stream.text == "né猫!" and not stream.stopped
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("hello END more", ("END",), "hello "),
+        ("aab", ("ab",), "a"),
+        ("one\n\ntwo", ("\n\n", "tw"), "one"),
+        ("never", ("x",), "never"),
+        ("ends with EN", ("END",), "ends with EN"),
+    ],
+)
+def test_stop_strings_end_the_text(text: str, stop: tuple[str, ...], expected: str) -> None:
+    out, stream = pieces(text, stop)
+    assert "".join(out) == stream.text == expected
+    assert stream.stopped == (expected != text)
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    stream = TextStream(Bytes(), ("END",))
+    assert [stream.add(ord(c)) for c in "aENx"] == ["a", "", "", "ENx"]
+
+
+def test_end_tokens_are_no_text() -> None:
+    out, _ = pieces("ab$", skip=(ord("$"),))
+    assert "".join(out) == "ab"

@@ -1,0 +1,189 @@
+"""Hardware read from /sys and /proc (of a made-up host), from files and from rules."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kt_ray.config.files import conf_dir
+from kt_ray.config.schema import ExpertsRule, RuleConfig
+from kt_ray.errors import UserError
+from kt_ray.hardware.describe import (
+    cpu_quota,
+    gpus_wanted,
+    hardware_for,
+    hardware_from_file,
+    isas_of,
+    memory_limit,
+    nominal_hardware,
+    parse_cpus,
+    parse_gpus,
+    this_host,
+)
+from kt_ray.placement.memory import GIB
+from tests.placement.configs import make_config
+
+SPR_FLAGS = (
+    *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"),
+    *("avx512_bf16", "avx512vbmi", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
+)
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def fake_host(root: Path) -> Path:
+    """Two nodes of two cores with two threads each, and a node that only has memory."""
+    files = {
+        "proc/meminfo": "MemTotal: 201326592 kB\n",
+        "proc/cpuinfo": "processor : 0\nmodel name : Test CPU\nflags : fpu " + " ".join(SPR_FLAGS) + "\n",
+        "sys/devices/system/cpu/online": "0-7\n",
+        "sys/devices/system/node/node2/cpulist": "\n",
+        "sys/devices/system/node/node2/meminfo": "Node 2 MemTotal: 67108864 kB\n",
+    }
+    for node in (0, 1):
+        folder = f"sys/devices/system/node/node{node}"
+        files[f"{folder}/cpulist"] = f"{2 * node}-{2 * node + 1},{2 * node + 4}-{2 * node + 5}\n"
+        files[f"{folder}/meminfo"] = f"Node {node} MemTotal: 67108864 kB\nNode {node} MemFree: 1 kB\n"
+    for cpu in range(8):
+        siblings = f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        files[siblings] = f"{cpu % 4},{cpu % 4 + 4}\n"
+    return write(root, files)
+
+
+def test_two_sockets_with_threads(tmp_path: Path) -> None:
+    host = this_host(fake_host(tmp_path))
+    assert [(s.node, s.cpus, s.cores) for s in host.sockets] == [(0, (0, 1, 4, 5), 2), (1, (2, 3, 6, 7), 2)]
+    assert all(s.memory_bytes == 64 * GIB for s in host.sockets)
+    assert host.isas[-1] == "amx" and host.gpus == ()
+
+
+def test_container_limits_are_shared_out(tmp_path: Path) -> None:
+    fake_host(tmp_path)
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/job/step\n",
+            "sys/fs/cgroup/job/memory.max": str(32 * GIB),
+            "sys/fs/cgroup/job/step/memory.max": "max",
+            "sys/fs/cgroup/job/cpu.max": "200000 100000",
+        },
+    )
+    assert memory_limit(tmp_path) == 32 * GIB and cpu_quota(tmp_path) == 2.0
+    host = this_host(tmp_path)
+    assert [s.memory_bytes for s in host.sockets] == [16 * GIB, 16 * GIB]
+    assert [s.cores for s in host.sockets] == [1, 1]
+
+
+def test_cgroup_version_1(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/a\n2:cpu,cpuacct:/b\n0::/\n",
+            "sys/fs/cgroup/memory/a/memory.limit_in_bytes": str(8 * GIB),
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+        },
+    )
+    assert memory_limit(tmp_path) == 8 * GIB and cpu_quota(tmp_path) is None
+    assert memory_limit(tmp_path / "absent") is None
+
+
+def test_without_numa_information(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/meminfo": "MemTotal: 1048576 kB\n", "sys/devices/system/cpu/online": "0-1\n"})
+    host = this_host(tmp_path)
+    assert [(s.cpus, s.cores, s.memory_bytes) for s in host.sockets] == [((0, 1), 2, GIB)]
+    assert host.isas == ("reference",)
+
+
+def test_this_host_respects_the_affinity_mask() -> None:
+    host = this_host()
+    cpus = [cpu for socket in host.sockets for cpu in socket.cpus]
+    assert sorted(cpus) == sorted(os.sched_getaffinity(0))
+    assert all(1 <= s.cores <= len(s.cpus) and s.memory_bytes > 0 for s in host.sockets)
+
+
+def test_isas_of_flags() -> None:
+    assert isas_of(set(SPR_FLAGS))[-1] == "amx"
+    for flag in ("amx_tile", "amx_bf16", "amx_int8", "avx512vbmi"):
+        assert isas_of(set(SPR_FLAGS) - {flag})[-1] == "avx512_bf16"
+    assert isas_of(set(SPR_FLAGS) - {"f16c"}) == ("reference",)
+    assert isas_of({"avx2", "fma", "f16c"}) == ("reference", "avx2")
+    assert isas_of(set()) == ("reference",)
+
+
+def test_parse_cpus() -> None:
+    assert parse_cpus("0-2,5,8-9\n") == [0, 1, 2, 5, 8, 9]
+    assert parse_cpus("") == []
+
+
+def test_gpus_as_cuda_visible_devices_has_them() -> None:
+    listing = "0, GPU-aa1, RTX 4090, 24564\n1, GPU-bb2, RTX 4090, 24564\n2, GPU-cc3, H200, 143771\n"
+    assert [gpu.name for gpu in parse_gpus(listing, None)] == ["RTX 4090", "RTX 4090", "H200"]
+    chosen = parse_gpus(listing, "2,0")
+    assert [(gpu.index, gpu.name) for gpu in chosen] == [(0, "H200"), (1, "RTX 4090")]
+    assert chosen[0].memory_bytes == 143771 << 20
+    assert [gpu.name for gpu in parse_gpus(listing, "GPU-cc")] == ["H200"]
+    assert len(parse_gpus(listing, "0,9,1")) == 1  # CUDA stops at the first unknown entry
+    assert parse_gpus(listing, "") == () and parse_gpus("No devices were found\n", None) == ()
+
+
+@pytest.mark.parametrize("file", sorted((conf_dir() / "hardware").glob("*.yaml")), ids=lambda f: f.stem)
+def test_shipped_hardware_files(file: Path) -> None:
+    hardware = hardware_from_file(file)
+    assert hardware.sockets and not hardware.present
+    cpus = [cpu for socket in hardware.sockets for cpu in socket.cpus]
+    assert len(set(cpus)) == len(cpus)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2]", "no mapping"),
+        ("a: [", "cannot be read"),
+        ("gpus: []", "names no socket"),
+        ("sockets: [{cores: 4}]", "memory_gib"),
+        ("sockets: [{cores: 0, memory_gib: 1}]", "cores"),
+        ("sockets: 2", "sockets"),
+        ("sockets: [{cores: 4, memory_gib: 16}]\nisa: sse9", "isa"),
+        ("sockets: [{cores: 4, memory_gib: 16}]\ngpus: [{name: x}]", "memory_gib"),
+    ],
+)
+def test_faulty_hardware_files(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "host.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        hardware_from_file(file)
+    assert "host.yaml" in caught.value.where and caught.value.remedy
+
+
+def test_missing_hardware_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        hardware_from_file(tmp_path / "absent.yaml")
+
+
+def test_nominal_hardware() -> None:
+    rule = RuleConfig("four", device="cuda", stages=4, experts=ExpertsRule(sockets=2, backend="AMXBF16"))
+    hardware = nominal_hardware(rule)
+    assert (len(hardware.gpus), len(hardware.sockets), hardware.isas[-1]) == (4, 2, "amx")
+    assert "four (nominal)" in hardware.source and not hardware.present
+    one = nominal_hardware(
+        RuleConfig("one", device="cuda", stages=1, experts=ExpertsRule(sockets=1, isa="avx512_bf16"))
+    )
+    assert one.sockets[0].memory_bytes == 512 * GIB and one.isas[-1] == "avx512_bf16"
+    assert gpus_wanted(RuleConfig("r", device="cuda", stages=2, replicas=2)) == 4
+    assert gpus_wanted(RuleConfig("r", device="cuda", layers=[3, 3, 2])) == 3
+    assert gpus_wanted(RuleConfig("r", device="auto", stages=2)) == 0
+
+
+def test_hardware_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kt_ray.hardware.describe._gpus", lambda: ())
+    assert hardware_for(make_config()).source == "this host"
+    assert "nominal" in hardware_for(make_config(rule={"device": "cuda", "stages": 2})).source
+    file = str(conf_dir() / "hardware" / "laptop_16gb.yaml")
+    assert hardware_for(make_config(plan={"hardware": file})).source == "file laptop_16gb.yaml"

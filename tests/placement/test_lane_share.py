@@ -1,0 +1,223 @@
+"""What goes to a GPU's lane: which experts, how many, when it pays; the plan's notes, refusals and bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_ray.config.checks import check
+from kt_ray.config.schema import Config
+from kt_ray.dims.config_json import dims_from_config
+from kt_ray.errors import UserError
+from kt_ray.hardware.describe import hardware_from_file
+from kt_ray.hardware.nominal import nominal_rates
+from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.placement.lane_share import (
+    ExpertSizes,
+    LaneRates,
+    LaneWork,
+    best_share,
+    choose_shares,
+    resident_experts,
+    split_seconds,
+    streamed_experts,
+)
+from kt_ray.placement.memory import GPU_RUNTIME
+from kt_ray.placement.plan import make_plan, plan_to_dict
+from kt_ray.placement.plan_types import LanePlan, Plan
+from kt_ray.placement.render import expert_row
+from kt_ray.timing.lane_rates import from_rates, lane_rates
+from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
+
+RATES = LaneRates(link=25e9, gpu=80e12, cpu=20e12, memory=200e9)
+V3 = dims_from_config(DEEPSEEK_V3, "DeepSeek-V3")
+
+
+def test_the_experts_with_most_rows_are_carried() -> None:
+    counts = [3, 0, 9, 9, 1, 0, 7, 2]
+    assert streamed_experts(counts, 0.25) == (2, 3)
+    assert streamed_experts(counts, 0.5) == (0, 2, 3, 6)
+    assert streamed_experts(counts, 1.0) == (0, 2, 3, 4, 6, 7)  # never one without rows
+    assert streamed_experts([5, 5, 5], 0.4) == (0,) and streamed_experts(counts, 0.0) == ()
+    assert streamed_experts([], 0.5) == ()
+
+
+def test_resident_experts_are_the_most_used_of_a_layer() -> None:
+    held = [(0, 2, 5), (1, 3, 4)]
+    assert resident_experts(held, 3, [9, 1, 8, 2, 7, 0]) == ((0, 2), (4,))
+    assert resident_experts(held, 2, [4, 4, 4, 4, 4, 4]) == ((0,), (1,))
+    assert resident_experts(held, 3, None) == ((0, 2), (1,))
+    assert resident_experts(held, 6, None) == ((0, 2, 5), (1, 3, 4))
+    assert resident_experts([(0,), (1, 2, 3)], 3, None) == ((0,), (1, 2))
+
+
+def test_the_split_in_which_both_end_together() -> None:
+    work = LaneWork(experts=10, bytes=1e9, flops=100e12, moved=0)
+    split = split_seconds(work, RATES, 4)
+    assert split.cpu == pytest.approx(0.6 * 100 / 20)  # what is left, at 20 TFLOP/s
+    assert split.lane == pytest.approx(0.4 * 100 / 80 + 1 / 25)  # 40 TFLOP at 80; the first expert's copy
+    best = best_share(work, RATES)
+    assert best.carried == 8  # the first number at which the CPU is not the later one: 1.0 s against 1.04
+    assert best.seconds == min(split_seconds(work, RATES, n).seconds for n in range(11))
+    assert best.plain == 5.0 and best.gain == pytest.approx(1 - 1.04 / 5)
+
+
+def test_carrying_relieves_no_memory() -> None:
+    """Weights that go to the device are read from the same memory: a socket that waits for it gains none."""
+    work = LaneWork(experts=10, bytes=1e9, flops=1e9, moved=0)
+    assert best_share(work, RATES).carried == 0
+    assert split_seconds(work, RATES, 5).cpu == work.experts * work.bytes / RATES.memory
+
+
+def test_shares_begin_where_they_pay_and_grow() -> None:
+    sizes = ExpertSizes(held=256, experts=256, per_token=8, params=44_040_192, bytes=44.7e6, hidden=7168)
+    shares, split = choose_shares(sizes, RATES, 32_768)
+    tokens, parts = zip(*shares, strict=True)
+    assert list(tokens) == sorted(tokens) and list(parts) == sorted(parts) and parts[-1] <= 1
+    before = best_share(sizes.work(tokens[0] // 2), RATES)
+    assert before.gain < 0.05 <= best_share(sizes.work(tokens[0]), RATES).gain
+    assert split.gain > 0.2 and parts[-1] == pytest.approx(split.carried / 256, abs=1e-4)
+    slow = LaneRates(link=1e9, gpu=80e12, cpu=20e12, memory=200e9)
+    assert choose_shares(sizes, slow, 4096)[0] == ()
+    plan = LanePlan("cuda:0", (), shares)
+    assert plan.share(tokens[0] - 1) == 0 and plan.share(tokens[0]) == parts[0]
+    assert plan.share(10**9) == parts[-1] and not LanePlan("cpu").streams
+
+
+def planned(
+    load: ExpertLoad | None = None, gpus: int = 0, rates: LaneRates | None = None, **rule: Any
+) -> Plan:
+    config = make_config(rule={"device": "cpu", "experts": {"sockets": 2, **rule}})
+    return make_plan(small_dims(), config, make_hardware(gpus=gpus), load, rates)
+
+
+def test_plans() -> None:
+    layers = small_dims().moe_layers
+    plan = planned(gpu_resident=3, lane_device="cpu")
+    first, second = (actor.lane for actor in plan.experts)
+    assert first is not None and second is not None
+    assert first.resident == tuple((layer, (0, 1)) for layer in layers)
+    assert second.resident == tuple((layer, (4,)) for layer in layers)
+    assert any("3 experts of each MoE layer stay on cpu: the first ids" in note for note in plan.notes)
+    assert expert_row(plan, plan.experts[0])[-1] == "cpu: 2 stay"
+    slots = dict.fromkeys(layers, (0, 9, 0, 0, 0, 8, 7, 0))
+    plan = planned(
+        ExpertLoad(5, slots, "run/x"), gpu_resident=3, stream=0.25, lane_device="cpu", placement="contiguous"
+    )
+    assert [actor.lane.resident[0][1] for actor in plan.experts if actor.lane] == [(1,), (5, 6)]
+    assert all(actor.lane is not None and actor.lane.shares == ((0, 0.25),) for actor in plan.experts)
+    assert any("the most used ones of run/x" in note for note in plan.notes)
+    values = plan_to_dict(plan)["experts"][1]
+    assert values["lane"] == {
+        "device": "cpu",
+        "resident": {str(n): "5-6" for n in layers},
+        "shares": [[0, 0.25]],
+    }
+    assert "lane" not in plan_to_dict(planned())["experts"][0]
+    assert planned(gpus=2, gpu_resident=1).experts[0].lane.device == "cuda:0"
+    assert planned(gpus=2, gpu_resident=1, lane_device="cuda:1").experts[0].lane.device == "cuda:1"
+
+
+def test_a_gpu_serves_the_actors_of_its_host() -> None:
+    rule = {"nodes": 2, "device": "cpu", "experts": {"sockets": 1, "gpu_resident": 5, "stream": 0.5}}
+    made = make_plan(small_dims(), make_config(rule=rule), make_hardware(gpus=1))
+    (lane, none), layers = (actor.lane for actor in made.experts), small_dims().moe_layers
+    assert [actor.host for actor in made.experts] == [0, 1] and none is None
+    assert lane is not None and lane.streams
+    assert lane.resident == tuple((layer, (0, 1, 2, 3)) for layer in layers)  # all that the actor holds
+    assert any("4 experts of each MoE layer stay on cuda:0" in note for note in made.notes)
+    assert any("other hosts compute all their experts on the CPU" in note for note in made.notes)
+    assert all("cuda" not in b.device for b in made.budgets if b.host == 1)
+    stand_in = {**rule, "experts": {**rule["experts"], "lane_device": "cpu"}}
+    made = make_plan(small_dims(), make_config(rule=stand_in), make_hardware())
+    assert all(actor.lane is not None and actor.lane.resident for actor in made.experts)
+
+
+def test_stream_auto_asks_the_rates() -> None:
+    plan = planned(gpus=1, stream="auto")
+    assert plan.experts[0].lane is None and any("off, as no rates" in note for note in plan.notes)
+    plan = planned(gpus=1, stream="auto", rates=RATES)  # a tiny model's experts never pay
+    assert plan.experts[0].lane is None and any("it would save" in note for note in plan.notes)
+    experts = {"sockets": 2, "stream": "auto"}
+    config = make_config(
+        rule={"device": "cuda", "stages": 1, "experts": experts},
+        trainer={"batch_size": 16, "micro_batch_size": 1},
+        data={"max_length": 1024},
+    )
+    plan = make_plan(V3, config, make_hardware(gpus=1), None, RATES)
+    assert plan.experts[0].lane is not None and plan.experts[0].lane.streams
+    assert any("rule.experts.stream=auto: from" in note for note in plan.notes)
+
+
+def test_bytes_move_from_the_socket_to_the_gpu() -> None:
+    """Eight resident DeepSeek-V3 experts per layer, in FP8: 58 layers of 44 MB each."""
+
+    def plan(**experts: Any) -> dict[str, dict[str, int]]:
+        config = make_config(
+            rule={
+                "device": "cuda",
+                "stages": 1,
+                "experts": {"sockets": 1, "activations": "retain", **experts},
+            }
+        )
+        made = make_plan(V3, config, make_hardware(gpus=1))
+        return {b.device: {line.item: line.bytes for line in b.lines} for b in made.budgets}
+
+    plain, lane = plan(), plan(gpu_resident=8)
+    moved = 8 * V3.expert_bytes()
+    assert plain["socket 0"]["experts"] - lane["socket 0"]["experts"] == pytest.approx(moved, abs=2)
+    assert lane["cuda:0"]["experts"] == pytest.approx(moved, abs=2) and "experts" not in plain["cuda:0"]
+    assert lane["cuda:0"]["runtime"] - plain["cuda:0"]["runtime"] == GPU_RUNTIME
+    assert lane["cuda:0"]["workspace"] > plain["cuda:0"]["workspace"]
+    assert lane["socket 0"]["kept activations"] > plain["socket 0"]["kept activations"]
+    stand_in = plan(gpu_resident=8, lane_device="cpu")
+    assert stand_in["socket 0"]["experts"] == plain["socket 0"]["experts"]
+    assert stand_in["cuda:0"] == plain["cuda:0"]
+    assert stand_in["socket 0"]["workspace"] > plain["socket 0"]["workspace"]
+
+
+def test_refusals_name_the_remedy() -> None:
+    for rule, seen in (({"gpu_resident": 2}, "none"), ({"stream": 0.5, "lane_device": "cuda:3"}, "cuda:0")):
+        with pytest.raises(UserError) as caught:
+            planned(gpus=0 if seen == "none" else 1, **rule)
+        text = str(caught.value)
+        assert "not there" in text and seen in text and "rule.experts.lane_device=cpu" in text
+        assert all(f"rule.experts.{key}={value}" in text for key, value in rule.items())
+    with pytest.raises(UserError, match=r"found 9.*at most 8"):
+        planned(gpu_resident=9, lane_device="cpu")
+    model = {"config": {}}
+    with pytest.raises(UserError, match="is not a device"):
+        check(make_config(rule={"experts": {"gpu_resident": 1, "lane_device": "gpu"}}, model=model))
+    with pytest.raises(UserError, match="AMXINT8"):
+        check(make_config(rule={"experts": {"stream": "auto", "backend": "AMXINT8"}}, model=model))
+    check(
+        make_config(rule={"experts": {"stream": 0.3, "gpu_resident": 2, "backend": "AMXINT4"}}, model=model)
+    )
+    note = "rule.experts.lane_device=cpu changes nothing"
+    assert any(note in line for line in planned(lane_device="cpu").notes)
+
+
+def test_rates_of_a_described_machine_decide() -> None:
+    """stream=auto with the figures of conf/hardware: actors share the link and the GPU."""
+    hardware = hardware_from_file(Path(__file__).parents[2] / "conf" / "hardware" / "2x4090_2x8488c.yaml")
+    nominal = nominal_rates(hardware)
+    assert nominal.link is not None
+
+    def config(**experts: Any) -> Config:
+        return make_config(
+            rule={"device": "cuda", "stages": 2, "experts": {"stream": "auto", **experts}},
+            trainer={"batch_size": 16, "micro_batch_size": 1},
+            data={"max_length": 1024},
+        )
+
+    two, one = (from_rates(nominal, config(sockets=n), hardware, V3) for n in (2, 1))
+    assert two is not None and one is not None and two.source == nominal.source
+    assert two.link == nominal.link.to_device.value / 2 == one.link / 2 and two.gpu == one.gpu / 2
+    assert two.cpu == one.cpu and two.memory == one.memory
+    plan = make_plan(V3, config(), hardware, None, lane_rates(config(), hardware, V3))
+    assert any(f"rates: {nominal.source}" in note for note in plan.notes)
+    assert lane_rates(config(lane_device="cpu"), hardware, V3) is None
+    assert lane_rates(config(stream=0.5), hardware, V3) is None
+    assert lane_rates(config(), make_hardware(), V3) is None

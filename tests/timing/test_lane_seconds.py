@@ -1,0 +1,142 @@
+"""The GPU lane in the prediction: the plan's split, the lane's own seconds, and what is proposed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from kt_ray.config.schema import Config
+from kt_ray.hardware.nominal import nominal_rates
+from kt_ray.placement.lane_plan import expert_sizes
+from kt_ray.placement.lane_share import best_share, lane_parts, streamed_experts
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.plan_types import Plan
+from kt_ray.timing.lane_rates import from_rates, lane_rates
+from kt_ray.timing.prediction import Prediction, neighbours, predict
+from kt_ray.timing.seats import even_waves, machine_of
+from kt_ray.timing.step_costs import PlanDurations
+from tests.placement.configs import DEEPSEEK_V3, make_config
+from tests.placement.test_layout import V3, host
+
+HOST = host(1, 80, sockets=1, memory=4096 << 30)
+RATES = nominal_rates(HOST)
+LAYER = V3.moe_layers[0]
+
+
+def configured(tokens: int, **experts: Any) -> Config:
+    return make_config(
+        rule={"experts": experts},
+        model={"name": "v3", "config": DEEPSEEK_V3},
+        data={"name": "rows", "max_length": min(512, tokens)},
+        trainer={"batch_size": max(1, tokens // 512), "micro_batch_size": 1},
+    )
+
+
+def made(tokens: int = 32768, **experts: Any) -> tuple[Plan, PlanDurations]:
+    config = configured(tokens, **experts)
+    plan = make_plan(V3, config, HOST, None, lane_rates(config, HOST, V3, RATES))
+    return plan, PlanDurations(plan, config, RATES, machine_of(plan))
+
+
+def test_the_predicted_split_is_the_one_that_the_runtime_makes() -> None:
+    plan, durations = made(stream=0.3)
+    lane = plan.experts[0].lane
+    assert lane is not None
+    for tokens in (64, 512, 16384):
+        runtime = streamed_experts([tokens * 8 // 256 or 1] * 256, lane.share(tokens))
+        _, carried = durations.lanes.part(0, LAYER, tokens)
+        call = durations.lane(0, LAYER, "forward", tokens)
+        assert call is not None
+        sizes = expert_sizes(plan.experts, V3, durations.config)
+        busy = sizes.work(tokens).experts
+        assert carried == pytest.approx(min(len(runtime), busy) / busy)
+        assert RATES.link is not None
+        assert call.copies == pytest.approx(
+            min(len(runtime), busy) * sizes.bytes / RATES.link.to_device.value
+        )
+
+
+def test_its_seconds_are_those_that_auto_chose_by() -> None:
+    """At the largest call: the plan's share is the best one, and the parts add up to its seconds."""
+    plan, durations = made(stream="auto")
+    lane, sizes = plan.experts[0].lane, expert_sizes(plan.experts, V3, durations.config)
+    chosen_by = from_rates(RATES, durations.config, HOST, V3)
+    assert lane is not None and chosen_by is not None and RATES.link is not None
+    tokens = plan.tokens_per_step
+    best = best_share(sizes.work(tokens), chosen_by)
+    assert best.carried == round(lane.share(tokens) * 256) > 0
+    call = durations.lane(0, LAYER, "forward", tokens)
+    assert call is not None
+    parts = lane_parts(sizes.work(tokens), chosen_by.link, chosen_by.gpu, best.carried)
+    assert call.copies == pytest.approx(parts.copies) and call.products == pytest.approx(parts.products)
+    assert call.ahead + call.back == pytest.approx(parts.first + parts.moved)
+    assert parts.seconds == pytest.approx(best.lane)
+
+
+def test_the_cpu_keeps_the_rest() -> None:
+    """A half that is carried takes its products off the CPU, not its bytes off the socket's memory."""
+    (_, without), (_, half), (_, stays) = made(), made(stream=0.5), made(gpu_resident=128)
+    large, small = 16384, 32
+    around = without._around(large, "forward", 48)
+    plain = without.expert(0, LAYER, "forward", large) - around
+    assert half.expert(0, LAYER, "forward", large) - around == pytest.approx(plain / 2)
+    assert stays.expert(0, LAYER, "forward", large) - around == pytest.approx(plain / 2)
+    waits = without.expert(0, LAYER, "forward", small)  # for memory
+    assert half.expert(0, LAYER, "forward", small) == pytest.approx(waits)
+    assert stays.expert(0, LAYER, "forward", small) < 0.6 * waits
+
+
+def test_residents_are_not_carried() -> None:
+    (_, half), (_, stays) = made(stream=0.5), made(gpu_resident=128)
+    carried, resident = (d.lane(0, LAYER, "forward", 16384) for d in (half, stays))
+    assert carried is not None and resident is not None
+    assert resident.copies < 0.1 * carried.copies
+    assert resident.products == pytest.approx(carried.products)
+    assert stays.lanes.part(0, LAYER, 16384) == (0.5, 0.0)
+    _, every = made(gpu_resident=256)
+    assert every.lanes.part(0, LAYER, 16384) == (1.0, 0.0)
+
+
+def test_recomputation_is_the_lanes_as_well() -> None:
+    (_, retain), (_, again) = (made(stream=0.5, activations=kind) for kind in ("retain", "recompute"))
+    one, two = (d.lane(0, LAYER, "backward", 16384) for d in (retain, again))
+    assert one is not None and two is not None
+    assert two.products == pytest.approx(5 / 3 * one.products) and two.dispatch > one.dispatch
+    assert retain.lane(0, LAYER, "forward", 16384) == again.lane(0, LAYER, "forward", 16384)
+
+
+def test_no_lane_no_call() -> None:
+    for _, durations in (made(), made(stream=0.5, lane_device="cpu")):
+        assert durations.lane(0, LAYER, "forward", 16384) is None
+        assert durations.lanes.part(0, LAYER, 16384) == (0.0, 0.0)
+    _, half = made(stream=0.5)
+    assert half.lane(0, LAYER, "forward", 0) is None
+    blind = dataclasses.replace(half, rates=dataclasses.replace(RATES, link=None))
+    assert blind.lane(0, LAYER, "forward", 16384) is None
+
+
+@pytest.mark.parametrize(
+    ("cores", "isa", "tokens", "pays"), [(16, "avx512_bf16", 65536, True), (48, "amx", 512, False)]
+)
+def test_streaming_is_proposed_where_it_pays(cores: int, isa: str, tokens: int, pays: bool) -> None:
+    """Large calls gain beside 16 cores; small ones on AMX wait for memory, which carrying does not save."""
+    other = dataclasses.replace(
+        HOST,
+        sockets=(dataclasses.replace(HOST.sockets[0], cpus=tuple(range(cores)), cores=cores),),
+        isas=HOST.isas[: HOST.isas.index(isa) + 1],
+    )
+    rates, row = nominal_rates(other), min(512, tokens)
+
+    def at(stream: str) -> tuple[Config, Prediction]:
+        config = configured(tokens, stream=stream)
+        plan = make_plan(V3, config, other, None, lane_rates(config, other, V3, rates))
+        return config, predict(plan, config, rates, even_waves(plan, config, row))
+
+    (config, off), (_, auto) = at("off"), at("auto")
+    found = {c.overrides: c.gain for c in neighbours(V3, config, other, rates, off, row)}
+    assert ("rule.experts.stream=auto" in found) == pays
+    assert any(term.name == "experts on the GPU" for term in auto.terms) == pays
+    gain = auto.tokens_per_s / off.tokens_per_s
+    assert gain == pytest.approx(found["rule.experts.stream=auto"] if pays else 1.0)

@@ -1,0 +1,100 @@
+"""The prediction of a step: what it says it leaves out, what it proposes, what stages and replicas bring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_ray.config.schema import Config
+from kt_ray.dims.config_json import dims_from_config
+from kt_ray.hardware.describe import hardware_from_file
+from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.nominal import nominal_rates
+from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.placement.plan import make_plan
+from kt_ray.timing.prediction import Prediction, neighbours, predict
+from kt_ray.timing.seats import even_waves
+from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
+
+DIMS = small_dims()
+V3 = dims_from_config(DEEPSEEK_V3, "DeepSeek-V3")
+TWO_GPUS = hardware_from_file(Path(__file__).parents[2] / "conf/hardware/2x4090_2x8488c.yaml")
+STEP: dict[str, Any] = {
+    "model": {"name": "v3", "path": "/models/v3"},
+    "data": {"name": "rows", "max_length": 512},
+    "trainer": {"batch_size": 16, "micro_batch_size": 1},
+}
+
+
+def predicted(config: Config, hardware: Hardware) -> Prediction:
+    plan = make_plan(DIMS, config, hardware)
+    return predict(plan, config, nominal_rates(plan.hardware))
+
+
+def changes(rule: dict[str, Any], load: ExpertLoad | None = None) -> list[str]:
+    """Overrides proposed for DeepSeek-V3 on two GPUs."""
+    config = make_config(rule=rule, **STEP)
+    plan = make_plan(V3, config, TWO_GPUS, load)
+    rates = nominal_rates(TWO_GPUS)
+    base = predict(plan, config, rates, even_waves(plan, config, 512))
+    return [change.overrides for change in neighbours(V3, config, TWO_GPUS, rates, base, 512, load)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"experts": {"gpu_resident": 2, "lane_device": "cpu"}}, ["without the lane"]),
+        ({"experts": {"gpu_resident": 2}}, []),
+        ({"nodes": 2}, ["packing them is not counted"]),
+        ({"transport": "gloo"}, ["rule.transport=gloo is predicted"]),
+        ({}, []),
+    ],
+)
+def test_it_says_what_it_leaves_out(rule: dict[str, Any], words: list[str]) -> None:
+    notes = predicted(make_config(rule=rule), make_hardware(gpus=1)).notes
+    assert len(notes) == len(words) and all(word in note for word, note in zip(words, notes, strict=True))
+
+
+def test_every_term_has_a_source_and_the_step_is_not_shorter_than_the_busiest_side() -> None:
+    found = predicted(make_config(rule={"experts": {"sockets": 2}}), make_hardware(sockets=2, gpus=1))
+    assert all(term.source and term.seconds >= 0 for term in found.terms)
+    assert max(found.simulated.work.values()) <= found.simulated.seconds * (1 + 1e-9)
+    assert {"pcie, busiest link", "experts, forward", "attention, recomputed"} <= {
+        t.name for t in found.terms
+    }
+
+
+def test_a_balanced_placement_is_kept_in_what_it_proposes() -> None:
+    load = ExpertLoad(3, {layer: tuple(range(1, 257)) for layer in V3.moe_layers}, "a checkpoint")
+    rule = {"groups": 8, "experts": {"placement": "balanced", "load": "/checkpoint"}}
+    assert any(overrides.startswith("rule.groups=") for overrides in changes(rule, load))
+
+
+def test_int8_products_are_not_proposed_beside_a_lane() -> None:
+    rule: dict[str, Any] = {"stages": 1, "replicas": 2}
+    assert any("AMXINT8" in overrides for overrides in changes(rule))
+    assert not any("AMXINT8" in overrides for overrides in changes({**rule, "experts": {"gpu_resident": 1}}))
+
+
+def test_other_stages_come_with_other_layers() -> None:
+    found = changes({"stages": 2, "layers": [30, 31]})
+    assert "rule.stages=1 rule.replicas=2 rule.layers=null" in found
+
+
+def test_stages_take_turns_and_replicas_do_not() -> None:
+    """docs/prediction.md: in a pass that is layer-major, stages divide memory, not time."""
+
+    def of(**rule: int) -> Prediction:
+        config = make_config(rule=rule, **STEP)
+        plan = make_plan(V3, config, TWO_GPUS)
+        assert plan.fits
+        return predict(plan, config, nominal_rates(TWO_GPUS))
+
+    one, stages, replicas = of(stages=1), of(stages=2), of(stages=1, replicas=2)
+    assert stages.tokens_per_s == pytest.approx(one.tokens_per_s, rel=0.05)
+    assert replicas.tokens_per_s > 1.1 * stages.tokens_per_s
+    assert of(stages=2, groups=8).tokens_per_s < stages.tokens_per_s  # more groups do not catch up
+    assert stages.bottleneck.startswith("attention: its 2 stages take turns")
+    assert "turns" not in one.bottleneck + replicas.bottleneck

@@ -1,0 +1,217 @@
+"""Durations from rates: amounts counted by hand, and how they answer to sizes and rates."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from kt_ray.config.schema import Config
+from kt_ray.data.batches import step_waves
+from kt_ray.data.row_types import Row
+from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.nominal import nominal_rates
+from kt_ray.hardware.rates import Rates, constant
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.plan_types import Plan
+from kt_ray.timing.layer_work import LayerWork, Work, head_seconds, seconds
+from kt_ray.timing.seats import even_waves, machine_of, waves_of_rows
+from kt_ray.timing.simulate import Micro
+from kt_ray.timing.step_costs import PlanDurations
+from tests.placement.configs import make_config, make_hardware, small_dims
+
+M = Micro(1, 16, 16, 16)
+ONE = {"stages": 1, "groups": 1, "experts": {"sockets": 1}}
+
+
+def durations(
+    family: str = "mixtral", hardware: Hardware | None = None, rates: Rates | None = None, **changes: Any
+) -> PlanDurations:
+    config, hardware = make_config(**changes), hardware or make_hardware()
+    plan = make_plan(small_dims(family), config, hardware)
+    return PlanDurations(plan, config, rates or nominal_rates(hardware), machine_of(plan))
+
+
+def test_products_of_a_layer_are_its_parameters() -> None:
+    """Attention and the shared expert multiply each weight once per position, the router in float32."""
+    dims, config = small_dims("mixtral"), make_config()
+    work = LayerWork(dims, 0, config.lora, "bfloat16")
+    first, rest = work.forward(2, 16)
+    attention = sum(n_in * n_out for _, n_in, n_out in dims.lora_in_out[0])
+    assert first.products + rest.products == 2 * 32 * attention
+    assert first.thin == 2 * 32 * dims.hidden_size * dims.num_experts
+    assert first.adapted == 32 * sum(n_in + n_out for _, n_in, n_out in dims.lora_in_out[0])
+
+
+def test_attention_grows_with_pairs() -> None:
+    """Four times the pairs at twice the width: 2 (q k + p v) FLOP each, as `pair_widths` counts them."""
+    dims = small_dims("mixtral")
+    work = LayerWork(dims, 0, make_config().lora, "bfloat16")
+    short, long = work.forward(1, 16)[0], work.forward(1, 32)[0]
+    assert short.pairs == 2 * 16**2 * dims.pair_widths[0][0]
+    assert long.pairs == 4 * short.pairs
+    assert work.forward(2, 16)[0].pairs == 2 * short.pairs
+
+
+def test_unequal_widths_materialise_scores() -> None:
+    """Multi-head latent attention has other widths of keys than of values; grouped-query attention not."""
+    latent = LayerWork(small_dims("deepseek_v3"), 1, make_config().lora, "bfloat16")
+    grouped = LayerWork(small_dims("mixtral"), 1, make_config().lora, "bfloat16")
+    assert latent.unequal and latent.forward(1, 16)[0].scores == 16 * 16 * 4
+    assert not grouped.unequal and grouped.forward(1, 16)[0].scores == 0
+
+
+def test_the_shared_expert_comes_after_the_tokens_left() -> None:
+    dims = small_dims("deepseek_v3")
+    dense, moe = (LayerWork(dims, i, make_config().lora, "bfloat16") for i in (0, 1))
+    assert moe.forward(1, 16)[1].products > 0
+    assert dense.forward(1, 16)[1] == Work()
+
+
+def test_without_lora_nothing_is_adapted() -> None:
+    lora = make_config(lora={"target_modules": "none"}).lora
+    work = LayerWork(small_dims("mixtral"), 0, lora, "bfloat16")
+    assert work.forward(1, 16)[0].adapted == 0 and work.backward(1, 16).adapted == 0
+
+
+def test_the_first_layer_needs_no_gradient_of_its_input() -> None:
+    dims, lora = small_dims("mixtral"), make_config().lora
+    first, second = (LayerWork(dims, i, lora, "bfloat16").backward(1, 16) for i in (0, 1))
+    skipped = sum(
+        n_in * n_out
+        for name, n_in, n_out in dims.lora_in_out[0]
+        if name.endswith(("q_proj", "k_proj", "v_proj"))
+    )
+    assert second.products - first.products == 2 * 16 * skipped
+
+
+def test_seconds_are_amounts_over_rates() -> None:
+    rate = nominal_rates(make_hardware()).cpu_one
+    rate = dataclasses.replace(rate, gemm={"bfloat16": constant(1e9, "x"), "float32": constant(5e8, "x")})
+    assert seconds(Work(products=2e9, thin=5e8), rate, rate, "bfloat16", 64) == pytest.approx(3.0)
+    kernels = seconds(Work(operations=1000), rate, rate, "bfloat16", 64)
+    assert 1000 * rate.operation.value < kernels < 1000 * 10 * rate.operation.value
+
+
+def test_dispatch_runs_beside_a_gpu() -> None:
+    rates = nominal_rates(make_hardware(gpus=1))
+    assert rates.gpu is not None
+    few = seconds(Work(products=1e12), rates.gpu, rates.cpu_one, "bfloat16", 512)
+    assert seconds(Work(products=1e12, operations=1), rates.gpu, rates.cpu_one, "bfloat16", 512) == few
+    many = seconds(Work(products=1e6, operations=1e6), rates.gpu, rates.cpu_one, "bfloat16", 512)
+    assert many == seconds(Work(operations=1e6), rates.gpu, rates.cpu_one, "bfloat16", 512)
+
+
+def test_the_head_costs_its_trained_positions() -> None:
+    dims, rate = small_dims("mixtral"), nominal_rates(make_hardware()).cpu_one
+    assert head_seconds(dims, rate, rate, "bfloat16", 0, 16) == 0
+    one, two = (head_seconds(dims, rate, rate, "bfloat16", n, n) for n in (1000, 2000))
+    assert one < two < 2.01 * one
+
+
+@pytest.mark.parametrize("kind", ["begin", "forward", "join", "recompute", "backward", "loss"])
+def test_every_operation_takes_longer_with_more_tokens(kind: str) -> None:
+    found = durations(rule=ONE)
+    one, two = sum(found.attention(kind, 1, (M,))), sum(found.attention(kind, 1, (M, M)))
+    assert 0 < one < two
+
+
+def test_experts_by_hand() -> None:
+    """Products over the rate at the rows an expert gets, scaled from the shape that the rate is of."""
+    found = durations(rule=ONE, lora={"experts": False}, trainer={"batch_size": 8})
+    dims, rate = found.plan.dims, found.expert_rate
+    tokens, threads = 4096, found.plan.experts[0].threads
+    slots = tokens * dims.experts_per_token
+    flop = 6 * dims.expert_width * dims.expert_intermediate * slots
+    expected = flop / rate.flops("forward", slots / dims.num_experts, threads, 0)
+    got = found.expert(0, 1, "forward", tokens) - found._around(tokens, "forward", threads)
+    assert got == pytest.approx(expected, rel=1e-6)
+
+
+def test_few_tokens_are_bound_by_memory() -> None:
+    """A call takes at least the time to read the weights of the experts that it visits."""
+    hardware = make_hardware()
+    rates = nominal_rates(hardware)
+    slow = dataclasses.replace(rates.memory.read_all, value=1e3)
+    rates = dataclasses.replace(rates, memory=dataclasses.replace(rates.memory, read_all=slow))
+    found = durations(rule=ONE, hardware=hardware, rates=rates)
+    dims = found.plan.dims
+    expected = dims.num_experts * found.expert_weight_bytes / 1e3
+    assert found.expert(0, 1, "forward", 64) == pytest.approx(expected, rel=0.01)
+
+
+def test_recomputing_experts_costs_gate_and_up_again() -> None:
+    keep, again = (
+        durations(rule={**ONE, "experts": {"sockets": 1, "activations": kind}}).expert(0, 1, "backward", 1024)
+        for kind in ("retain", "recompute")
+    )
+    forward = durations(rule=ONE)._kernel(durations(rule=ONE).expert_rate, "forward", 2048, 256, 4, 8)
+    assert again - keep == pytest.approx(forward * 2 / 3, rel=0.2)
+
+
+def test_experts_of_two_actors_halve() -> None:
+    one = durations(rule=ONE).expert(0, 1, "forward", 4096)
+    two = durations(rule={**ONE, "experts": {"sockets": 2, "threads": 4}}).expert(0, 1, "forward", 4096)
+    assert two < 0.75 * one
+
+
+def test_gpus_have_links_and_cpus_do_not() -> None:
+    gpu = durations(rule={**ONE, "device": "cuda"}, hardware=make_hardware(gpus=1))
+    cpu = durations(rule=ONE)
+    near = gpu.machine.experts[0]
+    size = 16 * gpu.plan.dims.expert_width * 4
+    assert gpu.rates.link is not None
+    legs = {leg.resource: leg.seconds for leg in gpu.reply(0, near, "forward", 16).legs}
+    assert legs["pcie cuda:0 in"] == pytest.approx(size / gpu.rates.link.to_device.value)
+    assert all(
+        leg.resource.startswith("socket") for leg in cpu.reply(0, cpu.machine.experts[0], "forward", 16).legs
+    )
+
+
+def test_far_actors_get_the_tokens_routed_there() -> None:
+    """Half the experts on another host: 1 - (1/2)^2 of the tokens for two experts per token."""
+    found = durations(rule={**ONE, "experts": {"sockets": 2}})
+    far = found.machine.experts[0]._replace(far=True)
+    carriage = found.reply(0, far, "forward", 1000)
+    expected = 1000 * 0.75 * found.plan.dims.expert_width * 4 / found.rates.transport.network_bytes.value
+    assert [leg.resource for leg in carriage.legs] == ["network in"]
+    assert carriage.legs[0].seconds == pytest.approx(expected)
+    assert carriage.latency > 0
+
+
+def test_shared_sockets_are_one_resource() -> None:
+    found = durations(rule={**ONE, "worker_threads": 3, "experts": {"sockets": 1, "threads": 2}})
+    (worker,), (experts,) = found.machine.workers, found.machine.experts
+    assert worker.resource == experts.seat.resource and (worker.width, experts.seat.width) == (3, 2)
+    assert found.machine.capacity[worker.resource] == 4
+
+
+def test_waves_are_those_of_the_data() -> None:
+    """`waves_of_rows` cuts as kt_ray.data.batches does, whatever the numbers."""
+    import numpy as np
+
+    for count, micro, replicas, groups, largest in [
+        (8, 1, 1, 2, 8),
+        (7, 2, 2, 2, 1),
+        (16, 3, 1, 4, 2),
+        (5, 1, 2, 3, 9),
+    ]:
+        lengths = [3 + i % 5 for i in range(count)]
+        rows = [Row(input_ids=np.arange(n), labels=np.arange(n), sample_id=i) for i, n in enumerate(lengths)]
+        cut = step_waves(rows, micro, replicas, groups, largest)
+        expected = [
+            [[[(*mb.input_ids.shape, mb.tokens) for mb in group] for group in part] for part in wave]
+            for wave in cut
+        ]
+        got = waves_of_rows([(n, n - 1) for n in lengths], micro, replicas, groups, largest)
+        assert [[[[m[:3] for m in group] for group in part] for part in wave] for wave in got] == expected
+
+
+def test_a_step_of_even_rows_holds_all_tokens() -> None:
+    config: Config = make_config(rule=ONE, trainer={"batch_size": 6, "micro_batch_size": 4})
+    plan: Plan = make_plan(small_dims("mixtral"), config, make_hardware())
+    waves = even_waves(plan, config, 16)
+    micro = [m for wave in waves for part in wave for group in part for m in group]
+    assert sum(m.tokens for m in micro) == plan.tokens_per_step == 96
+    assert sorted(m.rows for m in micro) == [2, 4]
