@@ -1,4 +1,4 @@
-"""README and docs against the tree: files that exist, links that lead somewhere, keys that are options."""
+"""README and docs against the tree: paths and links that exist, keys that are options, one index."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from kt_ray.tracking.metrics import StepMetrics
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = sorted(p.relative_to(ROOT) for p in (ROOT / "docs" / "families").glob("*.md"))
 PAGES = sorted(p.relative_to(ROOT) for p in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]) + FAMILIES
+EVERY_PAGE = sorted(p.relative_to(ROOT) for p in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 
-def tree() -> str:
-    text = (ROOT / "README.md").read_text()
-    return re.search(r"## The files\n\n```\n(.*?)```", text, re.DOTALL).group(1)
+def rooms() -> list[str]:
+    """The packages and modules of kt_ray/ that the tree in docs/architecture.md lists."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    tree = re.search(r"## The rooms\n\n```\n(.*?)```", text, re.DOTALL).group(1)
+    return re.findall(r"^  ([\w.]+/?)  ", tree, re.MULTILINE)
 
 
-def test_the_readme_tree_has_every_package_and_module_and_nothing_else():
-    listed = re.findall(r"^  ([\w.]+/?)  ", tree(), re.MULTILINE)
-    named = set(listed)
-    assert len(listed) == len(named)
+def test_the_tree_of_the_architecture_has_every_package_and_module_and_nothing_else():
+    named = set(rooms())
+    assert len(rooms()) == len(named)
     package = ROOT / "kt_ray"
     # An installed tree has the compiled extension and the conf/ of the wheel beside them.
     present = {f"{p.parent.name}/" for p in package.glob("*/__init__.py")}
@@ -39,10 +41,10 @@ def test_the_table_of_modes_has_every_mode():
 
 
 def test_the_engine_by_itself_runs():
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "kernels.md").read_text()
     program = re.search(r"## The engine by itself\n.*?```python\n(.*?)```", text, re.DOTALL).group(1)
     names: dict[str, object] = {}
-    exec(compile(program, "README.md", "exec"), names)
+    exec(compile(program, "docs/kernels.md", "exec"), names)
     assert names["y"].shape == names["dx"].shape == (16, 256)
     assert names["drouter"].shape == (16, 2) and bool(names["y"].isfinite().all())
 
@@ -55,10 +57,44 @@ def test_links_lead_somewhere(page):
     assert not missing
 
 
-def test_the_readme_names_every_page_and_benchmarks_every_file():
-    readme = (ROOT / "README.md").read_text()
-    pages = {str(p) for p in PAGES if p.name != "README.md" and p not in FAMILIES}
-    assert pages <= set(re.findall(r"\]\((docs/\w+\.md)\)", readme))
+def missing_paths(text: str) -> list[str]:
+    """Files, folders and modules of the repository that `text` names and that do not exist."""
+    paths = set(re.findall(r"(?<![\w./-])(?:kt_ray|tests|benchmarks|conf|docs)/[\w./*-]*[\w*/]", text))
+    missing = [p for p in paths if not any(ROOT.glob(p.rstrip("/"))) and not p.endswith(".so")]
+    modules = set(re.findall(r"(?<![\w./-])kt_ray(?:\.\w+)+", text))
+    return sorted(missing + [m for m in modules if not _is_importable(m)])
+
+
+def _is_importable(name: str) -> bool:
+    """Whether `name` is a module of kt_ray, or a name that a module of kt_ray defines or imports."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:length])
+        file = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
+        if file.exists():
+            rest = parts[length:]
+            return not rest or re.search(rf"\b{rest[0]}\b", file.read_text()) is not None
+    return False
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=str)
+def test_paths_and_modules_exist(page):
+    assert missing_paths((ROOT / page).read_text()) == []
+
+
+def test_a_path_that_does_not_exist_is_found():
+    text = "`kt_ray/model/stage.py`, `kt_ray/actors/`, kt_ray.native.Engine, kt_ray.model.hook.register()"
+    assert missing_paths(text) == []
+    wrong = ["kt_ray.model.hook.unregister", "kt_ray.nothing", "kt_ray/model/stages.py", "tests/none"]
+    assert missing_paths(f"`{'`, `'.join(wrong)}`") == wrong
+
+
+def test_the_index_names_every_page_once_and_benchmarks_every_file():
+    listed = re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "README.md").read_text())
+    assert len(listed) == len(set(listed))
+    pages = {p.name for p in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages == set(listed)
+    assert "](docs/README.md)" in (ROOT / "README.md").read_text()
     families = (ROOT / "docs" / "families.md").read_text()
     assert [p for p in FAMILIES if f"](families/{p.name})" not in families] == []
     listed = (ROOT / "benchmarks" / "README.md").read_text()
