@@ -1,12 +1,32 @@
-"""What a file is that is not what its name says. Without torch: placement reads config.json, too."""
+"""Files: text written whole or not at all, and what a file is when it is not what its name says."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import tempfile
 from pathlib import Path
 
 
+def write_atomic(path: Path, text: str) -> None:
+    """Write beside `path` and rename: a reader, or a crash, sees the old file or the whole new one."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes files private; colleagues read a run directory.
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
 def content_of(start: bytes, size: int) -> str:
-    """What a file is that is not what its name says, from its first bytes; "" where they tell nothing."""
+    """What a file really is, from its first bytes; "" when they tell nothing."""
     text = start.lstrip().lower()
     if size == 0:
         return "an empty file"
@@ -24,7 +44,7 @@ def content_of(start: bytes, size: int) -> str:
 
 
 def content_of_file(path: Path) -> str:
-    """As `content_of`, of a file that could not be parsed; "" where it cannot be read either."""
+    """As `content_of`, of a file that could not be parsed; "" when it cannot be read either."""
     try:
         with path.open("rb") as file:
             return content_of(file.read(64), path.stat().st_size)

@@ -16,13 +16,14 @@ from rich.text import Text
 
 from kt_ray.checkpoint.manifest import best_step
 from kt_ray.config.schema import Config
+from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 from kt_ray.evaluate.loss_sums import perplexity, read_losses
 from kt_ray.evaluate.predictions import Predictions, check_complete, check_same_questions, find_answers
 from kt_ray.evaluate.scores import Scores, score
 from kt_ray.evaluate.table import Comparison, compare
 from kt_ray.runs.rundata import flatten
-from kt_ray.runs.rundir import RunDir, plain, write_atomic
+from kt_ray.runs.rundir import plain
 from kt_ray.runs.wanted import to_answer
 from kt_ray.tracking.jsonl import read_jsonl
 
@@ -138,9 +139,8 @@ def to_wandb(config: Config, result: Comparison, home: Path) -> None:
     """The tables into the run's W&B run (a new one, if it has none); trouble with W&B is a warning."""
     from kt_ray.tracking.wandb_tracker import WandbTracker
 
-    rundir = RunDir(home)
-    tracker = WandbTracker(config.tracking, rundir)
-    tracker.start(rundir.path, {"eval": plain(config.eval)}, rundir.wandb_id)
+    tracker = WandbTracker(config.tracking)
+    tracker.start(home, {"eval": plain(config.eval)})
     for name, (columns, rows) in result.wandb_tables().items():
         tracker.table(name, columns, rows)
     tracker.finish("finished")

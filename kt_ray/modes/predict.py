@@ -25,12 +25,12 @@ from kt_ray.config.schema import Config
 from kt_ray.data.load import read_split
 from kt_ray.data.row_types import Conversation, Message
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
+from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 from kt_ray.evaluate.predictions import adapter_mark
 from kt_ray.generate.generator import Answer, Generator, Piece
 from kt_ray.runs.choice_options import Options, options_of
 from kt_ray.runs.generation import Setup, generating, setup
-from kt_ray.runs.rundir import write_atomic
 from kt_ray.tracking.console import console
 
 ROWS, SETTINGS = "predictions.jsonl", "predictions.json"

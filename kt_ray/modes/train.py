@@ -22,7 +22,7 @@ from kt_ray.placement.render import held_per_layer
 from kt_ray.runs.after_training import AfterTraining, after_training, before_and_after
 from kt_ray.runs.environment import environment
 from kt_ray.runs.prepare import Prepared, prepare
-from kt_ray.runs.rundir import RunDir, dated_as_before, plain, setup_logging
+from kt_ray.runs.rundir import RunDir, dated_as_before, plain
 from kt_ray.runs.saving import (
     ResumePoint,
     best_so_far,
@@ -35,7 +35,7 @@ from kt_ray.timeline import Activity
 from kt_ray.timing.plan_time import predicted_run, run_line
 from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
 from kt_ray.tracking.chrome_trace import write_timeline
-from kt_ray.tracking.console import console
+from kt_ray.tracking.console import console, setup_logging
 from kt_ray.tracking.progress import LoadProgress, Summary, TrainProgress, show_summary
 from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.train.trainer import Events, Trainer
@@ -55,7 +55,7 @@ def run(config: Config) -> int:
     resume = resume_point(prepared)
     rates = rates_for(config, prepared.plan.hardware)  # may refuse what plan.rates names
     rundir = RunDir.create(config, resume.directory if resume else None)
-    setup_logging(rundir)
+    setup_logging(rundir.log_file)
     _announce(prepared, rundir)
     prediction = predicted_run(config, prepared.plan, rates, prepared.schedule.train(0))
     _say(run_line(prediction, rates))
@@ -75,7 +75,7 @@ def run(config: Config) -> int:
             for line in (note for actor in facts for note in actor.get("notes", ())):
                 _say(line)
             rundir.write_env({**environment(), "actors": facts, "dashboard": _dashboard(cluster)})
-            tracker = make_tracker(config, rundir, extra=_ray_exporter(cluster))
+            tracker = make_tracker(config.tracking, extra=_ray_exporter(cluster))
             first_step = 0
             if resume is not None:
                 cluster.restore(str(resume.directory), resume.manifest.step)
@@ -83,9 +83,7 @@ def run(config: Config) -> int:
                 for line in go_on_from(resume, rundir):
                     _say(line)
                 _say(f"resumed from {resume.directory} after step {first_step}")
-            tracker.start(
-                rundir.path, plain(config), rundir.wandb_id, first_step=first_step + 1 if first_step else 0
-            )
+            tracker.start(rundir.path, plain(config), first_step=first_step + 1 if first_step else 0)
             summary = _train(prepared, rundir, cluster, tracker, resume, began)
             if after is not None:
                 _tell(after, rundir, cluster, tracker)

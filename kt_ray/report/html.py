@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.config.fields import show
+from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 from kt_ray.report.style import style_sheet
-from kt_ray.runs.rundir import write_atomic
 
 
 def page(title: str, body: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from kt_ray.data import Pair, Row, Wave, eval_waves, load_data
 from kt_ray.evaluate.loss_sums import LOSSES_FILE, LossSum, losses_file, sums
 from kt_ray.runs.generation import Setup
 from kt_ray.modes.predict import adapter_file, experts_stored, who
-from kt_ray.runs.rundir import write_atomic
+from kt_ray.disk import write_atomic
 from kt_ray.train.cluster_protocol import Cluster
 from kt_ray.train.trainer import trained_tokens
 

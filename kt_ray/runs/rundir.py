@@ -8,16 +8,13 @@ runs/<name>/  config.yaml  plan.json  env.json  metrics.jsonl  train.log  loss.p
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import json
 import logging
-import os
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from typing import Any
 import yaml
 
 from kt_ray.config.schema import Config
+from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -117,12 +115,6 @@ class RunDir:
         """Made by whoever writes the first timeline."""
         return self.path / "timelines"
 
-    @property
-    def wandb_id(self) -> str | None:
-        """The id of the W&B run that belongs to this run; None until there is one."""
-        file = self.path / "wandb_id"
-        return file.read_text(encoding="utf-8").strip() or None if file.exists() else None
-
     def write_config(self, config: Config) -> None:
         """config.yaml, the resolved configuration."""
         write_atomic(self.config_file, yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
@@ -145,9 +137,6 @@ class RunDir:
         for path in found:
             path.unlink()
         return found
-
-    def write_wandb_id(self, run_id: str) -> None:
-        write_atomic(self.path / "wandb_id", run_id + "\n")
 
 
 def checkpoint_to_resume(config: Config) -> Path | None:
@@ -176,23 +165,6 @@ def dated_as_before(config: Config) -> Config:
         day = data.get("date") if isinstance(data, dict) else None
     day = str(day or datetime.date.today().isoformat())
     return dataclasses.replace(config, data=dataclasses.replace(config.data, date=day))
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write beside and rename: a reader, or a crash, sees the old file or the whole new one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes files private; a run directory is read by colleagues.
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
 
 
 def plain(value: Any) -> Any:
@@ -347,43 +319,3 @@ def _model_name(config_file: Path) -> str | None:
         return str(loaded["model"]["name"])
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
         return None  # not a configuration of ours; some other tool's file
-
-
-def setup_logging(run: RunDir) -> Callable[[], None]:
-    """Send every logger's INFO and above to train.log, with timestamps; keep the console clean.
-
-    The console (stderr) gets kt_ray's warnings and errors, one plain line each. A resumed run's log
-    is appended to. What this process logs counts; actors write through Ray's own files. One run at
-    a time: a second call (the next job of a multirun) ends the first one's log.
-
-    Returns:
-        A function that takes the handlers off again and closes the file.
-    """
-    from kt_ray.tracking.console import ConsoleHandler
-
-    global _close_log
-    _close_log()
-    root, ours = logging.getLogger(), logging.getLogger("kt_ray")
-    file = logging.FileHandler(run.log_file, encoding="utf-8")
-    file.setLevel(logging.INFO)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    screen = ConsoleHandler()
-    screen.setLevel(logging.WARNING)
-    screen.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    level = ours.level
-    ours.setLevel(logging.INFO)
-    root.addHandler(file)
-    ours.addHandler(screen)
-
-    def close() -> None:
-        root.removeHandler(file)
-        ours.removeHandler(screen)
-        ours.setLevel(level)
-        file.close()
-
-    _close_log = close
-    return close
-
-
-def _close_log() -> None:
-    """Ends the log that is open; replaced by `setup_logging`."""

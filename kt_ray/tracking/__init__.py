@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kt_ray.config.schema import Config
-from kt_ray.runs.rundir import RunDir
+from kt_ray.config.schema import TrackingConfig
 from kt_ray.tracking.jsonl import JsonlTracker, read_jsonl
 from kt_ray.tracking.metrics import METRICS, StepMetrics
 from kt_ray.tracking.tracker import MultiTracker, Tracker
@@ -23,9 +22,9 @@ __all__ = [
 ]
 
 
-def make_tracker(config: Config, run: RunDir, extra: Sequence[Tracker] = ()) -> MultiTracker:
+def make_tracker(config: TrackingConfig, extra: Sequence[Tracker] = ()) -> MultiTracker:
     """The trackers of a run: metrics.jsonl, W&B with `tracking=wandb`, and `extra` (the Ray exporter)."""
     trackers: list[Tracker] = [JsonlTracker()]
-    if config.tracking.name == "wandb":
-        trackers.append(WandbTracker(config.tracking, run))
+    if config.name == "wandb":
+        trackers.append(WandbTracker(config))
     return MultiTracker([*trackers, *extra])

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kt_ray.disk import write_atomic
 from kt_ray.timeline import Activity, Event
 
 _Item = dict[str, Any]  # one entry of the trace
@@ -117,8 +118,6 @@ def write_timeline(
     directory: Path, step: int, activities: Sequence[Activity], about: dict[str, Any] | None = None
 ) -> Path:
     """`step_000010.json` under `directory`, which is made. `step` counts from 1. Returns the file."""
-    from kt_ray.runs.rundir import write_atomic
-
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"step_{step:06d}.json"
     write_atomic(file, json.dumps(chrome_trace(activities, about)) + "\n")

@@ -1,9 +1,11 @@
-"""The one console that progress bars, lines and warnings share, so that none of them tears another."""
+"""The one console that progress bars, lines and warnings share, so that none tears another; and train.log."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 from rich.console import Console
 
@@ -12,6 +14,11 @@ from rich.console import Console
 def console() -> Console:
     """Standard output as rich sees it. Built on first use, so that redirection at start is honoured."""
     return Console(highlight=False)
+
+
+def say(line: str) -> None:
+    """Print one line unwrapped, so that paths and addresses in it can be copied."""
+    console().print(line, markup=False, soft_wrap=True)
 
 
 class ConsoleHandler(logging.Handler):
@@ -28,3 +35,41 @@ class ConsoleHandler(logging.Handler):
             target.print(self.format(record), markup=False, soft_wrap=True)
         except Exception:
             self.handleError(record)
+
+
+def setup_logging(log_file: Path) -> Callable[[], None]:
+    """Send every logger's INFO and above to `log_file`, with timestamps; keep the console clean.
+
+    The console (stderr) gets kt_ray's warnings and errors, one plain line each. A resumed run appends to
+    its log. Only this process logs here; actors write to Ray's own files. There is one log at a time: a
+    second call (the next job of a multirun) closes the first one.
+
+    Returns:
+        A function that takes the handlers off again and closes the file.
+    """
+    global _close_log
+    _close_log()
+    root, ours = logging.getLogger(), logging.getLogger("kt_ray")
+    file = logging.FileHandler(log_file, encoding="utf-8")
+    file.setLevel(logging.INFO)
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    screen = ConsoleHandler()
+    screen.setLevel(logging.WARNING)
+    screen.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    level = ours.level
+    ours.setLevel(logging.INFO)
+    root.addHandler(file)
+    ours.addHandler(screen)
+
+    def close() -> None:
+        root.removeHandler(file)
+        ours.removeHandler(screen)
+        ours.setLevel(level)
+        file.close()
+
+    _close_log = close
+    return close
+
+
+def _close_log() -> None:
+    """Closes the log that is open; `setup_logging` replaces it."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from kt_ray.runs.rundir import write_atomic
+from kt_ray.disk import write_atomic
 from kt_ray.tracking.metrics import Value
 
 FILE = "metrics.jsonl"
@@ -50,9 +50,7 @@ class JsonlTracker:
     def __init__(self) -> None:
         self._file: TextIO | None = None
 
-    def start(
-        self, run_dir: Path, config: Mapping[str, Any], run_id: str | None = None, *, first_step: int = 0
-    ) -> None:
+    def start(self, run_dir: Path, config: Mapping[str, Any], *, first_step: int = 0) -> None:
         path = run_dir / FILE
         if path.exists():
             # Records of steps that will be run again go, so that the curve has each step once. The

@@ -15,15 +15,12 @@ log = logging.getLogger(__name__)
 class Tracker(Protocol):
     """Takes the figures of a run somewhere."""
 
-    def start(
-        self, run_dir: Path, config: Mapping[str, Any], run_id: str | None = None, *, first_step: int = 0
-    ) -> None:
+    def start(self, run_dir: Path, config: Mapping[str, Any], *, first_step: int = 0) -> None:
         """Called once, before any figure.
 
         Args:
             run_dir: the run's directory.
             config: the resolved configuration, plain dicts, lists and scalars.
-            run_id: the tracker's own name of the run that is resumed; None = a new one.
             first_step: the smallest step that will be logged. Greater than 0 on resume: what was
                 logged for this step or later is replaced.
         """
@@ -52,10 +49,8 @@ class MultiTracker:
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = list(trackers)
 
-    def start(
-        self, run_dir: Path, config: Mapping[str, Any], run_id: str | None = None, *, first_step: int = 0
-    ) -> None:
-        self._each("start", lambda t: t.start(run_dir, config, run_id, first_step=first_step))
+    def start(self, run_dir: Path, config: Mapping[str, Any], *, first_step: int = 0) -> None:
+        self._each("start", lambda t: t.start(run_dir, config, first_step=first_step))
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
         self._each("log", lambda t: t.log(step, metrics))

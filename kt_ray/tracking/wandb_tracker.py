@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kt_ray.config.schema import TrackingConfig
-from kt_ray.runs.rundir import RunDir
+from kt_ray.disk import write_atomic
 from kt_ray.tracking.metrics import Value
 
 log = logging.getLogger(__name__)
+
+ID_FILE = "wandb_id"
 
 _QUEUE = 4096  # calls waiting; a run that logs once a second is then more than an hour behind
 _STEP = "step"  # the x axis of every chart; W&B's own counter refuses to go back on resume
@@ -33,7 +35,6 @@ class WandbTracker:
 
     Args:
         config: project, entity, mode and tags.
-        run: where `wandb_id` and the offline files lie.
         init_timeout: seconds for `wandb.init`, in which training waits.
         finish_timeout: seconds for the last uploads, in which the driver waits.
     """
@@ -41,13 +42,12 @@ class WandbTracker:
     def __init__(
         self,
         config: TrackingConfig,
-        run: RunDir,
         *,
         init_timeout: float = 60.0,
         finish_timeout: float = 120.0,
     ) -> None:
         self.config = config
-        self.run = run
+        self._name = ""
         self.init_timeout = init_timeout
         self.finish_timeout = finish_timeout
         self.enabled = False
@@ -59,17 +59,20 @@ class WandbTracker:
         self._run: Any = None
         self._lock = threading.Lock()
 
-    def start(
-        self, run_dir: Path, config: Mapping[str, Any], run_id: str | None = None, *, first_step: int = 0
-    ) -> None:
-        """Open the run, or resume `run_id`. W&B cannot take figures back: steps that are run again after a
-        crash have two points there, equal ones, since a replay is exact."""
+    def start(self, run_dir: Path, config: Mapping[str, Any], *, first_step: int = 0) -> None:
+        """Open a W&B run, or resume the one whose id the file wandb_id in `run_dir` holds.
+
+        W&B cannot take figures back: steps that run again after a crash have two points there, equal ones,
+        since a replay is exact.
+        """
         self.enabled = True
         ready = threading.Event()
-        chosen = run_id or uuid.uuid4().hex[:12]
+        self._name, id_file = run_dir.name, run_dir / ID_FILE
+        known_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else ""
+        run_id = known_id or uuid.uuid4().hex[:12]
 
         def init() -> None:
-            self._init(run_dir, config, chosen)
+            self._init(run_dir, config, run_id)
             ready.set()
 
         self._thread = threading.Thread(target=self._work, name="kt_ray-wandb", daemon=True)
@@ -93,7 +96,7 @@ class WandbTracker:
             return
 
         def upload() -> None:
-            artifact = self._wandb.Artifact(f"{path.name}-{self.run.name}", type="model")
+            artifact = self._wandb.Artifact(f"{path.name}-{self._name}", type="model")
             for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
                 if file.is_file():
                     artifact.add_file(
@@ -135,7 +138,7 @@ class WandbTracker:
         run = wandb.init(
             project=self.config.project,
             entity=self.config.entity,
-            name=self.run.name,
+            name=self._name,
             id=run_id,
             resume="allow",
             mode=mode,
@@ -148,7 +151,7 @@ class WandbTracker:
         run.define_metric("*", step_metric=_STEP)
         self._wandb, self._run, self.mode, self.url = wandb, run, mode, run.url
         # Written once the run exists: a failed start leaves no id behind to resume.
-        self.run.write_wandb_id(run_id)
+        write_atomic(run_dir / ID_FILE, run_id + "\n")
         log.info("wandb run %s, %s %s", run_id, mode, run.url or f"in {run_dir / 'wandb'}")
 
     def _submit(self, call: Callable[[], None]) -> None:

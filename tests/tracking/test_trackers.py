@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kt_ray.runs.rundir import RunDir, plain
+from kt_ray.config.schema import TrackingConfig
 from kt_ray.tracking import JsonlTracker, MultiTracker, WandbTracker, make_tracker, read_jsonl
 
 
@@ -71,7 +71,7 @@ class Failing:
         if what == self.where:
             raise RuntimeError("tracker is broken")
 
-    def start(self, run_dir, config, run_id=None, *, first_step=0):
+    def start(self, run_dir, config, *, first_step=0):
         self._call("start")
 
     def log(self, step, metrics):
@@ -111,51 +111,57 @@ def test_tables_go_to_those_that_take_them(tmp_path, caplog):
     assert multi.trackers == [good, plain_one] and "training goes on" in caplog.text
 
 
-def test_make_tracker(tmp_path, make_config):
-    plain_config = make_config(tmp_path, name="a")
-    run = RunDir.create(plain_config)
-    assert [type(t) for t in make_tracker(plain_config, run).trackers] == [JsonlTracker]
+def test_make_tracker():
+    assert [type(t) for t in make_tracker(TrackingConfig()).trackers] == [JsonlTracker]
     extra = Failing("never")
-    both = make_tracker(make_config(tmp_path, name="wandb"), run, [extra])
-    assert [type(t) for t in both.trackers] == [JsonlTracker, Failing]
+    assert make_tracker(TrackingConfig(), [extra]).trackers[1:] == [extra]
+    both = make_tracker(TrackingConfig(name="wandb"), [extra])
+    assert [type(t) for t in both.trackers] == [JsonlTracker, WandbTracker, Failing]
 
 
 # --- W&B -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def run(tmp_path, make_config) -> RunDir:
-    return RunDir.create(make_config(tmp_path, name="a"))
+def run_dir(tmp_path) -> Path:
+    path = tmp_path / "a"
+    path.mkdir()
+    return path
 
 
-def wandb_tracker(run: RunDir, make_config, **options) -> WandbTracker:
-    config = make_config(run.path.parent, name="a", tags=["t"], mode=options.pop("mode", "auto"))
-    return WandbTracker(config.tracking, run, **options)
+def wandb_tracker(*, mode: str = "auto", **timeouts: float) -> WandbTracker:
+    return WandbTracker(TrackingConfig(tags=("t",), mode=mode), **timeouts)
 
 
-def test_wandb_offline_for_real_and_resumed(run, make_config, monkeypatch, caplog):
+def wandb_id(run_dir: Path) -> str | None:
+    file = run_dir / "wandb_id"
+    return file.read_text().strip() if file.exists() else None
+
+
+def test_wandb_offline_for_real_and_resumed(run_dir, monkeypatch, caplog):
     """Without a key: offline; the file on disk holds config, figures and adapter; the id is kept."""
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", "/nonexistent")
-    monkeypatch.setenv("HOME", str(run.path.parent))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(run.path.parent / "wandb-config"))
-    monkeypatch.setenv("WANDB_CACHE_DIR", str(run.path.parent / "wandb-cache"))
-    monkeypatch.setenv("WANDB_DATA_DIR", str(run.path.parent / "wandb-data"))
-    run.adapter.mkdir()
-    (run.adapter / "adapter_config.json").write_text("{}")
+    monkeypatch.setenv("HOME", str(run_dir.parent))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(run_dir.parent / "wandb-config"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(run_dir.parent / "wandb-cache"))
+    monkeypatch.setenv("WANDB_DATA_DIR", str(run_dir.parent / "wandb-data"))
+    adapter = run_dir / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
     ids = []
     for first_step in (0, 3):
-        tracker = wandb_tracker(run, make_config, finish_timeout=30.0)
-        tracker.start(run.path, {"lora": {"rank": 424242}}, run.wandb_id, first_step=first_step)
+        tracker = wandb_tracker(finish_timeout=30.0)
+        tracker.start(run_dir, {"lora": {"rank": 424242}}, first_step=first_step)
         assert tracker.enabled, caplog.text
         assert tracker.mode == "offline"
         tracker.log(first_step + 1, {"step": first_step + 1, "loss": 1.5})
-        tracker.artifact(run.adapter)
+        tracker.artifact(adapter)
         tracker.finish("finished")
-        ids.append(run.wandb_id)
+        ids.append(wandb_id(run_dir))
     assert ids[0] and ids[0] == ids[1]
     assert "switched off" not in caplog.text
-    files = sorted((run.path / "wandb").glob(f"offline-run-*-{ids[0]}/run-{ids[0]}.wandb"))
+    files = sorted((run_dir / "wandb").glob(f"offline-run-*-{ids[0]}/run-{ids[0]}.wandb"))
     assert files
     content = files[0].read_bytes()
     for expected in (b"424242", b"loss", b"adapter_config.json", b"adapter-a"):
@@ -186,15 +192,15 @@ def fake_wandb(monkeypatch, *, init=None, log=None, finish=None) -> SimpleNamesp
     return seen
 
 
-def drive(run: RunDir, tracker: WandbTracker, steps: int = 3) -> float:
+def drive(run_dir: Path, tracker: WandbTracker, steps: int = 3) -> float:
     """A whole run with metrics.jsonl beside it; returns its seconds."""
     began = time.monotonic()
     multi = MultiTracker([JsonlTracker(), tracker])
-    multi.start(run.path, {})
+    multi.start(run_dir, {})
     for step in range(1, steps + 1):
         multi.log(step, {"loss": 1.0 / step})
     multi.finish("finished")
-    assert len(read_jsonl(run.metrics_file)) == steps
+    assert len(read_jsonl(run_dir / "metrics.jsonl")) == steps
     return time.monotonic() - began
 
 
@@ -206,21 +212,21 @@ def warnings_of(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
-def test_wandb_init_raises(run, make_config, monkeypatch, caplog):
+def test_wandb_init_raises(run_dir, monkeypatch, caplog):
     fake_wandb(monkeypatch, init=fail)
-    assert drive(run, wandb_tracker(run, make_config)) < 5
+    assert drive(run_dir, wandb_tracker()) < 5
     assert warnings_of(caplog) == ["W&B is switched off for this run, training goes on: OSError: no network"]
-    assert run.wandb_id is None
+    assert wandb_id(run_dir) is None
 
 
-def test_wandb_is_not_installed(run, make_config, monkeypatch, caplog):
+def test_wandb_is_not_installed(run_dir, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    drive(run, wandb_tracker(run, make_config))
+    drive(run_dir, wandb_tracker())
     (warning,) = warnings_of(caplog)
     assert "ModuleNotFoundError" in warning
 
 
-def test_wandb_log_raises(run, make_config, monkeypatch, caplog):
+def test_wandb_log_raises(run_dir, monkeypatch, caplog):
     calls = []
 
     def log(record):
@@ -228,44 +234,45 @@ def test_wandb_log_raises(run, make_config, monkeypatch, caplog):
         sys.exit(3)  # not even this may get through
 
     fake_wandb(monkeypatch, log=log)
-    drive(run, wandb_tracker(run, make_config))
+    drive(run_dir, wandb_tracker())
     assert len(calls) == 1 and len(warnings_of(caplog)) == 1
 
 
 @pytest.mark.parametrize("stuck", ["init", "log", "finish"])
-def test_wandb_hangs(run, make_config, monkeypatch, caplog, stuck):
+def test_wandb_hangs(run_dir, monkeypatch, caplog, stuck):
     release = threading.Event()
     try:
         fake_wandb(monkeypatch, **{stuck: lambda *a, **k: release.wait(30)})
-        assert drive(run, wandb_tracker(run, make_config, init_timeout=0.3, finish_timeout=0.3)) < 5
+        assert drive(run_dir, wandb_tracker(init_timeout=0.3, finish_timeout=0.3)) < 5
         (warning,) = warnings_of(caplog)
         assert "switched off" in warning
     finally:
         release.set()
 
 
-def test_wandb_that_falls_behind_is_switched_off(run, make_config, monkeypatch, caplog):
+def test_wandb_that_falls_behind_is_switched_off(run_dir, monkeypatch, caplog):
     release = threading.Event()
     try:
         monkeypatch.setattr("kt_ray.tracking.wandb_tracker._QUEUE", 8)
         fake_wandb(monkeypatch, log=lambda record: release.wait(30))
-        assert drive(run, wandb_tracker(run, make_config), steps=50) < 5
+        assert drive(run_dir, wandb_tracker(), steps=50) < 5
         (warning,) = warnings_of(caplog)
         assert "wait to be sent" in warning
     finally:
         release.set()
 
 
-def test_wandb_gets_the_resolved_config_and_every_step(run, make_config, monkeypatch, caplog):
+def test_wandb_gets_the_resolved_config_and_every_step(run_dir, monkeypatch, caplog):
     seen = fake_wandb(monkeypatch)
-    config = make_config(run.path.parent, name="a")
-    tracker = wandb_tracker(run, make_config, mode="online")
-    tracker.start(run.path, plain(config), "kept-id", first_step=4)
+    (run_dir / "wandb_id").write_text("kept-id\n")
+    config = {"lora": {"rank": 8}}
+    tracker = wandb_tracker(mode="online")
+    tracker.start(run_dir, config, first_step=4)
     tracker.log(4, {"loss": 2.0})
     tracker.finish("failed")
-    assert seen.init["id"] == "kept-id" == run.wandb_id and seen.init["resume"] == "allow"
+    assert seen.init["id"] == "kept-id" == wandb_id(run_dir) and seen.init["resume"] == "allow"
     assert seen.init["mode"] == "online" and seen.init["tags"] == ["t"] and seen.init["name"] == "a"
-    assert seen.init["config"] == plain(config)
+    assert seen.init["config"] == config
     assert seen.logged == [{"loss": 2.0, "step": 4}] and seen.exit_code == 1
     assert warnings_of(caplog) == []
 
@@ -278,12 +285,12 @@ def test_wandb_gets_the_resolved_config_and_every_step(run, make_config, monkeyp
         ("offline", "k" * 40, "offline"),
     ],
 )
-def test_wandb_mode(run, make_config, monkeypatch, mode, key, expected):
+def test_wandb_mode(run_dir, monkeypatch, mode, key, expected):
     fake_wandb(monkeypatch)
     if key:
         monkeypatch.setenv("WANDB_API_KEY", key)
-    tracker = wandb_tracker(run, make_config, mode=mode)
-    tracker.start(run.path, {})
+    tracker = wandb_tracker(mode=mode)
+    tracker.start(run_dir, {})
     assert tracker.mode == expected
     tracker.finish("finished")
 
@@ -303,17 +310,17 @@ def test_tracking_imports_neither_ray_nor_wandb():
     assert done.stdout.strip() == "[]"
 
 
-def test_wandb_tables_offline_for_real(run, make_config, monkeypatch):
+def test_wandb_tables_offline_for_real(run_dir, monkeypatch):
     """A table is a file of the offline run, with its columns and rows."""
     for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
-        monkeypatch.setenv(name, str(run.path.parent / "home"))
-    tracker = wandb_tracker(run, make_config, mode="offline", finish_timeout=30.0)
-    tracker.start(run.path, {})
+        monkeypatch.setenv(name, str(run_dir.parent / "home"))
+    tracker = wandb_tracker(mode="offline", finish_timeout=30.0)
+    tracker.start(run_dir, {})
     tracker.table(
         "eval/metrics", ["metric", "base", "adapter"], [["loss", None, 1.5], ["rouge-l", 2.0, 30.0]]
     )
     tracker.finish("finished")
-    (file,) = run.path.glob("wandb/offline-run-*/files/media/table/eval/*.table.json")
+    (file,) = run_dir.glob("wandb/offline-run-*/files/media/table/eval/*.table.json")
     written = json.loads(file.read_text())
     assert written["columns"] == ["metric", "base", "adapter"]
     assert written["data"] == [["loss", None, 1.5], ["rouge-l", 2.0, 30.0]]

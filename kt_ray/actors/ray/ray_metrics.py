@@ -37,9 +37,7 @@ class RayMetrics:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(
-        self, run_dir: Path, config: Mapping[str, Any], run_id: str | None = None, *, first_step: int = 0
-    ) -> None:
+    def start(self, run_dir: Path, config: Mapping[str, Any], *, first_step: int = 0) -> None:
         self._run = run_dir.name
         self._metrics = {spec.name: _make(spec) for spec in METRICS}
         self._thread = threading.Thread(target=self._keep, name="kt_ray-ray-metrics", daemon=True)

@@ -1,0 +1,38 @@
+"""train.log gets every line with its time, the console only warnings."""
+
+from __future__ import annotations
+
+import logging
+
+from kt_ray.tracking.console import setup_logging
+
+
+def test_log_file_has_timestamps_and_the_console_only_warnings(tmp_path, capsys):
+    file = tmp_path / "train.log"
+    for _ in range(2):  # a resumed run appends
+        close = setup_logging(file)
+        logging.getLogger("kt_ray.train").info("quiet [bold]")
+        logging.getLogger("kt_ray.train").warning("loud [bold]")
+        logging.getLogger("elsewhere").warning("foreign")
+        close()
+    logging.getLogger("kt_ray.train").warning("after closing")
+    lines = file.read_text().splitlines()
+    assert len(lines) == 6
+    assert lines[0].startswith("20") and lines[0].endswith("INFO kt_ray.train: quiet [bold]")
+    assert lines[2].endswith("WARNING elsewhere: foreign")
+    err = capsys.readouterr().err
+    assert err.count("WARNING: loud [bold]") == 2 and "quiet" not in err and "foreign" not in err
+
+
+def test_the_next_run_of_a_process_has_a_log_of_its_own(tmp_path):
+    files = [tmp_path / name for name in ("a", "b")]
+    closers = []
+    for file in files:
+        closers.append(setup_logging(file))
+        logging.getLogger("kt_ray.train").info("this is %s", file.name)
+    for close in closers:
+        close()
+    logs = [file.read_text().splitlines() for file in files]
+    assert [len(lines) for lines in logs] == [1, 1]
+    assert logs[0][0].endswith("this is a") and logs[1][0].endswith("this is b")
+    assert not any(str(tmp_path) in str(getattr(h, "baseFilename", "")) for h in logging.getLogger().handlers)
