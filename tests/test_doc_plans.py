@@ -41,7 +41,9 @@ HARDWARE = {  # conf/hardware -> how the tables call it
 BACKENDS = {"auto": "", "AMXINT8": " int8", "AMXINT4": " int4"}
 # <!-- plans: deepseek_v3 DeepSeek-V3.2.json -->: options of conf/model, files of model_configs/. The head of
 # the table that follows names its columns, the machines.
-TABLE = re.compile(r"(<!-- plans: ([^\n]*?) -->\n(\| model \|[^\n]*)\n\|[-|]*\n)(.*?)(<!-- end -->)", re.DOTALL)
+TABLE = re.compile(
+    r"(<!-- plans: ([^\n]*?) -->\n(\| model \|[^\n]*)\n\|[-|]*\n)(.*?)(<!-- end -->)", re.DOTALL
+)
 
 
 @cache

@@ -262,8 +262,8 @@ def _no_option(group: str, name: str, options: list[str]) -> UserError:
     # Someone who names a directory or a file where an option belongs means its path.
     machine = _model_on_machine(name) if group == "experiment" else None
     if machine:
-        model, hardware = machine
-        remedy = f"write mode=plan model={model} plan.hardware={hardware}; to train, model={model} model.path=DIR"
+        plan = f"mode=plan model={machine[0]} plan.hardware={machine[1]}"
+        remedy = f"write {plan}; to train there, model={machine[0]} model.path=DIR"
     elif group in _IMPLIED and ("/" in name or re.search(r"\.(jsonl?|parquet)$", name)):
         remedy = f"write {group}.path={name}"
     else:
