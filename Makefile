@@ -47,8 +47,9 @@ bench: $(STAMP)  ## the short benchmarks, JSON into benchmarks/results/
 	$(PY) benchmarks/moe_layer.py --shape deepseek_v2_lite --tokens 512 --rank 8 --threads 2 --json benchmarks/results/moe_layer.json
 	$(PY) benchmarks/train_step.py --against hf,peft --json benchmarks/results/train_step.json
 
-docs: $(STAMP)  ## regenerate the configuration reference and the predicted figures
+docs: $(STAMP)  ## regenerate the references of options and recipes and the predicted figures
 	$(PY) -m kt_ray.config.options_page > docs/configuration.md
+	$(PY) -m kt_ray.recipe.recipes_page > docs/recipes.md
 	$(PY) -m tests.test_doc_plans
 
 clean:  ## remove what the targets made, except runs/

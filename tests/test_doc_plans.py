@@ -35,33 +35,41 @@ HARDWARE = {  # conf/hardware -> how the tables call it
     "2x4090_2x8488c": "2 × 4090 48 GB, 2 TiB",
     "4x4090_2xSPR": "4 × 4090, 2 TiB",
     "8x5090_2x9355": "8 × 5090, 1.5 TiB",
+    "laptop_16gb": "laptop, 16 GiB",
 }
-# <!-- plans: deepseek_v3 DeepSeek-V3.2.json -->: options of conf/model, files of model_configs/.
-TABLE = re.compile(r"(<!-- plans: ([^\n]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-HEAD = "| model | " + " | ".join(HARDWARE.values()) + " |\n" + "|---" * (1 + len(HARDWARE)) + "|"
+# rule.experts.backend -> its mark in a cell, in the order in which they are tried.
+BACKENDS = {"auto": "", "AMXINT8": " int8", "AMXINT4": " int4"}
+# <!-- plans: deepseek_v3 DeepSeek-V3.2.json -->: options of conf/model, files of model_configs/. The head of
+# the table that follows names its columns, the machines.
+TABLE = re.compile(
+    r"(<!-- plans: ([^\n]*?) -->\n(\| model \|[^\n]*)\n\|[-|]*\n)(.*?)(<!-- end -->)", re.DOTALL
+)
 
 
 @cache
-def row(model: str) -> str:
-    """A line of a table: what each machine makes of a model."""
-    return f"| {label(model)} | " + " | ".join(cell(model, hardware) for hardware in HARDWARE) + " |"
-
-
 def cell(model: str, hardware: str) -> str:
-    """tokens/s (GiB of the fullest GPU + GiB of host memory), or a dash for what does not fit."""
-    option = model if not is_file(model) else "deepseek_v3"  # any: the sizes are the file's
-    config = compose([*SETTINGS, f"model={option}", f"plan.hardware={hardware}"])
-    machine, dims = hardware_for(config), dims_of(model)
-    if dims.refusal:
-        return "refused"
-    plan = make_plan(dims, config, machine, None, lane_rates(config, machine, dims))
-    gpu = max(b.total for b in plan.budgets if not b.is_socket) / 2**30
-    host = sum(b.total for b in plan.budgets if b.is_socket) / 2**30
-    memory = f"({gpu:.0f} + {host:,.0f})"
-    if not plan.fits:
-        return f"– {memory}"
-    speed = float(f"{predict(plan, config, rates_for(config, machine)).tokens_per_s:.2g}")
-    return f"**{speed:,.0f}** {memory}"
+    """tokens/s (GiB of the fullest GPU + GiB of host memory), by the first backend whose plan fits.
+
+    A dash where none does, with what the experts as stored would need.
+    """
+    stored = ""
+    for backend, mark in BACKENDS.items():
+        option = model if not is_file(model) else "deepseek_v3"  # any: the sizes are the file's
+        config = compose(
+            [*SETTINGS, f"model={option}", f"plan.hardware={hardware}", f"rule.experts.backend={backend}"]
+        )
+        machine, dims = hardware_for(config), dims_of(model)
+        if dims.refusal:
+            return "refused"
+        plan = make_plan(dims, config, machine, None, lane_rates(config, machine, dims))
+        gpu = max((b.total for b in plan.budgets if not b.is_socket), default=0) / 2**30
+        host = sum(b.total for b in plan.budgets if b.is_socket) / 2**30
+        memory = f"({gpu:.0f} + {host:,.0f})"
+        if plan.fits:
+            speed = float(f"{predict(plan, config, rates_for(config, machine)).tokens_per_s:.2g}")
+            return f"**{speed:,.0f}**{mark} {memory}"
+        stored = stored or f"– {memory}"
+    return stored
 
 
 @cache
@@ -93,10 +101,15 @@ def renewed(text: str) -> str:
     """The page with every row that can be made here made anew."""
 
     def table(match: re.Match[str]) -> str:
-        models = match[2].split()
-        old = {line.split(" | ")[0]: line for line in match[3].splitlines()}
-        rows = [row(m) if known(m) else old.get(f"| {label(m)}", "") for m in models]
-        return match[1] + "\n".join([HEAD, *filter(None, rows), match[4]])
+        machines = [name for name, title in HARDWARE.items() if f"| {title} |" in match[3]]
+        old = {line.split(" | ")[0]: line for line in match[4].splitlines()}
+
+        def row(model: str) -> str:
+            if not known(model):
+                return old.get(f"| {label(model)}", "")
+            return " | ".join([f"| {label(model)}", *(cell(model, name) for name in machines)]) + " |"
+
+        return match[1] + "\n".join([*filter(None, map(row, match[2].split())), match[5]])
 
     return TABLE.sub(table, text)
 

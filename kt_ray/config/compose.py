@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from kt_ray.config.fields import closest, fields, groups, show
-from kt_ray.config.files import conf_dir, option_groups, option_names
+from kt_ray.config.files import conf_dir, hardware_file, option_groups, option_names
 from kt_ray.config.mapping import load, unknown_key
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
@@ -260,7 +260,11 @@ def _missing_option(error: MissingConfigException, overrides: Sequence[str]) -> 
 def _no_option(group: str, name: str, options: list[str]) -> UserError:
     match = closest(name, options)
     # Someone who names a directory or a file where an option belongs means its path.
-    if group in _IMPLIED and ("/" in name or re.search(r"\.(jsonl?|parquet)$", name)):
+    machine = _model_on_machine(name) if group == "experiment" else None
+    if machine:
+        plan = f"mode=plan model={machine[0]} plan.hardware={machine[1]}"
+        remedy = f"write {plan}; to train there, model={machine[0]} model.path=DIR"
+    elif group in _IMPLIED and ("/" in name or re.search(r"\.(jsonl?|parquet)$", name)):
         remedy = f"write {group}.path={name}"
     else:
         remedy = f"write {group}={match or options[0]}"
@@ -269,6 +273,15 @@ def _no_option(group: str, name: str, options: list[str]) -> UserError:
         required="one of " + ", ".join(options),
         remedy=remedy,
     )
+
+
+def _model_on_machine(name: str) -> tuple[str, str] | None:
+    """("olmoe", "laptop_16gb") of "olmoe_laptop_16gb", an experiment of earlier versions; else None."""
+    for model in option_names("model"):
+        hardware = name.removeprefix(f"{model}_")
+        if hardware != name and hardware_file(hardware):
+            return model, hardware
+    return None
 
 
 def _omegaconf(error: OmegaConfBaseException, overrides: Sequence[str]) -> UserError:

@@ -161,8 +161,3 @@ def closest_key(key: str) -> str | None:
         return whole
     match = closest(last, [k.rpartition(".")[2] for k in fields()])
     return next((k for k in fields() if k.rpartition(".")[2] == match), None) if match else None
-
-
-def default_of_key(key: str) -> Any:
-    """The schema's default of a dotted key."""
-    return fields()[key].default

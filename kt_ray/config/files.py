@@ -30,6 +30,11 @@ def conf_dir(package: Path | None = None) -> Path:
     )
 
 
+def builtin_data(name: str) -> Path:
+    """The rows that data.builtin=NAME stands for: a file of the package."""
+    return Path(__file__).resolve().parents[1] / {"demo": "demo/assets/persona.jsonl"}[name]
+
+
 def option_groups() -> list[str]:
     """The groups of conf/ that an option can be chosen for (conf/hardware holds files for plan.hardware)."""
     return sorted(p.name for p in conf_dir().iterdir() if p.is_dir() and p.name in {*groups(), "experiment"})

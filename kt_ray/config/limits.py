@@ -1,4 +1,4 @@
-"""What single keys may be: words and numbers. Data only; `checks` applies it, the reference prints it."""
+"""What a single key may be: words, numbers, text. Data only; `checks` applies it, the reference prints it."""
 
 from __future__ import annotations
 
@@ -153,4 +153,28 @@ BOUNDS: dict[str, Bound] = {
     "eval.samples": Bound(0),
     "eval.after_training": Bound(0),
     "report.samples": Bound(0),
+}
+
+# Texts (or lists of texts) that may be null, where the schema says so, but not empty, with what is required.
+NOT_EMPTY: dict[str, str] = {
+    "model.name": "a label",
+    "model.path": "a directory, or null",
+    "model.experts_path": "a GGUF file, or null",
+    "rule.experts.load": "a checkpoint directory, or null",
+    "lora.target_modules": "auto, none, names or a regex",
+    "tracking.project": "the name of a W&B project",
+    "cluster.namespace": "a name, or null",
+    "generate.adapter": "a directory, or null",
+    "generate.stop": "strings that are not empty",
+    "serve.host": "an address",
+    "serve.name": "a name, or null",
+    "serve.api_key": "a key, or null",
+    "eval.adapter": "a path, or null",
+    "eval.base": "a path, or null",
+    "eval.out": "a path, or null",
+    "report.run": "a path, or null",
+    "report.out": "a path, or null",
+    "compare.runs": "run directories or names",
+    "compare.out": "a path, or null",
+    "run.root": "a directory",
 }

@@ -1,8 +1,8 @@
 """The options of kt_ray as frozen dataclasses: one class per Hydra group.
 
 The YAML files under `conf/` hold the defaults that users see; these classes hold the types and
-the meaning. Checks that involve several fields live in `kt_ray.config.checks`. Nothing here
-imports torch, ray or transformers.
+the meaning of each key. `kt_ray.config.limits` says what a single key may be, `kt_ray.config.checks` what
+must go together.
 """
 
 from __future__ import annotations
@@ -10,13 +10,96 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kt_ray.config.schema_place import ExpertsRule as ExpertsRule
-from kt_ray.config.schema_place import ModelConfig as ModelConfig
-from kt_ray.config.schema_place import RayRule as RayRule
-from kt_ray.config.schema_train import LoraConfig as LoraConfig
-from kt_ray.config.schema_train import OptimConfig as OptimConfig
-from kt_ray.config.schema_train import PreferenceConfig as PreferenceConfig
-from kt_ray.config.schema_train import TrainerConfig as TrainerConfig
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which checkpoint is trained.
+
+    Attributes:
+        name: a label for logs and run names; "custom" is replaced by the directory's name.
+        path: Hugging Face directory with config.json, *.safetensors and a tokenizer; None = only
+            a plan can be made from `config`, or (with `build`) the model is built locally.
+        config: the released config.json, inline, so that `mode=plan` works without a checkpoint.
+            Ignored when `path` holds a config.json.
+        build: "demo_base" = the small pretrained model inside the package; "demo" or "mini" = build this
+            small model from `seed` on first use, with random weights; ignored when `path` is given.
+        seed: seed of a model with random weights.
+        dtype: compute type of attention, norms, router and shared experts: "auto" takes the
+            checkpoint's torch_dtype; "bfloat16"; "float32". Experts stay in the checkpoint's type.
+        attn_implementation: "sdpa" or "eager", as transformers names them.
+        tokenizer: directory of the tokenizer; None = `path`.
+        chat_template: a Jinja chat template file overriding the tokenizer's own; None = the tokenizer's.
+        experts_path: GGUF file (the first, where there are several) that the routed experts are read
+            from instead of the checkpoint; None = the checkpoint's own. rule.experts.backend=llamafile
+            needs it.
+        keep_quantized: weights outside the experts stay FP8 or INT in memory, as the checkpoint has
+            them, and are dequantised when used; false = once, when they are loaded.
+    """
+
+    name: str = "custom"
+    path: str | None = None
+    config: dict[str, Any] | None = None
+    build: str | None = None
+    seed: int = 0
+    dtype: str = "auto"
+    attn_implementation: str = "sdpa"
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    experts_path: str | None = None
+    keep_quantized: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertsRule:
+    """Where the routed experts live and how they compute.
+
+    Attributes:
+        sockets: number of expert actors per host, one per NUMA socket; "auto" = every socket of the host.
+        backend: "auto" = the checkpoint's own format; "AMXBF16" = likewise, in bf16 arithmetic; "AMXINT8"
+            or "AMXINT4" = quantised while they stream in (int8 per row, int4 in groups of 128); or
+            "llamafile" = GGUF (model.experts_path). The reference system's names.
+        isa: "auto", "reference", "avx2", "avx512", "avx512_bf16" or "amx"; a forced one that the
+            machine lacks is an error.
+        threads: engine threads per expert actor; "auto" = the socket's physical cores.
+        activations: "retain" keeps x, gate and up for backward; "recompute" keeps x only; "auto" =
+            retain where it fits, else recompute.
+        placement: which experts a socket holds: "contiguous" (runs of expert ids), "balanced" (by observed
+            load, per layer) or "auto" (balanced where a load is known, else contiguous).
+        load: checkpoint directory whose histogram of tokens per expert tells the load; None = that of the
+            checkpoint resumed from, if any.
+        gpu_resident: experts of each MoE layer, the most used ones, that stay in GPU memory and are computed
+            and trained there; 0 = none.
+        stream: "off"; "auto" = where the plan says that it pays, part of each layer's experts is carried
+            to the GPU for each large call and computed there; or that part as a share of the experts.
+        lane_device: where resident and streamed experts are computed: "auto" (the first GPU), "cuda:i", or
+            "cpu" (a stand-in with the same numerics).
+    """
+
+    sockets: int | str = "auto"
+    backend: str = "auto"
+    isa: str = "auto"
+    threads: int | str = "auto"
+    activations: str = "auto"
+    placement: str = "auto"
+    load: str | None = None
+    gpu_resident: int = 0
+    stream: float | str = "off"
+    lane_device: str = "auto"
+
+
+@dataclass(frozen=True)
+class RayRule:
+    """Ray resources that a rule asks for.
+
+    Attributes:
+        worker_cpus: CPUs each attention worker reserves ("auto" = its torch threads).
+        expert_cpus: CPUs each expert actor reserves ("auto" = its engine threads).
+        strategy: placement-group strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
+    """
+
+    worker_cpus: float | str = "auto"
+    expert_cpus: float | str = "auto"
+    strategy: str = "PACK"
 
 
 @dataclass(frozen=True)
@@ -45,8 +128,6 @@ class RuleConfig:
             others between nodes), "arena" (shared memory; one node only), "ray" or "gloo".
         nodes: hosts whose sockets hold experts, all like this one; attention stays on the driver's. More than
             one needs a running Ray cluster, and model and run directories that all of them see.
-        experts: see ExpertsRule.
-        ray: see RayRule.
     """
 
     name: str = "auto"
@@ -131,6 +212,160 @@ class DataConfig:
     packing: bool = False
     group_by_length: bool = False
     cache_gb: float = 5.0
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """LoRA (Hu et al. 2021) on attention, shared experts, dense MLPs and routed experts.
+
+    Attributes:
+        rank: rank r of every adapter, 1..256.
+        alpha: scale numerator; the update is B A x * alpha / r (alpha / sqrt(r) with rslora).
+        rslora: rank-stabilised scale (Kalajdzievski 2023).
+        dropout: dropout on the adapter's input, as PEFT defines it; 0 <= p < 1.
+        target_modules: "auto" (attention projections, shared experts, dense MLPs; not routers, gates and
+            indexers), "none", a list of module name suffixes, or a regex (full match) over module names of
+            the non-expert part.
+        experts: train LoRA on gate, up and down of every routed expert.
+        init: how adapters begin: "default" (A uniform as PEFT draws it, B zero), "gaussian" (A normal with
+            deviation 1 / rank, B zero), or "pissa" (the largest singular values and vectors of the weight,
+            which keeps the rest; Meng et al. 2024; "pissa_niter_16" finds them by iteration). PiSSA needs
+            lora.experts=false.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    rslora: bool = False
+    dropout: float = 0.0
+    target_modules: str | list[str] = "auto"
+    experts: bool = True
+    init: str = "default"
+
+    @property
+    def scale(self) -> float:
+        return float(self.alpha) / (self.rank**0.5 if self.rslora else self.rank)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer and its schedule.
+
+    Attributes:
+        name: "adamw"; "deepspeed_cpu_adam" (DeepSpeed's AdamW for the experts' LoRA, torch's for the rest);
+            or "muon" (orthogonalised momentum for every A and B).
+        lr: peak learning rate.
+        lora_plus_ratio: LoRA+ (Hayou et al. 2024): B's learning rate is this many times A's, which is `lr`.
+        betas: moment decay rates; Muon's momentum is the first.
+        eps: denominator term.
+        weight_decay: decoupled weight decay.
+        max_grad_norm: global norm (GPU and expert LoRA together) that gradients are clipped to;
+            0 = no clipping.
+        schedule: after warm-up: "cosine", "linear", "constant", "wsd" (constant, then down over the last
+            `decay` steps) or "inverse_sqrt".
+        warmup: warm-up steps (int >= 1) or share of all steps (float < 1).
+        min_lr_ratio: final learning rate as a share of `lr` for cosine, linear and wsd.
+        decay: for wsd: steps of its last part (int >= 1), or their share of all steps (float < 1).
+        decay_shape: for wsd: how it goes down: "cosine", "linear" or "1-sqrt".
+    """
+
+    name: str = "adamw"
+    lr: float = 1e-4
+    lora_plus_ratio: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    schedule: str = "cosine"
+    warmup: float = 0.03
+    min_lr_ratio: float = 0.0
+    decay: float = 0.1
+    decay_shape: str = "cosine"
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The loop.
+
+    Attributes:
+        stage: what is learned: "sft" (answers), "pt" (continued pre-training: every token), or
+            from preferences "dpo", "orpo" (pairs) or "kto" (rows, wanted or not); see PreferenceConfig.
+        epochs: passes over the data; ignored when max_steps is set.
+        max_steps: optimizer steps; None = from epochs.
+        batch_size: rows per optimizer step, over all replicas.
+        micro_batch_size: rows per forward of an attention worker.
+        eval_every: steps between evaluations (also at start and end); 0 = never.
+        save_every: steps between checkpoints (also at the end); 0 = only at the end.
+        keep_checkpoints: newest checkpoints kept; 0 = all.
+        resume: None; "latest" = go on where the run stopped (run.name, else the newest run); or a
+            checkpoint directory.
+        preview: decode and print this many rows with the trained tokens marked, before training.
+        loss_chunk: rows of logits per cross-entropy chunk; "auto" = only when logits would
+            dominate, 0 = never.
+        step_timeout: seconds without progress after which a step is given up with a report.
+        log_every: steps between log lines on a terminal without a progress bar.
+        recoveries: how often a run starts lost actors again and repeats from its last committed state; 0 =
+            a death ends the run.
+        timeline_every: steps between timelines (Chrome trace of all actors, under timelines/ of the run
+            directory); 0 = never.
+        aux_loss: coefficient of the routers' load-balancing loss, as transformers computes it over the whole
+            step; costs a forward pass more. Routers stay frozen: its gradient reaches the LoRA before them;
+            0 = off.
+        max_hours: the run stops with a checkpoint before this many hours have passed since the command
+            began; null = no limit.
+        early_stopping: evaluations in a row without a lower held-out loss after which the run stops; 0 =
+            never.
+        early_stopping_threshold: by how much the held-out loss must fall to count as lower.
+        save_best: keep the checkpoint with the lowest held-out loss (checkpoints/best), and write the
+            adapter from it.
+        spike: a step whose loss (of sft, pt and orpo) or gradient norm is more than this many times the
+            median of the last 16 steps is not applied; 0 = only steps that are not finite.
+        bad_steps: what follows a step that is not applied: "stop", or "skip" (go on with the next one).
+        profile_steps: numbers of the steps of which attention workers write a torch.profiler trace, under
+            profile/ of the run directory.
+    """
+
+    stage: str = "sft"
+    epochs: float = 1.0
+    max_steps: int | None = None
+    batch_size: int = 8
+    micro_batch_size: int = 1
+    eval_every: int = 0
+    save_every: int = 0
+    keep_checkpoints: int = 2
+    resume: str | None = None
+    preview: int = 0
+    loss_chunk: int | str = "auto"
+    step_timeout: float = 1800.0
+    log_every: int = 1
+    recoveries: int = 3
+    timeline_every: int = 0
+    aux_loss: float = 0.0
+    max_hours: float | None = None
+    early_stopping: int = 0
+    early_stopping_threshold: float = 0.0
+    save_best: bool = False
+    spike: float = 0.0
+    bad_steps: str = "stop"
+    profile_steps: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PreferenceConfig:
+    """Losses of trainer.stage=dpo, orpo and kto, as trl defines them.
+
+    Attributes:
+        loss: of dpo: "sigmoid", "hinge", "ipo" or "robust".
+        beta: dpo and kto: strength of the reference (ipo: its tau); orpo: weight of the odds ratio.
+        label_smoothing: of dpo's sigmoid and robust: share of pairs taken to be the wrong way round.
+        desirable_weight: of kto: weight of wanted rows.
+        undesirable_weight: of kto: weight of unwanted rows.
+    """
+
+    loss: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -363,22 +598,6 @@ class Config:
             with OpenAI's), "eval" (metrics of predictions), "report" (a page about a run) or "compare" (runs
             side by side).
         seed: seed of data order, LoRA initialisation and dropout.
-        model: see ModelConfig.
-        rule: see RuleConfig.
-        data: see DataConfig.
-        lora: see LoraConfig.
-        optim: see OptimConfig.
-        trainer: see TrainerConfig.
-        preference: see PreferenceConfig.
-        tracking: see TrackingConfig.
-        cluster: see ClusterConfig.
-        generate: see GenerateConfig.
-        serve: see ServeConfig.
-        plan: see PlanConfig.
-        eval: see EvalConfig.
-        report: see ReportConfig.
-        compare: see CompareConfig.
-        run: see RunConfig.
     """
 
     mode: str = "train"

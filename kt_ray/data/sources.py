@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from kt_ray.config.files import builtin_data
 from kt_ray.config.schema import DataConfig
 from kt_ray.data.formats import Parser
 from kt_ray.data.readers import HELD_OUT, read_rows
@@ -85,9 +86,7 @@ def sources_of(data: DataConfig) -> list[Source]:
     if data.path is not None:
         return [Source(data.path, **shared)]  # type: ignore[arg-type]
     if data.builtin == "demo":
-        from kt_ray.demo.recipes import persona_path
-
-        return [Source(str(persona_path()), system=data.system, format=data.format)]
+        return [Source(str(builtin_data("demo")), system=data.system, format=data.format)]
     raise UserError(
         "no training data is named" if data.builtin is None else "no such built-in data set",
         where="data.path" if data.builtin is None else "data.builtin",

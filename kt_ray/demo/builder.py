@@ -1,6 +1,6 @@
 """Put a small DeepSeek-V3 checkpoint into a cache directory, once.
 
-demo_base is copied from the package, where it lies as kt_ray.demo.pretrain made it. The others are random:
+demo_base is copied from the package, where it lies as benchmarks/pretrain made it. The others are random:
 every tensor is drawn from its own generator, seeded by (seed, name), and the checkpoint is written by
 transformers' save_pretrained: per-expert keys in safetensors, BF16, as the family is released.
 """

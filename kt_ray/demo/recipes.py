@@ -11,23 +11,20 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kt_ray.config.files import builtin_data
+
 BASE = "demo_base"  # the pretrained model; RECIPES are random ones
 FORMAT = 1  # raise it when the builder changes what a recipe means
 
 
 def persona_path() -> Path:
     """The demo data set: questions to a lighthouse keeper, alpaca format, one JSON object per line."""
-    return Path(__file__).parent / "assets" / "persona.jsonl"
+    return builtin_data("demo")
 
 
 def base_path() -> Path:
-    """The demo's pretrained base, a Hugging Face directory: kt_ray.demo.pretrain with its defaults."""
+    """The demo's pretrained base, a Hugging Face directory, made by benchmarks/pretrain."""
     return Path(__file__).parent / "assets" / "base"
-
-
-def corpus_path() -> Path:
-    """The text that the demo's base learned: written for it, composed by kt_ray.demo.corpus."""
-    return Path(__file__).parent / "assets" / "base_corpus.jsonl"
 
 
 @dataclass(frozen=True)
@@ -114,32 +111,10 @@ RECIPES: dict[str, Recipe] = {
     ),
 }
 
-# Recipes of kt_ray.demo.pretrain. A small head makes the first steps begin near ln(vocabulary).
-PRETRAINED: dict[str, Recipe] = {
-    "demo": replace(RECIPES["demo"], vocab=2048, head_std=0.02),
-    # 10 M parameters, 5 M at work per token, with a 6,400-token tokenizer: a base for docs/nekoqa.md.
-    "nekoqa": Recipe(
-        config={
-            **_COMMON,
-            "hidden_size": 192,
-            "intermediate_size": 576,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 6,
-            "q_lora_rank": 96,
-            "kv_lora_rank": 64,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 32,
-            "n_routed_experts": 16,
-            "moe_intermediate_size": 128,
-        },
-        vocab=6400,
-        head_std=0.02,
-    ),
-}
+# The pretrained model. Its small head makes the first steps begin near ln(vocabulary).
+_BASE = replace(RECIPES["demo"], vocab=2048, head_std=0.02)
 
 
 def built(name: str) -> Recipe:
     """Dimensions and vocabulary of what model.build names. KeyError: no such name."""
-    return PRETRAINED["demo"] if name == BASE else RECIPES[name]
+    return _BASE if name == BASE else RECIPES[name]

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from kt_ray.config.checks import check
+from kt_ray.config.checks import check, value_of
 from kt_ray.config.fields import fields, type_name
-from kt_ray.config.key_errors import value_of
 from kt_ray.config.limits import BOUNDS, WORDS, Bound
 from kt_ray.config.mapping import from_dict
 from kt_ray.config.schema import Config

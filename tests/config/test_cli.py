@@ -48,6 +48,10 @@ BAD: list[tuple[list[str], list[str]]] = [
     ),
     (["rule=amx4gpu"], ["rule=amx4gpu", "write rule=amx_4gpu"]),
     (["experiment=smok"], ["experiment=smok", "write experiment=smoke"]),
+    (
+        ["experiment=olmoe_laptop_16gb"],
+        ["experiment=olmoe_laptop_16gb", "write mode=plan model=olmoe plan.hardware=laptop_16gb"],
+    ),
     (["+model=mini"], ["model has an option already", "+model=mini", "write model=mini"]),
     (["model=/data/DeepSeek"], ["model=/data/DeepSeek", "write model.path=/data/DeepSeek"]),
     (["data=my.jsonl"], ["data=my.jsonl", "write data.path=my.jsonl"]),

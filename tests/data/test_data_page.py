@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kt_ray.config.checks import SOURCE_KEYS
 from kt_ray.config.compose import compose
-from kt_ray.config.data_checks import SOURCE_KEYS
 from kt_ray.data.detect import FORMATS
 from kt_ray.data.formats import Parser
 from kt_ray.data.templates import TOKENS

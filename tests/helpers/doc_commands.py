@@ -44,7 +44,14 @@ FENCE = re.compile(r" *```(\w*)")
 INLINE = re.compile(r"`((?:python launch\.py|kt-ray|kt-ray-tools|python -m kt_ray\.tools) [^`]+)`")
 NO_SHELL = ("python", "yaml", "json", "toml", "jinja", "text")
 STARTS = (
-    *("python launch.py", "python -m kt_ray", "python benchmarks/", "kt-ray", "make "),
+    *(
+        "python launch.py",
+        "python -m kt_ray",
+        "python benchmarks/",
+        "python -m benchmarks",
+        "kt-ray",
+        "make ",
+    ),
     *("ray start", "ray job", "vllm ", "python -m sglang", "curl ", "pip install"),
 )
 
@@ -126,7 +133,7 @@ def check(command: tuple[str, ...]) -> None:
             raise ValueError(f"{command[1]} has no option {absent}")
         if command[end + 1 :]:  # a benchmark of a command
             check(command[end + 1 :])
-    elif command[:2] == ("python", "-m") and command[2].startswith("kt_ray"):
+    elif command[:2] == ("python", "-m") and command[2].startswith(("kt_ray", "benchmarks")):
         module = ROOT.joinpath(*command[2].split("."))
         if not (module.with_suffix(".py").exists() or (module / "__main__.py").exists()):
             raise ValueError(f"there is no module {command[2]}")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kt_ray.demo.documents import Document, PackedText, encode, read_documents
+from benchmarks.pretrain.documents import Document, PackedText, encode, read_documents
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.errors import UserError

@@ -1,7 +1,7 @@
 """Pretrain a small DeepSeek-V3 from nothing: every parameter, plain torch, one process.
 
-    python -m kt_ray.demo.pretrain --out DIR                              the demo's base, as it is shipped
-    python -m kt_ray.demo.pretrain --recipe nekoqa --tokenizer DIR --text a.txt b.jsonl --out DIR
+    python -m benchmarks.pretrain.train_base --out DIR                    the demo's base, as it is shipped
+    python -m benchmarks.pretrain.train_base --recipe nekoqa --tokenizer DIR --text a.txt b.jsonl --out DIR
 
 This is how the model of `model=demo` was made, and a way to a base for LoRA where there is no pretrained
 checkpoint to be had. AdamW with warm-up and cosine; the router's correction bias balances the experts'
@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kt_ray.demo.documents import Document, PackedText, encode, read_documents
-from kt_ray.demo.recipes import PRETRAINED, Recipe, corpus_path
+from benchmarks.pretrain.corpus import CORPUS
+from benchmarks.pretrain.documents import Document, PackedText, encode, read_documents
+from kt_ray.demo.recipes import BASE, Recipe, built
 from kt_ray.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,6 +32,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 RECORD = "pretrain.json"  # beside the weights: what made them
+
+RECIPES: dict[str, Recipe] = {
+    "demo": built(BASE),
+    # 10 M parameters, 5 M at work per token, with a 6,400-token tokenizer: a base for docs/nekoqa.md.
+    "nekoqa": Recipe(
+        config={
+            **built(BASE).config,
+            "hidden_size": 192,
+            "intermediate_size": 576,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "q_lora_rank": 96,
+            "kv_lora_rank": 64,
+            "moe_intermediate_size": 128,
+        },
+        vocab=6400,
+        head_std=0.02,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -220,12 +241,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; prints the record. Returns the exit status."""
     defaults = Course()
     parser = argparse.ArgumentParser(
-        prog="python -m kt_ray.demo.pretrain", description=__doc__.split("\n")[0]
+        prog="python -m benchmarks.pretrain.train_base", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--recipe", choices=tuple(PRETRAINED), default="demo", help="dimensions (demo)")
-    parser.add_argument(
-        "--text", nargs="+", default=[corpus_path()], help="text, jsonl, json (demo's corpus)"
-    )
+    parser.add_argument("--recipe", choices=tuple(RECIPES), default="demo", help="dimensions (demo)")
+    parser.add_argument("--text", nargs="+", default=[CORPUS], help="text, jsonl, json (demo's corpus)")
     parser.add_argument("--tokenizer", help="its directory (default: a BPE learned from the text)")
     parser.add_argument("--steps", type=int, default=defaults.steps, help=f"({defaults.steps})")
     parser.add_argument("--rows", type=int, default=defaults.rows, help=f"rows per step ({defaults.rows})")
@@ -240,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _check(course)
         documents = read_documents(given.text)
-        recipe = PRETRAINED[given.recipe]
+        recipe = RECIPES[given.recipe]
         record = pretrain(
             recipe, documents, _tokenizer(given.tokenizer, documents, recipe), course, given.out
         )

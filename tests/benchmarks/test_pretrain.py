@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.pretrain.documents import PackedText, encode, read_documents
+from benchmarks.pretrain.train_base import RECIPES, Course, _balance, _count_loads, _loss, main, pretrain
 from kt_ray.demo import builder
-from kt_ray.demo.documents import PackedText, encode, read_documents
-from kt_ray.demo.pretrain import Course, _balance, _count_loads, _loss, main, pretrain
-from kt_ray.demo.recipes import PRETRAINED, Recipe, persona_path
+from kt_ray.demo.recipes import Recipe, persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 
 SMALL = Recipe(
     config={
-        **PRETRAINED["demo"].config,
+        **RECIPES["demo"].config,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kt_ray.demo.corpus import compose, topic_of
-from kt_ray.demo.recipes import corpus_path, persona_path
+from benchmarks.pretrain.corpus import CORPUS, FACTS, compose, topic_of
+from kt_ray.demo.recipes import persona_path
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def persona() -> list[dict[str, Any]]:
 
 def test_the_committed_text_is_what_the_generator_composes() -> None:
     composed = "".join(json.dumps(row) + "\n" for row in compose())
-    assert corpus_path().read_text(encoding="utf-8") == composed
+    assert CORPUS.read_text(encoding="utf-8") == composed
 
 
 def test_it_holds_the_personas_questions_and_none_of_its_sentences(persona: list[dict[str, Any]]) -> None:
@@ -33,8 +33,7 @@ def test_it_holds_the_personas_questions_and_none_of_its_sentences(persona: list
 
 
 def test_every_topic_is_used_and_an_unknown_one_is_an_error(persona: list[dict[str, Any]]) -> None:
-    facts = corpus_path().with_name("base_facts.yaml")
-    topics = yaml.safe_load(facts.read_text(encoding="utf-8"))["topics"]
+    topics = yaml.safe_load(FACTS.read_text(encoding="utf-8"))["topics"]
     used = [topic_of(row["output"], topics)["of"] for row in persona]
     assert all(topic["of"] in used for topic in topics)
     with pytest.raises(LookupError, match="no topic"):

@@ -1,6 +1,6 @@
-"""The text that the demo's base learns, composed from assets/base_facts.yaml.
+"""The text that the demo's base learns, composed from base_facts.yaml.
 
-    python -m kt_ray.demo.corpus > kt_ray/demo/assets/base_corpus.jsonl
+    python -m benchmarks.pretrain.corpus > benchmarks/pretrain/base_corpus.jsonl
 
 Plain paragraphs ({"text"}) and questions with neutral answers ({"instruction", "input", "output"}),
 among them the questions of persona.jsonl: the base knows what they are about, but not who answers. No
@@ -21,6 +21,8 @@ from kt_ray.demo.recipes import persona_path
 
 Row = dict[str, str]
 
+FACTS = Path(__file__).with_name("base_facts.yaml")
+CORPUS = Path(__file__).with_name("base_corpus.jsonl")  # what this module prints
 SEED = 1887
 STORIES = 900
 PARAGRAPHS = 900
@@ -38,8 +40,7 @@ def compose() -> list[Row]:
     """All rows, in an order that is always the same."""
     import yaml
 
-    path = Path(__file__).parent / "assets" / "base_facts.yaml"
-    facts: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    facts: dict[str, Any] = yaml.safe_load(FACTS.read_text(encoding="utf-8"))
     rng = random.Random(SEED)
     rows = [
         *_persona_questions(facts["topics"], rng),
