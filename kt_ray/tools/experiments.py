@@ -22,10 +22,9 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_for
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.modes.plan import model_dims
-from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Budget, Plan
 from kt_ray.placement.render import gib
-from kt_ray.timing.lane_rates import lane_rates
+from kt_ray.timing.choose import choose_plan
 from kt_ray.timing.prediction import Prediction, predict
 
 # Not of the released families: built here, or whatever is given.
@@ -73,7 +72,7 @@ def plan_of(config: Config) -> Plan:
     """
     hardware = hardware_for(config)
     dims = model_dims(config.model)
-    return make_plan(dims, config, hardware, None, lane_rates(config, hardware, dims))
+    return choose_plan(dims, config, hardware)
 
 
 def find(model: str, machine: str) -> tuple[Settings, Plan, Prediction] | None:
