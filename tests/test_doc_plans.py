@@ -21,8 +21,7 @@ from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.describe import hardware_for
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.modes.plan import model_dims
-from kt_ray.placement.plan import make_plan
-from kt_ray.timing.lane_rates import lane_rates
+from kt_ray.timing.choose import choose_plan
 from kt_ray.timing.prediction import predict
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,7 +60,7 @@ def cell(model: str, hardware: str) -> str:
         machine, dims = hardware_for(config), dims_of(model)
         if dims.refusal:
             return "refused"
-        plan = make_plan(dims, config, machine, None, lane_rates(config, machine, dims))
+        plan = choose_plan(dims, config, machine)
         gpu = max((b.total for b in plan.budgets if not b.is_socket), default=0) / 2**30
         host = sum(b.total for b in plan.budgets if b.is_socket) / 2**30
         memory = f"({gpu:.0f} + {host:,.0f})"

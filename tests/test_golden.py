@@ -28,6 +28,7 @@ SETTINGS = (
     "model=demo_random",  # its weights never change
     "cluster=local",
     "rule=cpu_2workers_2sockets",
+    "rule.groups=2",  # at auto measured rates would decide, and other groups add up in another order
     "rule.worker_threads=1",
     "rule.experts.threads=1",
     "model.dtype=float32",

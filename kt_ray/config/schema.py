@@ -112,7 +112,7 @@ class RuleConfig:
         stages: pipeline stages per replica; "auto" = GPUs divided by replicas (1 on CPU).
         replicas: data-parallel copies of the attention side; all share the expert actors. "auto" = with
             stages=auto as many as fit the GPUs and have micro-batches of their own, else 1.
-        layers: how layers go to stages. None = balanced by what they cost, within each GPU's memory; a list
+        layers: how layers go to stages. None = balanced by memory (all GPUs equally full); a list
             of counts [16, 15, ...]; of ranges ["0-15", "16-30", ...] (inclusive); of ranges with devices
             {"layers": "0-15", "device": "cuda:0"}; or of {"match": regex over module names, "device":
             "cuda:i"} as the reference system's optimize rules have them. Stages that name the same device

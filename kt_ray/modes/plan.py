@@ -35,8 +35,8 @@ from kt_ray.placement.render import (
     memory_table,
     worker_row,
 )
-from kt_ray.runs.known_load import known_load
-from kt_ray.timing.lane_rates import lane_rates
+from kt_ray.runs.known_load import known_load, resumed_choice
+from kt_ray.timing.choose import choose_plan
 from kt_ray.timing.plan_time import show_time
 
 FITS, DOES_NOT_FIT = 0, 1
@@ -54,7 +54,7 @@ def run(config: Config) -> int:
     hardware = hardware_for(config)
     dims = model_dims(config.model)
     load = known_load(config, dims)
-    plan = make_plan(dims, config, hardware, load, lane_rates(config, hardware, dims))
+    plan = choose_plan(dims, config, hardware, load, before=resumed_choice(config))
     _show_head(console, config, plan)
     _show_placement(console, plan)
     _show_memory(console, plan)

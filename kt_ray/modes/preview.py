@@ -12,10 +12,9 @@ from kt_ray.dims.packable import check_packing_family
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_for
 from kt_ray.modes.plan import model_dims
-from kt_ray.placement.plan import make_plan
 from kt_ray.placement.render import LAYOUT, layout_line
-from kt_ray.runs.known_load import known_load
-from kt_ray.timing.lane_rates import lane_rates
+from kt_ray.runs.known_load import known_load, resumed_choice
+from kt_ray.timing.choose import choose_plan
 
 
 def run(config: Config) -> int:
@@ -48,8 +47,8 @@ def layout_lines(config: Config) -> list[str]:
     try:
         hardware = hardware_for(config)
         dims = model_dims(config.model)
-        rates = lane_rates(config, hardware, dims)
-        plan = make_plan(dims, config, hardware, known_load(config, dims), rates)
+        load = known_load(config, dims)
+        plan = choose_plan(dims, config, hardware, load, before=resumed_choice(config))
     except UserError as error:  # rows can be looked at without the machine, or the model, to train on
         return [f"no plan: {error.line()}"]
     chosen = [note for note in plan.notes if note.startswith(LAYOUT)]

@@ -17,13 +17,12 @@ from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import generates, room, step_tokens
 from kt_ray.placement.lane_plan import plan_lanes
 from kt_ray.placement.lane_share import LaneRates
-from kt_ray.placement.layer_cost import Ranges
 from kt_ray.placement.layout import Layout, choose_layout, layouts, with_layout
 from kt_ray.placement.memory import budgets
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Plan, WorkerPlan
 from kt_ray.placement.render import counted, plan_to_dict
 from kt_ray.placement.split import LayerSplit, split_experts, split_layers
-from kt_ray.placement.stage_split import balanced_stages
+from kt_ray.placement.stage_split import Ranges, balanced_stages
 from kt_ray.placement.traffic import traffic_notes
 from kt_ray.placement.transports import choose_transport
 from kt_ray.placement.wave import Fit, choose_groups, fit
@@ -117,7 +116,7 @@ def _laid_out(
     if generating:
         chosen = Fit(1, "retain", budget_of(1, "retain"), _cache_notes(dims, config))
     else:
-        chosen = fit(dims, config, budget_of)
+        chosen = fit(config, budget_of)
     groups, group_notes = choose_groups(config, chosen.wave)
     notes += [*expert_notes, *chosen.notes, *group_notes, *_backend_notes(rule, hardware)]
     plan = Plan(

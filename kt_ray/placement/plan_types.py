@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.machine import Hardware
@@ -146,6 +147,17 @@ class ExpectedLoad:
     chosen: float
 
 
+class Choice(NamedTuple):
+    """A plan that fits, by what may be left at auto, and the simulated seconds of a step."""
+
+    stages: int
+    replicas: int
+    groups: int
+    wave: int
+    activations: str
+    seconds: float
+
+
 TIGHT = 0.85  # share of a socket's memory above which a plan is short of it
 
 
@@ -169,6 +181,7 @@ class Plan:
     tokens_per_step: int = 0  # worst case: rows x longest row, all replicas
     transport: Transport = DEFAULT  # how tensors travel between actors
     expected_load: ExpectedLoad | None = None  # of the expert actors, where a histogram is known
+    compared: tuple[Choice, ...] = ()  # plans that were simulated, this one first (kt_ray.timing.choose)
 
     @property
     def fits(self) -> bool:

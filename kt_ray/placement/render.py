@@ -8,7 +8,7 @@ from typing import Any
 
 from kt_ray.hardware.hosts import socket_name
 from kt_ray.placement.memory import GIB, ITEMS, home_node
-from kt_ray.placement.plan_types import ExpertActorPlan, HoldsExperts, Plan, WorkerPlan
+from kt_ray.placement.plan_types import Choice, ExpertActorPlan, HoldsExperts, Plan, WorkerPlan
 from kt_ray.placement.traffic import traffic_dict
 
 
@@ -57,6 +57,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
             for budget in plan.budgets
         ],
         "fits": plan.fits,
+        "compared": [choice._asdict() for choice in plan.compared],
         "notes": list(plan.notes),
     }
 
@@ -217,6 +218,17 @@ def _title(plan: Plan, item: str) -> str:
     return f"experts ({plan.dims.expert_format})" if item == "experts" else item
 
 
+def layout_text(stages: int, replicas: int) -> str:
+    """ "2 stages x 1 replica"."""
+    return f"{counted(stages, 'stage')} x {counted(replicas, 'replica')}"
+
+
+def choice_text(choice: Choice) -> str:
+    """ "2 stages x 1 replica, 2 groups, waves of 16 micro-batches, retain"."""
+    layout, groups = layout_text(choice.stages, choice.replicas), counted(choice.groups, "group")
+    return f"{layout}, {groups}, waves of {counted(choice.wave, 'micro-batch')}, {choice.activations}"
+
+
 def counted(number: int, noun: str) -> str:
     """ "1 stage", "2 stages"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"

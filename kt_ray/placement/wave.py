@@ -1,4 +1,4 @@
-"""How many micro-batches pass the layers together, and what the experts keep: by memory, not by accident.
+"""How many micro-batches pass the layers together, and what the experts keep for backward: by memory.
 
 A wave passes every layer, forward and backward, before the next begins; gradients add up over a step's
 waves. Each pass over an expert's weights serves all tokens of a group, so a larger wave reads memory less
@@ -8,18 +8,14 @@ often; what is kept for backward grows with it. Pure functions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kt_ray.config.schema import Config
-from kt_ray.dims.model_dims import ModelDims
 from kt_ray.placement.plan_types import Budget
 from kt_ray.placement.render import gib
 
 ROOM = 0.9  # of a socket's memory that a plan may fill by choice: the system and the page cache need some
-# Rows per expert and call below which reading (or decoding) its weights takes longer than multiplying
-# (docs/kernels.md: between 64 and 400, by format): smaller waves would cost more than recomputation does.
-ENOUGH_ROWS = 64
 
 BudgetOf = Callable[[int, str], tuple[Budget, ...]]  # (micro-batches of a replica per wave, activations)
 
@@ -54,49 +50,28 @@ def choose_groups(config: Config, wave: int) -> tuple[int, list[str]]:
     return asked, []
 
 
-def fit(dims: ModelDims, config: Config, budget_of: BudgetOf) -> Fit:
-    """The largest waves that fit, and what is kept for backward.
+def fit(config: Config, budget_of: BudgetOf) -> Fit:
+    """The fewest waves that fit; at equal numbers of waves retain, which computes less.
 
-    In this order, whatever leaves a tenth of every socket free, else whatever fits at all:
-    1. retain, the whole step as one wave;
-    2. retain, waves as large as fit, while an expert still gets ENOUGH_ROWS rows per call;
-    3. recompute, waves as large as fit;
-    4. retain, waves as large as fit.
-    Keys that are set leave only what they allow. When nothing fits: the least of all, so that the shortage
-    that is reported is the true one.
+    What leaves a tenth of every socket free comes before what fits at all. Keys that are set leave only what
+    they allow. When nothing fits: the least of all, so that the shortage that is reported is the true one.
     """
     micro = micro_batches(config)
-    wanted, asked = config.rule.experts.activations, config.rule.wave
-    kinds = ("retain", "recompute") if wanted == "auto" else (wanted,)
-    sizes = [min(asked, micro)] if isinstance(asked, int) else None
-    whole = {kind: budget_of(sizes[0] if sizes else micro, kind) for kind in kinds}
+    asked, activations = config.rule.wave, config.rule.experts.activations
+    kinds = ("retain", "recompute") if activations == "auto" else (activations,)
+    largest = min(asked, micro) if isinstance(asked, int) else micro
+    whole = {kind: budget_of(largest, kind) for kind in kinds}
     for room in (ROOM, 1.0):
-        for wave, kind in _candidates(dims, config, budget_of, kinds, sizes, micro, room):
-            memory = budget_of(wave, kind)
+        sizes = {
+            kind: largest if isinstance(asked, int) else _largest(budget_of, kind, micro, room)
+            for kind in kinds
+        }
+        for kind in sorted(kinds, key=lambda kind: -sizes[kind]):  # stable: retain first
+            memory = budget_of(sizes[kind], kind)
             if not _lacking(memory, room):
-                return Fit(wave, kind, memory, _notes(config, micro, wave, kind, whole))
-    least = sizes[0] if sizes else 1
-    kind = kinds[-1]
+                return Fit(sizes[kind], kind, memory, _notes(config, micro, sizes[kind], kind, whole))
+    least, kind = largest if isinstance(asked, int) else 1, kinds[-1]
     return Fit(least, kind, budget_of(least, kind), _notes(config, micro, least, kind, whole))
-
-
-def _candidates(
-    dims: ModelDims,
-    config: Config,
-    budget_of: BudgetOf,
-    kinds: Sequence[str],
-    sizes: Sequence[int] | None,
-    micro: int,
-    room: float,
-) -> Iterator[tuple[int, str]]:
-    if sizes:
-        yield from ((size, kind) for kind in kinds for size in sizes)
-        return
-    yield micro, kinds[0]
-    largest = {kind: _largest(budget_of, kind, micro, room) for kind in kinds}
-    if len(kinds) > 1 and rows_per_call(dims, config, largest["retain"]) >= ENOUGH_ROWS:
-        yield largest["retain"], "retain"
-    yield from ((largest[kind], kind) for kind in reversed(kinds))
 
 
 def _largest(budget_of: BudgetOf, kind: str, micro: int, room: float) -> int:
@@ -111,23 +86,15 @@ def _largest(budget_of: BudgetOf, kind: str, micro: int, room: float) -> int:
     return math.ceil(micro / waves_of(micro, low))
 
 
-def rows_per_call(dims: ModelDims, config: Config, wave: int) -> float:
-    """Rows that an expert gets in one call on average, when a replica's wave has `wave` micro-batches."""
-    groups, _ = choose_groups(config, wave)
-    trainer = config.trainer
-    rows = wave * trainer.micro_batch_size * config.rule.replica_count
-    tokens = min(rows, trainer.batch_size) * config.data.max_length
-    return tokens * dims.experts_per_token / dims.num_experts / groups
-
-
 def _lacking(memory: Sequence[Budget], room: float) -> list[Budget]:
     """Devices that are too full; what a plan leaves free of a GPU is in its budget already."""
     return [b for b in memory if b.capacity and b.total > (room if b.is_socket else 1.0) * b.capacity]
 
 
 def _notes(
-    config: Config, micro: int, wave: int, kind: str, whole: dict[str, tuple[Budget, ...]]
+    config: Config, micro: int, wave: int, kind: str, whole: Mapping[str, tuple[Budget, ...]]
 ) -> tuple[str, ...]:
+    """whole: the memory of each kind with the whole step, or rule.wave, as one wave."""
     notes = []
     waves = waves_of(micro, wave)
     short = {

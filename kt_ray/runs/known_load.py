@@ -1,7 +1,8 @@
-"""The histogram of tokens per expert that a run starts with: that of a checkpoint the configuration names."""
+"""What a plan takes from the checkpoint that the configuration names: tokens per expert, and its run's choices."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.placement.expert_load import FILE, ExpertLoad, read_load
 from kt_ray.dims.model_dims import ModelDims
+from kt_ray.placement.plan_types import Choice
 from kt_ray.runs.rundir import checkpoint_to_resume, find_checkpoints
 
 
@@ -42,3 +44,24 @@ def resumed_load(config: Config, dims: ModelDims) -> ExpertLoad | None:
     """The histogram that a resumed run goes on with; None = a new run, or the checkpoint has none."""
     checkpoint = checkpoint_to_resume(config)
     return read_load(checkpoint, dims) if checkpoint is not None else None
+
+
+def resumed_choice(config: Config) -> Choice | None:
+    """Groups, waves and activations of the run that is resumed, as its plan.json has them; None = a new run, or
+    no plan.json that can be read.
+
+    Raises:
+        UserError: as `checkpoint_to_resume`.
+    """
+    checkpoint = checkpoint_to_resume(config)
+    if checkpoint is None:
+        return None
+    try:
+        plan = json.loads((checkpoint.parent.parent / "plan.json").read_text(encoding="utf-8"))
+        return Choice(
+            *(int(plan[key]) for key in ("stages", "replicas", "groups", "wave")),
+            activations=str(plan["experts"][0]["activations"]),
+            seconds=0.0,
+        )
+    except (OSError, ValueError, LookupError, TypeError):
+        return None

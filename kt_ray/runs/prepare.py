@@ -24,15 +24,14 @@ from kt_ray.model.build import build_on_meta
 from kt_ray.model.lora import resolve_targets
 from kt_ray.model.routing import router_recorder
 from kt_ray.model.stage_spec import StageSpec
-from kt_ray.runs.known_load import known_load, resumed_load
+from kt_ray.runs.known_load import known_load, resumed_choice, resumed_load
 from kt_ray.native import ISA_VARIABLE, ExpertFormula, available_isas, select_isa
 from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.dims.weight_formats import plain_storage
 from kt_ray.hardware.describe import this_host
-from kt_ray.timing.lane_rates import lane_rates
+from kt_ray.timing.choose import choose_plan
 from kt_ray.dims.packable import check_packing_family
-from kt_ray.placement.plan import make_plan
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.placement.plan_types import Plan
 from kt_ray.train.trainer import Schedule
@@ -87,14 +86,14 @@ def prepare(config: Config) -> Prepared:
     load = known_load(config, dims)
     # The plan refuses what cannot be trained, by name, before any file is opened.
     hardware = this_host()
-    rates = lane_rates(config, hardware, dims)
-    plan = make_plan(dims, config, hardware, load, rates)
+    before = resumed_choice(config)
+    plan = choose_plan(dims, config, hardware, load, before=before)
     _check_isa(config)
     if config.data.packing:
         check_packing_family(model_dir)
     index, layout, gguf, stored = open_checkpoint(config, model_dir, dims)
     if stored != dims:
-        plan = make_plan(stored, config, hardware, load, rates)
+        plan = choose_plan(stored, config, hardware, load, before=before)
     _check_fits(plan)
     whole = build_on_meta(_meta_spec(config, dims, model_dir))
     _check_formulas(layout, whole.formulas)

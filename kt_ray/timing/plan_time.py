@@ -18,7 +18,7 @@ from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.plan_types import Plan
-from kt_ray.placement.render import counted
+from kt_ray.placement.render import choice_text, counted
 from kt_ray.timing.prediction import Change, Prediction, neighbours, predict
 from kt_ray.timing.simulate import Micro, Wave
 
@@ -34,7 +34,9 @@ def show_time(console: Console, config: Config, plan: Plan, load: ExpertLoad | N
     rates = rates_for(config, plan.hardware)
     prediction = predict(plan, config, rates)
     row = config.data.max_length
-    changes = neighbours(plan.dims, config, plan.hardware, rates, prediction, row, load)
+    changes = neighbours(plan, config, rates, prediction, row, load)
+    if len(plan.compared) > 1:
+        console.print(_compared_table(plan))
     console.print(_table(prediction))
     for line in (*_summary(config, prediction, rates), *_changes(changes)):
         console.print(line, markup=False, soft_wrap=True)
@@ -88,6 +90,21 @@ def _table(prediction: Prediction) -> Table:
     wall = prediction.simulated.seconds
     for term in prediction.terms:
         table.add_row(term.name, f"{term.seconds:.3g}", f"{term.seconds / wall:.0%}", _clip(term.source))
+    return table
+
+
+def _compared_table(plan: Plan) -> Table:
+    """Plans that were simulated, the chosen one first."""
+    table = Table(
+        title="Plans compared (the first is taken; another must be 5 % faster)",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        title_justify="left",
+    )
+    table.add_column("plan")
+    table.add_column("s per step", justify="right")
+    for i, choice in enumerate(plan.compared):
+        table.add_row(choice_text(choice), f"{choice.seconds:.3g}", style="bold" if i == 0 else None)
     return table
 
 

@@ -1,6 +1,6 @@
 """What a step of a plan takes: seconds per term, tokens per second, the bottleneck, what would help most.
 
-Pure functions over the simulation (simulate.py) of the plan's own order with durations from rates (cost.py).
+Pure functions over the simulation (simulate.py) of the plan's own order with durations from rates (step_costs.py).
 Every term names the source of the rate that it was divided by.
 """
 
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from kt_ray.config.checks import check
 from kt_ray.config.schema import Config
-from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.rates import Rates
 from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.placement.layout import layout_is_auto
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan, WorkerPlan
@@ -283,9 +283,8 @@ def _load_seconds(plan: Plan, rates: Rates) -> tuple[float, str]:
 
 
 def neighbours(
-    dims: ModelDims,
+    plan: Plan,
     config: Config,
-    hardware: Hardware,
     rates: Rates,
     base: Prediction,
     row: int,
@@ -293,26 +292,40 @@ def neighbours(
 ) -> tuple[Change, ...]:
     """The changes of one option that are predicted to help most, among those that are allowed and fit.
 
+    Groups and activations that are at auto stay as the plan has them: `choose_plan` compared them.
+
     Args:
-        base: the present prediction at rows of `row` tokens.
+        plan: the present plan. base: its prediction at rows of `row` tokens.
         row: tokens per row.
         load: tokens per expert, as the present plan was made with.
     """
-    found = []
+    dims, hardware = plan.dims, plan.hardware
+    changes = []
     for overrides, effect, candidate in _candidates(config, hardware):
-        changed = replace(candidate, mode="plan")
+        changed = replace(_with_choice(candidate, plan), mode="plan")
         try:
             check(changed)
-            plan = make_plan(dims, changed, hardware, load, lane_rates(changed, hardware, dims, rates))
+            other_plan = make_plan(dims, changed, hardware, load, lane_rates(changed, hardware, dims, rates))
         except UserError:
             continue
-        if not plan.fits:
+        if not other_plan.fits:
             continue
-        other = predict(plan, changed, rates, even_waves(plan, changed, row))
+        other = predict(other_plan, changed, rates, even_waves(other_plan, changed, row))
         gain = other.tokens_per_s / base.tokens_per_s if base.tokens_per_s else 0.0
         if gain >= WORTH:
-            found.append(Change(overrides, gain, effect))
-    return tuple(sorted(found, key=lambda c: -c.gain)[:SHOWN])
+            changes.append(Change(overrides, gain, effect))
+    return tuple(sorted(changes, key=lambda c: -c.gain)[:SHOWN])
+
+
+def _with_choice(config: Config, plan: Plan) -> Config:
+    """The configuration with the plan's groups and activations where it has auto."""
+    rule = config.rule
+    groups = plan.groups if rule.groups == "auto" else rule.groups
+    activations = rule.experts.activations
+    if activations == "auto":
+        activations = plan.experts[0].activations
+    experts = replace(rule.experts, activations=activations)
+    return replace(config, rule=replace(rule, groups=groups, experts=experts))
 
 
 def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[str, str, Config]]:
@@ -326,12 +339,14 @@ def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[str, str, 
     def with_experts(**changes: Any) -> Config:
         return with_rule(experts=replace(rule.experts, **changes))
 
-    for groups in (1, 2, 3, 4, 6, 8):
-        if groups != rule.groups:
-            yield f"rule.groups={groups}", "same results to rounding", with_rule(groups=groups)
-    for activations in ("retain", "recompute"):
-        if activations != rule.experts.activations:
-            yield f"rule.experts.activations={activations}", same, with_experts(activations=activations)
+    if rule.groups != "auto":
+        for groups in (1, 2, 3, 4, 6, 8):
+            if groups != rule.groups:
+                yield f"rule.groups={groups}", "same results to rounding", with_rule(groups=groups)
+    if rule.experts.activations != "auto":
+        for activations in ("retain", "recompute"):
+            if activations != rule.experts.activations:
+                yield f"rule.experts.activations={activations}", same, with_experts(activations=activations)
     if isinstance(rule.wave, int):
         yield "rule.wave=auto", same, with_rule(wave="auto")
     for factor in (2, 4):
@@ -358,8 +373,9 @@ def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[str, str, 
         if count != rule.experts.sockets:
             yield f"rule.experts.sockets={count}", "same results to rounding", with_experts(sockets=count)
     gpus = len(hardware.gpus)
-    for stages, replicas in sorted({(1, 1), (1, gpus), (gpus, 1), (max(1, gpus // 2), 2)}):
-        if gpus and replicas >= 1 and (stages, replicas) != (rule.stages, rule.replicas):
+    layouts = {(1, 1), (1, gpus), (gpus, 1), (max(1, gpus // 2), 2)} if gpus and not layout_is_auto(rule) else ()
+    for stages, replicas in sorted(layouts):
+        if (stages, replicas) != (rule.stages, rule.replicas):
             text = f"rule.stages={stages} rule.replicas={replicas}" + (
                 " rule.layers=null" if rule.layers else ""
             )

@@ -105,19 +105,6 @@ def test_no_layout_is_slower_for_its_replicas() -> None:
             assert [s for s, _ in found] == sorted({s for s, _ in found})
 
 
-def test_replicas_that_starve_the_experts_are_passed_over() -> None:
-    """A replica fits, but only in waves so small that every expert gets few rows per call."""
-    starved = v3(2, 36, {"stages": 1, "replicas": 2}, batch_size=64)
-    assert starved.fits and starved.wave < 32
-    rows = starved.wave * 2 * 512 * 8 / 256 / starved.groups
-    assert rows < 64
-    plan = v3(2, 36, batch_size=64)
-    assert (plan.stages, plan.replicas) == (2, 1) and plan.wave * 512 * 8 / 256 / plan.groups >= 64
-    assert "waves" in note(plan) and "rows per expert and call" in note(plan)
-    asked = v3(2, 36, {"wave": 1}, batch_size=64)  # whoever sets waves gets them, in replicas
-    assert (asked.stages, asked.replicas, asked.wave) == (1, 2, 1)
-
-
 @pytest.mark.parametrize(
     ("rule", "layout"),
     [

@@ -9,7 +9,7 @@ import pytest
 from kt_ray.config.schema import Config
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Budget, MemoryLine, Plan
-from kt_ray.placement.wave import ENOUGH_ROWS, ROOM, BudgetOf, choose_groups, fit, rows_per_call
+from kt_ray.placement.wave import ROOM, BudgetOf, choose_groups, fit
 from tests.placement.configs import make_config, make_hardware, small_dims
 
 DIMS = small_dims()
@@ -29,26 +29,20 @@ def config_of(rows: int, length: int = 16, **rule: Any) -> Config:
     return make_config(rule=dict(rule), trainer={"batch_size": rows}, data={"max_length": length})
 
 
-# 8 experts, 2 per token: a micro-batch of 1,024 tokens gives an expert 256 rows, 128 in each of two groups.
-MANY, FEW = 1024, 16
-
-
 @pytest.mark.parametrize(
-    ("length", "capacity", "expected"),
+    ("capacity", "expected"),
     [
-        (MANY, 0, (8, "retain")),  # capacity unknown
-        (MANY, 1000, (8, "retain")),
-        (MANY, 100, (4, "retain")),  # 10 + 4 * 20 = 90 = ROOM * 100
-        (MANY, 60, (2, "retain")),  # two waves of four would need 90, four of two need 50
-        (FEW, 100, (8, "recompute")),  # an expert would get too few rows per call
-        (FEW, 40, (3, "recompute")),  # 10 + 3 * 8 = 34 <= 36; 8 micro-batches make three waves of 3, 3, 2
-        (FEW, 20, (1, "recompute")),
-        (FEW, 18, (1, "recompute")),  # fits, but leaves no room
-        (FEW, 10, (1, "recompute")),  # does not fit: the least of all
+        (0, (8, "retain")),  # capacity unknown
+        (1000, (8, "retain")),
+        (100, (8, "recompute")),  # retain would need two waves
+        (40, (3, "recompute")),  # 10 + 3 * 8 = 34 <= 36; 8 micro-batches make three waves of 3, 3, 2
+        (20, (1, "recompute")),
+        (18, (1, "recompute")),  # fits, but leaves no room
+        (10, (1, "recompute")),  # does not fit: the least of all
     ],
 )
-def test_order_of_choices(length: int, capacity: int, expected: tuple[int, str]) -> None:
-    chosen = fit(DIMS, config_of(8, length), linear(20, 8, capacity))
+def test_fewest_waves_then_retain(capacity: int, expected: tuple[int, str]) -> None:
+    chosen = fit(config_of(8), linear(20, 8, capacity))
     assert (chosen.wave, chosen.activations) == expected
     used = chosen.memory[0].total
     if capacity >= 20:
@@ -58,21 +52,27 @@ def test_order_of_choices(length: int, capacity: int, expected: tuple[int, str])
     assert any(n.startswith("rule.wave=auto: ") for n in chosen.notes) == (expected[0] < 8)
 
 
+def test_retain_comes_first_where_both_need_as_many_waves() -> None:
+    chosen = fit(config_of(8), linear(20, 18, 100))  # 4 micro-batches of either kind leave a tenth free
+    assert (chosen.wave, chosen.activations) == (4, "retain")
+    assert fit(config_of(8), linear(20, 8, 29)).activations == "recompute"  # retain would leave no room
+
+
 def test_a_gpu_may_be_filled_but_not_overfilled() -> None:
-    assert fit(DIMS, config_of(8), linear(20, 8, 170, device="cuda:0")).wave == 8
-    chosen = fit(DIMS, config_of(8, FEW), linear(20, 20, 169, device="cuda:0"))
+    assert fit(config_of(8), linear(20, 8, 170, device="cuda:0")).wave == 8
+    chosen = fit(config_of(8), linear(20, 20, 169, device="cuda:0"))
     assert chosen.wave == 4 and chosen.memory[0].total <= 169
 
 
 def test_keys_that_are_set_leave_only_what_they_allow() -> None:
-    given = fit(DIMS, config_of(8, FEW, experts={"activations": "retain"}), linear(20, 8, 100))
+    given = fit(config_of(8, experts={"activations": "retain"}), linear(20, 8, 100))
     assert (given.wave, given.activations) == (4, "retain")
     assert not any("activations=auto" in n for n in given.notes)
-    given = fit(DIMS, config_of(8, FEW, wave=8), linear(20, 8, 100))
+    given = fit(config_of(8, wave=8), linear(20, 8, 100))
     assert (given.wave, given.activations) == (8, "recompute")
-    given = fit(DIMS, config_of(8, FEW, wave=8, experts={"activations": "retain"}), linear(20, 8, 100))
+    given = fit(config_of(8, wave=8, experts={"activations": "retain"}), linear(20, 8, 100))
     assert (given.wave, given.activations) == (8, "retain") and given.memory[0].total > 100
-    lowered = fit(DIMS, config_of(8, FEW, wave=20), linear(20, 8, 0))
+    lowered = fit(config_of(8, wave=20), linear(20, 8, 0))
     assert lowered.wave == 8 and any("rule.wave=20 lowered to 8" in n for n in lowered.notes)
 
 
@@ -82,9 +82,6 @@ def test_groups_follow_the_wave() -> None:
     assert choose_groups(config_of(8, groups=4), 8) == (4, [])
     groups, (note,) = choose_groups(config_of(8, groups=4), 3)
     assert groups == 3 and "lowered to 3" in note
-    assert (
-        rows_per_call(DIMS, config_of(8, MANY), 1) == 256 > ENOUGH_ROWS > rows_per_call(DIMS, config_of(8), 8)
-    )
 
 
 def test_a_plan_that_lacks_memory_takes_smaller_waves() -> None:

@@ -129,13 +129,13 @@ def test_streaming_is_proposed_where_it_pays(cores: int, isa: str, tokens: int, 
     )
     rates, row = nominal_rates(other), min(512, tokens)
 
-    def at(stream: str) -> tuple[Config, Prediction]:
+    def at(stream: str) -> tuple[Config, Plan, Prediction]:
         config = configured(tokens, stream=stream)
         plan = make_plan(V3, config, other, None, lane_rates(config, other, V3, rates))
-        return config, predict(plan, config, rates, even_waves(plan, config, row))
+        return config, plan, predict(plan, config, rates, even_waves(plan, config, row))
 
-    (config, off), (_, auto) = at("off"), at("auto")
-    found = {c.overrides: c.gain for c in neighbours(V3, config, other, rates, off, row)}
+    (config, plan, off), (_, _, auto) = at("off"), at("auto")
+    found = {c.overrides: c.gain for c in neighbours(plan, config, rates, off, row)}
     assert ("rule.experts.stream=auto" in found) == pays
     assert any(term.name == "experts on the GPU" for term in auto.terms) == pays
     gain = auto.tokens_per_s / off.tokens_per_s

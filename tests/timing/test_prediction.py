@@ -39,7 +39,7 @@ def changes(rule: dict[str, Any], load: ExpertLoad | None = None) -> list[str]:
     plan = make_plan(V3, config, TWO_GPUS, load)
     rates = nominal_rates(TWO_GPUS)
     base = predict(plan, config, rates, even_waves(plan, config, 512))
-    return [change.overrides for change in neighbours(V3, config, TWO_GPUS, rates, base, 512, load)]
+    return [change.overrides for change in neighbours(plan, config, rates, base, 512, load)]
 
 
 @pytest.mark.parametrize(

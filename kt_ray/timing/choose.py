@@ -1,0 +1,179 @@
+"""What rule=auto leaves open and memory does not decide: layout, groups in flight, kept activations.
+
+`make_plan` gives the largest waves that fit. This module plans the alternatives, simulates a step of each at
+the host's rates, and takes one that is clearly faster. An alternative has to gain 5 %: the prediction is not
+more exact than that, and measuring the rates again must not change the order in which a run adds up.
+
+Smaller waves than fit are not tried: waves follow one another, and each reads the experts' weights again.
+Simulated is a step under Ray with every row data.max_length tokens long, whatever cluster the run uses, so
+that local and Ray runs get the same plan. Pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kt_ray.config.schema import Config
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.rate_files import rates_for
+from kt_ray.hardware.rates import Rates
+from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.placement.generation_memory import generates
+from kt_ray.placement.layout import layouts, with_layout
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.plan_types import Choice, Plan
+from kt_ray.placement.render import LAYOUT, choice_text, counted, layout_text
+from kt_ray.placement.wave import micro_batches, waves_of
+from kt_ray.timing.lane_rates import lane_rates
+from kt_ray.timing.seats import even_waves, machine_of
+from kt_ray.timing.simulate import simulate
+from kt_ray.timing.step_costs import PlanDurations
+
+GAIN = 1.05  # memory's choice stays unless another one is so many times as fast
+GROUPS = (1, 4, 8)  # tried beside the usual two
+LAYOUTS = 3  # at most, those with most replicas first
+
+
+def choose_plan(
+    dims: ModelDims,
+    config: Config,
+    hardware: Hardware,
+    load: ExpertLoad | None = None,
+    rates: Rates | None = None,
+    before: Choice | None = None,
+) -> Plan:
+    """The plan of a run: `make_plan`, with simulated steps deciding where several plans fit.
+
+    Args:
+        load: tokens per expert of this model, as for `make_plan`.
+        rates: the host's; None = those of `rates_for`.
+        before: the choice of the run that is resumed. Where the layout is the same and it fits it stays, so
+            that the run continues bit for bit.
+
+    Returns:
+        The plan; `Plan.compared` has what was simulated, the chosen one first, and a note says so.
+
+    Raises:
+        UserError: as `make_plan` and `rates_for`.
+    """
+    lane = lane_rates(config, hardware, dims, rates)
+    plan = make_plan(dims, config, hardware, load, lane)
+    if generates(config) or dims.refusal or not plan.fits:
+        return plan
+    known = rates or rates_for(config, hardware)
+
+    def candidates(configs: Iterator[Config]) -> list[_Candidate]:
+        """Those of the configurations that fit, simulated."""
+        plans = [(changed, make_plan(dims, changed, hardware, load, lane)) for changed in configs]
+        return [_Candidate(c, p, step_seconds(p, c, known)) for c, p in plans if p.fits]
+
+    best = _Candidate(config, plan, step_seconds(plan, config, known))
+    tried = [best]
+    choices = layouts(dims, config, hardware)
+    if choices:
+        others = candidates(with_layout(config, other) for other in _fewer_replicas(choices, plan))
+        tried += others
+        best = _faster(best, others)
+        best = replace(best, config=with_layout(config, (best.plan.stages, best.plan.replicas)))
+    if before is not None and before[:2] == best.choice[:2]:
+        kept = candidates(_as_before(best.config, before))
+        if kept:
+            return _explained(kept[0], tried, "groups, waves and activations as in the run that is resumed")
+    for alternatives in (_other_activations, _other_groups):
+        others = candidates(alternatives(best))
+        tried += others
+        best = _faster(best, others)
+    return _explained(best, tried, f"rates: {known.source}")
+
+
+def step_seconds(plan: Plan, config: Config, rates: Rates) -> float:
+    """Simulated seconds of a step under Ray, all rows data.max_length tokens long."""
+    config = replace(config, cluster=replace(config.cluster, name="ray"))
+    machine = machine_of(plan)
+    waves = even_waves(plan, config, config.data.max_length)
+    return simulate(plan, machine, PlanDurations(plan, config, rates, machine), waves).seconds
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    config: Config
+    plan: Plan
+    seconds: float
+
+    @property
+    def choice(self) -> Choice:
+        plan = self.plan
+        return Choice(
+            plan.stages, plan.replicas, plan.groups, plan.wave, plan.experts[0].activations, self.seconds
+        )
+
+
+def _faster(best: _Candidate, others: list[_Candidate]) -> _Candidate:
+    """The fastest of the others where it gains enough, else `best`."""
+    return min((best, *others), key=lambda c: c.seconds if c is best else c.seconds * GAIN)
+
+
+def _fewer_replicas(choices: tuple[tuple[int, int], ...], plan: Plan) -> tuple[tuple[int, int], ...]:
+    """The layouts after the plan's own, the first one that fits."""
+    at = choices.index((plan.stages, plan.replicas))
+    return choices[at + 1 : at + LAYOUTS]
+
+
+def _other_activations(best: _Candidate) -> Iterator[Config]:
+    """What the experts keep trades memory, and so the number of waves, against computing."""
+    rule = best.config.rule
+    kept = best.plan.experts[0].activations
+    whole = waves_of(micro_batches(best.config), best.plan.wave) == 1
+    if rule.experts.activations == "auto" and not (kept == "retain" and whole):
+        yield _with_rule(
+            best.config, experts=replace(rule.experts, activations=_OTHER[kept])
+        )
+
+
+_OTHER = {"retain": "recompute", "recompute": "retain"}
+
+
+def _other_groups(best: _Candidate) -> Iterator[Config]:
+    """More groups overlap attention and experts better and need less memory; each reads all weights again."""
+    if best.config.rule.groups == "auto":
+        for groups in sorted({min(count, best.plan.wave) for count in GROUPS} - {best.plan.groups}):
+            yield _with_rule(best.config, groups=groups)
+
+
+def _as_before(config: Config, before: Choice) -> Iterator[Config]:
+    """The configuration with the earlier choice where it is at auto."""
+    rule = config.rule
+    experts, groups, wave = rule.experts, rule.groups, rule.wave
+    yield _with_rule(
+        config,
+        groups=before.groups if groups == "auto" else groups,
+        wave=before.wave if wave == "auto" else wave,
+        experts=replace(experts, activations=before.activations)
+        if experts.activations == "auto"
+        else experts,
+    )
+
+
+def _with_rule(config: Config, **changes: Any) -> Config:
+    return replace(config, rule=replace(config.rule, **changes))
+
+
+def _explained(best: _Candidate, tried: list[_Candidate], why: str) -> Plan:
+    """The chosen plan with what it was compared with."""
+    plan, first = best.plan, tried[0].plan
+    others = sorted((c for c in tried if c.plan is not plan), key=lambda c: c.seconds)
+    notes = [note for note in plan.notes if not note.startswith(LAYOUT)]
+    layout = [note for note in first.notes if note.startswith(LAYOUT)]
+    if layout and (plan.stages, plan.replicas) != (first.stages, first.replicas):
+        slower = f"{layout_text(first.stages, first.replicas)} would take {tried[0].seconds:.3g} s per step"
+        layout = [f"{LAYOUT}: {layout_text(plan.stages, plan.replicas)}; {slower}, not {best.seconds:.3g} s"]
+    if others:
+        notes.append(
+            f"chosen by simulated steps: {choice_text(best.choice)}: {best.seconds:.3g} s; the fastest of "
+            f"{counted(len(others), 'other plan')}: {choice_text(others[0].choice)}: "
+            f"{others[0].seconds:.3g} s ({why})"
+        )
+    return replace(plan, notes=(*layout, *notes), compared=(best.choice, *(c.choice for c in others)))

@@ -1,0 +1,163 @@
+"""Simulated steps decide between plans that fit; what is set is obeyed, and memory's choice stays on ties."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from kt_ray.config.schema import Config
+from kt_ray.dims.config_json import dims_from_config
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.hardware.machine import Gpu, Hardware
+from kt_ray.hardware.nominal import nominal_rates
+from kt_ray.hardware.rates import Figure
+from kt_ray.placement.memory import GIB
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.plan_types import Choice, Plan
+from kt_ray.placement.render import LAYOUT, plan_to_dict
+from kt_ray.timing import choose
+from kt_ray.timing.choose import GAIN, choose_plan, step_seconds
+from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
+
+V3 = dims_from_config(DEEPSEEK_V3)
+
+
+def host(gpus: int, gib: float, memory: int = 2048 * GIB) -> Hardware:
+    hardware = make_hardware(sockets=2, cores=48, memory=memory, isa="amx")
+    return dataclasses.replace(hardware, gpus=tuple(Gpu(i, "RTX 4090", int(gib * GIB)) for i in range(gpus)))
+
+
+def v3_config(batch_size: int = 16, **rule: Any) -> Config:
+    return make_config(
+        rule=rule,
+        data={"name": "rows", "max_length": 512},
+        trainer={"batch_size": batch_size, "micro_batch_size": 1},
+    )
+
+
+def v3(hardware: Hardware, batch_size: int = 16, **rule: Any) -> Plan:
+    return choose_plan(V3, v3_config(batch_size, **rule), hardware)
+
+
+def chosen(plan: Plan) -> tuple[int, int, int, int, str]:
+    return plan.stages, plan.replicas, plan.groups, plan.wave, plan.experts[0].activations
+
+
+def test_the_chosen_plan_is_compared_with_others_and_says_so() -> None:
+    plan = v3(host(2, 48))
+    assert chosen(plan) == (1, 2, 2, 8, "retain") == plan.compared[0][:5]
+    assert {choice.groups for choice in plan.compared} == {1, 2, 4, 8}
+    assert {choice[:2] for choice in plan.compared} == {(1, 2), (2, 1)}
+    best, *others = plan.compared
+    assert all(best.seconds < GAIN * other.seconds for other in others)
+    assert [other.seconds for other in others] == sorted(other.seconds for other in others)
+    (note,) = (note for note in plan.notes if note.startswith("chosen by simulated steps: "))
+    assert "1 stage x 2 replicas, 2 groups, waves of 8 micro-batches, retain: 2" in note
+    assert plan_to_dict(plan)["compared"][0] == {**best._asdict()}
+    assert best.seconds == step_seconds(plan, v3_config(), nominal_rates(plan.hardware))
+    json.dumps(plan_to_dict(plan))
+
+
+def test_it_is_the_plan_of_the_values_it_chose() -> None:
+    config = v3_config()
+    plan = choose_plan(V3, config, host(2, 48))
+    named = v3_config(stages=1, replicas=2, groups=2, wave=8, experts={"activations": "retain"})
+    said = choose_plan(V3, named, host(2, 48))
+    assert dataclasses.replace(said, notes=plan.notes, compared=plan.compared) == plan
+    assert len(said.compared) == 1  # nothing was left to choose
+
+
+def test_replicas_that_starve_the_experts_are_passed_over() -> None:
+    """A replica fits, but only in waves so small that every expert gets few rows per call."""
+    hardware = host(2, 36)
+    assert (make_plan(V3, v3_config(64), hardware).stages, v3(hardware, 64).stages) == (1, 2)
+    note = v3(hardware, 64).notes[0]
+    assert note.startswith(f"{LAYOUT}: 2 stages x 1 replica; 1 stage x 2 replicas would take ")
+    assert chosen(v3(hardware, 64, wave=1))[:2] == (1, 2)  # waves that are set starve both alike
+
+
+@pytest.mark.parametrize(
+    ("isa", "cores", "activations"), [("amx", 48, "recompute"), ("avx512_bf16", 16, "retain")]
+)
+def test_small_waves_that_keep_all_are_weighed_against_recomputation(
+    isa: str, cores: int, activations: str
+) -> None:
+    """Memory takes the fewest waves. Fast cores wait for the weights' bytes, slow ones for the products."""
+    sockets = make_hardware(sockets=2, cores=cores, memory=650 * GIB, isa=isa)
+    hardware = dataclasses.replace(sockets, gpus=host(1, 48).gpus)
+    by_memory = make_plan(V3, v3_config(128), hardware)
+    assert chosen(by_memory)[3:] == (16, "recompute")
+    plan = v3(hardware, 128)
+    assert plan.experts[0].activations == activations
+    assert {choice.activations: choice.wave for choice in plan.compared[::-1]} == {
+        "retain": 9,
+        "recompute": 16,
+    }
+    asked = v3(hardware, 128, experts={"activations": "recompute"})
+    assert {choice.activations for choice in asked.compared} == {"recompute"}
+
+
+@pytest.mark.parametrize(("rule", "count"), [({"groups": 3}, 2), ({"groups": 3, "stages": 1}, 1)])
+def test_what_is_set_is_obeyed(rule: dict[str, Any], count: int) -> None:
+    plan = v3(host(2, 48), **rule)
+    assert plan.groups == 3 and len(plan.compared) == count
+
+
+def test_ties_go_to_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(factor: float) -> Any:
+        return lambda plan, config, rates: 1.0 if plan.groups == 2 else factor
+
+    for factor, groups in ((0.96, 2), (0.94, 1)):
+        monkeypatch.setattr(choose, "step_seconds", seconds(factor))
+        plan = choose_plan(small_dims(), make_config(trainer={"batch_size": 8}), make_hardware())
+        assert plan.groups == groups == plan.compared[0].groups
+
+
+def test_the_cluster_changes_nothing() -> None:
+    """Ray and local runs of one configuration get one plan, or their losses would differ."""
+    slow = nominal_rates(make_hardware())
+    slow = dataclasses.replace(
+        slow, transport=dataclasses.replace(slow.transport, arena=Figure(0.5, "assumed: very slow"))
+    )
+    plans = [
+        choose_plan(
+            small_dims(),
+            make_config(trainer={"batch_size": 8}, cluster=cluster),
+            make_hardware(),
+            rates=slow,
+        )
+        for cluster in ("local", "ray")
+    ]
+    assert plans[0].compared == plans[1].compared
+    assert plans[0].compared[0].seconds > 5  # messages count in both
+
+
+@pytest.mark.parametrize("fault", ["refused", "memory", "generates", "one"])
+def test_nothing_is_simulated_where_nothing_is_open(fault: str) -> None:
+    dims: ModelDims = small_dims()
+    config, hardware = make_config(trainer={"batch_size": 8}), make_hardware()
+    if fault == "refused":
+        dims, config = dataclasses.replace(dims, refusal="no"), dataclasses.replace(config, mode="plan")
+    elif fault == "memory":
+        hardware = make_hardware(memory=1000)
+    elif fault == "generates":
+        config = dataclasses.replace(config, mode="chat")
+    else:
+        config = make_config(trainer={"batch_size": 1})
+    plan = choose_plan(dims, config, hardware)
+    assert len(plan.compared) <= 1 and not any("simulated" in note for note in plan.notes)
+
+
+def test_a_resumed_run_keeps_its_choice() -> None:
+    config, hardware = make_config(trainer={"batch_size": 8}), make_hardware()
+    before = Choice(1, 1, 4, 4, "recompute", 0.0)
+    plan = choose_plan(small_dims(), config, hardware, before=before)
+    assert chosen(plan) == before[:5]
+    assert any("as in the run that is resumed" in note for note in plan.notes)
+    asked = make_config(trainer={"batch_size": 8}, rule={"groups": 2})
+    assert chosen(choose_plan(small_dims(), asked, hardware, before=before)) == (1, 1, 2, 4, "recompute")
+    other = choose_plan(small_dims(), config, hardware, before=before._replace(stages=2))
+    assert other == choose_plan(small_dims(), config, hardware)
