@@ -1,6 +1,6 @@
 """Checks of a checkpoint's routed experts: shapes, types, formats, and what fused tensors say about sizes.
 
-Legend: see experts.py.
+Legend: E experts, I intermediate size of one expert, H hidden size.
 """
 
 from __future__ import annotations
@@ -11,13 +11,25 @@ from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.errors import UserError
 
 _PLAIN = {"BF16": "bf16", "F32": "f32"}
-_AGAIN = "download the checkpoint again, or check that config.json belongs to it"
+AGAIN = "download the checkpoint again, or check that config.json belongs to it"
 _CONVERT = "python -m kt_ray.tools convert {path} <new directory> --to bf16"
 
 
 def fault(index: CheckpointIndex, message: str, observed: object, required: object) -> UserError:
     """A directory that is damaged, or does not go with its config.json."""
-    return UserError(message, where=str(index.path), observed=observed, required=required, remedy=_AGAIN)
+    return UserError(message, where=str(index.path), observed=observed, required=required, remedy=AGAIN)
+
+
+def no_experts(index: CheckpointIndex) -> UserError:
+    """A model without routed experts."""
+    return UserError(
+        "checkpoint has no routed experts",
+        where=str(index.path),
+        observed=f"model_type {index.config.get('model_type')!r}, {len(index.tensors)} tensors",
+        required="...experts.N.{gate,up,down}_proj.weight, ...experts.N.{w1,w2,w3}.weight "
+        "or ...experts.{gate_up,down}_proj",
+        remedy="choose a Mixture-of-Experts checkpoint (model.path)",
+    )
 
 
 def _format(index: CheckpointIndex, name: str) -> str:
@@ -85,7 +97,7 @@ def check_bias(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int,
                 where=f"{info.file}, tensor {name}",
                 observed=info.dtype,
                 required="BF16, F16 or F32",
-                remedy=_AGAIN,
+                remedy=AGAIN,
             )
 
 
@@ -134,33 +146,33 @@ def _mixed_shapes(index: CheckpointIndex, name: str, required: object) -> UserEr
         where=f"{info.file}, tensor {name}",
         observed=list(index.shape(name)),
         required=required,
-        remedy=_AGAIN,
+        remedy=AGAIN,
     )
 
 
-def fused_sizes(
-    index: CheckpointIndex, parts: dict[str, tuple[str, ...]], transposed: bool | None
-) -> tuple[int, int, bool]:
-    """(H, I, transposed) from the shapes: [E,2I,H] with [E,H,I], or [E,H,2I] with [E,I,H]."""
-    first = "gate_up" if "gate_up" in parts else "up"
-    width = 2 if first == "gate_up" else 1
-    up, down = index.shape(parts[first][0]), index.shape(parts["down"][0])
-    for part, shape in ((first, up), ("down", down)):
-        if len(shape) != 3:
-            raise _mixed_shapes(index, parts[part][0], "three dimensions, experts first")
-    plain = up[1] == width * down[2] and up[2] == down[1]
-    swapped = up[2] == width * down[1] and up[1] == down[2]
-    if not plain and not swapped:  # (both cannot hold when gate and up lie together: it would take H = 2H)
+def fused_sizes(index: CheckpointIndex, up: str, down: str, *, gated: bool) -> tuple[int, int, bool]:
+    """(H, I, transposed) from the shapes: [E,2I,H] with [E,H,I], or [E,H,2I] with [E,I,H].
+
+    Args:
+        index: the checkpoint.
+        up, down: the fused parameters, `up` with the rows of gate where there is one (`gated`).
+    """
+    for name in (up, down):
+        if len(index.shape(name)) != 3:
+            raise _mixed_shapes(index, name, "three dimensions, experts first")
+    (_, a, b), (_, c, d) = index.shape(up), index.shape(down)
+    width = 2 if gated else 1
+    plain, swapped = (a, b) == (width * d, c), (b, a) == (width * c, d)
+    if not plain and not swapped:
         raise fault(
             index,
             "fused expert weights have shapes that do not fit together",
-            f"{parts[first][0]} {list(up)}, {parts['down'][0]} {list(down)}",
+            f"{up} {list(index.shape(up))}, {down} {list(index.shape(down))}",
             "[E, 2I, H] with [E, H, I], or [E, H, 2I] with [E, I, H]",
         )
-    if transposed is None or not (plain and swapped):
-        transposed = not plain
-    hidden, intermediate = (down[2], down[1]) if transposed else (down[1], down[2])
-    return hidden, intermediate, transposed
+    if plain and swapped:  # without a gate the shapes do not tell
+        plain = not a == index.text_config.get("hidden_size") != b
+    return (c, d, False) if plain else (d, c, True)
 
 
 def check_fused(

@@ -22,7 +22,8 @@ import torch
 
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex, some
-from kt_ray.checkpoint.key_map import layer_of, map_keys
+from kt_ray.checkpoint.key_map import map_keys
+from kt_ray.checkpoint.names import expert_name, layer_of
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear, dequantized
 from kt_ray.errors import UserError
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:  # expert actors import this package and need no transformers
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter
 
-_EXPERT_PARAMETER = re.compile(r"\bexperts\.(gate_up_proj|up_proj|down_proj)(_bias)?$")
 _PLAIN = {"F32", "BF16", "F16", "F64", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 _AGAIN = "download the checkpoint again, or check that config.json belongs to it"
 
@@ -180,7 +180,7 @@ def check_non_experts(
 
 def _check_biases(index: CheckpointIndex, module: PreTrainedModel, layout: ExpertLayout) -> None:
     """Experts have biases in model and checkpoint, or in neither: an absent set would just not be added."""
-    parameters = [name for name in module.state_dict() if _EXPERT_PARAMETER.search(name)]
+    parameters = [name for name in module.state_dict() if expert_name(name)]
     biases = [name for name in parameters if name.endswith("_bias")]
     if parameters and bool(biases) != layout.biased:
         raise UserError(
@@ -243,7 +243,7 @@ def _wanted(
     names: dict[str, torch.Tensor] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         layer = layer_of(name)
-        if _EXPERT_PARAMETER.search(name):
+        if expert_name(name):
             continue
         if layer is not None:
             take = layers[0] <= layer < layers[1]

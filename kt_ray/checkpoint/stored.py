@@ -20,17 +20,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kt_ray.checkpoint.safetensors_file import TensorInfo, read_tensor
+from kt_ray.checkpoint.names import expert_name
+from kt_ray.checkpoint.safetensors_file import TensorInfo, read_shape, read_tensor
 from kt_ray.errors import UserError
 from kt_ray.native import ExpertMatrix
 
-_FUSED = re.compile(r"\bexperts\.(gate_up_proj|up_proj|down_proj)$")
 _SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale", ".scale")
 # Of activations and caches: no weight needs them.
 _ACTIVATION = re.compile(r"\.(input_scale|output_scale|k_scale|v_scale|q_scale|activation_scale)$")
@@ -77,8 +77,7 @@ class StoredMatrix:
     @property
     def data_shape(self) -> tuple[int, ...]:
         """Shape of the values' tensor as read, one matrix: [N, bytes or words of a row ...]."""
-        shape = self.data.shape[len(self.shape) - 2 :]
-        return (*shape[:-1], shape[-1] // 2) if self.data.dtype == "F4" else shape
+        return read_shape(self.data.dtype, self.data.shape[len(self.shape) - 2 :])
 
     @property
     def scales_shape(self) -> tuple[int, int]:
@@ -89,9 +88,14 @@ class StoredMatrix:
     def matrix(self, data: torch.Tensor, scales: torch.Tensor) -> ExpertMatrix:
         """The engine's view of some matrices: data [n, *data_shape], scales [n, *scales_shape]."""
         shape = (data.shape[0], self.shape[-2], self.shape[-1])
-        if self.format in ("mxfp4", "int4"):
-            data = data if self.format == "int4" else data.view(torch.uint8)
+        if self.format == "mxfp4":
+            data = data.view(torch.uint8)
         return ExpertMatrix(self.format, data, shape, scales, self.block)
+
+    def one(self, index: int) -> StoredMatrix:
+        """One matrix of a stack."""
+        data, scales = self.data.one(index), self.scales.one(index)
+        return replace(self, data=data, scales=scales, shape=self.shape[1:])
 
     def read(self) -> ExpertMatrix:
         """All of it from the file; one matrix [N, K] as a stack of one."""
@@ -191,7 +195,7 @@ def _parts(name: str, tensors: Mapping[str, TensorInfo]) -> tuple[str, str | Non
     elif info.dtype in ("F8_E4M3", "F8_E5M2", "I8", "F4") and name.endswith(".weight"):
         logical = name
         candidates = [name.removesuffix(".weight") + suffix for suffix in _SCALE_SUFFIXES]
-    elif info.dtype in ("F8_E4M3", "F8_E5M2", "I8") and _FUSED.search(name):
+    elif info.dtype in ("F8_E4M3", "F8_E5M2", "I8") and expert_name(name) is not None:
         logical = name
         candidates = [f"{name}_scale_inv", f"{name}_scale"]
     else:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +31,7 @@ from kt_ray.checkpoint.safetensors_file import (
     read_header,
     read_into,
     tensor_bytes,
+    write_safetensors,
 )
 from kt_ray.errors import UserError
 
@@ -78,21 +78,12 @@ def write_shard(
     other = sorted(name for name, tensor in tensors.items() if tensor.dtype != torch.float32)
     if other:
         raise ValueError(f"checkpoint tensors must be float32: {some(other)}")
-    head, _, size = build_header((name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items())
     path = Path(directory) / filename
-    crc = zlib.crc32(head)
+    entries = [(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
     try:
-        with path.open("wb") as file:
-            file.write(head)
-            for tensor in tensors.values():
-                value = tensor.detach().cpu().contiguous()
-                view = tensor_bytes(value)
-                crc = zlib.crc32(view, crc)
-                file.write(view)
-            file.flush()
-            os.fsync(file.fileno())
+        size, crc = write_safetensors(path, entries, tensors.values())
     except OSError as error:
-        raise not_written(path, error, size) from error
+        raise not_written(path, error, build_header(entries)[2]) from error
     return ShardInfo(filename, size, crc, len(tensors))
 
 

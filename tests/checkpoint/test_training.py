@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from kt_ray.checkpoint import (
-    Manifest,
-    ShardInfo,
+from kt_ray.checkpoint.manifest import Manifest, ShardInfo, list_checkpoints
+from kt_ray.checkpoint.training import (
     begin_checkpoint,
+    best_checkpoint,
     commit_checkpoint,
     find_checkpoint,
-    list_checkpoints,
+    mark_best,
     prune_checkpoints,
     read_named,
+    set_aside_later,
     step_name,
     write_shard,
 )
-from kt_ray.checkpoint.training import best_checkpoint, mark_best, set_aside_later
 from kt_ray.errors import UserError
 
 FIELDS = {"lora.rank": 8, "lora.experts": True, "lora.target_modules": ["q_proj"], "seed": 3}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
-from kt_ray.checkpoint.expert_reader import expert_groups
+from kt_ray.checkpoint.expert_groups import expert_groups
 from kt_ray.errors import UserError
 from kt_ray.native import ExpertFormula, ExpertMatrix
 from kt_ray.tools.__main__ import main
