@@ -8,16 +8,11 @@ from __future__ import annotations
 from collections import defaultdict
 
 from kt_ray.checkpoint.index import CheckpointIndex, some
+from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.errors import UserError
 
 _PLAIN = {"BF16": "bf16", "F32": "f32"}
-AGAIN = "download the checkpoint again, or check that config.json belongs to it"
 _CONVERT = "python -m kt_ray.tools convert {path} <new directory> --to bf16"
-
-
-def fault(index: CheckpointIndex, message: str, observed: object, required: object) -> UserError:
-    """A directory that is damaged, or does not go with its config.json."""
-    return UserError(message, where=str(index.path), observed=observed, required=required, remedy=AGAIN)
 
 
 def no_experts(index: CheckpointIndex) -> UserError:
@@ -92,12 +87,11 @@ def check_bias(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int,
         if info.shape != shape:
             raise _mixed_shapes(index, name, list(shape))
         if info.dtype not in ("F32", "BF16", "F16"):
-            raise UserError(
+            raise damaged(
                 "a bias of the experts is in a format that is not read",
-                where=f"{info.file}, tensor {name}",
-                observed=info.dtype,
-                required="BF16, F16 or F32",
-                remedy=AGAIN,
+                f"{info.file}, tensor {name}",
+                info.dtype,
+                "BF16, F16 or F32",
             )
 
 
@@ -141,12 +135,8 @@ def check_formats(
 def _mixed_shapes(index: CheckpointIndex, name: str, required: object) -> UserError:
     matrix = index.matrices.get(name)
     info = index.tensors[name] if matrix is None else matrix.data
-    return UserError(
-        "experts have mixed shapes",
-        where=f"{info.file}, tensor {name}",
-        observed=list(index.shape(name)),
-        required=required,
-        remedy=AGAIN,
+    return damaged(
+        "experts have mixed shapes", f"{info.file}, tensor {name}", list(index.shape(name)), required
     )
 
 
@@ -164,9 +154,9 @@ def fused_sizes(index: CheckpointIndex, up: str, down: str, *, gated: bool) -> t
     width = 2 if gated else 1
     plain, swapped = (a, b) == (width * d, c), (b, a) == (width * c, d)
     if not plain and not swapped:
-        raise fault(
-            index,
+        raise damaged(
             "fused expert weights have shapes that do not fit together",
+            index.path,
             f"{up} {list(index.shape(up))}, {down} {list(index.shape(down))}",
             "[E, 2I, H] with [E, H, I], or [E, H, 2I] with [E, I, H]",
         )
@@ -184,16 +174,16 @@ def check_fused(
         if matrix is None:
             continue
         if transposed:
-            raise fault(
-                index,
+            raise damaged(
                 "fused quantised experts are stored transposed",
+                index.path,
                 f"{name} {list(matrix.shape)}",
                 "[E, 2I, H] with [E, H, I]",
             )
         if part == "gate_up" and intermediate % matrix.block[0]:
-            raise fault(
-                index,
+            raise damaged(
                 "a scale of the fused experts covers rows of gate and of up",
+                index.path,
                 f"{name}: {intermediate} rows each, blocks of {matrix.block[0]} rows",
                 "an intermediate size that is a multiple of the block",
             )
@@ -203,9 +193,9 @@ def check_hidden(index: CheckpointIndex, hidden: int) -> None:
     """The experts' H is that of the configuration."""
     required = index.text_config.get("hidden_size")
     if isinstance(required, int) and required != hidden:
-        raise fault(
-            index,
+        raise damaged(
             "checkpoint and configuration disagree about the hidden size of the experts",
+            index.path,
             f"{hidden} in the weights",
             required,
         )

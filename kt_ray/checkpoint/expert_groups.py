@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kt_ray.checkpoint.check_experts import fault, fused_sizes, no_experts
+from kt_ray.checkpoint.check_experts import fused_sizes, no_experts
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.names import (
     LEAVES,
@@ -27,7 +27,7 @@ from kt_ray.checkpoint.names import (
     is_mtp,
     is_unknown_expert_tensor,
 )
-from kt_ray.checkpoint.safetensors_file import read_tensor
+from kt_ray.checkpoint.safetensors_file import damaged, read_tensor
 
 
 @dataclass(frozen=True)
@@ -194,9 +194,9 @@ def expert_groups(index: CheckpointIndex) -> dict[str, ExpertGroup]:
         raise no_experts(index)
     missing = sorted(name for group in groups.values() for name in _missing(group))
     if missing:
-        raise fault(
-            index,
+        raise damaged(
             "checkpoint lacks experts",
+            index.path,
             f"missing: {some(missing)}",
             "gate, up and down of every expert",
         )

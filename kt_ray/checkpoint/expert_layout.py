@@ -16,14 +16,12 @@ from itertools import pairwise
 from typing import Any
 
 from kt_ray.checkpoint.check_experts import (
-    AGAIN,
     check_bias,
     check_formats,
     check_fused,
     check_hidden,
     check_part,
     expert_bytes_of,
-    fault,
     no_experts,
     part_shapes,
     two_dimensions,
@@ -31,6 +29,7 @@ from kt_ray.checkpoint.check_experts import (
 from kt_ray.checkpoint.expert_groups import ExpertGroup, find_groups
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.names import FUSED, LEAVES, ONE_BY_ONE, is_mtp
+from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.errors import UserError
 
 # What stands before the layers: "model.", the name of a multimodal checkpoint's language model, or nothing
@@ -171,22 +170,20 @@ class ExpertLayout:
         ]
         for what, observed, required in expected:
             if required is not None and observed != required:
-                raise UserError(
+                raise damaged(
                     f"checkpoint and configuration disagree about the {what}",
-                    where=where,
-                    observed=f"{observed} in the weights",
-                    required=required,
-                    remedy=AGAIN,
+                    where,
+                    f"{observed} in the weights",
+                    required,
                 )
         if moe_layers is not None:
             promised, own = set(moe_layers), set(self.moe_layers)
             if promised != own:
-                raise UserError(
+                raise damaged(
                     "checkpoint and configuration disagree about the layers that have routed experts",
-                    where=where,
-                    observed=f"without: {sorted(promised - own)}; unexpected: {sorted(own - promised)}",
-                    required=f"{len(promised)} layers",
-                    remedy=AGAIN,
+                    where,
+                    f"without: {sorted(promised - own)}; unexpected: {sorted(own - promised)}",
+                    f"{len(promised)} layers",
                 )
 
 
@@ -206,9 +203,9 @@ def _trained_groups(index: CheckpointIndex) -> tuple[list[ExpertGroup], list[str
     skipped += [name for name in unknown if is_mtp(name, index.layer_count)]
     unreadable = sorted(set(unknown) - set(skipped))
     if unreadable:
-        raise fault(
-            index,
+        raise damaged(
             "routed experts hold tensors of an unknown layout or format",
+            index.path,
             some(unreadable),
             "...experts.N.{gate,up,down}_proj, ...experts.N.{w1,w2,w3} or ...experts.{gate_up,down}_proj",
         )
@@ -236,15 +233,15 @@ def _one_layout(index: CheckpointIndex, groups: Sequence[ExpertGroup]) -> tuple[
                 kinds[expert is None].append(name)
     if all(kinds.values()):
         both = " beside ".join(some(sorted(names), 2) for names in kinds.values())
-        raise fault(index, "checkpoint mixes fused and per-expert weights", both, "one layout")
+        raise damaged("checkpoint mixes fused and per-expert weights", index.path, both, "one layout")
     leaves = {leaf for group in groups for leaf in group.leaves}
     fused = bool(kinds[True])
     layouts = FUSED if fused else ONE_BY_ONE
     layout = next((names for names in layouts if leaves <= set(names.values())), None)
     if layout is None:
-        raise fault(
-            index,
+        raise damaged(
             "experts have mixed names",
+            index.path,
             ", ".join(sorted(leaves)),
             "gate_proj, up_proj, down_proj or w1, w2, w3",
         )
@@ -274,9 +271,9 @@ def _check_complete(
                 missing.append(f"{group.prefix}.{middle}{leaves[part]}{end}")
             extra += [names[key] for key in set(names) - required]
     if missing or extra:
-        raise fault(
-            index,
+        raise damaged(
             "checkpoint lacks experts" if missing else "checkpoint has more experts than its configuration",
+            index.path,
             f"{'missing' if missing else 'unexpected'}: {some(sorted(missing or extra))}",
             f"{count} experts with {', '.join(leaves.values())} in each of {len(groups)} layers",
         )

@@ -19,6 +19,11 @@ BEST = "best"  # link beside the checkpoints
 VERSION = 1
 _STEP = re.compile(r"^step_(\d{6,})$")
 _CHUNK = 64 << 20
+_CHOOSE = "choose another checkpoint (trainer.resume)"
+
+
+def _unusable(what: str, where: object, observed: object, required: object = None) -> UserError:
+    return UserError(what, where=str(where), observed=observed, required=required, remedy=_CHOOSE)
 
 
 @dataclass(frozen=True)
@@ -76,14 +81,13 @@ class Manifest:
         """Parse the manifest alone; see `load`."""
         file = path / MANIFEST
         if not file.is_file():
-            raise UserError(
+            raise _unusable(
                 "not a complete checkpoint",
-                where=str(path),
-                observed="no manifest.json" if path.is_dir() else "no such directory",
-                required="a directory runs/<name>/checkpoints/step_...",
-                remedy="choose another checkpoint (trainer.resume)",
+                path,
+                "no manifest.json" if path.is_dir() else "no such directory",
+                "a directory runs/<name>/checkpoints/step_...",
             )
-        value = read_json(file, "checkpoint manifest", "choose another checkpoint (trainer.resume)")
+        value = read_json(file, "checkpoint manifest", _CHOOSE)
         if value.get("version") != VERSION:
             raise UserError(
                 "checkpoint has another format",
@@ -96,12 +100,7 @@ class Manifest:
             shards = tuple(ShardInfo(**shard) for shard in value.pop("shards"))
             return cls(shards=shards, **value)
         except (KeyError, TypeError) as error:
-            raise UserError(
-                "checkpoint manifest is damaged",
-                where=str(file),
-                observed=error,
-                remedy="choose another checkpoint (trainer.resume)",
-            ) from error
+            raise _unusable("checkpoint manifest is damaged", file, error) from error
 
     def verify(self, path: Path) -> None:
         """Compare every shard's size and checksum with the manifest."""
@@ -109,21 +108,16 @@ class Manifest:
             file = path / shard.file
             size = file.stat().st_size if file.is_file() else None
             if size != shard.bytes:
-                raise UserError(
+                raise _unusable(
                     "checkpoint is damaged",
-                    where=str(file),
-                    observed="no such file" if size is None else f"{size} bytes",
-                    required=f"{shard.bytes} bytes",
-                    remedy="choose another checkpoint (trainer.resume)",
+                    file,
+                    "no such file" if size is None else f"{size} bytes",
+                    f"{shard.bytes} bytes",
                 )
             found = _crc32(file)
             if found != shard.crc32:
-                raise UserError(
-                    "checkpoint is damaged",
-                    where=str(file),
-                    observed=f"checksum {found:08x}",
-                    required=f"checksum {shard.crc32:08x}",
-                    remedy="choose another checkpoint (trainer.resume)",
+                raise _unusable(
+                    "checkpoint is damaged", file, f"checksum {found:08x}", f"checksum {shard.crc32:08x}"
                 )
 
     def require(self, *, model: str, fields: Mapping[str, Any], where: str = "") -> None:

@@ -25,6 +25,7 @@ from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.key_map import map_keys
 from kt_ray.checkpoint.names import expert_name, layer_of
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear, dequantized
+from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.errors import UserError
 
 if TYPE_CHECKING:  # expert actors import this package and need no transformers
@@ -32,7 +33,6 @@ if TYPE_CHECKING:  # expert actors import this package and need no transformers
     from transformers.core_model_loading import WeightConverter
 
 _PLAIN = {"F32", "BF16", "F16", "F64", "I64", "I32", "I16", "I8", "U8", "BOOL"}
-_AGAIN = "download the checkpoint again, or check that config.json belongs to it"
 
 
 @dataclass
@@ -168,12 +168,11 @@ def check_non_experts(
     if report.unexpected:
         first = report.unexpected[0]
         info = index.matrices[first].data if first in index.matrices else index.tensors[first]
-        raise UserError(
+        raise damaged(
             "checkpoint holds weights that the model has no place for",
-            where=f"{info.file}",
-            observed=f"unexpected: {some(report.unexpected)}",
-            required=f"the tensors of {type(module).__name__} as config.json describes it",
-            remedy=_AGAIN,
+            info.file,
+            f"unexpected: {some(report.unexpected)}",
+            f"the tensors of {type(module).__name__} as config.json describes it",
         )
     return report
 
@@ -183,16 +182,13 @@ def _check_biases(index: CheckpointIndex, module: PreTrainedModel, layout: Exper
     parameters = [name for name in module.state_dict() if expert_name(name)]
     biases = [name for name in parameters if name.endswith("_bias")]
     if parameters and bool(biases) != layout.biased:
-        raise UserError(
+        raise damaged(
             "checkpoint lacks the biases of the experts"
             if biases
             else "checkpoint holds biases of the experts that the model has no place for",
-            where=str(index.path),
-            observed=f"{type(module).__name__} has {some(biases, 2)}"
-            if biases
-            else some(_first_biases(layout)),
-            required="biases in both or in neither",
-            remedy=_AGAIN,
+            index.path,
+            f"{type(module).__name__} has {some(biases, 2)}" if biases else some(_first_biases(layout)),
+            "biases in both or in neither",
         )
 
 
@@ -203,12 +199,11 @@ def _first_biases(layout: ExpertLayout) -> list[str]:
 def _check_complete(index: CheckpointIndex, wanted: Collection[str], found: Collection[str]) -> None:
     missing = sorted(set(wanted) - set(found))
     if missing:
-        raise UserError(
+        raise damaged(
             "checkpoint lacks weights of the model",
-            where=str(index.path),
-            observed=f"missing: {some(missing)}",
-            required=f"{len(wanted)} tensors outside the routed experts",
-            remedy=_AGAIN,
+            index.path,
+            f"missing: {some(missing)}",
+            f"{len(wanted)} tensors outside the routed experts",
         )
 
 
@@ -226,12 +221,11 @@ def _check_formats(index: CheckpointIndex, keys: Iterable[tuple[str, str]]) -> N
 
 def _check_shape(index: CheckpointIndex, name: str, observed: Sequence[int], required: Sequence[int]) -> None:
     if tuple(observed) != tuple(required):
-        raise UserError(
+        raise damaged(
             "checkpoint and model disagree about a shape",
-            where=f"{index.path}, {name}",
-            observed=list(observed),
-            required=list(required),
-            remedy=_AGAIN,
+            f"{index.path}, {name}",
+            list(observed),
+            list(required),
         )
 
 

@@ -104,6 +104,12 @@ class Header:
     size: int
 
 
+def damaged(what: str, where: object, observed: object, required: object = None) -> UserError:
+    """A checkpoint that is damaged, or does not go with its config.json."""
+    remedy = "download the checkpoint again, or check that config.json belongs to it"
+    return UserError(what, where=str(where), observed=observed, required=required, remedy=remedy)
+
+
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):

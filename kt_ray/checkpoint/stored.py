@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from kt_ray.checkpoint.names import expert_name
-from kt_ray.checkpoint.safetensors_file import TensorInfo, read_shape, read_tensor
+from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_shape, read_tensor
 from kt_ray.errors import UserError
 from kt_ray.native import ExpertMatrix
 
@@ -47,7 +47,6 @@ _REFUSED = {
     ".weight.quant_map": "bitsandbytes",
     ".SCB": "bitsandbytes",
 }
-_AGAIN = "download the checkpoint again, or check that config.json belongs to it"
 _OTHER = (
     "use the model's bfloat16 release, or one in block FP8, MXFP4 or symmetric INT8/INT4 (compressed-tensors)"
 )
@@ -143,12 +142,11 @@ def find_matrices(
     faults += [f"{name} (no weight)" for name in sorted(tensors) if _SCALE.search(name) and name not in used]
     if faults:
         shown = "; ".join(faults[:4]) + (f"; {len(faults)} in all" if len(faults) > 4 else "")
-        raise UserError(
+        raise damaged(
             "quantised weights and their scales do not fit together",
-            where=str(path),
-            observed=shown,
-            required="for each weight its scales, of the shape that quantization_config states",
-            remedy=_AGAIN,
+            path,
+            shown,
+            "for each weight its scales, of the shape that quantization_config states",
         )
     return found
 
