@@ -69,7 +69,7 @@ def check_part(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int,
         ].append(name)
     if len(kinds) > 1:
         few = min(kinds.values(), key=len)
-        counts = {" ".join(map(str, kind)): len(held) for kind, held in kinds.items()}
+        counts = {" ".join(map(str, kind)): len(names) for kind, names in kinds.items()}
         raise UserError(
             "experts of one layer have mixed types",
             where=f"{index.path}, {some(few, 2)}",

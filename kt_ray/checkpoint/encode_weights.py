@@ -168,16 +168,16 @@ class Encoding:
 
     def _quantize(self, stack: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Data, scales in the file's type, and the values they stand for, of [n, rows, K]."""
-        made = quantize(
+        matrix = quantize(
             self.format,
             stack,
             block=self.block,
             group=self.block[1] if self.format in ("int8", "int4") else None,
             scale_type=self._scale_type(),
         )
-        scales = _scales(made, self.scales.dtype)
-        meant = ExpertMatrix(self.format, made.data, made.shape, scales, made.block)
-        return made.data, scales, meant.dequantize()
+        scales = _scales(matrix, self.scales.dtype)
+        meant = ExpertMatrix(self.format, matrix.data, matrix.shape, scales, matrix.block)
+        return matrix.data, scales, meant.dequantize()
 
     def extras(self) -> dict[str, Tensor]:
         """Values of `extra`, which do not depend on the weights."""
@@ -189,9 +189,9 @@ class Encoding:
         return "ue8m0" if self.powers else _SCALE_TYPES.get(self.scales.dtype, "ue8m0")
 
 
-def _scales(made: ExpertMatrix, dtype: str) -> Tensor:
+def _scales(matrix: ExpertMatrix, dtype: str) -> Tensor:
     """Scales in the file's type; exponents become powers of two where that type holds numbers."""
-    scales = made.scales
+    scales = matrix.scales
     assert scales is not None
     if scales.dtype != torch.uint8 or dtype in ("U8", "F8_E8M0"):
         return scales

@@ -98,14 +98,14 @@ class ExpertLayout:
         hidden, intermediate, transposed = groups[0].sizes
         formats, expert_bytes = {}, {}
         shapes = part_shapes(hidden, intermediate, transposed, count if fused else None)
-        for layer, held in sources.items():
-            formats[layer] = {part: check_part(index, names, shapes[part]) for part, names in held.items()}
+        for layer, stored in sources.items():
+            formats[layer] = {part: check_part(index, names, shapes[part]) for part, names in stored.items()}
             if fused:
-                check_fused(index, held, intermediate, transposed)
+                check_fused(index, stored, intermediate, transposed)
             for part, names in biases[layer].items():
                 rows = {"down": hidden, "gate_up": 2 * intermediate}.get(part, intermediate)
                 check_bias(index, names, (count, rows) if fused else (rows,))
-            expert_bytes[layer] = expert_bytes_of(index, (*held.values(), *biases[layer].values()), count)
+            expert_bytes[layer] = expert_bytes_of(index, (*stored.values(), *biases[layer].values()), count)
         check_formats(index, sources, formats)
         check_hidden(index, hidden)
         names = [n for group in groups for n in (*group.names.values(), *group.biases.values())]

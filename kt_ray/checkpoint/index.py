@@ -217,10 +217,10 @@ def _size_note(content: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
     """A note where the index promises another size. Releases do, too; the headers are what counts."""
     metadata = content.get("metadata")
     promised = metadata.get("total_size") if isinstance(metadata, dict) else None
-    held = sum(info.nbytes for info in tensors.values())
-    if not isinstance(promised, int | float) or promised == held:
+    size = sum(info.nbytes for info in tensors.values())
+    if not isinstance(promised, int | float) or promised == size:
         return ()
-    return (f"{_INDEX} says total_size {promised:.0f}, its tensors take {held} bytes",)
+    return (f"{_INDEX} says total_size {promised:.0f}, its tensors take {size} bytes",)
 
 
 def _is_file_name(file: object) -> bool:

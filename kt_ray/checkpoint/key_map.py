@@ -55,7 +55,7 @@ def map_keys(
             continue
         renamed, converter, pattern = names.target(key)
         layer = layer_of(key)
-        targets = names.targets(renamed, converter)
+        targets = tensors_made(renamed, converter)
         if targets & sources:
             mapping.setdefault(renamed, (converter, []))[1].append((key, pattern or key))
         elif renamed in names.state:
@@ -65,6 +65,14 @@ def map_keys(
         elif layer is None or layers[0] <= layer < layers[1]:
             report.unexpected.append(key)
     return mapping
+
+
+def tensors_made(renamed: str, converter: WeightConverter | None) -> set[str]:
+    """`renamed`, and everything else that its converter makes of the same keys."""
+    if converter is None:
+        return {renamed}
+    first = converter.target_patterns[0]
+    return {renamed.replace(first, pattern) for pattern in converter.target_patterns}
 
 
 class KeyNames:
@@ -100,13 +108,6 @@ class KeyNames:
                 return inside
         return first
 
-    def targets(self, renamed: str, converter: WeightConverter | None) -> set[str]:
-        """Everything that a converter makes beside `renamed`."""
-        if converter is None:
-            return {renamed}
-        first = converter.target_patterns[0]
-        return {renamed.replace(first, pattern) for pattern in converter.target_patterns}
-
     def other_tower(self, key: str) -> bool:
         """Whether a key lies outside a multimodal checkpoint's language model."""
         return self.root not in ("", f"{self.prefix}.") and not key.startswith(self.root)
@@ -129,4 +130,4 @@ class KeyNames:
         return name, (self.by_pattern[pattern] if pattern is not None else None), pattern
 
     def _known(self, target: tuple[str, WeightConverter | None, str | None]) -> bool:
-        return bool(self.targets(target[0], target[1]) & self.state.keys())
+        return bool(tensors_made(target[0], target[1]) & self.state.keys())

@@ -22,7 +22,7 @@ import torch
 
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex, some
-from kt_ray.checkpoint.key_map import map_keys
+from kt_ray.checkpoint.key_map import map_keys, tensors_made
 from kt_ray.checkpoint.names import expert_name, layer_of
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear, dequantized
 from kt_ray.checkpoint.safetensors_file import damaged
@@ -85,10 +85,10 @@ def load_non_experts(
         UserError: missing keys (sorted), wrong shapes.
     """
     layout = layout or ExpertLayout.detect(index)
-    wanted = _wanted(module, layers, need_embedding, need_head)
+    targets = _targets(module, layers, need_embedding, need_head)
     tied = _tied(module)
     # A tied tensor is stored once, under its source's name.
-    sources = set(wanted) | {tied[name] for name in wanted if name in tied}
+    sources = set(targets) | {tied[name] for name in targets if name in tied}
     report = LoadReport()
     mapping = map_keys(index, module, layout, sources, layers, report)
 
@@ -101,27 +101,27 @@ def load_non_experts(
         if keep_quantized and transform is None and _keepable(module, target, set(tied) | set(tied.values())):
             stored = index.matrices.get(keys[-1][0])
             if stored is not None:
-                _check_shape(index, target, stored.shape, wanted[target].shape)
+                _check_shape(index, target, stored.shape, targets[target].shape)
                 kept[target] = QuantizedLinear(stored.read(), dtype, device)
                 continue
         for name, value in _realise(index, module, target, transform, keys, device).items():
             if name in sources:
                 placed[name] = _cast(name, value, built.get(name, dtype), plan).to(device)
-    for name in wanted:
+    for name in targets:
         if name not in placed and name in tied and tied[name] in placed:
             placed[name] = placed[tied[name]]
-    _check_complete(index, wanted, {*placed, *kept})
+    _check_complete(index, targets, {*placed, *kept})
     for name, linear in kept.items():
         _replace(module, name, linear)
     parameters: dict[int, torch.nn.Parameter] = {}
-    for name in wanted:
+    for name in targets:
         if name not in kept:
             _assign(index, module, name, placed[name], parameters)
-    report.loaded = sorted(wanted)
+    report.loaded = sorted(targets)
     report.kept = sorted(kept)
     report.nbytes = sum(
         t.numel() * t.element_size()
-        for t in {id(placed[n]): placed[n] for n in wanted if n not in kept}.values()
+        for t in {id(placed[n]): placed[n] for n in targets if n not in kept}.values()
     ) + sum(linear.stored_bytes for linear in kept.values())
     report.unexpected.sort()
     report.ignored.sort()
@@ -148,21 +148,18 @@ def check_non_experts(
     layout = layout or ExpertLayout.detect(index)
     _check_biases(index, module, layout)
     everything = (0, sys.maxsize)
-    wanted = _wanted(module, everything, True, True)
+    targets = _targets(module, everything, True, True)
     tied = _tied(module)
-    sources = set(wanted) | {tied[name] for name in wanted if name in tied}
-    found: set[str] = set()
+    sources = set(targets) | {tied[name] for name in targets if name in tied}
+    present: set[str] = set()
     report = LoadReport()
     mapping = map_keys(index, module, layout, sources, everything, report)
     for target, (converter, keys) in mapping.items():
         _check_formats(index, keys)
-        found.add(target)
-        if converter is not None:
-            first = converter.target_patterns[0]
-            found |= {target.replace(first, pattern) for pattern in converter.target_patterns}
-        elif target in wanted:
-            _check_shape(index, target, index.shape(keys[-1][0]), wanted[target].shape)
-    _check_complete(index, wanted, {n for n in wanted if n in found or tied.get(n) in found})
+        present |= tensors_made(target, converter)
+        if converter is None and target in targets:
+            _check_shape(index, target, index.shape(keys[-1][0]), targets[target].shape)
+    _check_complete(index, targets, {n for n in targets if n in present or tied.get(n) in present})
     report.ignored = sorted(set(report.ignored))
     report.unexpected.sort()
     if report.unexpected:
@@ -196,14 +193,14 @@ def _first_biases(layout: ExpertLayout) -> list[str]:
     return [names[0] for parts in layout.biases.values() for names in parts.values()]
 
 
-def _check_complete(index: CheckpointIndex, wanted: Collection[str], found: Collection[str]) -> None:
-    missing = sorted(set(wanted) - set(found))
+def _check_complete(index: CheckpointIndex, targets: Collection[str], present: Collection[str]) -> None:
+    missing = sorted(set(targets) - set(present))
     if missing:
         raise damaged(
             "checkpoint lacks weights of the model",
             index.path,
             f"missing: {some(missing)}",
-            f"{len(wanted)} tensors outside the routed experts",
+            f"{len(targets)} tensors outside the routed experts",
         )
 
 
@@ -229,7 +226,7 @@ def _check_shape(index: CheckpointIndex, name: str, observed: Sequence[int], req
         )
 
 
-def _wanted(
+def _targets(
     module: PreTrainedModel, layers: tuple[int, int], need_embedding: bool, need_head: bool
 ) -> dict[str, torch.Tensor]:
     embedding = module.get_input_embeddings()

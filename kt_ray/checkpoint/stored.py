@@ -121,7 +121,7 @@ def find_matrices(
     """
     _refuse(path, tensors)
     quantization = _quantization(config)
-    found: dict[str, StoredMatrix] = {}
+    matrices: dict[str, StoredMatrix] = {}
     faults: list[str] = []
     for name in sorted(tensors):
         names = _parts(name, tensors)
@@ -137,8 +137,8 @@ def find_matrices(
             continue
         shape = logical.removesuffix(".weight") + ".weight_shape"
         keys = (name, scales, *((shape,) if shape in tensors else ()))
-        found[logical] = StoredMatrix(*stored, keys=keys)
-    used = {key for matrix in found.values() for key in matrix.keys}
+        matrices[logical] = StoredMatrix(*stored, keys=keys)
+    used = {key for matrix in matrices.values() for key in matrix.keys}
     faults += [f"{name} (no weight)" for name in sorted(tensors) if _SCALE.search(name) and name not in used]
     if faults:
         shown = "; ".join(faults[:4]) + (f"; {len(faults)} in all" if len(faults) > 4 else "")
@@ -148,7 +148,7 @@ def find_matrices(
             shown,
             "for each weight its scales, of the shape that quantization_config states",
         )
-    return found
+    return matrices
 
 
 def is_auxiliary(name: str) -> bool:
@@ -157,12 +157,12 @@ def is_auxiliary(name: str) -> bool:
 
 
 def _refuse(path: Path, tensors: Iterable[str]) -> None:
-    found: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
     for name in tensors:
         for suffix, what in _REFUSED.items():
             if name.endswith(suffix):
-                found.setdefault(what, []).append(name)
-    for what, names in sorted(found.items()):
+                refused.setdefault(what, []).append(name)
+    for what, names in sorted(refused.items()):
         raise UserError(
             "the checkpoint's quantised format cannot be read",
             where=f"{path}, {min(names)}",
@@ -247,9 +247,9 @@ def _block(
 ) -> tuple[int, int] | None:
     """Rows and columns per scale; None = the scales' shape fits no convention."""
     rows, columns = shape[-2:]
-    stack, held = shape[:-2], scales.shape
-    lead = held[: len(stack)] == stack
-    own = held[len(stack) :] if lead else ()
+    stack = shape[:-2]
+    lead = scales.shape[: len(stack)] == stack
+    own = scales.shape[len(stack) :] if lead else ()
     if kind == "mxfp4":
         return (1, 32) if lead and columns % 32 == 0 and own == (rows, columns // 32) else None
     if kind in ("int8", "int4"):

@@ -96,7 +96,7 @@ def convert(
     )
     report = _report(options, notes)
     write_text(target / REPORT, json.dumps(report, indent=2) + "\n")
-    finish(target, index.path, plan.config(), units, shard_bytes, made=(REPORT,))
+    finish(target, index.path, plan.config(), units, shard_bytes, own_files=(REPORT,))
     return report
 
 
@@ -114,11 +114,11 @@ class _Plan:
     def units(self) -> list[Unit]:
         """In the order of the source's bytes."""
         placed: list[Placed] = []
-        taken: set[str] = set()
+        experts: set[str] = set()
         for group in self.groups.values():
-            taken |= {*group.names.values(), *group.biases.values()}
+            experts |= {*group.names.values(), *group.biases.values()}
             placed += self._fused(group) if self._is_fused(group) else self._one_by_one(group)
-        for name in sorted(self.index.names - taken):
+        for name in sorted(self.index.names - experts):
             placed += self._other(name)
         return [unit for _, unit in sorted(placed, key=lambda item: item[0])]
 

@@ -137,9 +137,9 @@ def _whole(pair: Pair, module: str, pattern: str) -> Item:
 
 def _fuse(lora: Lora, prefix: str, interleaved: bool) -> list[Item]:
     count = 1 + max(e for p, e, _ in lora.experts if p == prefix)
-    wanted = [(prefix, e, p) for e in range(count) for p in PROJECTIONS]
-    missing = [f"{prefix}.{e}.{LEAVES[p]}" for _, e, p in wanted if (prefix, e, p) not in lora.experts]
-    settings = {(lora.experts[k].rank, lora.experts[k].scale) for k in wanted if k in lora.experts}
+    keys = [(prefix, e, p) for e in range(count) for p in PROJECTIONS]
+    missing = [f"{prefix}.{e}.{LEAVES[p]}" for _, e, p in keys if (prefix, e, p) not in lora.experts]
+    settings = {(lora.experts[k].rank, lora.experts[k].scale) for k in keys if k in lora.experts}
     if missing or len(settings) > 1:
         raise UserError(
             "adapter's experts cannot be fused",

@@ -122,11 +122,11 @@ def _checkpoint_takes(index: CheckpointIndex, groups: dict[str, ExpertGroup]) ->
         trains = f"no: {error.what}"
     quantization = index.config.get("quantization_config") or index.text_config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    known = {None, "fp8", "compressed-tensors", "mxfp4", "fbgemm_fp8"}
+    methods = {None, "fp8", "compressed-tensors", "mxfp4", "fbgemm_fp8"}
     if index.matrices and method is None:
         text = "no: quantised tensors without a quantization_config in config.json"
         return {"kt_ray": trains, "transformers": text, "vLLM": text, "SGLang": text}
-    if method not in known:
+    if method not in methods:
         text = f"not known for quant_method {method!r}"
         return {"kt_ray": trains, "transformers": text, "vLLM": text, "SGLang": text}
     serving = "by its documented conventions (untested)"

@@ -7,7 +7,9 @@ does not touch are copied byte by byte. One expert is held at a time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,15 @@ import torch
 from torch import Tensor
 
 from kt_ray.adapter.adapter_file import Lora, Pair
-from kt_ray.adapter.module_names import module_names
 from kt_ray.adapter.peft_config import CONFIG, WEIGHTS
 from kt_ray.checkpoint.expert_groups import ExpertGroup, expert_groups, split_rows
 from kt_ray.checkpoint.index import CheckpointIndex, some
+from kt_ray.checkpoint.key_map import KeyNames, tensors_made
 from kt_ray.checkpoint.names import expert_name, family, fused_release, layer_of
 from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Notes, Unit, finish, write_shards
 from kt_ray.errors import UserError
+from kt_ray.model import hook
+from kt_ray.model.family import build_causal, read_family
 from kt_ray.tools.units import (
     Change,
     Placed,
@@ -140,10 +144,10 @@ class _Plan:
                 note=_note if quantised and stays else None,
             )
             placed.append((position(self.index, name), unit))
-        taken = {key for name in rewritten_names for key in raw_keys(self.index, name)}
+        written = {key for name in rewritten_names for key in raw_keys(self.index, name)}
         if bf16:  # scales of activations belong to the quantised format
-            taken |= {key for key in self.index.tensors if self._is_auxiliary(key)}
-        placed += as_stored(self.index, [key for key in sorted(self.index.tensors) if key not in taken])
+            written |= {key for key in self.index.tensors if self._is_auxiliary(key)}
+        placed += as_stored(self.index, [key for key in sorted(self.index.tensors) if key not in written])
         return [unit for _, unit in sorted(placed, key=lambda item: item[0])]
 
     def _is_auxiliary(self, key: str) -> bool:
@@ -280,3 +284,51 @@ def summary(report: dict[str, Any]) -> str:
         f"{report['linear']} others"
         + ("" if error is None else f"; quantised again with relative error {error:.2e}")
     )
+
+
+# -- names of modules outside the experts
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """Which parameter of a checkpoint an adapter's module name means.
+
+    Adapters name modules as transformers builds them ("model.layers.0.self_attn.q_a_proj"); released
+    checkpoints may name them otherwise ("layers.0.attn.wq_a", "model.language_model.layers.0..."). The
+    mapping is transformers' own, applied to the names alone.
+
+    Attributes:
+        parameters: module as transformers or the checkpoint names it -> parameter.
+        joined: modules whose weight is a part of, or made from, other tensors of the checkpoint.
+        reason: why transformers' names are not known; "" = they are.
+    """
+
+    parameters: dict[str, str] = field(default_factory=dict)
+    joined: dict[str, str] = field(default_factory=dict)
+    reason: str = ""
+
+
+def module_names(index: CheckpointIndex, prefixes: Iterable[str]) -> ModuleNames:
+    """Names of every matrix outside the routed experts.
+
+    Args:
+        index: the checkpoint.
+        prefixes: of its routed experts ("model.layers.3.mlp.experts").
+    """
+    names = sorted(n for n in index.names if expert_name(n) is None and n.endswith(".weight"))
+    parameters = {name.removesuffix(".weight"): name for name in names}
+    try:
+        hook.register()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of configurations: nothing is computed with this model
+            model, _, _ = build_causal(read_family(index.path), torch.bfloat16, "eager")
+    except UserError as error:
+        return ModuleNames(parameters, {}, error.line())
+    modules = ModuleNames(parameters)
+    keys = KeyNames(model, prefixes)
+    for name in names:
+        renamed, converter, _ = keys.target(name)
+        for target in tensors_made(renamed, converter):
+            place = modules.parameters if converter is None else modules.joined
+            place[target.removesuffix(".weight")] = name
+    return modules
