@@ -13,17 +13,14 @@ import importlib
 import importlib.metadata
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import kt_ray
 from kt_ray import openmp
 from kt_ray.config.schema import Config
-from kt_ray.errors import UserError
-
-OK, BUG, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+from kt_ray.errors import BAD_INPUT, OK, UserError, exit_code, guard
 
 # Hydra's flags (and ours, --version).
 FLAGS = (
@@ -70,37 +67,6 @@ def version() -> str:
         return kt_ray.__version__
 
 
-def guard(action: Callable[[], int]) -> int:
-    """Runs `action` and turns what it raises into a message and an exit code."""
-    try:
-        return _report(action)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-
-
-def _report(action: Callable[[], int]) -> int:
-    """As `guard`, but an interrupt passes: it ends a whole multirun, not one job of it."""
-    try:
-        return action()
-    except UserError as error:
-        if os.environ.get("KT_RAY_DEBUG") == "1":
-            traceback.print_exc()
-        print(f"error: {error.line()}", file=sys.stderr)
-        return BAD_INPUT
-    except BrokenPipeError:  # `… | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BUG
-    except Exception as error:
-        traceback.print_exc()
-        print(
-            f"error: {type(error).__name__}: this is a bug in kt_ray, not in your input; "
-            "please report it with the traceback above and the output of mode=doctor",
-            file=sys.stderr,
-        )
-        return BUG
-
-
 def dispatch(config: Config) -> int:
     """Imports the module of `config.mode` and runs it."""
     if not os.path.exists("/dev/nvidiactl"):
@@ -131,7 +97,7 @@ def _run_hydra(arguments: list[str]) -> int:
 
     # Hydra prints lines of its own about exceptions that leave a job; none does.
     def job(composed: Any) -> None:
-        codes.append(_report(lambda: _run_job(composed)))
+        codes.append(exit_code(lambda: _run_job(composed)))
 
     entry = hydra.main(str(conf_dir()), "config", HYDRA_VERSION_BASE)(job)
     with _as_process_arguments(arguments):

@@ -1,4 +1,4 @@
-"""The one error that a user can cause, and how it reads.
+"""The one error that a user can cause, how it reads, and with which exit code a program ends by it.
 
 Every message answers four questions: what is wrong, where (file, key, layer, socket), what was
 observed against what is required, and which command or key mends it. Ray carries exceptions
@@ -6,6 +6,13 @@ between processes by pickling them, so `UserError` rebuilds itself from its fiel
 """
 
 from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+OK, BUG, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130  # exit codes
 
 
 class UserError(Exception):
@@ -66,3 +73,34 @@ def _rebuild(
     remedy: str,
 ) -> UserError:
     return cls(what, where=where, observed=observed, required=required, remedy=remedy)
+
+
+def guard(action: Callable[[], int]) -> int:
+    """Runs a program's `action` and turns what it raises into a message and an exit code."""
+    try:
+        return exit_code(action)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def exit_code(action: Callable[[], int]) -> int:
+    """As `guard`, but an interrupt passes: it ends a whole multirun, not one job of it."""
+    try:
+        return action()
+    except UserError as error:
+        if os.environ.get("KT_RAY_DEBUG") == "1":
+            traceback.print_exc()
+        print(f"error: {error.line()}", file=sys.stderr)
+        return BAD_INPUT
+    except BrokenPipeError:  # `… | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BUG
+    except Exception as error:
+        traceback.print_exc()
+        print(
+            f"error: {type(error).__name__}: this is a bug in kt_ray, not in your input; "
+            "please report it with the traceback above and the output of mode=doctor",
+            file=sys.stderr,
+        )
+        return BUG

@@ -19,6 +19,7 @@ import pytest
 from kt_ray import cli
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
+from kt_ray.errors import BAD_INPUT
 from tests.helpers.bad_input import CASES, RESUME, ROWS, VOCAB, Case, Place
 from tests.helpers.hf_reference import build_checkpoint
 
@@ -93,7 +94,7 @@ def test_bad_input(case: Case, place: Place, capfd: pytest.CaptureFixture[str]) 
     capfd.readouterr()
     code = cli.main(arguments)
     err = capfd.readouterr().err
-    assert code == cli.BAD_INPUT, err
+    assert code == BAD_INPUT, err
     assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err, err
     assert "To fix: " in err
     missing = [part for part in case.expected if _filled(part, place) not in err]
@@ -117,7 +118,7 @@ def test_a_run_that_blows_up_says_where(place: Place, capfd: pytest.CaptureFixtu
     """Settings that no check can know to be wrong: the step is not applied, and the line names it."""
     arguments = "model.path={model} data.path={dir}/rows.jsonl trainer.eval_every=0 cluster=local run.name=a"
     arguments += " lora.alpha=1e30 optim.lr=1 optim.warmup=0 trainer.max_steps=4 trainer.save_every=1"
-    assert cli.main(_arguments(arguments, place)) == cli.BAD_INPUT
+    assert cli.main(_arguments(arguments, place)) == BAD_INPUT
     err = capfd.readouterr().err
     assert err.startswith("error: the loss of step 2 is nan") and err.count("\n") == 1, err
     assert (
@@ -145,7 +146,7 @@ def test_a_ray_cluster_that_is_not_there(
         "model.path={model} data.path={dir}/rows.jsonl trainer.eval_every=0 cluster.address=127.0.0.1:9"
     )
     children = {child.pid for child in psutil.Process().children(recursive=True)}
-    assert cli.main(_arguments(arguments, place)) == cli.BAD_INPUT
+    assert cli.main(_arguments(arguments, place)) == BAD_INPUT
     err = capfd.readouterr().err
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and "Traceback" not in err, err

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from kt_ray import cli
+from kt_ray.errors import INTERRUPTED
 from kt_ray.native import available_isas
 from tests.helpers.ray_place import REPO, Place, head_node, ray_place, until
 
@@ -97,7 +98,7 @@ def test_an_interrupted_run_leaves_no_process(place: Place, tmp_path: Path, whol
         os.killpg(process.pid, signal.SIGINT)
     else:
         process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == cli.INTERRUPTED
+    assert process.wait(60) == INTERRUPTED
     assert place.left() == []
     output = log.read_text()
     assert output.rstrip().endswith("interrupted") and "Traceback" not in output, output

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from kt_ray import cli
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
+from kt_ray.errors import INTERRUPTED
 from kt_ray.native import available_isas
 from tests.helpers.hf_reference import build_checkpoint
 
@@ -238,7 +239,7 @@ def test_an_interrupted_run_goes_on_where_its_last_checkpoint_was() -> None:
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == cli.INTERRUPTED and err.splitlines()[-1] == "interrupted", err
+    assert process.returncode == INTERRUPTED and err.splitlines()[-1] == "interrupted", err
     taken = len(curve("cut"))
     assert 3 <= taken < 14 and not Path("runs/cut/adapter").exists()
 

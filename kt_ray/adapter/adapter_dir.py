@@ -1,4 +1,4 @@
-"""Write and read an adapter directory that PEFT loads.
+"""Write an adapter directory that PEFT loads.
 
     adapter/  adapter_model.safetensors  adapter_config.json  README.md
 
@@ -18,28 +18,30 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from kt_ray.adapter.fused import write_fused
-from kt_ray.adapter.peft_config import AdapterInfo, adapter_config, adapter_form, adapter_readme
+from kt_ray.adapter.peft_config import (
+    CONFIG,
+    PREFIX,
+    WEIGHTS,
+    AdapterInfo,
+    adapter_config,
+    adapter_form,
+    adapter_readme,
+)
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.safetensors_file import (
     NAMES,
     build_header,
     read_header,
-    read_json,
-    read_tensor,
     tensor_bytes,
     write_from,
 )
 from kt_ray.checkpoint.training import write_text
 from kt_ray.errors import UserError
 
-PREFIX = "base_model.model."
-WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
 _PARTIAL = f".{WEIGHTS}.partial"
 _WRITTEN = ".written-"
 
@@ -198,15 +200,3 @@ def finish_adapter(
     for record in records:
         record.unlink()
     return path
-
-
-def read_adapter(directory: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors by parameter name (without "base_model.model.") and the configuration of an adapter."""
-    path = Path(directory)
-    remedy = "write the adapter again, or choose another directory"
-    for name in (CONFIG, WEIGHTS):
-        if not (path / name).is_file():
-            raise UserError("not an adapter directory", where=str(path), observed=f"no {name}", remedy=remedy)
-    header = read_header(path / WEIGHTS, remedy=remedy)
-    tensors = {name.removeprefix(PREFIX): read_tensor(info) for name, info in header.tensors.items()}
-    return tensors, read_json(path / CONFIG, CONFIG, remedy)

@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kt_ray.adapter.adapter_dir import CONFIG, PREFIX, WEIGHTS
-from kt_ray.checkpoint.expert_reader import slice_of
+from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS
 from kt_ray.checkpoint.index import some
-from kt_ray.checkpoint.names import expert_name
+from kt_ray.checkpoint.names import one_expert
 from kt_ray.checkpoint.safetensors_file import TensorInfo, read_header, read_json, read_tensor
 from kt_ray.errors import UserError
 
@@ -34,7 +32,10 @@ _FUSED = re.compile(r"^(?P<prefix>.*\bexperts)(?P<inner>(\.base_layer)*)$")
 # Initialisations of PEFT after which the base stays as it is; the others (PiSSA, OLoRA, LoftQ, CorDA,
 # LoRA-GA) take scale * B A off the base first, so that adding to the released weights gives another model.
 _KEEPS_BASE = ("gaussian", "eva", "orthogonal", "mica")
-_VARIANTS = ("use_bdlora", "kasa_config", "monteclora_config", "velora_config", "arrow_config")
+_VARIANTS = (
+    *("use_dora", "lora_bias", "fan_in_fan_out", "layer_replication", "trainable_token_indices"),
+    *("use_qalora", "use_bdlora", "kasa_config", "monteclora_config", "velora_config", "arrow_config"),
+)
 _REMEDY = "choose a LoRA adapter that PEFT or kt_ray wrote"
 
 
@@ -67,9 +68,12 @@ class Pair:
         """A [r, in] and B [out, r], float32; of one expert where the pair is fused."""
         if not self.experts:
             return read_tensor(self.a).float(), read_tensor(self.b).float()
-        a = read_tensor(slice_of(self.a, expert * self.rank, (expert + 1) * self.rank)).float()
-        b = _whole(self.b).view(self.out_features, self.rank, self.experts)[:, :, expert]
-        return a, b.float()
+        a = read_tensor(self.a.rows(expert * self.rank, (expert + 1) * self.rank)).float()
+        return a, self.stacked_b()[:, :, expert].float()
+
+    def stacked_b(self) -> Tensor:
+        """B of a fused pair as [out, r, E]."""
+        return _whole(self.b).view(self.out_features, self.rank, self.experts)
 
     def delta(self, expert: int = 0) -> Tensor:
         """scale * B A, [out, in], float32."""
@@ -91,7 +95,6 @@ class Lora:
         linear: module -> pair.
         experts: (prefix "...experts", expert, "gate" | "up" | "down") -> pair.
         fused: (prefix, "gate_up" | "down") -> pair.
-        leaves: (prefix, expert, projection) -> module, as the file names it.
     """
 
     path: Path
@@ -120,16 +123,16 @@ class Lora:
         lora = cls(path, config)
         wrapped: dict[str, dict[str, tuple[TensorInfo, TensorInfo]]] = {}
         for module, (a, b) in pairs.items():
-            match, expert = _FUSED.match(module), expert_name(f"{module}.weight")
+            match, expert = _FUSED.match(module), one_expert(module)
             if match is not None:
                 wrapped.setdefault(match["prefix"], {})[module] = (a, b)
-            elif expert is not None and expert.expert is not None and expert.role != "gate_up":
+            elif expert is not None and expert.expert is not None:
                 pair = lora._pair(module, a, b, lora._named(module))
                 lora.experts[expert.prefix, expert.expert, expert.role] = pair
             else:
                 lora.linear[module] = lora._pair(module, a, b, lora._named(module))
-        for prefix, held in wrapped.items():
-            lora._add_fused(prefix, held)
+        for prefix, wrappers in wrapped.items():
+            lora._add_fused(prefix, wrappers)
         return lora
 
     @property
@@ -148,12 +151,12 @@ class Lora:
 
     def _setting(self, module: str) -> tuple[int, float]:
         """Rank and alpha of a module, as PEFT's patterns give them."""
-        found = []
-        for default, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
-            held: Mapping[str, Any] = self.config.get(patterns) or {}
-            key = next((k for k in held if re.match(rf"(.*\.)?({k})$", module)), None)
-            found.append(self.config[default] if key is None else held[key])
-        return int(found[0]), float(found[1])
+        values = []
+        for default, name in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+            patterns: Mapping[str, Any] = self.config.get(name) or {}
+            key = next((k for k in patterns if re.match(rf"(.*\.)?({k})$", module)), None)
+            values.append(self.config[default] if key is None else patterns[key])
+        return int(values[0]), float(values[1])
 
     def _pair(self, module: str, a: TensorInfo, b: TensorInfo, named: str, experts: int = 0) -> Pair:
         rank, alpha = self._setting(named)
@@ -169,64 +172,55 @@ class Lora:
         scale = alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
         return Pair(module, a, b, rank, scale, experts)
 
-    def _add_fused(self, prefix: str, held: dict[str, tuple[TensorInfo, TensorInfo]]) -> None:
-        roles = self._roles(prefix, held)
-        for role, module in roles.items():
-            a, b = held[module]
+    def _add_fused(self, prefix: str, wrappers: dict[str, tuple[TensorInfo, TensorInfo]]) -> None:
+        for role, module in self._roles(prefix, wrappers).items():
+            a, b = wrappers[module]
             named = f"{prefix}.{role}_proj"
             count = a.shape[0] // self._setting(named)[0]
             self.fused[prefix, role] = self._pair(module, a, b, named, count)
 
-    def _roles(self, prefix: str, held: dict[str, tuple[TensorInfo, TensorInfo]]) -> dict[str, str]:
+    def _roles(self, prefix: str, wrappers: dict[str, tuple[TensorInfo, TensorInfo]]) -> dict[str, str]:
         """Which wrapper adapts gate_up and which down: by shapes, or by the only one that is configured."""
-        if len(held) == 2:
-            for up, down in (sorted(held, reverse=True), sorted(held)):
-                (a, b), (a2, b2) = held[up], held[down]
+        if len(wrappers) == 2:
+            for up, down in (sorted(wrappers, reverse=True), sorted(wrappers)):
+                (a, b), (a2, b2) = wrappers[up], wrappers[down]
                 if a.shape[1] == b2.shape[0] and b.shape[0] == 2 * a2.shape[1]:
                     return {"gate_up": up, "down": down}
-        elif len(held) == 1:
+        elif len(wrappers) == 1:
             targets = self.config.get("target_parameters") or []
             named = {r for r in ("gate_up", "down") if any(str(t).endswith(f"{r}_proj") for t in targets)}
             if len(named) == 1:
-                return {named.pop(): next(iter(held))}
+                return {named.pop(): next(iter(wrappers))}
         raise UserError(
             "adapter's fused expert matrices fit neither gate_up_proj nor down_proj",
             where=f"{self.path}, {prefix}",
-            observed="; ".join(f"{m} A {list(a.shape)}, B {list(b.shape)}" for m, (a, b) in held.items()),
+            observed="; ".join(f"{m} A {list(a.shape)}, B {list(b.shape)}" for m, (a, b) in wrappers.items()),
             required="A [E*r, H], B [2I, r*E] and A [E*r, I], B [H, r*E]",
             remedy=_REMEDY,
         )
 
 
 def _check_config(path: Path, config: Mapping[str, Any]) -> None:
+    init = config.get("init_lora_weights")
     wrong: list[tuple[bool, str]] = [
         (config.get("peft_type") != "LORA", f"peft_type {config.get('peft_type')!r}"),
         (not isinstance(config.get("r"), int) or config.get("r", 0) < 1, f"r {config.get('r')!r}"),
         (not isinstance(config.get("lora_alpha"), int | float), f"lora_alpha {config.get('lora_alpha')!r}"),
-        (bool(config.get("use_dora")), "use_dora"),
         (config.get("bias", "none") != "none", f"bias {config.get('bias')!r}"),
-        (bool(config.get("lora_bias")), "lora_bias"),
-        (bool(config.get("fan_in_fan_out")), "fan_in_fan_out"),
         (bool(config.get("modules_to_save")), f"modules_to_save {config.get('modules_to_save')!r}"),
-        (bool(config.get("layer_replication")), "layer_replication"),
-        (bool(config.get("trainable_token_indices")), "trainable_token_indices"),
-        (bool(config.get("use_qalora")), "use_qalora"),
         (config.get("alora_invocation_tokens") is not None, "alora_invocation_tokens"),
         *((bool(config.get(name)), name) for name in _VARIANTS),
-    ]
-    init = config.get("init_lora_weights")
-    wrong.append(
         (
             isinstance(init, str) and init.lower() not in _KEEPS_BASE,
             f"init_lora_weights {init!r} (a changed base)",
-        )
-    )
-    found = [text for is_wrong, text in wrong if is_wrong]
-    if found:
+        ),
+    ]
+    faults = [text for is_wrong, text in wrong if is_wrong]
+    if faults:
         raise UserError(
             "adapter is not plain LoRA",
             where=str(path / CONFIG),
-            observed=", ".join(found),
+            observed=", ".join(faults),
             required="LORA: W + scale * B A, r and lora_alpha given",
             remedy="merge it with PEFT, or train without this option",
         )
@@ -241,23 +235,18 @@ def _pairs(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[Ten
             other.append(key)
         else:
             halves.setdefault(match["module"], {})[match["half"]] = info
-    fault: Callable[[list[str], str], UserError] = lambda names, what: UserError(  # noqa: E731
-        what,
-        where=str(path / WEIGHTS),
-        observed=some(sorted(names), 8),
-        required="a lora_A.weight and a lora_B.weight for each module",
-        remedy=_REMEDY,
-    )
-    if other:
-        raise fault(other, "adapter holds tensors that are not LoRA matrices")
-    single = [f"{m}.lora_{next(iter(h))}.weight" for m, h in halves.items() if len(h) < 2]
-    if single:
-        raise fault(single, "adapter holds one half of a pair")
-    if not halves:
-        raise fault([], "adapter holds no LoRA matrices")
-    return {module: (held["A"], held["B"]) for module, held in halves.items()}
-
-
-def is_zero(info: TensorInfo) -> bool:
-    """Whether all values are zero."""
-    return not bool(torch.count_nonzero(read_tensor(info)))
+    single = [f"{m}.lora_{next(iter(pair))}.weight" for m, pair in halves.items() if len(pair) < 2]
+    for names, what in (
+        (other, "adapter holds tensors that are not LoRA matrices"),
+        (single, "adapter holds one half of a pair"),
+        ([] if halves else ["none"], "adapter holds no LoRA matrices"),
+    ):
+        if names:
+            raise UserError(
+                what,
+                where=str(path / WEIGHTS),
+                observed=some(sorted(names), 8),
+                required="a lora_A.weight and a lora_B.weight for each module",
+                remedy=_REMEDY,
+            )
+    return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}

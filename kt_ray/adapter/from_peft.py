@@ -7,17 +7,18 @@ Pairs of a smaller rank get zeros, and B takes up a scale that differs, so PEFT'
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kt_ray.adapter.adapter_dir import CONFIG, WEIGHTS
-from kt_ray.adapter.adapter_file import Lora, Pair
-from kt_ray.adapter.peft_config import module_of
-from kt_ray.checkpoint.expert_reader import split_rows
+from kt_ray.adapter.adapter_file import Lora
+from kt_ray.adapter.fused import FusedLayer
+from kt_ray.adapter.peft_config import CONFIG, WEIGHTS, module_of
 from kt_ray.checkpoint.index import some
-from kt_ray.checkpoint.names import expert_name
+from kt_ray.checkpoint.names import family, is_interleaved, one_expert
+from kt_ray.checkpoint.safetensors_file import read_json
 from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
 
@@ -42,14 +43,12 @@ def adapter_directory(path: str, key: str = "generate.adapter") -> str:
 
 def settings_of(readers: Sequence[AdapterReader]) -> LoraConfig:
     """LoRA settings under which a model has all parameters of all these adapters."""
-    found = [reader.config for reader in readers]
-    linear = sorted({name for reader in readers for name in reader.lora.linear})
-    rank = max(config.rank for config in found)
+    rank = max(reader.rank for reader in readers)
     return LoraConfig(
         rank=rank,
-        alpha=found[0].scale * rank,
-        target_modules=linear or "none",
-        experts=any(config.experts for config in found),
+        alpha=readers[0].lora.pairs()[0].scale * rank,
+        target_modules=sorted({name for reader in readers for name in reader.lora.linear}) or "none",
+        experts=any(reader.lora.experts or reader.lora.fused for reader in readers),
     )
 
 
@@ -66,32 +65,29 @@ class AdapterReader:
 
     def __init__(self, directory: str, model_dir: str) -> None:
         self.lora = Lora.open(directory)
-        self._model_dir = model_dir
-        self._interleaved: bool | None = None
+        self._model_dir = Path(model_dir)
+        self._layers: dict[str, FusedLayer] = {}
 
     @property
     def config(self) -> LoraConfig:
         """LoRA settings under which a model has all parameters of this adapter."""
-        lora = self.lora
-        routed = [*lora.experts.values(), *lora.fused.values()]
-        # Gate and up of our fused form lie side by side, so it has twice their rank.
-        rank = max(pair.rank // (2 if self._halves(pair) else 1) for pair in lora.pairs())
-        scale = next(iter([*lora.linear.values(), *routed])).scale
-        return LoraConfig(
-            rank=rank,
-            alpha=scale * rank,
-            target_modules=sorted(lora.linear) or "none",
-            experts=bool(routed),
-        )
+        return settings_of([self])
 
-    def _halves(self, pair: Pair) -> bool:
-        prefix = next(
-            (p for (p, role), known in self.lora.fused.items() if known is pair and role == "gate_up"), None
-        )
-        if prefix is None:
-            return False
-        down = self.lora.fused.get((prefix, "down"))
-        return down is not None and pair.rank == 2 * down.rank
+    @property
+    def rank(self) -> int:
+        """Smallest rank that holds every pair."""
+        single = [pair.rank for pair in (*self.lora.linear.values(), *self.lora.experts.values())]
+        return max([*single, *(self._fused(prefix).rank for prefix, _ in self.lora.fused)])
+
+    @cached_property
+    def _interleaved(self) -> bool:
+        file = self._model_dir / "config.json"
+        return is_interleaved(family(read_json(file, file.name, "set model.path to a model's directory")))
+
+    def _fused(self, prefix: str) -> FusedLayer:
+        if prefix not in self._layers:
+            self._layers[prefix] = FusedLayer.of(self.lora, prefix, self._interleaved)
+        return self._layers[prefix]
 
     def read_into(
         self, parameters: Iterable[tuple[str, Tensor]], scale: float, *, one_of_several: bool = False
@@ -111,15 +107,15 @@ class AdapterReader:
         """
         count, missing = 0, []
         for name, target in parameters:
-            found = self._find(module_of(name))
-            if found is None:
+            factors = self._factors(module_of(name))
+            if factors is None:
                 if one_of_several and not self._changes(name):
                     with torch.no_grad():
                         target.zero_()
                 else:
                     missing.append(name)
                 continue
-            a, b, own = found
+            a, b, own = factors
             value = a if name.endswith("lora_A.weight") else b * (own / scale)
             self._fill(name, target, value)
             count += 1
@@ -136,51 +132,19 @@ class AdapterReader:
     def _changes(self, name: str) -> bool:
         """Whether the adapter ought to have a parameter: it has the module, or routed experts at all."""
         module = module_of(name)
-        if expert_name(f"{module}.weight") is None:
+        if one_expert(module) is None:
             return module in self.lora.linear
         return bool(self.lora.experts or self.lora.fused)
 
-    def _find(self, module: str) -> tuple[Tensor, Tensor, float] | None:
+    def _factors(self, module: str) -> tuple[Tensor, Tensor, float] | None:
         """A [r, in], B [out, r] and scale of a module."""
-        lora = self.lora
-        pair = lora.linear.get(module)
-        if pair is not None:
-            return (*pair.factors(), pair.scale)
-        expert = expert_name(f"{module}.weight")
-        if expert is None or expert.expert is None:
-            return None
-        pair = lora.experts.get((expert.prefix, expert.expert, expert.role))
-        if pair is not None:
-            return (*pair.factors(), pair.scale)
-        if expert.role == "down":
-            pair = lora.fused.get((expert.prefix, "down"))
-            return None if pair is None else (*pair.factors(expert.expert), pair.scale)
-        pair = lora.fused.get((expert.prefix, "gate_up"))
-        if pair is None:
-            return None
-        a, b = pair.factors(expert.expert)
-        second = expert.role == "up"
-        b = split_rows(b, self._is_interleaved())[second]
-        if self._halves(pair):
-            ours, other = (slice(pair.rank // 2, None), slice(0, pair.rank // 2))
-            if not second:
-                ours, other = other, ours
-            if bool(b[:, other].any()):
-                raise UserError(
-                    "gate and up of a fused adapter share their rank in a way that cannot be taken apart",
-                    where=f"{lora.path}, {module}",
-                    remedy="merge the adapter into the model: python -m kt_ray.tools merge",
-                )
-            a, b = a[ours], b[:, ours]
-        return a, b, pair.scale
-
-    def _is_interleaved(self) -> bool:
-        if self._interleaved is None:
-            from kt_ray.checkpoint.names import INTERLEAVED
-            from kt_ray.model.family import read_family
-
-            self._interleaved = read_family(self._model_dir).text_type in INTERLEAVED
-        return self._interleaved
+        pair, expert = self.lora.linear.get(module), one_expert(module)
+        if pair is None and expert is not None and expert.expert is not None:
+            pair = self.lora.experts.get((expert.prefix, expert.expert, expert.role))
+            role = "down" if expert.role == "down" else "gate_up"
+            if pair is None and (expert.prefix, role) in self.lora.fused:
+                return self._fused(expert.prefix).split(expert.expert, expert.role)
+        return None if pair is None else (*pair.factors(), pair.scale)
 
     def _fill(self, name: str, target: Tensor, value: Tensor) -> None:
         side = 0 if name.endswith("lora_A.weight") else 1

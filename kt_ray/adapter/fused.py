@@ -1,10 +1,10 @@
-"""The fused form of expert adapters, for families whose per-expert keys PEFT cannot merge itself.
+"""The fused form of expert adapters, as PEFT stores adapters of fused parameters: made, and taken apart.
 
 PEFT adapts a fused parameter W [E, out, in] by A [E*r, in] (row e*r + j) and B [out, r*E]
-(column j*E + e). gate and up share one parameter, so their adapters become one of rank 2r: A is gate's
-rows over up's, B is block-diagonal. Experts without a gate keep up at rank r. B's columns of different
-experts lie next to each other, so actors cannot write them by byte range; the fused file is made from the
-per-expert one, layer by layer.
+(column j*E + e). gate and up share one parameter, so kt_ray writes their adapters as one of rank 2r: A is
+gate's rows over up's, B is block-diagonal. In an adapter that PEFT trained, gate and up may both use all of
+A. Experts without a gate keep up at rank r. B's columns of different experts lie next to each other, so
+actors cannot write them by byte range; the fused file is made from the per-expert one, layer by layer.
 
 Legend: E experts, r rank, I intermediate size, H hidden size.
 """
@@ -12,40 +12,40 @@ Legend: E experts, r rank, I intermediate size, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from kt_ray.adapter.peft_config import EXPERT, module_of
-from kt_ray.checkpoint.safetensors_file import NAMES, TensorInfo, build_header, read_tensor, tensor_bytes
+from kt_ray.adapter.adapter_file import Lora, Pair
+from kt_ray.adapter.peft_config import module_of
+from kt_ray.checkpoint.expert_groups import split_rows
+from kt_ray.checkpoint.names import one_expert
+from kt_ray.checkpoint.safetensors_file import TensorInfo, read_tensor, write_safetensors
 
-_PROJECTION = {
-    "gate_proj": "gate",
-    "w1": "gate",
-    "up_proj": "up",
-    "w3": "up",
-    "down_proj": "down",
-    "w2": "down",
-}
-Pair = tuple[torch.Tensor, torch.Tensor]
+Factors = tuple[Tensor, Tensor]
 
 
-def fuse_down(pairs: list[Pair]) -> Pair:
+def fuse_down(pairs: list[Factors]) -> Factors:
     """One (A [r, in], B [out, r]) per expert -> A [E*r, in], B [out, r*E]."""
     a = torch.cat([a for a, _ in pairs])
     b = torch.stack([b for _, b in pairs], dim=2)  # [out, r, E]
     return a, b.flatten(1)
 
 
-def fuse_gate_up(gate: list[Pair], up: list[Pair], *, interleaved: bool = False) -> Pair:
+def fuse_gate_up(gate: list[Factors], up: list[Factors], *, interleaved: bool = False) -> Factors:
     """Adapters of gate and up -> A [E*2r, H], B [2I, 2r*E]."""
-    both: list[Pair] = []
+    both: list[Factors] = []
     for (gate_a, gate_b), (up_a, up_b) in zip(gate, up, strict=True):
         b = torch.block_diag(gate_b, up_b)  # rows of gate, then rows of up
         if interleaved:
             b = torch.stack(b.chunk(2), dim=1).flatten(0, 1)
         both.append((torch.cat((gate_a, up_a)), b))
     return fuse_down(both)
+
+
+_Modules = dict[str, dict[tuple[str, int], str]]  # "...experts" -> (projection, expert) -> module
 
 
 def write_fused(source: Mapping[str, TensorInfo], target: Path, prefix: str, *, interleaved: bool) -> None:
@@ -57,64 +57,125 @@ def write_fused(source: Mapping[str, TensorInfo], target: Path, prefix: str, *, 
         prefix: put before every key ("base_model.model.").
         interleaved: order of gate and up rows in the model's parameter.
     """
-    groups, rest = _groups(source)
-    entries: list[tuple[str, str, tuple[int, ...]]] = []
-    for name in rest:
-        entries.append((prefix + name, source[name].dtype, source[name].shape))
-    for path, experts in groups.items():
-        (up_a, up_b), (down_a, down_b) = ([source[n] for n in experts[0][p]] for p in ("up", "down"))
-        E, r = len(experts), up_a.shape[0]
-        H, I, dtype = up_a.shape[1], up_b.shape[0], up_a.dtype
-        wide = 2 if "gate" in experts[0] else 1
-        assert (down_a.shape, down_b.shape) == ((r, I), (H, r)), f"{path}: shapes do not fit together"
-        entries.append((f"{prefix}{path}.base_layer.lora_A.weight", dtype, (E * wide * r, H)))
-        entries.append((f"{prefix}{path}.base_layer.lora_B.weight", dtype, (wide * I, wide * r * E)))
-        entries.append((f"{prefix}{path}.lora_A.weight", dtype, (E * r, I)))
-        entries.append((f"{prefix}{path}.lora_B.weight", dtype, (H, r * E)))
-    head, _, _ = build_header(entries)
-    with target.open("wb") as file:
-        file.write(head)
-        values = _values(source, groups, rest, interleaved)
-        for (name, dtype, shape), value in zip(entries, values, strict=True):
-            assert tuple(value.shape) == shape and NAMES[value.dtype] == dtype, name
-            file.write(tensor_bytes(value.contiguous()))
-        file.flush()
-
-
-_Groups = dict[str, list[dict[str, tuple[str, str]]]]
-
-
-def _groups(source: Mapping[str, TensorInfo]) -> tuple[_Groups, list[str]]:
-    """Per path "...experts": experts in order, each projection's (A name, B name); and the other names."""
-    found: dict[str, dict[int, dict[str, tuple[str, str]]]] = {}
+    modules: _Modules = {}
     rest: list[str] = []
     for name in source:
         module = module_of(name)
-        match = EXPERT.match(module)
-        if match is None:
+        expert = one_expert(module)
+        if expert is None or expert.expert is None:
             rest.append(name)
-            continue
-        projections = found.setdefault(match["prefix"], {}).setdefault(int(match["expert"]), {})
-        projections[_PROJECTION[match["leaf"]]] = (f"{module}.lora_A.weight", f"{module}.lora_B.weight")
-    groups: _Groups = {}
-    for path, experts in found.items():
-        assert sorted(experts) == list(range(len(experts))), f"{path}: the fused form needs every expert"
-        groups[path] = [experts[e] for e in range(len(experts))]
-    return groups, rest
+        else:
+            modules.setdefault(expert.prefix, {})[expert.role, expert.expert] = module
+    entries = [(prefix + name, source[name].dtype, source[name].shape) for name in rest]
+    for path, names in modules.items():
+        E, wide = 1 + max(e for _, e in names), 2 if ("gate", 0) in names else 1
+        assert len(names) == E * (wide + 1), f"{path}: the fused form needs every expert"
+        up_a, up_b = (source[f"{names['up', 0]}.lora_{half}.weight"] for half in "AB")
+        (r, H), (I, _) = up_a.shape, up_b.shape
+        shapes = {
+            "base_layer.lora_A": (E * wide * r, H),
+            "base_layer.lora_B": (wide * I, wide * r * E),
+            "lora_A": (E * r, I),
+            "lora_B": (H, r * E),
+        }
+        entries += [(f"{prefix}{path}.{key}.weight", up_a.dtype, shape) for key, shape in shapes.items()]
+    write_safetensors(target, entries, _fused_values(source, modules, rest, interleaved))
 
 
-def _values(
-    source: Mapping[str, TensorInfo], groups: _Groups, rest: list[str], interleaved: bool
-) -> Iterator[torch.Tensor]:
+def _fused_values(
+    source: Mapping[str, TensorInfo], modules: _Modules, rest: list[str], interleaved: bool
+) -> Iterator[Tensor]:
     for name in rest:
         yield read_tensor(source[name])
-    for experts in groups.values():
-        pairs: dict[str, list[Pair]] = {
-            p: [(read_tensor(source[e[p][0]]), read_tensor(source[e[p][1]])) for e in experts]
-            for p in experts[0]
-        }
+    for names in modules.values():
+        pairs: dict[str, list[Factors]] = {}
+        for (projection, _), module in sorted(names.items(), key=lambda item: item[0][1]):
+            a, b = (read_tensor(source[f"{module}.lora_{half}.weight"]) for half in "AB")
+            pairs.setdefault(projection, []).append((a, b))
         if "gate" in pairs:
             yield from fuse_gate_up(pairs["gate"], pairs["up"], interleaved=interleaved)
         else:
             yield from fuse_down(pairs["up"])
         yield from fuse_down(pairs["down"])
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """One layer's fused pairs, taken apart into one pair per expert and projection.
+
+    Where gate and up share all of A, both keep it, and the rank of the result is PEFT's.
+
+    Attributes:
+        prefix: "...experts".
+        gate_up, down: the pairs; None where the adapter has none.
+        halves: gate and up have half of gate_up's rank each.
+        interleaved: rows of gate and up alternate.
+    """
+
+    prefix: str
+    gate_up: Pair | None
+    down: Pair | None
+    halves: bool
+    interleaved: bool
+
+    @classmethod
+    def of(cls, lora: Lora, prefix: str, interleaved: bool) -> FusedLayer:
+        """The layer of an adapter; reads B to see whether gate and up are apart."""
+        both, down = lora.fused.get((prefix, "gate_up")), lora.fused.get((prefix, "down"))
+        halves = False
+        if both is not None and both.rank % 2 == 0:
+            half = both.rank // 2
+            gate, up = split_rows(both.stacked_b(), interleaved)
+            halves = not bool(gate[:, half:].any()) and not bool(up[:, :half].any())
+        return cls(prefix, both, down, halves, interleaved)
+
+    def _pair(self, projection: str) -> Pair:
+        pair = self.down if projection == "down" else self.gate_up
+        assert pair is not None, projection
+        return pair
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self._pair(self.projections[0]).experts
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Those that are adapted."""
+        return (*(("gate", "up") if self.gate_up else ()), *(("down",) if self.down else ()))
+
+    @property
+    def rank(self) -> int:
+        """Smallest rank that holds every projection."""
+        own = 0 if self.gate_up is None else self.gate_up.rank // (2 if self.halves else 1)
+        return max(own, 0 if self.down is None else self.down.rank)
+
+    @property
+    def scale(self) -> float:
+        """Scale of `factors`; another one of down goes into its B."""
+        return self._pair(self.projections[0]).scale
+
+    def shape(self, projection: str) -> tuple[int, int]:
+        """[out, in]."""
+        pair = self._pair(projection)
+        return pair.out_features // (1 if projection == "down" else 2), pair.in_features
+
+    def split(self, expert: int, projection: str) -> tuple[Tensor, Tensor, float]:
+        """A [r, in], B [out, r] and scale of one expert's projection, at its own rank."""
+        pair = self._pair(projection)
+        a, b = pair.factors(expert)
+        if projection != "down":
+            b = split_rows(b, self.interleaved)[projection == "up"]
+            if self.halves:
+                half = pair.rank // 2
+                part = slice(half, None) if projection == "up" else slice(0, half)
+                a, b = a[part], b[:, part]
+        return a, b, pair.scale
+
+    def factors(self, expert: int, projection: str, rank: int) -> Factors:
+        """A [rank, in] and B [out, rank] of one expert for `scale`, zeros beyond its own rank."""
+        a, b, scale = self.split(expert, projection)
+        own = a.shape[0]
+        padded_a, padded_b = torch.zeros(rank, a.shape[1]), torch.zeros(b.shape[0], rank)
+        padded_a[:own], padded_b[:, :own] = a, b * (scale / self.scale)
+        return padded_a, padded_b

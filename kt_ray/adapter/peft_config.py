@@ -12,7 +12,7 @@ against PEFT itself:
 * For families whose keys PEFT converts but whose configuration it does not (qwen2_moe), the fused
   parameters are named under `target_parameters`, with the doubled rank of gate beside up.
 
-Families whose keys PEFT cannot convert get the fused form (adapter_fused.py).
+Families whose keys PEFT cannot convert get the fused form (fused.py).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-EXPERT = re.compile(
-    r"^(?P<prefix>.*\bexperts)\.(?P<expert>\d+)\.(?P<leaf>gate_proj|up_proj|down_proj|w1|w2|w3)$"
-)
+from kt_ray.checkpoint.names import ONE_BY_ONE, is_interleaved, one_expert
+
+PREFIX = "base_model.model."
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 _SUFFIX = re.compile(r"\.lora_[AB]\.weight$")
 # Leaf names that PEFT may take for the experts' or the router's.
-_AMBIGUOUS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate"})
-# Families of transformers whose fused parameter alternates rows of gate and up.
-INTERLEAVED = frozenset({"gpt_oss"})
+_AMBIGUOUS = frozenset({"gate"}.union(*(leaves.values() for leaves in ONE_BY_ONE)))
 _GATE_UP, _UP, _DOWN = "experts.gate_up_proj", "experts.up_proj", "experts.down_proj"
 
 
@@ -41,7 +41,6 @@ class AdapterInfo:
         base_model: directory or name of the model the adapter belongs to.
         model_type: of its language model, as transformers names it (Kimi-K2 is deepseek_v3).
         rank, alpha, rslora, dropout: as trained.
-        interleaved: the family interleaves gate and up rows in its fused parameter (fused form only).
         notes: lines added to the README (data, steps, loss, ...).
     """
 
@@ -51,8 +50,12 @@ class AdapterInfo:
     alpha: float
     rslora: bool = False
     dropout: float = 0.0
-    interleaved: bool = False
     notes: tuple[str, ...] = ()
+
+    @property
+    def interleaved(self) -> bool:
+        """The family interleaves gate and up rows in its fused parameter (fused form only)."""
+        return is_interleaved(self.model_type)
 
     @property
     def plain_alpha(self) -> float | int:
@@ -93,7 +96,7 @@ def converts_keys(model_type: str) -> bool:
 
 def adapter_form(names: Iterable[str], model_type: str) -> str:
     """How experts are written and named: "none", "modules", "parameters" or "fused" (see the module)."""
-    leaves = {m["leaf"] for m in map(EXPERT.match, {module_of(n) for n in names}) if m}
+    leaves = {expert.leaf for expert in map(one_expert, {module_of(n) for n in names}) if expert}
     if not leaves:
         return "none"
     if not converts_keys(model_type):
@@ -114,8 +117,8 @@ def adapter_config(
     """
     names = list(names)
     trained = {module_of(name) for name in names}
-    experts = {m for m in trained if EXPERT.match(m)}
-    others = trained - experts
+    experts = {m: expert for m in trained if (expert := one_expert(m))}
+    others = trained - experts.keys()
     as_parameters = {m for m in others if m.rpartition(".")[2] in _AMBIGUOUS}
     targets = _shortened(others - as_parameters, modules)
     parameters = [f"{m}.weight" for m in sorted(as_parameters)]
@@ -138,9 +141,9 @@ def adapter_config(
         "alpha_pattern": {},
     }
     if form == "modules":
-        targets += sorted({m.rpartition(".")[2] for m in experts})
+        targets += sorted({expert.leaf for expert in experts.values()})
     elif form in ("parameters", "fused"):
-        gated = any(m.endswith((".gate_proj", ".w1")) for m in experts)
+        gated = any(expert.role == "gate" for expert in experts.values())
         parameters += [_GATE_UP if gated else _UP, _DOWN]
         if gated:
             config["rank_pattern"] = {r".*\.gate_up_proj": 2 * info.rank}
@@ -153,7 +156,7 @@ def _shortened(modules: set[str], everything: Iterable[str] | None) -> list[str]
         return sorted(modules)
     everywhere: dict[str, set[str]] = {}
     for name in everything:
-        if not EXPERT.match(name):
+        if one_expert(name) is None:
             everywhere.setdefault(name.rpartition(".")[2], set()).add(name)
     result: set[str] = set()
     for module in modules:

@@ -1,6 +1,6 @@
 """Checks of a checkpoint's routed experts: shapes, types, formats, and what fused tensors say about sizes.
 
-Legend: see experts.py.
+Legend: E experts, I intermediate size of one expert, H hidden size.
 """
 
 from __future__ import annotations
@@ -8,16 +8,23 @@ from __future__ import annotations
 from collections import defaultdict
 
 from kt_ray.checkpoint.index import CheckpointIndex, some
+from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.errors import UserError
 
 _PLAIN = {"BF16": "bf16", "F32": "f32"}
-_AGAIN = "download the checkpoint again, or check that config.json belongs to it"
 _CONVERT = "python -m kt_ray.tools convert {path} <new directory> --to bf16"
 
 
-def fault(index: CheckpointIndex, message: str, observed: object, required: object) -> UserError:
-    """A directory that is damaged, or does not go with its config.json."""
-    return UserError(message, where=str(index.path), observed=observed, required=required, remedy=_AGAIN)
+def no_experts(index: CheckpointIndex) -> UserError:
+    """A model without routed experts."""
+    return UserError(
+        "checkpoint has no routed experts",
+        where=str(index.path),
+        observed=f"model_type {index.config.get('model_type')!r}, {len(index.tensors)} tensors",
+        required="...experts.N.{gate,up,down}_proj.weight, ...experts.N.{w1,w2,w3}.weight "
+        "or ...experts.{gate_up,down}_proj",
+        remedy="choose a Mixture-of-Experts checkpoint (model.path)",
+    )
 
 
 def _format(index: CheckpointIndex, name: str) -> str:
@@ -62,7 +69,7 @@ def check_part(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int,
         ].append(name)
     if len(kinds) > 1:
         few = min(kinds.values(), key=len)
-        counts = {" ".join(map(str, kind)): len(held) for kind, held in kinds.items()}
+        counts = {" ".join(map(str, kind)): len(names) for kind, names in kinds.items()}
         raise UserError(
             "experts of one layer have mixed types",
             where=f"{index.path}, {some(few, 2)}",
@@ -80,12 +87,11 @@ def check_bias(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int,
         if info.shape != shape:
             raise _mixed_shapes(index, name, list(shape))
         if info.dtype not in ("F32", "BF16", "F16"):
-            raise UserError(
+            raise damaged(
                 "a bias of the experts is in a format that is not read",
-                where=f"{info.file}, tensor {name}",
-                observed=info.dtype,
-                required="BF16, F16 or F32",
-                remedy=_AGAIN,
+                f"{info.file}, tensor {name}",
+                info.dtype,
+                "BF16, F16 or F32",
             )
 
 
@@ -129,38 +135,34 @@ def check_formats(
 def _mixed_shapes(index: CheckpointIndex, name: str, required: object) -> UserError:
     matrix = index.matrices.get(name)
     info = index.tensors[name] if matrix is None else matrix.data
-    return UserError(
-        "experts have mixed shapes",
-        where=f"{info.file}, tensor {name}",
-        observed=list(index.shape(name)),
-        required=required,
-        remedy=_AGAIN,
+    return damaged(
+        "experts have mixed shapes", f"{info.file}, tensor {name}", list(index.shape(name)), required
     )
 
 
-def fused_sizes(
-    index: CheckpointIndex, parts: dict[str, tuple[str, ...]], transposed: bool | None
-) -> tuple[int, int, bool]:
-    """(H, I, transposed) from the shapes: [E,2I,H] with [E,H,I], or [E,H,2I] with [E,I,H]."""
-    first = "gate_up" if "gate_up" in parts else "up"
-    width = 2 if first == "gate_up" else 1
-    up, down = index.shape(parts[first][0]), index.shape(parts["down"][0])
-    for part, shape in ((first, up), ("down", down)):
-        if len(shape) != 3:
-            raise _mixed_shapes(index, parts[part][0], "three dimensions, experts first")
-    plain = up[1] == width * down[2] and up[2] == down[1]
-    swapped = up[2] == width * down[1] and up[1] == down[2]
-    if not plain and not swapped:  # (both cannot hold when gate and up lie together: it would take H = 2H)
-        raise fault(
-            index,
+def fused_sizes(index: CheckpointIndex, up: str, down: str, *, gated: bool) -> tuple[int, int, bool]:
+    """(H, I, transposed) from the shapes: [E,2I,H] with [E,H,I], or [E,H,2I] with [E,I,H].
+
+    Args:
+        index: the checkpoint.
+        up, down: the fused parameters, `up` with the rows of gate where there is one (`gated`).
+    """
+    for name in (up, down):
+        if len(index.shape(name)) != 3:
+            raise _mixed_shapes(index, name, "three dimensions, experts first")
+    (_, a, b), (_, c, d) = index.shape(up), index.shape(down)
+    width = 2 if gated else 1
+    plain, swapped = (a, b) == (width * d, c), (b, a) == (width * c, d)
+    if not plain and not swapped:
+        raise damaged(
             "fused expert weights have shapes that do not fit together",
-            f"{parts[first][0]} {list(up)}, {parts['down'][0]} {list(down)}",
+            index.path,
+            f"{up} {list(index.shape(up))}, {down} {list(index.shape(down))}",
             "[E, 2I, H] with [E, H, I], or [E, H, 2I] with [E, I, H]",
         )
-    if transposed is None or not (plain and swapped):
-        transposed = not plain
-    hidden, intermediate = (down[2], down[1]) if transposed else (down[1], down[2])
-    return hidden, intermediate, transposed
+    if plain and swapped:  # without a gate the shapes do not tell
+        plain = not a == index.text_config.get("hidden_size") != b
+    return (c, d, False) if plain else (d, c, True)
 
 
 def check_fused(
@@ -172,16 +174,16 @@ def check_fused(
         if matrix is None:
             continue
         if transposed:
-            raise fault(
-                index,
+            raise damaged(
                 "fused quantised experts are stored transposed",
+                index.path,
                 f"{name} {list(matrix.shape)}",
                 "[E, 2I, H] with [E, H, I]",
             )
         if part == "gate_up" and intermediate % matrix.block[0]:
-            raise fault(
-                index,
+            raise damaged(
                 "a scale of the fused experts covers rows of gate and of up",
+                index.path,
                 f"{name}: {intermediate} rows each, blocks of {matrix.block[0]} rows",
                 "an intermediate size that is a multiple of the block",
             )
@@ -191,9 +193,9 @@ def check_hidden(index: CheckpointIndex, hidden: int) -> None:
     """The experts' H is that of the configuration."""
     required = index.text_config.get("hidden_size")
     if isinstance(required, int) and required != hidden:
-        raise fault(
-            index,
+        raise damaged(
             "checkpoint and configuration disagree about the hidden size of the experts",
+            index.path,
             f"{hidden} in the weights",
             required,
         )

@@ -29,6 +29,10 @@ _HOLE_SHARE = 100  # holes of less than a 100th of a file may be zeros that a fi
 _AGAIN = "download this file again (an interrupted download leaves zeros), or copy it again"
 
 
+def _unfinished(what: str, where: object, observed: object, required: object = None) -> UserError:
+    return UserError(what, where=str(where), observed=observed, required=required, remedy=_AGAIN)
+
+
 def check_content(index: CheckpointIndex) -> None:
     """Sample every shard.
 
@@ -58,9 +62,7 @@ def _check_file(
     try:
         fd = os.open(file, os.O_RDONLY)
     except OSError as error:
-        raise UserError(
-            "safetensors file cannot be read", where=str(file), observed=error, remedy=_AGAIN
-        ) from error
+        raise _unfinished("safetensors file cannot be read", file, error) from error
     try:
         infos.sort(key=lambda info: info.start)
         _check_holes(fd, file, infos)
@@ -68,12 +70,8 @@ def _check_file(
         zero = [i.name for i in _spread(values) if _value_fault(fd, i)]
         # One matrix of zeros may be meant so (an expert that was cut out); most of a sample is not.
         if zero and 2 * len(zero) > min(len(values), _TENSORS):
-            raise UserError(
-                "shard holds zeros instead of weights",
-                where=str(file),
-                observed=f"zero throughout: {some(zero)}",
-                required="weights",
-                remedy=_AGAIN,
+            raise _unfinished(
+                "shard holds zeros instead of weights", file, f"zero throughout: {some(zero)}", "weights"
             )
         for info in _spread([i for i in infos if i.name in scales]):
             matrix = scales[info.name]
@@ -82,9 +80,7 @@ def _check_file(
                 if key.endswith(".weight_shape"):
                     _check_stated_shape(index.tensors[key], matrix)
     except OSError as error:
-        raise UserError(
-            "safetensors file cannot be read", where=str(file), observed=error, remedy=_AGAIN
-        ) from error
+        raise _unfinished("safetensors file cannot be read", file, error) from error
     finally:
         os.close(fd)
 
@@ -121,12 +117,11 @@ def _check_holes(fd: int, file: Path, infos: list[TensorInfo]) -> None:
     if empty * _HOLE_SHARE <= size:
         return
     hit = [i.name for i in infos if any(i.start < end and start < i.end for start, end in holes)]
-    raise UserError(
+    raise _unfinished(
         "shard was not written completely (its file has holes)",
-        where=str(file),
-        observed=f"{empty} of {size} bytes never written; in {some(hit)}",
-        required="no holes",
-        remedy=_AGAIN,
+        file,
+        f"{empty} of {size} bytes never written; in {some(hit)}",
+        "no holes",
     )
 
 
@@ -157,12 +152,11 @@ def _check_finite(info: TensorInfo, piece: bytes) -> None:
     values = torch.frombuffer(bytearray(piece[:whole]), dtype=dtype).float()
     bad = int((~torch.isfinite(values)).sum())
     if bad:
-        raise UserError(
+        raise _unfinished(
             "weights are not finite",
-            where=f"{info.file}, tensor {info.name}",
-            observed=f"{bad} of {values.numel()} sampled values are NaN or infinite",
-            required="finite values",
-            remedy=_AGAIN,
+            f"{info.file}, tensor {info.name}",
+            f"{bad} of {values.numel()} sampled values are NaN or infinite",
+            "finite values",
         )
 
 
@@ -174,12 +168,11 @@ def _check_scales(fd: int, info: TensorInfo, matrix: StoredMatrix) -> None:
         values = torch.frombuffer(bytearray(piece), dtype=TORCH_DTYPES[info.dtype]).float()
         bad, zero, count = int((~torch.isfinite(values)).sum()), not bool(values.any()), values.numel()
     if count and (bad or zero):
-        raise UserError(
+        raise _unfinished(
             "scales of quantised weights are not finite" if bad else "scales of quantised weights are zero",
-            where=f"{info.file}, tensor {info.name}",
-            observed=f"{bad} of {count} are NaN or infinite" if bad else f"{count} zeros",
-            required=f"finite scales for {matrix.name} ({matrix.format})",
-            remedy=_AGAIN,
+            f"{info.file}, tensor {info.name}",
+            f"{bad} of {count} are NaN or infinite" if bad else f"{count} zeros",
+            f"finite scales for {matrix.name} ({matrix.format})",
         )
 
 
@@ -187,10 +180,9 @@ def _check_stated_shape(info: TensorInfo, matrix: StoredMatrix) -> None:
     """compressed-tensors stores the shape before packing beside the packed words."""
     stated = tuple(read_tensor(info).flatten().tolist())
     if stated != matrix.shape:
-        raise UserError(
+        raise _unfinished(
             "packed weights and the shape stated beside them disagree",
-            where=f"{info.file}, tensor {info.name}",
-            observed=list(stated),
-            required=f"{list(matrix.shape)} as {matrix.data.name} and its scales have",
-            remedy=_AGAIN,
+            f"{info.file}, tensor {info.name}",
+            list(stated),
+            f"{list(matrix.shape)} as {matrix.data.name} and its scales have",
         )

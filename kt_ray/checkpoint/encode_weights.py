@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kt_ray.checkpoint.safetensors_file import BITS, RAW_BYTES, TORCH_DTYPES
+from kt_ray.checkpoint.safetensors_file import BITS, TORCH_DTYPES, read_dtype, read_shape
 from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.native import ExpertMatrix
 from kt_ray.native.matrix import scales_to_float
@@ -162,21 +162,22 @@ class Encoding:
         bands = [self._quantize(part) for part in stack.split(stack.shape[1] if whole else _BAND, 1)]
         data, scales, meant = (torch.cat(parts, 1) for parts in zip(*bands, strict=True))
         drop = len(self.shape) - value.dim()
-        data = data.reshape(_read_shape(self.data)[drop:]).view(_dtype(self.data))
+        shape = read_shape(self.data.dtype, self.data.shape)[drop:]
+        data = data.reshape(shape).view(read_dtype(self.data.dtype))
         return data, scales.reshape(self.scales.shape[drop:]), meant.reshape(value.shape)
 
     def _quantize(self, stack: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Data, scales in the file's type, and the values they stand for, of [n, rows, K]."""
-        made = quantize(
+        matrix = quantize(
             self.format,
             stack,
             block=self.block,
             group=self.block[1] if self.format in ("int8", "int4") else None,
             scale_type=self._scale_type(),
         )
-        scales = _scales(made, self.scales.dtype)
-        meant = ExpertMatrix(self.format, made.data, made.shape, scales, made.block)
-        return made.data, scales, meant.dequantize()
+        scales = _scales(matrix, self.scales.dtype)
+        meant = ExpertMatrix(self.format, matrix.data, matrix.shape, scales, matrix.block)
+        return matrix.data, scales, meant.dequantize()
 
     def extras(self) -> dict[str, Tensor]:
         """Values of `extra`, which do not depend on the weights."""
@@ -188,23 +189,10 @@ class Encoding:
         return "ue8m0" if self.powers else _SCALE_TYPES.get(self.scales.dtype, "ue8m0")
 
 
-def _of(matrix: ExpertMatrix) -> Tensor:
-    assert matrix.scales is not None
-    return matrix.scales
-
-
-def _scales(made: ExpertMatrix, dtype: str) -> Tensor:
+def _scales(matrix: ExpertMatrix, dtype: str) -> Tensor:
     """Scales in the file's type; exponents become powers of two where that type holds numbers."""
-    scales = _of(made)
+    scales = matrix.scales
+    assert scales is not None
     if scales.dtype != torch.uint8 or dtype in ("U8", "F8_E8M0"):
         return scales
     return scales_to_float(scales).to(TORCH_DTYPES[dtype])
-
-
-def _dtype(entry: Entry) -> torch.dtype:
-    return torch.uint8 if entry.dtype in RAW_BYTES else TORCH_DTYPES[entry.dtype]
-
-
-def _read_shape(entry: Entry) -> tuple[int, ...]:
-    """Shape of the tensor that holds an entry's bytes."""
-    return (*entry.shape[:-1], entry.shape[-1] // 2) if entry.dtype == "F4" else entry.shape

@@ -15,33 +15,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kt_ray.checkpoint.check_experts import part_shapes
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.gguf_file import open_gguf
-from kt_ray.checkpoint.gguf_header import GgufHeader, GgufTensor
-from kt_ray.checkpoint.index import CheckpointIndex, some
-from kt_ray.checkpoint.load_experts import BytesRead, ReadJob, as_weights, run_jobs
+from kt_ray.checkpoint.gguf_header import GgufHeader
+from kt_ray.checkpoint.index import CheckpointIndex, sampled_bytes, some
+from kt_ray.checkpoint.load_experts import BytesRead, ReadJob, as_weights, check_experts_exist, run_jobs
+from kt_ray.checkpoint.names import gguf_expert_name, is_old_gguf_expert
+from kt_ray.checkpoint.safetensors_file import TensorInfo
 from kt_ray.errors import UserError
 from kt_ray.native import ExpertFormula, ExpertMatrix, ExpertWeights, allocate
 from kt_ray.native.matrix import GGUF_BLOCKS
 
 _PLAIN = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_HELD = {torch.float16: torch.bfloat16}  # read as the first, held as the second
 _SUPPORTED = (*_PLAIN, *(name.upper() for name in GGUF_BLOCKS))
-_STACK = re.compile(r"^blk\.(?P<layer>\d+)\.ffn_(?P<part>\w+)_exps\.(?P<leaf>[\w.]+)$")
-_SINGLE = re.compile(r"^blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight$")
-_LEAVES = {"weight": "", "bias": "_bias"}
-_PARTS = ("gate", "up", "down", "gate_up")
 _READ_BYTES = 4 << 20  # neighbouring experts are read at once up to this size, larger ones one by one
-_SAMPLES, _SAMPLE_BYTES = 64, 64
 _SAME = "choose the GGUF file that was made from this model, or set model.experts_path=null"
 _QUANTISE = "choose a file in one of these types, or make one: llama-quantize MODEL.gguf OUT.gguf Q4_K_M"
 
@@ -80,7 +76,7 @@ class GgufExperts:
 
     header: GgufHeader
     layout: ExpertLayout
-    stacks: dict[int, dict[str, GgufTensor]] = field(repr=False)
+    stacks: dict[int, dict[str, TensorInfo]] = field(repr=False)
     skipped: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
@@ -109,7 +105,7 @@ class GgufExperts:
             layer: sum(tensor.nbytes for tensor in parts.values()) // layout.num_experts
             for layer, parts in stacks.items()
         }
-        own = dataclasses.replace(layout, formats=formats, expert_bytes=sizes)
+        own = dataclasses.replace(layout, formats=formats, expert_bytes=sizes, interleaved=False)
         return cls(header, own, stacks, skipped)
 
     @property
@@ -129,14 +125,14 @@ class GgufExperts:
     @property
     def notes(self) -> tuple[str, ...]:
         """What is passed over or rounded, one line each."""
-        found = []
+        notes = []
         if self.skipped:
             beyond = some([*self.skipped], 3)
-            found.append(f"experts in the GGUF file beyond the model's layers, not read: {beyond}")
-        rounded = [t.name for part, t in self._tensors() if t.type == "F16" and not part.endswith("_bias")]
+            notes.append(f"experts in the GGUF file beyond the model's layers, not read: {beyond}")
+        rounded = [t.name for part, t in self._tensors() if t.dtype == "F16" and not part.endswith("_bias")]
         if rounded:
-            found.append(f"float16 experts of the GGUF file are held as bfloat16: {some(rounded, 3)}")
-        return tuple(found)
+            notes.append(f"float16 experts of the GGUF file are held as bfloat16: {some(rounded, 3)}")
+        return tuple(notes)
 
     @property
     def fingerprint(self) -> str:
@@ -144,14 +140,12 @@ class GgufExperts:
         digest = hashlib.sha256()
         tensors = [tensor for _, tensor in self._tensors()]
         for tensor in tensors:
-            digest.update(f"{tensor.name} {tensor.type} {tensor.shape}\n".encode())
-        for tensor in tensors[:: max(1, len(tensors) // _SAMPLES)]:
-            with tensor.file.open("rb") as file:
-                file.seek(tensor.start + max(0, tensor.nbytes - _SAMPLE_BYTES) // 2)
-                digest.update(file.read(min(_SAMPLE_BYTES, tensor.nbytes)))
+            digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())
+        for piece in sampled_bytes(tensors):
+            digest.update(piece)
         return digest.hexdigest()
 
-    def _tensors(self) -> Iterator[tuple[str, GgufTensor]]:
+    def _tensors(self) -> Iterator[tuple[str, TensorInfo]]:
         for layer in sorted(self.stacks):
             yield from sorted(self.stacks[layer].items())
 
@@ -177,28 +171,14 @@ class GgufExperts:
             ValueError: a layer or expert the file does not have.
             UserError: the file ended early.
         """
-        if layer not in self.stacks:
-            raise ValueError(f"layer {layer} has no routed experts")
-        if any(not 0 <= e < self.layout.num_experts for e in experts):
-            raise ValueError(f"experts {list(experts)} outside 0..{self.layout.num_experts - 1}")
-        formula = formula or ExpertFormula()
+        check_experts_exist(self.layout, layer, experts)
         jobs: list[ReadJob] = []
-        made = {
-            part: _place(tensor, experts, jobs, as_stored=part.endswith("_bias"))
+        parts = {
+            part: _place(tensor, experts, jobs, is_bias=part.endswith("_bias"))
             for part, tensor in self.stacks[layer].items()
         }
-        run_jobs(sorted(jobs, key=lambda job: (job.file, job.offset)), threads, progress, drop_cache)
-        parts = {part: make() for part, make in made.items()}
-        half = self.layout.intermediate
-        both = parts.get("gate_up")
-        if both is not None:
-            parts["gate"], parts["up"] = _rows(both, 0, half), _rows(both, half, 2 * half)
-        bias = {p: v.float() for p, v in parts.items() if p.endswith("_bias") and isinstance(v, Tensor)}
-        if "gate_up_bias" in bias:
-            first, second = bias["gate_up_bias"].chunk(2, 1)
-            bias |= {"gate_bias": first.contiguous(), "up_bias": second.contiguous()}
-        named = {part.removesuffix("_bias"): value for part, value in bias.items()}
-        return as_weights(parts, named, formula, layer, experts)
+        run_jobs(jobs, threads, progress, drop_cache)
+        return as_weights(parts, self.layout, formula, layer, experts)
 
 
 # -- checks ----------------------------------------------------------------------------------
@@ -219,30 +199,31 @@ def _check_architecture(header: GgufHeader, index: CheckpointIndex) -> None:
 
 def _find(
     header: GgufHeader, index: CheckpointIndex, layout: ExpertLayout
-) -> tuple[dict[int, dict[str, GgufTensor]], tuple[str, ...]]:
+) -> tuple[dict[int, dict[str, TensorInfo]], tuple[str, ...]]:
     """The experts' tensors by layer and part, and those of layers beyond the model's."""
-    count = index.text_config.get("num_hidden_layers")
-    layers = count if isinstance(count, int) else max(layout.moe_layers) + 1
-    stacks: dict[int, dict[str, GgufTensor]] = defaultdict(dict)
+    count = index.layer_count
+    layers = max(layout.moe_layers) + 1 if count is None else count
+    stacks: dict[int, dict[str, TensorInfo]] = defaultdict(dict)
     skipped: list[str] = []
     for name, tensor in header.tensors.items():
-        match = _STACK.match(name)
-        if match is None:
-            continue
-        if match["part"] not in _PARTS or match["leaf"] not in _LEAVES:
+        try:
+            parts = gguf_expert_name(name)
+        except ValueError as error:
             raise UserError(
                 "GGUF file holds a tensor of the experts that is not known",
                 where=f"{tensor.file}, tensor {name}",
-                observed=tensor.type,
+                observed=tensor.dtype,
                 required="ffn_{gate,up,down,gate_up}_exps with .weight or .bias",
                 remedy=_SAME,
-            )
-        if int(match["layer"]) >= layers:
+            ) from error
+        if parts is None or parts.layer is None:
+            continue
+        if parts.layer >= layers:
             skipped.append(name)
         else:
-            stacks[int(match["layer"])][match["part"] + _LEAVES[match["leaf"]]] = tensor
+            stacks[parts.layer][parts.role + ("_bias" if parts.bias else "")] = tensor
     if not stacks:
-        single = next((name for name in header.tensors if _SINGLE.match(name)), None)
+        single = next(filter(is_old_gguf_expert, header.tensors), None)
         raise UserError(
             "GGUF file has no routed experts" if single is None else "GGUF file has an old form of experts",
             where=str(header.path),
@@ -252,26 +233,25 @@ def _find(
             required="tensors blk.N.ffn_{gate,up,down}_exps.weight",
             remedy=_SAME if single is None else "convert the model again with a current llama.cpp",
         )
-    promised, found = set(layout.moe_layers), set(stacks)
-    if promised != found:
+    promised, own = set(layout.moe_layers), set(stacks)
+    if promised != own:
         raise UserError(
             "GGUF file and Hugging Face directory disagree about the layers that have routed experts",
             where=str(header.path),
-            observed=f"without: {sorted(promised - found)}; unexpected: {sorted(found - promised)}",
+            observed=f"without: {sorted(promised - own)}; unexpected: {sorted(own - promised)}",
             required=f"{len(promised)} layers, as in {index.path}",
             remedy=_SAME,
         )
     return {layer: stacks[layer] for layer in layout.moe_layers}, tuple(sorted(skipped))
 
 
-def _check_parts(header: GgufHeader, layout: ExpertLayout, layer: int, parts: dict[str, GgufTensor]) -> None:
+def _check_parts(header: GgufHeader, layout: ExpertLayout, layer: int, parts: dict[str, TensorInfo]) -> None:
     """All tensors of a layer and none else, their shapes and types."""
-    E, I, H = layout.num_experts, layout.intermediate, layout.hidden
-    shapes = {"gate": (E, I, H), "up": (E, I, H), "gate_up": (E, 2 * I, H), "down": (E, H, I)}
-    if "gate_up" in parts and layout.gated:
-        required = ["gate_up", "down"]
+    shapes = part_shapes(layout.hidden, layout.intermediate, False, layout.num_experts)
+    if layout.gated:
+        required = ["gate_up", "down"] if "gate_up" in parts else ["gate", "up", "down"]
     else:
-        required = ["gate", "up", "down"] if layout.gated else ["up", "down"]
+        required = ["up", "down"]
     if layout.biased:
         required += [f"{part}_bias" for part in required]
     missing, extra = sorted(set(required) - set(parts)), sorted(set(parts) - set(required))
@@ -299,11 +279,11 @@ def _check_parts(header: GgufHeader, layout: ExpertLayout, layer: int, parts: di
                 remedy=_SAME,
             )
         supported = _SUPPORTED if part == weight else tuple(_PLAIN)
-        if tensor.type not in supported:
+        if tensor.dtype not in supported:
             raise UserError(
                 "experts are in a GGUF type that is not computed",
                 where=where,
-                observed=tensor.type,
+                observed=tensor.dtype,
                 required=", ".join(supported),
                 remedy=_QUANTISE,
             )
@@ -314,9 +294,9 @@ def _name(layer: int, part: str) -> str:
     return f"blk.{layer}.ffn_{weight}_exps.{'weight' if part == weight else 'bias'}"
 
 
-def _format(tensor: GgufTensor) -> str:
+def _format(tensor: TensorInfo) -> str:
     """The engine's name of the format that a tensor is held in."""
-    return {"F32": "f32", "BF16": "bf16", "F16": "bf16"}.get(tensor.type, tensor.type.lower())
+    return {"F32": "f32", "BF16": "bf16", "F16": "bf16"}.get(tensor.dtype, tensor.dtype.lower())
 
 
 def _check_float32(header: GgufHeader, formats: dict[int, dict[str, str]]) -> None:
@@ -339,30 +319,24 @@ def _check_float32(header: GgufHeader, formats: dict[int, dict[str, str]]) -> No
 
 
 def _place(
-    tensor: GgufTensor, experts: Sequence[int], jobs: list[ReadJob], *, as_stored: bool
-) -> Callable[[], Tensor | ExpertMatrix]:
-    """Memory for experts of a stack, the jobs that fill it, and what makes them weights."""
+    tensor: TensorInfo, experts: Sequence[int], jobs: list[ReadJob], *, is_bias: bool
+) -> Tensor | ExpertMatrix:
+    """Memory for experts of a stack, and the jobs that fill it; biases keep their type."""
     count, *shape = tensor.shape
     size = tensor.nbytes // count
-    plain = _PLAIN.get(tensor.type)
-    held = torch.uint8 if plain is None else plain if as_stored else _HELD.get(plain, plain)
-    if plain is None:  # a row of blocks: bytes
+    stored = _PLAIN.get(tensor.dtype, torch.uint8)
+    if tensor.dtype not in _PLAIN:  # a row of blocks: bytes
         shape = [*shape[:-1], size // shape[0]]
-    slab = allocate((len(experts), *shape), held)
+    rounded = stored == torch.float16 and not is_bias
+    slab = allocate((len(experts), *shape), torch.bfloat16 if rounded else stored)
     for i, expert, together in _neighbours(experts, max(1, _READ_BYTES // size)):
         target, offset = slab[i : i + together], tensor.start + expert * size
-        if held is plain or plain is None:
-            jobs.append(ReadJob(tensor.file, offset, functools.partial(_itself, target)))
-        else:
-            scratch = functools.partial(torch.empty, (together, *shape), dtype=plain)
+        if rounded:
+            scratch = functools.partial(torch.empty, (together, *shape), dtype=stored)
             jobs.append(ReadJob(tensor.file, offset, scratch, target.copy_))
-    if plain is None:
-        return lambda: ExpertMatrix.gguf(tensor.type, slab)
-    return lambda: slab
-
-
-def _itself(target: Tensor) -> Tensor:
-    return target
+        else:
+            jobs.append(ReadJob(tensor.file, offset, functools.partial(slab.narrow, 0, i, together)))
+    return slab if tensor.dtype in _PLAIN else ExpertMatrix.gguf(tensor.dtype, slab)
 
 
 def _neighbours(experts: Sequence[int], most: int) -> Iterator[tuple[int, int, int]]:
@@ -374,7 +348,3 @@ def _neighbours(experts: Sequence[int], most: int) -> Iterator[tuple[int, int, i
             n += 1
         yield i, experts[i], n
         i += n
-
-
-def _rows(stack: Tensor | ExpertMatrix, start: int, stop: int) -> Tensor | ExpertMatrix:
-    return stack[:, start:stop] if isinstance(stack, Tensor) else stack.rows(start, stop)

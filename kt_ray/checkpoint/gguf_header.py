@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from kt_ray.checkpoint.safetensors_file import TensorInfo
 from kt_ray.errors import UserError
 
 # Number of a type in the file: its name, values in a block, bytes of a block. Those that no weight has
@@ -70,51 +71,26 @@ CHOOSE_GGUF = (
 
 
 @dataclass(frozen=True)
-class GgufTensor:
-    """Where a tensor lies: bytes [start, end) of `file`.
-
-    Attributes:
-        type: name of its type ("Q4_K"), or "type N" of one that is not known here.
-        shape: slowest dimension first, as torch has it (the file has it the other way round).
-    """
-
-    name: str
-    file: Path
-    type: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.start
-
-
-@dataclass(frozen=True)
 class GgufHeader:
     """What one file, or all files of a split set, say about themselves.
 
     Attributes:
         path: the (first) file.
         metadata: the values that are numbers, truth values or strings; arrays are left out.
-        tensors: name -> place.
+        tensors: name -> place; its dtype is the name of its type ("Q4_K"), or "type N" of one that is not
+            known here; its shape has the slowest dimension first, as torch has it (the file, last).
         files: all of them, in order.
     """
 
     path: Path
     metadata: dict[str, Scalar]
-    tensors: dict[str, GgufTensor]
+    tensors: dict[str, TensorInfo]
     files: tuple[Path, ...]
 
     @property
     def architecture(self) -> str:
         """`general.architecture`, "" if there is none."""
         return str(self.metadata.get("general.architecture", ""))
-
-    def number(self, key: str) -> int | None:
-        """The whole number `<architecture>.<key>`, if there is one."""
-        value = self.metadata.get(f"{self.architecture}.{key}")
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
@@ -165,8 +141,9 @@ class _Reader:
         return int(self.value(code))
 
     def value(self, code: str) -> int | float | bool:
-        found: int | float | bool = struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
-        return found
+        value: int | float | bool
+        (value,) = struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))
+        return value
 
     def name(self, what: str) -> str:
         start, length = self.at, self.number("Q")
@@ -222,7 +199,7 @@ def _parse(path: Path, reader: _Reader) -> GgufHeader:
         raise reader.damaged("general.alignment", alignment, "a power of two")
     entries = [_entry(reader) for _ in range(tensor_count)]  # a count of nonsense ends with the file
     base = -(-reader.at // alignment) * alignment
-    tensors: dict[str, GgufTensor] = {}
+    tensors: dict[str, TensorInfo] = {}
     for name, shape, kind, offset in entries:
         if name in tensors:
             raise reader.damaged(f"tensor {name}", "the name twice", "names that differ")
@@ -231,8 +208,8 @@ def _parse(path: Path, reader: _Reader) -> GgufHeader:
                 f"tensor {name}", f"offset {offset}", f"a multiple of the alignment, {alignment}"
             )
         size = _size(reader, name, shape, kind)
-        known = GGML_TYPES.get(kind, (f"type {kind}", 0, 0))[0]
-        tensors[name] = GgufTensor(name, path, known, shape, base + offset, base + offset + size)
+        dtype = GGML_TYPES.get(kind, (f"type {kind}", 0, 0))[0]
+        tensors[name] = TensorInfo(name, path, dtype, shape, base + offset, base + offset + size)
     _check_places(path, reader, list(tensors.values()))
     return GgufHeader(path, metadata, tensors, (path,))
 
@@ -290,7 +267,7 @@ def _size(reader: _Reader, name: str, shape: tuple[int, ...], kind: int) -> int:
     return math.prod(shape) // values * nbytes
 
 
-def _check_places(path: Path, reader: _Reader, tensors: Sequence[GgufTensor]) -> None:
+def _check_places(path: Path, reader: _Reader, tensors: Sequence[TensorInfo]) -> None:
     end = reader.at
     for tensor in sorted(tensors, key=lambda t: (t.start, t.end)):
         if tensor.start < end:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,6 +108,12 @@ class CheckpointIndex:
         return nested if isinstance(nested, dict) else self.config
 
     @property
+    def layer_count(self) -> int | None:
+        """num_hidden_layers; None where config.json does not say."""
+        value = self.text_config.get("num_hidden_layers")
+        return value if isinstance(value, int) else None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(info.nbytes for info in self.tensors.values())
@@ -152,11 +158,7 @@ class CheckpointIndex:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names, shapes, dtypes, configuration and sampled bytes, hashed: the same whatever the sharding.
-
-        A few bytes from the middle of tensors spread over the model tell two models of one
-        architecture apart without reading them.
-        """
+        """Names, shapes, dtypes, configuration and sampled bytes, hashed: the same whatever the sharding."""
         names = sorted(self.tensors)
         digest = hashlib.sha256()
         kept = {key: value for key, value in self.config.items() if key not in _VOLATILE}
@@ -164,16 +166,17 @@ class CheckpointIndex:
         for name in names:
             info = self.tensors[name]
             digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
-        step = max(1, len(names) // _SAMPLES)
-        for name in names[::step]:
-            info = self.tensors[name]
-            middle = info.start + max(0, info.nbytes - _SAMPLE_BYTES) // 2
-            fd = os.open(info.file, os.O_RDONLY)
-            try:
-                digest.update(os.pread(fd, min(_SAMPLE_BYTES, info.nbytes), middle))
-            finally:
-                os.close(fd)
+        for piece in sampled_bytes([self.tensors[name] for name in names]):
+            digest.update(piece)
         return digest.hexdigest()
+
+
+def sampled_bytes(tensors: Sequence[TensorInfo]) -> Iterator[bytes]:
+    """A few bytes from the middle of tensors spread over the model: they tell apart what headers do not."""
+    for info in tensors[:: max(1, len(tensors) // _SAMPLES)]:
+        with info.file.open("rb") as file:
+            file.seek(info.start + max(0, info.nbytes - _SAMPLE_BYTES) // 2)
+            yield file.read(min(_SAMPLE_BYTES, info.nbytes))
 
 
 def _open_sharded(path: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...], tuple[str, ...]]:
@@ -214,10 +217,10 @@ def _size_note(content: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
     """A note where the index promises another size. Releases do, too; the headers are what counts."""
     metadata = content.get("metadata")
     promised = metadata.get("total_size") if isinstance(metadata, dict) else None
-    held = sum(info.nbytes for info in tensors.values())
-    if not isinstance(promised, int | float) or promised == held:
+    size = sum(info.nbytes for info in tensors.values())
+    if not isinstance(promised, int | float) or promised == size:
         return ()
-    return (f"{_INDEX} says total_size {promised:.0f}, its tensors take {held} bytes",)
+    return (f"{_INDEX} says total_size {promised:.0f}, its tensors take {size} bytes",)
 
 
 def _is_file_name(file: object) -> bool:

@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex
+from kt_ray.checkpoint.names import is_mtp, layer_of
 
 if TYPE_CHECKING:  # expert actors import this package and need no transformers
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter
 
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
-_IGNORED = [
-    re.compile(p)
-    for p in (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"(^|\.)mtp\.", r"(^|\.)mtp_layers\.")
-]
+_IGNORED = [re.compile(p) for p in (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")]
 
 
 class Report(Protocol):
@@ -29,12 +26,6 @@ class Report(Protocol):
 
     unexpected: list[str]
     ignored: list[str]
-
-
-def layer_of(name: str) -> int | None:
-    """Index of the decoder layer that a module or tensor name belongs to."""
-    match = _LAYER.search(name)
-    return int(match.group(1)) if match else None
 
 
 Mapped = dict[str, tuple["WeightConverter | None", list[tuple[str, str]]]]
@@ -50,7 +41,7 @@ def map_keys(
 ) -> Mapped:
     """Target name -> (converter or None, [(checkpoint key, pattern it matched)]), for `sources`."""
     names = KeyNames(module, layout.prefixes.values())
-    count = index.text_config.get("num_hidden_layers")
+    count = index.layer_count
     ignore = [re.compile(p) for p in (module._keys_to_ignore_on_load_unexpected or ())]
     ignore += _IGNORED
     skipped = frozenset(layout.skipped)
@@ -64,20 +55,24 @@ def map_keys(
             continue
         renamed, converter, pattern = names.target(key)
         layer = layer_of(key)
-        targets = names.targets(renamed, converter)
+        targets = tensors_made(renamed, converter)
         if targets & sources:
             mapping.setdefault(renamed, (converter, []))[1].append((key, pattern or key))
         elif renamed in names.state:
             continue  # another stage's
-        elif (
-            (layer is not None and isinstance(count, int) and layer >= count)
-            or any(p.search(key) for p in ignore)
-            or names.other_tower(key)
-        ):
+        elif is_mtp(key, count) or any(p.search(key) for p in ignore) or names.other_tower(key):
             report.ignored.append(key)
         elif layer is None or layers[0] <= layer < layers[1]:
             report.unexpected.append(key)
     return mapping
+
+
+def tensors_made(renamed: str, converter: WeightConverter | None) -> set[str]:
+    """`renamed`, and everything else that its converter makes of the same keys."""
+    if converter is None:
+        return {renamed}
+    first = converter.target_patterns[0]
+    return {renamed.replace(first, pattern) for pattern in converter.target_patterns}
 
 
 class KeyNames:
@@ -108,17 +103,10 @@ class KeyNames:
         if self._known(first):
             return first
         for shorter in self._in_language_model(key):
-            found = self._renamed(shorter)
-            if self._known(found):
-                return found
+            inside = self._renamed(shorter)
+            if self._known(inside):
+                return inside
         return first
-
-    def targets(self, renamed: str, converter: WeightConverter | None) -> set[str]:
-        """Everything that a converter makes beside `renamed`."""
-        if converter is None:
-            return {renamed}
-        first = converter.target_patterns[0]
-        return {renamed.replace(first, pattern) for pattern in converter.target_patterns}
 
     def other_tower(self, key: str) -> bool:
         """Whether a key lies outside a multimodal checkpoint's language model."""
@@ -141,5 +129,5 @@ class KeyNames:
             name, pattern = rename_source_key(key, [], [], self.prefix, self.state)
         return name, (self.by_pattern[pattern] if pattern is not None else None), pattern
 
-    def _known(self, found: tuple[str, WeightConverter | None, str | None]) -> bool:
-        return bool(self.targets(found[0], found[1]) & self.state.keys())
+    def _known(self, target: tuple[str, WeightConverter | None, str | None]) -> bool:
+        return bool(tensors_made(target[0], target[1]) & self.state.keys())

@@ -4,7 +4,7 @@ No file is mapped and nothing is repacked: each expert's bytes go from the file 
 huge pages where the machine has them; the halves of fused projections are views. The reading threads touch
 the memory first, so it comes from the node that the caller's memory policy says. Only a backend that asks
 for another format than the checkpoint's puts one expert at a time through scratch memory.
-Legend: see experts.py; n is the number of experts asked for.
+Legend: E experts, I intermediate size of one expert, H hidden size; n is the number of experts asked for.
 """
 
 from __future__ import annotations
@@ -12,26 +12,20 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex
-from kt_ray.checkpoint.safetensors_file import (
-    RAW_BYTES,
-    TORCH_DTYPES,
-    TensorInfo,
-    read_into,
-    tensor_bytes,
-)
-from kt_ray.checkpoint.stored import StoredMatrix
+from kt_ray.checkpoint.names import gate_up_rows
+from kt_ray.checkpoint.safetensors_file import TensorInfo, read_dtype, read_into, read_tensor, tensor_bytes
 from kt_ray.errors import UserError
 from kt_ray.native import ExpertFormula, ExpertMatrix, ExpertWeights, allocate, quantize
 
@@ -84,49 +78,71 @@ def load_experts(
         ValueError: a layer or expert the checkpoint does not have.
         UserError: the file ended early; a width that `target` cannot hold.
     """
-    if layer not in layout.prefixes:
-        raise ValueError(f"layer {layer} has no routed experts")
-    if any(not 0 <= e < layout.num_experts for e in experts):
-        raise ValueError(f"experts {list(experts)} outside 0..{layout.num_experts - 1}")
-    formula = formula or ExpertFormula()
+    check_experts_exist(layout, layer, experts)
     jobs: list[ReadJob] = []
-    parts: dict[str, Callable[[], Tensor | ExpertMatrix]] = {}
+    parts: dict[str, Tensor | ExpertMatrix] = {}
     for part, names in layout.sources[layer].items():
         stored = layout.formats[layer][part]
         if target is not None and not _is_stored_so(index, names[0], stored, target):
             parts[part] = _requantised(index, layout, names, experts, target, jobs)
         else:
             parts[part] = _as_stored(index, layout, names, experts, jobs)
-    biases = {
-        part: _bias(index, layout, names, experts, jobs) for part, names in layout.biases[layer].items()
-    }
-    run_jobs(sorted(jobs, key=lambda job: (job.file, job.offset)), threads, progress, drop_cache)
-    weights = _split({part: make() for part, make in parts.items()}, layout)
-    bias = _split_bias({part: value.float() for part, value in biases.items()}, layout)
-    return as_weights(weights, bias, formula, layer, experts)
+    for part, names in layout.biases[layer].items():
+        shape = index.shape(names[0])[-1:]
+        parts[f"{part}_bias"] = _slab([index.tensors[n] for n in names], shape, layout, experts, jobs)
+    run_jobs(jobs, threads, progress, drop_cache)
+    return as_weights(parts, layout, formula, layer, experts)
 
 
 def as_weights(
-    parts: Mapping[str, Tensor | ExpertMatrix],
-    biases: Mapping[str, Tensor],
-    formula: ExpertFormula,
+    parts: dict[str, Tensor | ExpertMatrix],
+    layout: ExpertLayout,
+    formula: ExpertFormula | None,
     layer: int,
     experts: Sequence[int],
 ) -> ExpertWeights:
-    """Projections and float32 biases by "gate", "up" and "down", as the engine takes them."""
+    """Experts as the engine takes them.
+
+    Args:
+        parts: "gate", "up", "gate_up", "down" [n, out, in] and the same with "_bias" [n, out]; gate and up
+            of what holds both become views.
+        layout: sizes, and the order of gate and up rows.
+        formula: None = plain SwiGLU.
+        layer, experts: which they are.
+    """
+    formula = formula or ExpertFormula()
+    for end in ("", "_bias"):
+        both = parts.pop(f"gate_up{end}", None)
+        if both is not None:
+            for name, rows in zip(
+                ("gate", "up"), gate_up_rows(layout.intermediate, layout.interleaved), strict=True
+            ):
+                cut = rows.start, rows.stop, rows.step or 1
+                parts[name + end] = both[:, rows] if isinstance(both, Tensor) else both.rows(*cut)
+    biases: dict[str, Any] = {
+        part: value.float().contiguous()
+        for part, value in parts.items()
+        if part.endswith("_bias") and isinstance(value, Tensor)
+    }
     return ExpertWeights(
         parts.get("gate"),
         parts["up"],
         parts["down"],
-        gate_bias=biases.get("gate"),
-        up_bias=biases.get("up"),
-        down_bias=biases.get("down"),
+        **biases,
         activation=formula.activation,
         alpha=formula.alpha,
         limit=formula.limit,
         layer=layer,
         expert_ids=tuple(experts),
     )
+
+
+def check_experts_exist(layout: ExpertLayout, layer: int, experts: Sequence[int]) -> None:
+    """Raises ValueError: a layer or an expert that the layout does not have."""
+    if layer not in layout.prefixes:
+        raise ValueError(f"layer {layer} has no routed experts")
+    if any(not 0 <= e < layout.num_experts for e in experts):
+        raise ValueError(f"experts {list(experts)} outside 0..{layout.num_experts - 1}")
 
 
 def _is_stored_so(index: CheckpointIndex, name: str, stored: str, target: Target) -> bool:
@@ -144,6 +160,7 @@ def run_jobs(jobs: list[ReadJob], threads: int, progress: BytesRead | None, drop
     """Do all reads; the arguments are those of `load_experts`."""
     with ExitStack() as stack:
         fds: dict[Path, int] = {}
+        jobs = sorted(jobs, key=lambda job: (job.file, job.offset))
         for job in jobs:
             if job.file not in fds:
                 fds[job.file] = os.open(job.file, os.O_RDONLY)
@@ -167,16 +184,9 @@ def run_jobs(jobs: list[ReadJob], threads: int, progress: BytesRead | None, drop
                 list(pool.map(run, jobs))
 
 
-def _place(infos: Sequence[TensorInfo], count: int, expert: int) -> tuple[Path, int, int]:
-    """(file, offset, bytes) of one expert; a single tensor holds all `count` of them, one after another."""
-    if len(infos) == count and count > 1:
-        return infos[expert].file, infos[expert].start, infos[expert].nbytes
-    size = infos[0].nbytes // count
-    return infos[0].file, infos[0].start + expert * size, size
-
-
-def _dtype(info: TensorInfo) -> torch.dtype:
-    return torch.uint8 if info.dtype in RAW_BYTES else TORCH_DTYPES[info.dtype]
+def _one(infos: Sequence[TensorInfo], layout: ExpertLayout, expert: int) -> TensorInfo:
+    """Where one expert lies: in a tensor of its own, or in the one that holds all."""
+    return infos[0].one(expert) if layout.kind == "fused" else infos[expert]
 
 
 def _slab(
@@ -187,10 +197,10 @@ def _slab(
     jobs: list[ReadJob],
 ) -> Tensor:
     """Memory [n, *shape], and the jobs that fill it."""
-    slab = allocate((len(experts), *shape), _dtype(infos[0]))
+    slab = allocate((len(experts), *shape), read_dtype(infos[0].dtype))
     for i, expert in enumerate(experts):
-        file, offset, _ = _place(infos, layout.num_experts, expert)
-        jobs.append(ReadJob(file, offset, lambda i=i: slab[i]))  # type: ignore[misc]
+        one = _one(infos, layout, expert)
+        jobs.append(ReadJob(one.file, one.start, lambda i=i: slab[i]))  # type: ignore[misc]
     return slab
 
 
@@ -200,16 +210,16 @@ def _as_stored(
     names: tuple[str, ...],
     experts: Sequence[int],
     jobs: list[ReadJob],
-) -> Callable[[], Tensor | ExpertMatrix]:
+) -> Tensor | ExpertMatrix:
     matrices = [index.matrices[name] for name in names if name in index.matrices]
     if not matrices:
         shape = index.shape(names[0])[-2:]
         plain = _slab([index.tensors[name] for name in names], shape, layout, experts, jobs)
-        return lambda: plain.transpose(1, 2) if layout.transposed else plain
+        return plain.transpose(1, 2) if layout.transposed else plain
     first = matrices[0]
     data = _slab([m.data for m in matrices], first.data_shape, layout, experts, jobs)
     scales = _slab([m.scales for m in matrices], first.scales_shape, layout, experts, jobs)
-    return lambda: first.matrix(data, scales)
+    return first.matrix(data, scales)
 
 
 def _requantised(
@@ -219,7 +229,7 @@ def _requantised(
     experts: Sequence[int],
     target: Target,
     jobs: list[ReadJob],
-) -> Callable[[], Tensor | ExpertMatrix]:
+) -> ExpertMatrix:
     """Experts in another format than stored: read, quantised and placed one at a time."""
     shape = index.shape(names[0])[-2:]
     rows, columns = (shape[1], shape[0]) if layout.transposed else shape
@@ -233,35 +243,24 @@ def _requantised(
     def place(i: int, expert: int, raw: Tensor) -> None:
         value = raw.unsqueeze(0)
         if matrices:
-            value = _with_scales(matrices, layout, expert, raw)
+            place_of_scales = _one([m.scales for m in matrices], layout, expert)
+            stored_scales = read_tensor(place_of_scales).reshape(1, *matrices[0].scales_shape)
+            value = matrices[0].matrix(value, stored_scales).dequantize()
         elif layout.transposed:
             value = value.transpose(1, 2)
-        made = quantize(target, value, group=group, scale_type=_SCALES)
-        assert made.scales is not None
-        data[i].copy_(made.data[0])
-        scales[i].copy_(made.scales[0])
+        matrix = quantize(target, value, group=group, scale_type=_SCALES)
+        assert matrix.scales is not None
+        data[i].copy_(matrix.data[0])
+        scales[i].copy_(matrix.scales[0])
 
-    held = matrices[0].data_shape if matrices else shape
-    for i, expert in enumerate(experts):
-        file, offset, _ = _place(infos, layout.num_experts, expert)
-        done = functools.partial(place, i, expert)
-        jobs.append(ReadJob(file, offset, lambda: torch.empty(held, dtype=_dtype(infos[0])), done))
-    return lambda: ExpertMatrix(
-        target, data, (len(experts), rows, columns), scales, None if group == columns else (1, group)
+    scratch = functools.partial(
+        torch.empty, matrices[0].data_shape if matrices else shape, dtype=read_dtype(infos[0].dtype)
     )
-
-
-def _with_scales(matrices: Sequence[StoredMatrix], layout: ExpertLayout, expert: int, raw: Tensor) -> Tensor:
-    """Values [1, N, K] in float32 of one expert whose stored values are `raw`."""
-    first = matrices[0]
-    file, offset, _ = _place([m.scales for m in matrices], layout.num_experts, expert)
-    scales = torch.empty(first.scales_shape, dtype=_dtype(first.scales))
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        read_into(fd, tensor_bytes(scales), offset, file)
-    finally:
-        os.close(fd)
-    return first.matrix(raw.unsqueeze(0), scales.unsqueeze(0)).dequantize()
+    for i, expert in enumerate(experts):
+        one = _one(infos, layout, expert)
+        jobs.append(ReadJob(one.file, one.start, scratch, functools.partial(place, i, expert)))
+    block = None if group == columns else (1, group)
+    return ExpertMatrix(target, data, (len(experts), rows, columns), scales, block)
 
 
 def _int4_group(index: CheckpointIndex, name: str, columns: int) -> int:
@@ -275,37 +274,3 @@ def _int4_group(index: CheckpointIndex, name: str, columns: int) -> int:
             remedy="set rule.experts.backend=AMXINT8 or AMXBF16",
         )
     return group
-
-
-def _bias(
-    index: CheckpointIndex,
-    layout: ExpertLayout,
-    names: tuple[str, ...],
-    experts: Sequence[int],
-    jobs: list[ReadJob],
-) -> Tensor:
-    return _slab([index.tensors[n] for n in names], index.shape(names[0])[-1:], layout, experts, jobs)
-
-
-# -- gate and up of what is stored as one -----------------------------------------------------
-
-
-def _split(parts: dict[str, Tensor | ExpertMatrix], layout: ExpertLayout) -> dict[str, Tensor | ExpertMatrix]:
-    both = parts.pop("gate_up", None)
-    if both is None:
-        return parts
-    half = layout.intermediate
-    first, second = (
-        ((0, 2 * half, 2), (1, 2 * half, 2)) if layout.interleaved else ((0, half), (half, 2 * half))
-    )
-    if isinstance(both, Tensor):
-        return parts | {"gate": both[:, slice(*first)], "up": both[:, slice(*second)]}
-    return parts | {"gate": both.rows(*first), "up": both.rows(*second)}
-
-
-def _split_bias(parts: dict[str, Tensor], layout: ExpertLayout) -> dict[str, Tensor]:
-    both = parts.pop("gate_up", None)
-    if both is not None:
-        halves = (both[:, 0::2], both[:, 1::2]) if layout.interleaved else both.chunk(2, 1)
-        parts |= {"gate": halves[0], "up": halves[1]}
-    return {part: value.contiguous() for part, value in parts.items()}

@@ -19,6 +19,12 @@ BEST = "best"  # link beside the checkpoints
 VERSION = 1
 _STEP = re.compile(r"^step_(\d{6,})$")
 _CHUNK = 64 << 20
+CHOOSE = "choose another checkpoint (trainer.resume)"
+
+
+def unusable(what: str, where: object, observed: object, required: object = None) -> UserError:
+    """A training checkpoint that cannot be resumed from."""
+    return UserError(what, where=str(where), observed=observed, required=required, remedy=CHOOSE)
 
 
 @dataclass(frozen=True)
@@ -76,14 +82,13 @@ class Manifest:
         """Parse the manifest alone; see `load`."""
         file = path / MANIFEST
         if not file.is_file():
-            raise UserError(
+            raise unusable(
                 "not a complete checkpoint",
-                where=str(path),
-                observed="no manifest.json" if path.is_dir() else "no such directory",
-                required="a directory runs/<name>/checkpoints/step_...",
-                remedy="choose another checkpoint (trainer.resume)",
+                path,
+                "no manifest.json" if path.is_dir() else "no such directory",
+                "a directory runs/<name>/checkpoints/step_...",
             )
-        value = read_json(file, "checkpoint manifest", "choose another checkpoint (trainer.resume)")
+        value = read_json(file, "checkpoint manifest", CHOOSE)
         if value.get("version") != VERSION:
             raise UserError(
                 "checkpoint has another format",
@@ -96,12 +101,7 @@ class Manifest:
             shards = tuple(ShardInfo(**shard) for shard in value.pop("shards"))
             return cls(shards=shards, **value)
         except (KeyError, TypeError) as error:
-            raise UserError(
-                "checkpoint manifest is damaged",
-                where=str(file),
-                observed=error,
-                remedy="choose another checkpoint (trainer.resume)",
-            ) from error
+            raise unusable("checkpoint manifest is damaged", file, error) from error
 
     def verify(self, path: Path) -> None:
         """Compare every shard's size and checksum with the manifest."""
@@ -109,21 +109,16 @@ class Manifest:
             file = path / shard.file
             size = file.stat().st_size if file.is_file() else None
             if size != shard.bytes:
-                raise UserError(
+                raise unusable(
                     "checkpoint is damaged",
-                    where=str(file),
-                    observed="no such file" if size is None else f"{size} bytes",
-                    required=f"{shard.bytes} bytes",
-                    remedy="choose another checkpoint (trainer.resume)",
+                    file,
+                    "no such file" if size is None else f"{size} bytes",
+                    f"{shard.bytes} bytes",
                 )
-            found = _crc32(file)
-            if found != shard.crc32:
-                raise UserError(
-                    "checkpoint is damaged",
-                    where=str(file),
-                    observed=f"checksum {found:08x}",
-                    required=f"checksum {shard.crc32:08x}",
-                    remedy="choose another checkpoint (trainer.resume)",
+            crc = _crc32(file)
+            if crc != shard.crc32:
+                raise unusable(
+                    "checkpoint is damaged", file, f"checksum {crc:08x}", f"checksum {shard.crc32:08x}"
                 )
 
     def require(self, *, model: str, fields: Mapping[str, Any], where: str = "") -> None:
@@ -158,12 +153,12 @@ class Manifest:
 
 def list_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
     """Complete checkpoints below `root` (a run's checkpoints/), oldest step first."""
-    found: list[tuple[int, Path]] = []
+    steps: list[tuple[int, Path]] = []
     for path in Path(root).glob("step_*"):
         match = _STEP.match(path.name)
         if match and (path / MANIFEST).is_file():
-            found.append((int(match.group(1)), path))
-    return [path for _, path in sorted(found)]
+            steps.append((int(match.group(1)), path))
+    return [path for _, path in sorted(steps)]
 
 
 def best_step(root: str | os.PathLike[str]) -> int | None:

@@ -1,8 +1,19 @@
-"""What a tensor of a checkpoint or adapter is, by its name.
+"""What a tensor of a checkpoint, an adapter or a model is, by its name; and which layouts of experts exist.
 
-Names are as checkpoints release them: "model.layers.3.mlp.experts.5.gate_proj.weight", Mixtral's
-"...block_sparse_moe.experts.5.w1.weight", fused "...experts.gate_up_proj", DeepSeek-V4's
-"layers.3.ffn.experts.5.w1.weight", multi-token prediction in "mtp." or in layers beyond the last.
+    one by one   model.layers.3.mlp.experts.5.gate_proj.weight          up_proj, down_proj; .bias
+                 model.layers.3.block_sparse_moe.experts.5.w1.weight     w1, w3, w2: Mixtral, MiniMax, PhiMoE
+                 layers.3.ffn.experts.5.w1.weight                        DeepSeek-V4
+    fused        model.layers.3.mlp.experts.gate_up_proj, down_proj      also .weight; _bias or .bias
+                 model.layers.3.mlp.experts.up_proj, down_proj           without a gate
+                 ...mlp.experts.fc1.weight, fc2                          Aria
+                 ...block_sparse_moe.input_linear.weight, output_linear  Granite
+    GGUF         blk.3.ffn_gate_exps.weight, ffn_up_, ffn_down_, ffn_gate_up_; .bias
+
+A fused tensor holds all E experts: gate_up [E, 2I, H] (rows of gate, then rows of up; or alternating) and
+down [E, H, I]; or with the last two axes swapped. Multi-token prediction is in "mtp.", or in layers beyond
+the last.
+
+Legend: E experts, I intermediate size of one expert, H hidden size.
 """
 
 from __future__ import annotations
@@ -13,41 +24,86 @@ from dataclasses import dataclass
 from typing import Any
 
 PROJECTIONS = ("gate", "up", "down")
-ROLES = {
-    "gate_proj": "gate",
-    "w1": "gate",
-    "up_proj": "up",
-    "w3": "up",
-    "down_proj": "down",
-    "w2": "down",
-    "gate_up_proj": "gate_up",
-}
-LEAVES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-_EXPERT = re.compile(
-    r"^(?P<prefix>.*\bexperts)\.(?:(?P<expert>\d+)\.)?(?P<leaf>gate_up_proj|gate_proj|up_proj|down_proj|w[123])"
-    r"(?P<end>|\.weight|\.bias|_bias)$"
+LEAVES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}  # transformers' and PEFT's names
+# Last parts of the names, by what the tensor holds.
+ONE_BY_ONE = (LEAVES, {"gate": "w1", "up": "w3", "down": "w2"})
+FUSED = (
+    {"gate_up": "gate_up_proj", "down": "down_proj"},
+    {"up": "up_proj", "down": "down_proj"},
+    {"gate_up": "fc1", "down": "fc2"},
+    {"gate_up": "input_linear", "down": "output_linear"},
 )
+_ROLE_OF_ONE = {leaf: role for leaves in ONE_BY_ONE for role, leaf in leaves.items()}
+_ROLE_OF_ALL = {leaf: role for leaves in FUSED for role, leaf in leaves.items()}
+_EXPERT = re.compile(
+    # Granite's experts have no level of their own in the file, but one in transformers.
+    r"^(?P<prefix>.*?(?:\bexperts|\bblock_sparse_moe(?=\.(?:in|out)put_linear\b)))\.(?:(?P<expert>\d+)\.)?"
+    rf"(?P<leaf>{'|'.join(_ROLE_OF_ONE | _ROLE_OF_ALL)})(?P<end>|\.weight|\.bias|_bias)$"
+)
+_BELOW_EXPERTS = re.compile(r"\bexperts\.(?P<rest>[\w.]+)$")
+_GGUF = re.compile(r"^blk\.(?P<layer>\d+)\.ffn_(?P<role>\w+)_exps\.(?P<end>[\w.]+)$")
+_GGUF_OLD = re.compile(r"^blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-_MTP = re.compile(r"(^|\.)(mtp|nextn|eh_proj)\b|^talker\.")  # talker: Qwen3-Omni's speech model
+_MTP = re.compile(r"(^|\.)(mtp|mtp_layers|nextn|eh_proj)\b|^talker\.")  # talker: Qwen3-Omni's speech model
 _OTHER_MODALITY = re.compile(
     r"(^|\.)(visual|vision_\w+|audio_\w+|mm_projector|multi_modal_projector|talker|code2wav)\."
 )
-# Released with the last two axes of the fused parameters swapped, and with gate and up rows alternating.
-TRANSPOSED = frozenset({"gpt_oss", "qwen3_vl_moe", "qwen3_vl_moe_text", "llama4", "llama4_text"})
-INTERLEAVED = frozenset({"gpt_oss"})
 # Projections that DeepSeek's quantised releases keep plain, and servers read as such: of the sparse
 # attention's indexer, and the entry of a multi-token prediction layer.
 _KEPT_PLAIN = frozenset({"weights_proj", "eh_proj"})
-# Released with fused experts when not quantised.
-FUSED = TRANSPOSED | {"qwen3_5_moe", "qwen3_5_moe_text"}
+
+
+@dataclass(frozen=True)
+class FusedRelease:
+    """How a family's fused experts are released.
+
+    Attributes:
+        transposed: [E, H, 2I] and [E, I, H], where they are not quantised.
+        interleaved: rows of gate and up alternate.
+        mxfp4_blocks: quantised, they stay fused, as X_blocks and X_scales; other families' are then
+            released one by one.
+    """
+
+    transposed: bool = False
+    interleaved: bool = False
+    mxfp4_blocks: bool = False
+
+
+# The families (model_type without "_text") whose plain releases are fused. Names and shapes of tensors
+# show everything else; these facts must be known before there is a tensor, or show in none.
+_FUSED_RELEASES = {
+    "gpt_oss": FusedRelease(transposed=True, interleaved=True, mxfp4_blocks=True),
+    "llama4": FusedRelease(transposed=True),
+    "qwen3_5_moe": FusedRelease(),
+    "qwen3_vl_moe": FusedRelease(transposed=True),
+}
+
+
+def fused_release(family: str) -> FusedRelease | None:
+    """How a family (model_type) is released with fused experts; None = one by one."""
+    return _FUSED_RELEASES.get(family.removesuffix("_text"))
+
+
+def is_interleaved(family: str) -> bool:
+    """Whether rows of gate and up alternate in a family's fused parameters."""
+    release = fused_release(family)
+    return release is not None and release.interleaved
+
+
+def gate_up_rows(intermediate: int, interleaved: bool) -> tuple[slice, slice]:
+    """The rows of gate and the rows of up among the 2I rows that hold both."""
+    if interleaved:
+        return slice(0, 2 * intermediate, 2), slice(1, 2 * intermediate, 2)
+    return slice(0, intermediate), slice(intermediate, 2 * intermediate)
 
 
 @dataclass(frozen=True)
 class ExpertName:
-    """A routed-expert parameter.
+    """A parameter of routed experts.
 
     Attributes:
-        prefix: "...experts".
+        prefix: "...experts" (GGUF: "blk.3").
+        layer: number of the decoder layer; None without one.
         expert: its number; None = all of them in one tensor.
         role: "gate", "up", "down" or "gate_up".
         leaf: as released ("w1").
@@ -55,6 +111,7 @@ class ExpertName:
     """
 
     prefix: str
+    layer: int | None
     expert: int | None
     role: str
     leaf: str
@@ -62,14 +119,53 @@ class ExpertName:
 
 
 def expert_name(name: str) -> ExpertName | None:
-    """The routed expert that a parameter belongs to; None = it belongs to none."""
+    """The routed experts that a parameter or a module belongs to; None = it belongs to none."""
     match = _EXPERT.match(name)
     if match is None:
         return None
+    prefix, leaf = match["prefix"], match["leaf"]
     expert = None if match["expert"] is None else int(match["expert"])
-    if expert is None and match["leaf"] not in ("gate_up_proj", "up_proj", "down_proj"):
+    role = (_ROLE_OF_ALL if expert is None else _ROLE_OF_ONE).get(leaf)
+    if role is None or "shared" in prefix.rpartition("layers.")[2]:
         return None
-    return ExpertName(match["prefix"], expert, ROLES[match["leaf"]], match["leaf"], "bias" in match["end"])
+    if not prefix.endswith("experts"):
+        prefix += ".experts"
+    return ExpertName(prefix, layer_of(name), expert, role, leaf, match["end"].endswith("bias"))
+
+
+def one_expert(name: str) -> ExpertName | None:
+    """As `expert_name`, where the name is one expert's."""
+    parts = expert_name(name)
+    return None if parts is None or parts.expert is None else parts
+
+
+def is_unknown_expert_tensor(name: str) -> bool:
+    """Whether a name lies below "experts." and is of none of the layouts above."""
+    match = _BELOW_EXPERTS.search(name)
+    if match is None or expert_name(name) is not None or layer_of(name) is None:
+        return False
+    # Laguna keeps the router's correction there.
+    return "shared" not in name.rpartition("layers.")[2] and match["rest"] != "e_score_correction_bias"
+
+
+def gguf_expert_name(name: str) -> ExpertName | None:
+    """As `expert_name`, of a tensor of a GGUF file.
+
+    Raises:
+        ValueError: a tensor of routed experts that is not known.
+    """
+    match = _GGUF.match(name)
+    if match is None:
+        return None
+    layer, role, end = match["layer"], match["role"], match["end"]
+    if role not in (*PROJECTIONS, "gate_up") or end not in ("weight", "bias"):
+        raise ValueError(name)
+    return ExpertName(f"blk.{layer}", int(layer), None, role, f"ffn_{role}_exps", end == "bias")
+
+
+def is_old_gguf_expert(name: str) -> bool:
+    """Whether a tensor of a GGUF file is one expert's, as llama.cpp once wrote them."""
+    return _GGUF_OLD.match(name) is not None
 
 
 def layer_of(name: str) -> int | None:

@@ -22,17 +22,17 @@ import torch
 
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex, some
-from kt_ray.checkpoint.key_map import layer_of, map_keys
+from kt_ray.checkpoint.key_map import map_keys, tensors_made
+from kt_ray.checkpoint.names import expert_name, layer_of
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear, dequantized
+from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.errors import UserError
 
 if TYPE_CHECKING:  # expert actors import this package and need no transformers
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter
 
-_EXPERT_PARAMETER = re.compile(r"\bexperts\.(gate_up_proj|up_proj|down_proj)(_bias)?$")
 _PLAIN = {"F32", "BF16", "F16", "F64", "I64", "I32", "I16", "I8", "U8", "BOOL"}
-_AGAIN = "download the checkpoint again, or check that config.json belongs to it"
 
 
 @dataclass
@@ -85,10 +85,10 @@ def load_non_experts(
         UserError: missing keys (sorted), wrong shapes.
     """
     layout = layout or ExpertLayout.detect(index)
-    wanted = _wanted(module, layers, need_embedding, need_head)
+    targets = _targets(module, layers, need_embedding, need_head)
     tied = _tied(module)
     # A tied tensor is stored once, under its source's name.
-    sources = set(wanted) | {tied[name] for name in wanted if name in tied}
+    sources = set(targets) | {tied[name] for name in targets if name in tied}
     report = LoadReport()
     mapping = map_keys(index, module, layout, sources, layers, report)
 
@@ -101,27 +101,27 @@ def load_non_experts(
         if keep_quantized and transform is None and _keepable(module, target, set(tied) | set(tied.values())):
             stored = index.matrices.get(keys[-1][0])
             if stored is not None:
-                _check_shape(index, target, stored.shape, wanted[target].shape)
+                _check_shape(index, target, stored.shape, targets[target].shape)
                 kept[target] = QuantizedLinear(stored.read(), dtype, device)
                 continue
         for name, value in _realise(index, module, target, transform, keys, device).items():
             if name in sources:
                 placed[name] = _cast(name, value, built.get(name, dtype), plan).to(device)
-    for name in wanted:
+    for name in targets:
         if name not in placed and name in tied and tied[name] in placed:
             placed[name] = placed[tied[name]]
-    _check_complete(index, wanted, {*placed, *kept})
+    _check_complete(index, targets, {*placed, *kept})
     for name, linear in kept.items():
         _replace(module, name, linear)
     parameters: dict[int, torch.nn.Parameter] = {}
-    for name in wanted:
+    for name in targets:
         if name not in kept:
             _assign(index, module, name, placed[name], parameters)
-    report.loaded = sorted(wanted)
+    report.loaded = sorted(targets)
     report.kept = sorted(kept)
     report.nbytes = sum(
         t.numel() * t.element_size()
-        for t in {id(placed[n]): placed[n] for n in wanted if n not in kept}.values()
+        for t in {id(placed[n]): placed[n] for n in targets if n not in kept}.values()
     ) + sum(linear.stored_bytes for linear in kept.values())
     report.unexpected.sort()
     report.ignored.sort()
@@ -148,51 +148,44 @@ def check_non_experts(
     layout = layout or ExpertLayout.detect(index)
     _check_biases(index, module, layout)
     everything = (0, sys.maxsize)
-    wanted = _wanted(module, everything, True, True)
+    targets = _targets(module, everything, True, True)
     tied = _tied(module)
-    sources = set(wanted) | {tied[name] for name in wanted if name in tied}
-    found: set[str] = set()
+    sources = set(targets) | {tied[name] for name in targets if name in tied}
+    present: set[str] = set()
     report = LoadReport()
     mapping = map_keys(index, module, layout, sources, everything, report)
     for target, (converter, keys) in mapping.items():
         _check_formats(index, keys)
-        found.add(target)
-        if converter is not None:
-            first = converter.target_patterns[0]
-            found |= {target.replace(first, pattern) for pattern in converter.target_patterns}
-        elif target in wanted:
-            _check_shape(index, target, index.shape(keys[-1][0]), wanted[target].shape)
-    _check_complete(index, wanted, {n for n in wanted if n in found or tied.get(n) in found})
+        present |= tensors_made(target, converter)
+        if converter is None and target in targets:
+            _check_shape(index, target, index.shape(keys[-1][0]), targets[target].shape)
+    _check_complete(index, targets, {n for n in targets if n in present or tied.get(n) in present})
     report.ignored = sorted(set(report.ignored))
     report.unexpected.sort()
     if report.unexpected:
         first = report.unexpected[0]
         info = index.matrices[first].data if first in index.matrices else index.tensors[first]
-        raise UserError(
+        raise damaged(
             "checkpoint holds weights that the model has no place for",
-            where=f"{info.file}",
-            observed=f"unexpected: {some(report.unexpected)}",
-            required=f"the tensors of {type(module).__name__} as config.json describes it",
-            remedy=_AGAIN,
+            info.file,
+            f"unexpected: {some(report.unexpected)}",
+            f"the tensors of {type(module).__name__} as config.json describes it",
         )
     return report
 
 
 def _check_biases(index: CheckpointIndex, module: PreTrainedModel, layout: ExpertLayout) -> None:
     """Experts have biases in model and checkpoint, or in neither: an absent set would just not be added."""
-    parameters = [name for name in module.state_dict() if _EXPERT_PARAMETER.search(name)]
+    parameters = [name for name in module.state_dict() if expert_name(name)]
     biases = [name for name in parameters if name.endswith("_bias")]
     if parameters and bool(biases) != layout.biased:
-        raise UserError(
+        raise damaged(
             "checkpoint lacks the biases of the experts"
             if biases
             else "checkpoint holds biases of the experts that the model has no place for",
-            where=str(index.path),
-            observed=f"{type(module).__name__} has {some(biases, 2)}"
-            if biases
-            else some(_first_biases(layout)),
-            required="biases in both or in neither",
-            remedy=_AGAIN,
+            index.path,
+            f"{type(module).__name__} has {some(biases, 2)}" if biases else some(_first_biases(layout)),
+            "biases in both or in neither",
         )
 
 
@@ -200,15 +193,14 @@ def _first_biases(layout: ExpertLayout) -> list[str]:
     return [names[0] for parts in layout.biases.values() for names in parts.values()]
 
 
-def _check_complete(index: CheckpointIndex, wanted: Collection[str], found: Collection[str]) -> None:
-    missing = sorted(set(wanted) - set(found))
+def _check_complete(index: CheckpointIndex, targets: Collection[str], present: Collection[str]) -> None:
+    missing = sorted(set(targets) - set(present))
     if missing:
-        raise UserError(
+        raise damaged(
             "checkpoint lacks weights of the model",
-            where=str(index.path),
-            observed=f"missing: {some(missing)}",
-            required=f"{len(wanted)} tensors outside the routed experts",
-            remedy=_AGAIN,
+            index.path,
+            f"missing: {some(missing)}",
+            f"{len(targets)} tensors outside the routed experts",
         )
 
 
@@ -226,16 +218,15 @@ def _check_formats(index: CheckpointIndex, keys: Iterable[tuple[str, str]]) -> N
 
 def _check_shape(index: CheckpointIndex, name: str, observed: Sequence[int], required: Sequence[int]) -> None:
     if tuple(observed) != tuple(required):
-        raise UserError(
+        raise damaged(
             "checkpoint and model disagree about a shape",
-            where=f"{index.path}, {name}",
-            observed=list(observed),
-            required=list(required),
-            remedy=_AGAIN,
+            f"{index.path}, {name}",
+            list(observed),
+            list(required),
         )
 
 
-def _wanted(
+def _targets(
     module: PreTrainedModel, layers: tuple[int, int], need_embedding: bool, need_head: bool
 ) -> dict[str, torch.Tensor]:
     embedding = module.get_input_embeddings()
@@ -243,7 +234,7 @@ def _wanted(
     names: dict[str, torch.Tensor] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         layer = layer_of(name)
-        if _EXPERT_PARAMETER.search(name):
+        if expert_name(name):
             continue
         if layer is not None:
             take = layers[0] <= layer < layers[1]

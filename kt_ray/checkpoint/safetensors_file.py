@@ -14,8 +14,9 @@ import json
 import math
 import os
 import struct
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,16 @@ class TensorInfo:
     def nbytes(self) -> int:
         return self.end - self.start
 
+    def rows(self, start: int, stop: int) -> TensorInfo:
+        """Indices [start, stop) of the first dimension."""
+        width = self.nbytes // self.shape[0]
+        place = self.start + start * width, self.start + stop * width
+        return replace(self, shape=(stop - start, *self.shape[1:]), start=place[0], end=place[1])
+
+    def one(self, index: int) -> TensorInfo:
+        """One index of the first dimension, without that dimension."""
+        return replace(self.rows(index, index + 1), shape=self.shape[1:])
+
 
 @dataclass(frozen=True)
 class Header:
@@ -91,6 +102,12 @@ class Header:
     metadata: dict[str, str]
     data_start: int
     size: int
+
+
+def damaged(what: str, where: object, observed: object, required: object = None) -> UserError:
+    """A checkpoint that is damaged, or does not go with its config.json."""
+    remedy = "download the checkpoint again, or check that config.json belongs to it"
+    return UserError(what, where=str(where), observed=observed, required=required, remedy=remedy)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -240,6 +257,40 @@ def build_header(
     )
 
 
+def write_safetensors(
+    path: Path, entries: Iterable[tuple[str, str, Sequence[int]]], values: Iterable[torch.Tensor]
+) -> tuple[int, int]:
+    """Write a file from values that come one after another, flushed to the disk.
+
+    Args:
+        path: the file.
+        entries: (name, dtype of the format, shape) in file order.
+        values: of the entries, in their order; each is needed only until the next.
+
+    Returns:
+        The file's bytes, and the CRC-32 of all of them.
+
+    Raises:
+        ValueError: a value of another type or shape than its entry. OSError: as of writing.
+    """
+    layout = list(entries)
+    head, _, size = build_header(layout)
+    crc = zlib.crc32(head)
+    with path.open("wb") as file:
+        file.write(head)
+        for (name, dtype, shape), value in zip(layout, values, strict=True):
+            given = NAMES.get(value.dtype), list(value.shape)
+            if given != (dtype, list(shape)):
+                raise ValueError(f"{name}: {given[0]} {given[1]}, laid out as {dtype} {list(shape)}")
+            contiguous = value.detach().cpu().contiguous()  # keeps the bytes of the view
+            view = tensor_bytes(contiguous)
+            crc = zlib.crc32(view, crc)
+            file.write(view)
+        file.flush()
+        os.fsync(file.fileno())
+    return size, crc
+
+
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, writable, without a copy. The caller keeps the tensor alive."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous(), "contiguous CPU tensor required"
@@ -272,11 +323,19 @@ def write_from(fd: int, view: memoryview, offset: int) -> None:
         done += os.pwrite(fd, view[done:], offset + done)
 
 
+def read_dtype(dtype: str) -> torch.dtype:
+    """The torch type that a type of the format is read as. Raises KeyError for those that are not read."""
+    return torch.uint8 if dtype in RAW_BYTES else TORCH_DTYPES[dtype]
+
+
+def read_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the tensor that a tensor of the format is read as."""
+    return (*shape[:-1], shape[-1] // 2) if dtype == "F4" else shape
+
+
 def read_tensor(info: TensorInfo) -> torch.Tensor:
     """Read one tensor to the CPU in its stored type; types that torch lacks as bytes."""
-    dtype = torch.uint8 if info.dtype in RAW_BYTES else TORCH_DTYPES.get(info.dtype)
-    shape = (*info.shape[:-1], info.shape[-1] // 2) if info.dtype == "F4" else info.shape
-    if dtype is None:
+    if info.dtype not in RAW_BYTES and info.dtype not in TORCH_DTYPES:
         raise UserError(
             f"tensor type {info.dtype} cannot be read",
             where=f"{info.file}, tensor {info.name}",
@@ -284,7 +343,7 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
             required=", ".join(sorted(TORCH_DTYPES)),
             remedy="use a checkpoint in bfloat16 or float32",
         )
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty(read_shape(info.dtype, info.shape), dtype=read_dtype(info.dtype))
     fd = os.open(info.file, os.O_RDONLY)
     try:
         read_into(fd, tensor_bytes(tensor), info.start, info.file)

@@ -69,8 +69,8 @@ class Notes(dict[str, list[float]]):
     """Sums by name that the units of a shard report."""
 
     def add(self, name: str, *values: float) -> None:
-        held = self.get(name, [0.0] * len(values))
-        self[name] = [a + b for a, b in zip(held, values, strict=True)]
+        sums = self.get(name, [0.0] * len(values))
+        self[name] = [a + b for a, b in zip(sums, values, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def finish(
     units: Sequence[Unit],
     shard_bytes: int,
     *,
-    made: Collection[str] = (),
+    own_files: Collection[str] = (),
 ) -> None:
     """Index, config.json and the small files of `source` (tokenizer, licence); then the job is over.
 
@@ -169,7 +169,7 @@ def finish(
         out, units, shard_bytes: as given to `write_shards`.
         source: the checkpoint's directory.
         config: config.json of the result.
-        made: files that the command writes itself: not taken over from `source`.
+        own_files: those that the command writes itself: not copied from `source`.
 
     Raises:
         UserError: the disk is full; the command may be repeated.
@@ -177,8 +177,8 @@ def finish(
     shards = _split(units, shard_bytes)
     try:
         for file in sorted(source.iterdir()):
-            made_here = file.name.endswith(_WEIGHTS) or file.name in ("config.json", *made)
-            if file.is_file() and not file.name.startswith(".") and not made_here:
+            ours = file.name.endswith(_WEIGHTS) or file.name in ("config.json", *own_files)
+            if file.is_file() and not file.name.startswith(".") and not ours:
                 shutil.copyfile(file, out / file.name)
         if len(shards) > 1:
             where = {e.key: name for name, part in shards.items() for u in part for e in u.entries}
@@ -202,13 +202,13 @@ def _unwritable(where: Path, error: OSError) -> UserError:
 
 def _split(units: Sequence[Unit], shard_bytes: int) -> dict[str, list[Unit]]:
     parts: list[list[Unit]] = [[]]
-    held = 0
+    size = 0
     for unit in units:
-        if parts[-1] and held + unit.nbytes > shard_bytes:
+        if parts[-1] and size + unit.nbytes > shard_bytes:
             parts.append([])
-            held = 0
+            size = 0
         parts[-1].append(unit)
-        held += unit.nbytes
+        size += unit.nbytes
     if len(parts) == 1:
         return {"model.safetensors": parts[0]}
     return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
@@ -236,13 +236,13 @@ def _begin(out: Path, job: dict[str, Any]) -> Iterator[None]:
         )
     job = json.loads(json.dumps(job))
     if present:
-        held = json.loads(record.read_text(encoding="utf-8"))
-        other = sorted(key for key in {*held, *job} if held.get(key) != job.get(key))
+        begun = json.loads(record.read_text(encoding="utf-8"))
+        other = sorted(key for key in {*begun, *job} if begun.get(key) != job.get(key))
         if other:
             raise UserError(
                 "output directory belongs to another job",
                 where=str(record),
-                observed=", ".join(f"{key} {held.get(key)!r}" for key in other),
+                observed=", ".join(f"{key} {begun.get(key)!r}" for key in other),
                 required=", ".join(f"{key} {job.get(key)!r}" for key in other),
                 remedy="repeat the command that began it, or choose another directory",
             )
@@ -298,20 +298,20 @@ def _write_unit(
     fd: int, unit: Unit, ranges: Mapping[str, tuple[int, int]], advance: Callable[[int], None]
 ) -> Notes:
     notes = Notes()
-    left = {entry.key: entry.nbytes for entry in unit.entries}
+    missing = {entry.key: entry.nbytes for entry in unit.entries}
     wide = {e.key: e.nbytes // e.shape[0] if e.shape and e.shape[0] else 0 for e in unit.entries}
     for key, value, start in unit.produce(notes):
-        held = value.contiguous()  # keeps the bytes of the view
-        view = tensor_bytes(held)
+        contiguous = value.contiguous()  # keeps the bytes of the view
+        view = tensor_bytes(contiguous)
         at = ranges[key][0] + start * wide[key]
         if at + len(view) > ranges[key][1]:
             raise ValueError(f"{key}: values beyond its end")
         write_from(fd, view, at)
-        left[key] -= len(view)
+        missing[key] -= len(view)
         advance(len(view))
-    wrong = sorted(key for key, count in left.items() if count)
+    wrong = sorted(key for key, count in missing.items() if count)
     if wrong:
-        raise ValueError(f"{wrong[0]}: {left[wrong[0]]} bytes were not produced")
+        raise ValueError(f"{wrong[0]}: {missing[wrong[0]]} bytes were not produced")
     return notes
 
 

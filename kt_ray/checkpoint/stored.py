@@ -20,17 +20,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kt_ray.checkpoint.safetensors_file import TensorInfo, read_tensor
+from kt_ray.checkpoint.names import expert_name
+from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_shape, read_tensor
 from kt_ray.errors import UserError
 from kt_ray.native import ExpertMatrix
 
-_FUSED = re.compile(r"\bexperts\.(gate_up_proj|up_proj|down_proj)$")
 _SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale", ".scale")
 # Of activations and caches: no weight needs them.
 _ACTIVATION = re.compile(r"\.(input_scale|output_scale|k_scale|v_scale|q_scale|activation_scale)$")
@@ -47,7 +47,6 @@ _REFUSED = {
     ".weight.quant_map": "bitsandbytes",
     ".SCB": "bitsandbytes",
 }
-_AGAIN = "download the checkpoint again, or check that config.json belongs to it"
 _OTHER = (
     "use the model's bfloat16 release, or one in block FP8, MXFP4 or symmetric INT8/INT4 (compressed-tensors)"
 )
@@ -77,8 +76,7 @@ class StoredMatrix:
     @property
     def data_shape(self) -> tuple[int, ...]:
         """Shape of the values' tensor as read, one matrix: [N, bytes or words of a row ...]."""
-        shape = self.data.shape[len(self.shape) - 2 :]
-        return (*shape[:-1], shape[-1] // 2) if self.data.dtype == "F4" else shape
+        return read_shape(self.data.dtype, self.data.shape[len(self.shape) - 2 :])
 
     @property
     def scales_shape(self) -> tuple[int, int]:
@@ -89,9 +87,14 @@ class StoredMatrix:
     def matrix(self, data: torch.Tensor, scales: torch.Tensor) -> ExpertMatrix:
         """The engine's view of some matrices: data [n, *data_shape], scales [n, *scales_shape]."""
         shape = (data.shape[0], self.shape[-2], self.shape[-1])
-        if self.format in ("mxfp4", "int4"):
-            data = data if self.format == "int4" else data.view(torch.uint8)
+        if self.format == "mxfp4":
+            data = data.view(torch.uint8)
         return ExpertMatrix(self.format, data, shape, scales, self.block)
+
+    def one(self, index: int) -> StoredMatrix:
+        """One matrix of a stack."""
+        data, scales = self.data.one(index), self.scales.one(index)
+        return replace(self, data=data, scales=scales, shape=self.shape[1:])
 
     def read(self) -> ExpertMatrix:
         """All of it from the file; one matrix [N, K] as a stack of one."""
@@ -118,7 +121,7 @@ def find_matrices(
     """
     _refuse(path, tensors)
     quantization = _quantization(config)
-    found: dict[str, StoredMatrix] = {}
+    matrices: dict[str, StoredMatrix] = {}
     faults: list[str] = []
     for name in sorted(tensors):
         names = _parts(name, tensors)
@@ -134,19 +137,18 @@ def find_matrices(
             continue
         shape = logical.removesuffix(".weight") + ".weight_shape"
         keys = (name, scales, *((shape,) if shape in tensors else ()))
-        found[logical] = StoredMatrix(*stored, keys=keys)
-    used = {key for matrix in found.values() for key in matrix.keys}
+        matrices[logical] = StoredMatrix(*stored, keys=keys)
+    used = {key for matrix in matrices.values() for key in matrix.keys}
     faults += [f"{name} (no weight)" for name in sorted(tensors) if _SCALE.search(name) and name not in used]
     if faults:
         shown = "; ".join(faults[:4]) + (f"; {len(faults)} in all" if len(faults) > 4 else "")
-        raise UserError(
+        raise damaged(
             "quantised weights and their scales do not fit together",
-            where=str(path),
-            observed=shown,
-            required="for each weight its scales, of the shape that quantization_config states",
-            remedy=_AGAIN,
+            path,
+            shown,
+            "for each weight its scales, of the shape that quantization_config states",
         )
-    return found
+    return matrices
 
 
 def is_auxiliary(name: str) -> bool:
@@ -155,12 +157,12 @@ def is_auxiliary(name: str) -> bool:
 
 
 def _refuse(path: Path, tensors: Iterable[str]) -> None:
-    found: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
     for name in tensors:
         for suffix, what in _REFUSED.items():
             if name.endswith(suffix):
-                found.setdefault(what, []).append(name)
-    for what, names in sorted(found.items()):
+                refused.setdefault(what, []).append(name)
+    for what, names in sorted(refused.items()):
         raise UserError(
             "the checkpoint's quantised format cannot be read",
             where=f"{path}, {min(names)}",
@@ -191,7 +193,7 @@ def _parts(name: str, tensors: Mapping[str, TensorInfo]) -> tuple[str, str | Non
     elif info.dtype in ("F8_E4M3", "F8_E5M2", "I8", "F4") and name.endswith(".weight"):
         logical = name
         candidates = [name.removesuffix(".weight") + suffix for suffix in _SCALE_SUFFIXES]
-    elif info.dtype in ("F8_E4M3", "F8_E5M2", "I8") and _FUSED.search(name):
+    elif info.dtype in ("F8_E4M3", "F8_E5M2", "I8") and expert_name(name) is not None:
         logical = name
         candidates = [f"{name}_scale_inv", f"{name}_scale"]
     else:
@@ -245,9 +247,9 @@ def _block(
 ) -> tuple[int, int] | None:
     """Rows and columns per scale; None = the scales' shape fits no convention."""
     rows, columns = shape[-2:]
-    stack, held = shape[:-2], scales.shape
-    lead = held[: len(stack)] == stack
-    own = held[len(stack) :] if lead else ()
+    stack = shape[:-2]
+    lead = scales.shape[: len(stack)] == stack
+    own = scales.shape[len(stack) :] if lead else ()
     if kind == "mxfp4":
         return (1, 32) if lead and columns % 32 == 0 and own == (rows, columns // 32) else None
     if kind in ("int8", "int4"):

@@ -16,22 +16,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from kt_ray.checkpoint.index import some
-from kt_ray.checkpoint.manifest import BEST, MANIFEST, Manifest, ShardInfo, list_checkpoints
+from kt_ray.checkpoint.manifest import BEST, CHOOSE, MANIFEST, Manifest, ShardInfo, list_checkpoints, unusable
 from kt_ray.checkpoint.safetensors_file import (
     TORCH_DTYPES,
     TensorInfo,
     build_header,
     read_header,
     read_into,
+    read_tensor,
     tensor_bytes,
+    write_safetensors,
 )
 from kt_ray.errors import UserError
 
@@ -78,21 +79,12 @@ def write_shard(
     other = sorted(name for name, tensor in tensors.items() if tensor.dtype != torch.float32)
     if other:
         raise ValueError(f"checkpoint tensors must be float32: {some(other)}")
-    head, _, size = build_header((name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items())
     path = Path(directory) / filename
-    crc = zlib.crc32(head)
+    entries = [(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
     try:
-        with path.open("wb") as file:
-            file.write(head)
-            for tensor in tensors.values():
-                value = tensor.detach().cpu().contiguous()
-                view = tensor_bytes(value)
-                crc = zlib.crc32(view, crc)
-                file.write(view)
-            file.flush()
-            os.fsync(file.fileno())
+        size, crc = write_safetensors(path, entries, tensors.values())
     except OSError as error:
-        raise not_written(path, error, size) from error
+        raise not_written(path, error, build_header(entries)[2]) from error
     return ShardInfo(filename, size, crc, len(tensors))
 
 
@@ -211,52 +203,16 @@ def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
     return renamed
 
 
-def find_checkpoint(run_dir: str | os.PathLike[str], which: str) -> Path:
-    """The checkpoint that `trainer.resume` names: "latest" of a run directory, or a path.
-
-    Raises:
-        UserError: there is none.
-    """
-    if which != LATEST:
-        path = Path(which)
-        if not path.is_absolute() and not path.exists():
-            path = Path(run_dir) / "checkpoints" / which
-        Manifest.read(path)
-        return path.resolve()
-    complete = list_checkpoints(Path(run_dir) / "checkpoints")
-    if not complete:
-        raise UserError(
-            "trainer.resume=latest: the run has no checkpoint",
-            where=str(Path(run_dir) / "checkpoints"),
-            required="a complete checkpoint step_...",
-            remedy="start without trainer.resume, and set trainer.save_every to save during the run",
-        )
-    return complete[-1].resolve()
-
-
-def read_named(checkpoint: str | os.PathLike[str], names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Read tensors by key ("param/<name>", ...) from whichever shards hold them.
-
-    Returns:
-        key -> float32 tensor on the CPU, in the order asked for.
-
-    Raises:
-        UserError: the checkpoint does not hold some of them, or holds one twice.
-    """
-    held = _locate(Path(checkpoint), list(names))
-    result = {name: torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype]) for name, info in held.items()}
-    _read_all(held, result)
-    return result
-
-
 def read_named_into(checkpoint: str | os.PathLike[str], targets: Mapping[str, torch.Tensor]) -> None:
-    """Read tensors by key into live tensors of the same shapes; contiguous float32 on the CPU needs no copy.
+    """Read tensors by key ("param/<name>", ...), from whichever shards hold them, into live tensors.
+
+    Contiguous float32 on the CPU needs no copy.
 
     Raises:
-        UserError: as `read_named`, or a shape that differs.
+        UserError: the checkpoint does not hold some of them, holds one twice, or in another shape.
     """
-    held = _locate(Path(checkpoint), list(targets))
-    for name, info in held.items():
+    places = _locate(Path(checkpoint), list(targets))
+    for name, info in places.items():
         if tuple(info.shape) != tuple(targets[name].shape):
             raise UserError(
                 "checkpoint holds a parameter of another shape",
@@ -265,55 +221,43 @@ def read_named_into(checkpoint: str | os.PathLike[str], targets: Mapping[str, to
                 required=tuple(targets[name].shape),
                 remedy="set lora.rank and the model as in the run that wrote it",
             )
-    direct = {n: t for n, t in targets.items() if _readable(t, held[n])}
-    _read_all({n: held[n] for n in direct}, direct)
-    for name in targets.keys() - direct.keys():
-        value = {name: torch.empty(held[name].shape, dtype=TORCH_DTYPES[held[name].dtype])}
-        _read_all({name: held[name]}, value)
-        targets[name].copy_(value[name])
+    fds: dict[Path, int] = {}
+    try:
+        for name, info in sorted(places.items(), key=lambda item: (item[1].file, item[1].start)):
+            if info.file not in fds:
+                fds[info.file] = os.open(info.file, os.O_RDONLY)
+            target = targets[name]
+            if _readable(target, info):
+                read_into(fds[info.file], tensor_bytes(target), info.start, info.file)
+            else:
+                target.copy_(read_tensor(info))
+    finally:
+        for fd in fds.values():
+            os.close(fd)
 
 
 def _readable(tensor: torch.Tensor, info: TensorInfo) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == TORCH_DTYPES[info.dtype]
 
 
-def _locate(path: Path, wanted: list[str]) -> dict[str, TensorInfo]:
-    held: dict[str, TensorInfo] = {}
+def _locate(path: Path, names: list[str]) -> dict[str, TensorInfo]:
+    places: dict[str, TensorInfo] = {}
     for file in sorted(path.glob("*.safetensors")):
-        for name, info in read_header(
-            file, remedy="choose another checkpoint (trainer.resume)"
-        ).tensors.items():
-            if name in held:
-                raise UserError(
-                    "checkpoint holds a parameter twice",
-                    where=f"{file} and {held[name].file.name}",
-                    observed=name,
-                    remedy="choose another checkpoint (trainer.resume)",
-                )
-            held[name] = info
-    missing = sorted(name for name in wanted if name not in held)
+        for name, info in read_header(file, remedy=CHOOSE).tensors.items():
+            if name in places:
+                where = f"{file} and {places[name].file.name}"
+                raise unusable("checkpoint holds a parameter twice", where, name)
+            places[name] = info
+    missing = sorted(name for name in names if name not in places)
     if missing:
         raise UserError(
             "checkpoint lacks parameters of this run",
             where=str(path),
             observed=f"missing: {some(missing)}",
-            required=f"{len(wanted)} tensors",
+            required=f"{len(names)} tensors",
             remedy="set lora.target_modules and lora.experts as in the run that wrote it",
         )
-    return {name: held[name] for name in wanted}
-
-
-def _read_all(held: Mapping[str, TensorInfo], targets: Mapping[str, torch.Tensor]) -> None:
-    fds: dict[Path, int] = {}
-    try:
-        for name in sorted(held, key=lambda n: (held[n].file, held[n].start)):
-            info = held[name]
-            if info.file not in fds:
-                fds[info.file] = os.open(info.file, os.O_RDONLY)
-            read_into(fds[info.file], tensor_bytes(targets[name]), info.start, info.file)
-    finally:
-        for fd in fds.values():
-            os.close(fd)
+    return {name: places[name] for name in names}
 
 
 def write_text(path: Path, text: str) -> None:

@@ -190,8 +190,8 @@ def _generates(auto: Any, config: Any) -> bool:
 
 def _class_of(auto: Any, config: Any) -> Any:
     """The class that an auto class makes of a configuration. Raises KeyError: it has none."""
-    found = auto._model_mapping[type(config)]
-    return found[0] if isinstance(found, tuple) else found
+    kind = auto._model_mapping[type(config)]
+    return kind[0] if isinstance(kind, tuple) else kind
 
 
 def _decoder(causal: Any) -> str:

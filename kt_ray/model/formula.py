@@ -30,19 +30,19 @@ def formula_of(module: Any, model_type: str) -> ExpertFormula:
     faults = []
     if getattr(module, "has_post_expert_norm", False):
         faults.append("a norm after each expert")
-    known = _WEIGHTS | (_BIASES if module.has_bias else frozenset())
-    extra = sorted(name for name, _ in module.named_parameters(recurse=False) if name not in known)
+    parameters = _WEIGHTS | (_BIASES if module.has_bias else frozenset())
+    extra = sorted(name for name, _ in module.named_parameters(recurse=False) if name not in parameters)
     if extra:
         faults.append("the expert parameters " + ", ".join(extra))
-    found = None if faults else _recognised(module)
-    if found is None and not faults:
+    formula = None if faults else _recognised(module)
+    if formula is None and not faults:
         from transformers.integrations.moe import _default_apply_gate
 
         plain = not module.has_gate or type(module)._apply_gate is _default_apply_gate
         act = type(getattr(module, "act_fn", None)).__name__
         gate = "" if module.has_gate else " without a gate"
         faults.append(f"the activation {act}{gate}" if plain else "a gate of its own (_apply_gate)")
-    if found is None:
+    if formula is None:
         raise UserError(
             f"the experts of {model_type} cannot be computed yet",
             where=type(module).__name__,
@@ -51,7 +51,7 @@ def formula_of(module: Any, model_type: str) -> ExpertFormula:
             "squared without a gate",
             remedy="choose a model with such experts (DeepSeek-V3, Qwen3-MoE, Mixtral, GLM-4-MoE, ...)",
         )
-    return found
+    return formula
 
 
 def check_trainable(module: Any, model_type: str, hidden_size: int | None = None) -> ExpertFormula:
@@ -98,8 +98,8 @@ def _recognised(module: Any) -> ExpertFormula | None:
         except Exception:  # whatever a foreign activation raises: it is none of ours
             return None
         for candidate in candidates:
-            wanted = _activated(candidate, gate, up)
-            if observed.shape == wanted.shape and torch.allclose(observed.float(), wanted, 1e-5, 1e-5):
+            expected = _activated(candidate, gate, up)
+            if observed.shape == expected.shape and torch.allclose(observed.float(), expected, 1e-5, 1e-5):
                 return candidate
     return None
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kt_ray.adapter.adapter_dir import adapter_layout, adapter_not_written, create_adapter, finish_adapter
-from kt_ray.adapter.peft_config import INTERLEAVED, AdapterInfo
+from kt_ray.adapter.peft_config import AdapterInfo
 from kt_ray.checkpoint.training import (
     Manifest,
     begin_checkpoint,
@@ -158,16 +158,14 @@ def write_adapter(prepared: Prepared, directory: Path, cluster: Cluster, notes: 
     if lora.init.startswith("pissa"):  # relative to the weights as they are in the checkpoint
         shapes, wider = {name: doubled_shape(name, shape) for name, shape in shapes.items()}, 2
     layout = adapter_layout(shapes)
-    family = read_family(prepared.model_dir).text_type
     info = AdapterInfo(
         base_model=prepared.model_dir,
-        model_type=family,
+        model_type=read_family(prepared.model_dir).text_type,
         rank=wider * lora.rank,
         # With rsLoRA the scale falls with the root of the rank.
         alpha=(wider**0.5 if lora.rslora else wider) * lora.alpha,
         rslora=lora.rslora,
         dropout=lora.dropout,
-        interleaved=family in INTERLEAVED,
         notes=notes,
     )
     try:

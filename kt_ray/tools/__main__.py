@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from kt_ray.cli import guard
+from kt_ray.errors import guard
 
 _GB = 1 << 30
 

@@ -26,27 +26,28 @@ from rich.table import Table
 
 from kt_ray.adapter.peft_config import converts_keys
 from kt_ray.checkpoint.encode_weights import Encoding, Entry
-from kt_ray.checkpoint.expert_reader import ExpertGroup, expert_groups, join_rows, split_rows
+from kt_ray.checkpoint.expert_groups import ExpertGroup, expert_groups, split_rows
 from kt_ray.checkpoint.index import CheckpointIndex
-from kt_ray.checkpoint.names import FUSED, PROJECTIONS, TRANSPOSED, family, is_linear, part_of
+from kt_ray.checkpoint.names import PROJECTIONS, FusedRelease, family, fused_release, is_linear, part_of
 from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Notes, Piece, Unit, copied, finish, write_shards
 from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.checkpoint.training import write_text
 from kt_ray.errors import UserError
 from kt_ray.tools.quantization import quantization_config
 from kt_ray.tools.units import (
+    Placed,
     add_error,
     as_stored,
     check_directories,
     encoded,
     position,
+    raw_keys,
     rewritten,
     without_quantization,
 )
 
 FORMATS = ("int8", "int4", "fp8", "mxfp4", "bf16")
 REPORT = "convert_report.json"
-_Placed = list[tuple[tuple[str, int], Unit]]
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def convert(
     )
     report = _report(options, notes)
     write_text(target / REPORT, json.dumps(report, indent=2) + "\n")
-    finish(target, index.path, plan.config(), units, shard_bytes, made=(REPORT,))
+    finish(target, index.path, plan.config(), units, shard_bytes, own_files=(REPORT,))
     return report
 
 
@@ -106,17 +107,18 @@ class _Plan:
         self.index, self.options = index, options
         self.groups = expert_groups(index)
         self.family = family(index.config)
+        self.release = fused_release(self.family) or FusedRelease()
         self.quantised: set[str] = set()  # names of the result's quantised weights
         self.plain: set[str] = set()
 
     def units(self) -> list[Unit]:
         """In the order of the source's bytes."""
-        placed: _Placed = []
-        taken: set[str] = set()
+        placed: list[Placed] = []
+        experts: set[str] = set()
         for group in self.groups.values():
-            taken |= {*group.names.values(), *group.biases.values()}
+            experts |= {*group.names.values(), *group.biases.values()}
             placed += self._fused(group) if self._is_fused(group) else self._one_by_one(group)
-        for name in sorted(self.index.names - taken):
+        for name in sorted(self.index.names - experts):
             placed += self._other(name)
         return [unit for _, unit in sorted(placed, key=lambda item: item[0])]
 
@@ -132,17 +134,18 @@ class _Plan:
             and len(self.index.shape(name)) == 2
             and part_of(name, None) not in ("norms", "embedding")
         ]
-        fused = self.options.to == "mxfp4" and self.family == "gpt_oss"
+        blocks = self.options.to == "mxfp4" and self.release.mxfp4_blocks
         return config | {
             "quantization_config": quantization_config(
-                "mxfp4-blocks" if fused else self.options.to, self.options.columns, ignored
+                "mxfp4-blocks" if blocks else self.options.to, self.options.columns, ignored
             )
         }
 
     def _is_fused(self, group: ExpertGroup) -> bool:
         if self.options.to == "bf16":
-            return group.fused or (self.family in FUSED and not converts_keys(self.family))
-        return self.options.to == "mxfp4" and self.family == "gpt_oss"
+            released = fused_release(self.family) is not None and not converts_keys(self.family)
+            return group.fused or released
+        return self.options.to == "mxfp4" and self.release.mxfp4_blocks
 
     def _encoding(self, convention: str, name: str, shape: tuple[int, ...]) -> Encoding:
         self.quantised.add(name)
@@ -159,11 +162,11 @@ class _Plan:
 
     # -- experts
 
-    def _one_by_one(self, group: ExpertGroup) -> _Placed:
-        placed: _Placed = []
+    def _one_by_one(self, group: ExpertGroup) -> list[Placed]:
+        placed: list[Placed] = []
         for expert in range(group.count):
             for projection in group.projections:
-                source = group.names.get((projection, expert)) or group.names[group.role(projection), None]
+                source = group.source(projection, expert)
                 name = f"{group.prefix}.{expert}.{group.leaf(projection)}.weight"
                 placed.append((position(self.index, source), self._expert(group, expert, projection, name)))
             if group.biases:
@@ -201,33 +204,31 @@ class _Plan:
     def _bias_dtype(self, group: ExpertGroup) -> str:
         return self.index.tensors[next(iter(group.biases.values()))].dtype
 
-    def _fused(self, group: ExpertGroup) -> _Placed:
-        placed: _Placed = []
-        for role in dict.fromkeys(group.role(p) for p in group.projections):
+    def _fused(self, group: ExpertGroup) -> list[Placed]:
+        placed: list[Placed] = []
+        for role in group.roles:
             name = group.names.get((role, None), f"{group.prefix}.{role}_proj")
-            first = group.names.get((role, None)) or group.names["gate" if role == "gate_up" else role, 0]
-            placed.append((position(self.index, first), self._stack(group, role, name)))
+            first = position(self.index, group.source("gate" if role == "gate_up" else role, 0))
+            placed.append((first, self._stack(group, role, name)))
             if group.biases:
-                placed.append((position(self.index, first), self._stack_biases(group, role)))
+                placed.append((first, self._stack_biases(group, role)))
         return placed
 
     def _stack(self, group: ExpertGroup, role: str, name: str) -> Unit:
-        rows, columns = group.shape("down" if role == "down" else "up")
-        shape = (group.count, 2 * rows if role == "gate_up" else rows, columns)
-        transposed = self.options.to == "bf16" and (
-            self.family in TRANSPOSED or (group.fused and group.transposed)
-        )
-        if self.options.to == "bf16":
+        rows, columns = group.shape(role)
+        plain = self.options.to == "bf16"
+        transposed = plain and (self.release.transposed or (group.fused and group.transposed))
+        if plain:
             encoding = None
-            end = (shape[0], shape[2], shape[1]) if transposed else shape
-            entries: tuple[Entry, ...] = (Entry(name, "BF16", end),)
+            end = (columns, rows) if transposed else (rows, columns)
+            entries: tuple[Entry, ...] = (Entry(name, "BF16", (group.count, *end)),)
         else:
-            encoding = self._encoding("mxfp4-blocks", name, shape)
+            encoding = self._encoding("mxfp4-blocks", name, (group.count, rows, columns))
             entries = encoding.entries
 
         def produce(notes: Notes) -> Iterator[Piece]:
             for expert in range(group.count):
-                before = _rows(group, role, expert)
+                before = group.read(expert, role)
                 if encoding is None:
                     written = before.bfloat16()
                     yield Piece(name, written.t() if transposed else written, expert)
@@ -243,22 +244,17 @@ class _Plan:
     def _stack_biases(self, group: ExpertGroup, role: str) -> Unit:
         if (role, None) in group.biases:
             return copied(self.index.tensors[group.biases[role, None]])
-        rows = group.shape("down" if role == "down" else "up")[0] * (2 if role == "gate_up" else 1)
         name = f"{group.prefix}.{role}_proj_bias"
 
         def produce(notes: Notes) -> Iterator[Piece]:
             for expert in range(group.count):
-                if role != "gate_up":
-                    yield Piece(name, group.bias(expert, role), expert)
-                else:
-                    gate, up = group.bias(expert, "gate"), group.bias(expert, "up")
-                    yield Piece(name, join_rows(gate, up, group.interleaved), expert)
+                yield Piece(name, group.bias(expert, role), expert)
 
-        return Unit((Entry(name, self._bias_dtype(group), (group.count, rows)),), produce)
+        return Unit((Entry(name, self._bias_dtype(group), (group.count, group.shape(role)[0])),), produce)
 
     # -- everything else
 
-    def _other(self, name: str) -> _Placed:
+    def _other(self, name: str) -> list[Placed]:
         index, to = self.index, self.options.to
         matrix, at = index.matrices.get(name), position(index, name)
         label = f"other/{name}"
@@ -271,10 +267,10 @@ class _Plan:
             return [(at, unit)]
         if matrix is None:
             self.plain.add(name)
-            return as_stored(index, [name])
+            return as_stored(index, raw_keys(index, name))
         if to == "fp8" and _is_block_fp8(matrix):
             self.quantised.add(name)
-            return as_stored(index, [name])
+            return as_stored(index, raw_keys(index, name))
         self.plain.add(name)
         return [(at, rewritten(index, name, bf16=True))]
 
@@ -283,15 +279,6 @@ def _is_block_fp8(matrix: StoredMatrix) -> bool:
     """As `--to fp8` writes it."""
     blocks = tuple(-(-size // 128) for size in matrix.shape)
     return matrix.scales.name.endswith(".weight_scale_inv") and matrix.scales.shape == blocks
-
-
-def _rows(group: ExpertGroup, role: str, expert: int) -> torch.Tensor:
-    """gate_up [2I, H] in the family's order, or down [H, I]."""
-    if group.fused:
-        return group.read_fused(expert, role)
-    if role != "gate_up":
-        return group.read(expert, role)
-    return join_rows(group.read(expert, "gate"), group.read(expert, "up"), group.interleaved)
 
 
 def _note_roles(

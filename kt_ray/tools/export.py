@@ -16,29 +16,23 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from kt_ray.adapter.adapter_dir import CONFIG, PREFIX, WEIGHTS
 from kt_ray.adapter.adapter_file import Lora, Pair
-from kt_ray.adapter.fused import fuse_down, fuse_gate_up
-from kt_ray.adapter.peft_config import AdapterInfo, adapter_config
-from kt_ray.adapter.split_fused import FusedLayer
-from kt_ray.checkpoint.encode_weights import Entry
-from kt_ray.checkpoint.expert_reader import layer_count
+from kt_ray.adapter.fused import Factors, FusedLayer, fuse_down, fuse_gate_up
+from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS, AdapterInfo, adapter_config
 from kt_ray.checkpoint.index import CheckpointIndex, some
-from kt_ray.checkpoint.names import INTERLEAVED, LEAVES, PROJECTIONS, expert_name, family, is_mtp, layer_of
-from kt_ray.checkpoint.safetensors_file import NAMES, build_header, tensor_bytes
+from kt_ray.checkpoint.names import LEAVES, PROJECTIONS, family, is_interleaved, is_mtp, layer_of, one_expert
+from kt_ray.checkpoint.safetensors_file import NAMES, build_header, read_tensor, write_safetensors
 from kt_ray.checkpoint.training import write_text
 from kt_ray.errors import UserError
 
 FORMS = ("peft-fused", "peft-per-expert", "sglang-kt")
-_Factors = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class Item:
     scale: float
     a: tuple[int, int]
     b: tuple[int, int]
-    make: Callable[[], _Factors]
+    make: Callable[[], Factors]
     pattern: str = ""  # what PEFT's patterns match, where that is not the module
 
 
@@ -132,22 +126,20 @@ def _fused_items(lora: Lora, model_type: str) -> list[Item]:
         module = f"{prefix}.base_layer" if role == "gate_up" and (prefix, "down") in lora.fused else prefix
         items.append(_whole(pair, module, f"{prefix}.{role}_proj"))
     for prefix in dict.fromkeys(p for p, _, _ in lora.experts):
-        items += _fuse(lora, prefix, model_type in INTERLEAVED)
+        items += _fuse(lora, prefix, is_interleaved(model_type))
     return items
 
 
 def _whole(pair: Pair, module: str, pattern: str) -> Item:
-    from kt_ray.checkpoint.safetensors_file import read_tensor
-
-    make: Callable[[], _Factors] = lambda: (read_tensor(pair.a), read_tensor(pair.b))  # noqa: E731
+    make: Callable[[], Factors] = lambda: (read_tensor(pair.a), read_tensor(pair.b))  # noqa: E731
     return Item(module, pair.rank, pair.scale, _two(pair.a.shape), _two(pair.b.shape), make, pattern)
 
 
 def _fuse(lora: Lora, prefix: str, interleaved: bool) -> list[Item]:
     count = 1 + max(e for p, e, _ in lora.experts if p == prefix)
-    wanted = [(prefix, e, p) for e in range(count) for p in PROJECTIONS]
-    missing = [f"{prefix}.{e}.{LEAVES[p]}" for _, e, p in wanted if (prefix, e, p) not in lora.experts]
-    settings = {(lora.experts[k].rank, lora.experts[k].scale) for k in wanted if k in lora.experts}
+    keys = [(prefix, e, p) for e in range(count) for p in PROJECTIONS]
+    missing = [f"{prefix}.{e}.{LEAVES[p]}" for _, e, p in keys if (prefix, e, p) not in lora.experts]
+    settings = {(lora.experts[k].rank, lora.experts[k].scale) for k in keys if k in lora.experts}
     if missing or len(settings) > 1:
         raise UserError(
             "adapter's experts cannot be fused",
@@ -159,7 +151,7 @@ def _fuse(lora: Lora, prefix: str, interleaved: bool) -> list[Item]:
     rank, scale = settings.pop()
     (r, H), (I, _) = _two(lora.experts[prefix, 0, "gate"].a.shape), lora.experts[prefix, 0, "gate"].b.shape
 
-    def pairs(projection: str) -> list[_Factors]:
+    def pairs(projection: str) -> list[Factors]:
         return [lora.experts[prefix, e, projection].factors() for e in range(count)]
 
     gate_up = Item(
@@ -218,16 +210,12 @@ def _single_items(lora: Lora, source: CheckpointIndex | None) -> list[Item]:
     if not lora.fused:
         return items
     assert source is not None, "an adapter with experts has a base"
-    layers_held = layer_count(source)
     released = {
-        (layer_of(name), found.role): (found.prefix, found.leaf)
+        (parts.layer, parts.role): (parts.prefix, parts.leaf)
         for name in source.names
-        if (found := expert_name(name)) is not None
-        and found.expert is not None
-        and not found.bias
-        and not is_mtp(name, layers_held)
+        if (parts := one_expert(name)) is not None and not is_mtp(name, source.layer_count)
     }
-    interleaved = family(source.config) in INTERLEAVED
+    interleaved = is_interleaved(family(source.config))
     prefixes = list(dict.fromkeys(prefix for prefix, _ in lora.fused))
     layers = [FusedLayer.of(lora, prefix, interleaved) for prefix in prefixes]
     rank = max(layer.rank for layer in layers)
@@ -235,7 +223,7 @@ def _single_items(lora: Lora, source: CheckpointIndex | None) -> list[Item]:
         for expert in range(layer.experts):
             for projection in layer.projections:
                 usual = (layer.prefix, LEAVES[projection])
-                prefix, leaf = released.get((layer_of(f"{layer.prefix}."), projection), usual)
+                prefix, leaf = released.get((layer_of(layer.prefix), projection), usual)
                 prefix = _below(layer.prefix, prefix)
                 rows, columns = layer.shape(projection)
                 items.append(
@@ -324,31 +312,21 @@ def _plain_config(lora: Lora, linear: list[Item], default: tuple[int, float]) ->
 def _write(target: Path, items: list[Item], dtype: torch.dtype, prefix: str, config: dict[str, Any]) -> None:
     """One safetensors file, streamed, and its configuration."""
     entries = [
-        Entry(f"{prefix}{i.module}.lora_{half}.weight", NAMES[dtype], shape)
+        (f"{prefix}{i.module}.lora_{half}.weight", NAMES[dtype], shape)
         for i in items
         for half, shape in (("A", i.a), ("B", i.b))
     ]
-    head, _, size = build_header((e.key, e.dtype, e.shape) for e in entries)
     partial = target / f".{WEIGHTS}.partial"
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            file.write(head)
-            for entry, value in zip(entries, _values(items), strict=True):
-                assert tuple(value.shape) == entry.shape, entry.key
-                held = value.to(dtype).contiguous()
-                file.write(tensor_bytes(held))
-            file.flush()
-            os.fsync(file.fileno())
+        write_safetensors(partial, entries, (value.to(dtype) for item in items for value in item.make()))
         write_text(target / CONFIG, json.dumps(config, indent=2) + "\n")
         os.replace(partial, target / WEIGHTS)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise UserError(
-            "adapter cannot be written", where=str(target), observed=error, required=f"{size} bytes"
+            "adapter cannot be written",
+            where=str(target),
+            observed=error,
+            required=f"{build_header(entries)[2]} bytes",
         ) from error
-
-
-def _values(items: list[Item]) -> Iterator[Tensor]:
-    for item in items:
-        yield from item.make()

@@ -14,11 +14,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kt_ray.adapter.adapter_dir import CONFIG, WEIGHTS
 from kt_ray.adapter.adapter_file import Lora, Pair
-from kt_ray.adapter.peft_config import converts_keys
+from kt_ray.adapter.peft_config import CONFIG, WEIGHTS, converts_keys
+from kt_ray.checkpoint.expert_groups import ExpertGroup, expert_groups
 from kt_ray.checkpoint.expert_layout import ExpertLayout
-from kt_ray.checkpoint.expert_reader import ExpertGroup, expert_groups, layer_count
 from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.names import expert_name, family, part_of
 from kt_ray.checkpoint.safetensors_file import read_json, read_tensor
@@ -48,8 +47,8 @@ def convention(matrix: StoredMatrix) -> str:
     (rows, columns), shape = matrix.block, matrix.shape[-2:]
     if matrix.format == "mxfp4":
         ends = {"_blocks": "blocks and scales", "_packed": "packed"}
-        held = next((text for end, text in ends.items() if matrix.data.name.endswith(end)), "E8M0 scales")
-        return f"mxfp4 ({held})"
+        form = next((text for end, text in ends.items() if matrix.data.name.endswith(end)), "E8M0 scales")
+        return f"mxfp4 ({form})"
     if rows >= shape[0] and columns >= shape[1] and shape[0] > 1:
         per = "block" if matrix.scales.name.endswith("_inv") else "tensor"
     elif rows == 1:
@@ -63,7 +62,7 @@ def convention(matrix: StoredMatrix) -> str:
 
 
 def _checkpoint(index: CheckpointIndex) -> dict[str, Any]:
-    layers = layer_count(index)
+    layers = index.layer_count
     parts: dict[str, dict[str, dict[str, int]]] = defaultdict(
         lambda: defaultdict(lambda: {"parameters": 0, "tensors": 0, "bytes": 0})
     )
@@ -101,13 +100,14 @@ def _experts(groups: list[ExpertGroup]) -> dict[str, Any] | None:
     if not groups:
         return None
     first = groups[0]
+    up = first.names[first.role("up"), None] if first.fused else f"{first.prefix}.N.{first.leaf('up')}"
     return {
         "moe_layers": [g.layer for g in groups],
         "count": first.count,
         "hidden": first.hidden,
         "intermediate": first.shape("up")[0],
         "layout": "fused" if first.fused else "per_expert",
-        "names": f"{first.prefix}.{first.role('up') + '_proj' if first.fused else 'N.' + first.leaf('up')}",
+        "names": up,
         "interleaved": first.fused and first.interleaved,
         "transposed": first.fused and first.transposed,
         "biased": bool(first.biases),
@@ -122,11 +122,11 @@ def _checkpoint_takes(index: CheckpointIndex, groups: dict[str, ExpertGroup]) ->
         trains = f"no: {error.what}"
     quantization = index.config.get("quantization_config") or index.text_config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    known = {None, "fp8", "compressed-tensors", "mxfp4", "fbgemm_fp8"}
+    methods = {None, "fp8", "compressed-tensors", "mxfp4", "fbgemm_fp8"}
     if index.matrices and method is None:
         text = "no: quantised tensors without a quantization_config in config.json"
         return {"kt_ray": trains, "transformers": text, "vLLM": text, "SGLang": text}
-    if method not in known:
+    if method not in methods:
         text = f"not known for quant_method {method!r}"
         return {"kt_ray": trains, "transformers": text, "vLLM": text, "SGLang": text}
     serving = "by its documented conventions (untested)"
@@ -146,9 +146,9 @@ def _adapter(path: Path) -> dict[str, Any]:
     for pair in pairs:
         a, b = (float(read_tensor(info).double().square().sum()) for info in (pair.a, pair.b))
         zero += b == 0.0
-        held = squares[_leaf(pair)]
-        held[0] += a
-        held[1] += b
+        sums = squares[_leaf(pair)]
+        sums[0] += a
+        sums[1] += b
     form = "fused" if lora.fused else "per_expert" if lora.experts else "none"
     if lora.fused and lora.experts:
         form = "fused and per_expert"

@@ -7,7 +7,9 @@ does not touch are copied byte by byte. One expert is held at a time.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,19 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kt_ray.adapter.adapter_dir import CONFIG, WEIGHTS
 from kt_ray.adapter.adapter_file import Lora, Pair
-from kt_ray.adapter.modules import module_names
-from kt_ray.checkpoint.expert_reader import ExpertGroup, expert_groups, split_rows
+from kt_ray.adapter.peft_config import CONFIG, WEIGHTS
+from kt_ray.checkpoint.expert_groups import ExpertGroup, expert_groups, split_rows
 from kt_ray.checkpoint.index import CheckpointIndex, some
-from kt_ray.checkpoint.names import TRANSPOSED, expert_name, family, layer_of
-from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Notes, Unit, copied, finish, write_shards
+from kt_ray.checkpoint.key_map import KeyNames, tensors_made
+from kt_ray.checkpoint.names import expert_name, family, fused_release, layer_of
+from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Notes, Unit, finish, write_shards
 from kt_ray.errors import UserError
+from kt_ray.model import hook
+from kt_ray.model.family import build_causal, read_family
 from kt_ray.tools.units import (
     Change,
+    Placed,
     add_error,
+    as_stored,
     check_directories,
     position,
+    raw_keys,
     rewritten,
     without_quantization,
 )
@@ -105,7 +112,9 @@ class _Plan:
         self.index, self.lora = index, lora
         self.linear: dict[str, Pair] = {}
         self.experts: dict[tuple[str, int, str], list[Callable[[], Tensor]]] = {}
-        self.groups = expert_groups(index) if lora.experts or lora.fused else _groups_or_none(index)
+        # Without experts in the adapter the base may be any model.
+        routed = lora.experts or lora.fused or any(expert_name(name) for name in index.names)
+        self.groups = expert_groups(index) if routed else {}
         self.by_layer = {group.layer: group for group in self.groups.values() if not group.mtp}
         self.reason = ""
         self.unknown: list[str] = []
@@ -113,45 +122,37 @@ class _Plan:
         self._match_linear()
         self._match_experts()
         self._refuse()
-        self.touched = set(self.linear) | {self._parameter(*key) for key in self.experts}
+        self.touched = set(self.linear) | {self.groups[g].source(p, e) for g, e, p in self.experts}
 
     def units(self, bf16: bool) -> list[Unit]:
         """Every tensor of the result, in the order of the base's bytes."""
-        placed: list[tuple[tuple[str, int], Unit]] = []
-        swap = family(self.index.config) in TRANSPOSED
+        placed: list[Placed] = []
+        release = fused_release(family(self.index.config))
         group_of = {name: g for g in self.groups.values() for name in g.names.values()}
         rewritten_names = self.touched | (set(self.index.matrices) if bf16 else set())
         for name in sorted(rewritten_names):
-            group = group_of.get(name)
-            stack = group is not None and group.fused
-            source = stack and group is not None and group.transposed
-            result = (swap or source) if bf16 else source
-            quantised = name in self.index.matrices and not bf16
+            group, quantised = group_of.get(name), name in self.index.matrices
+            swapped = group is not None and group.fused and group.transposed
+            stays = not (bf16 and quantised)  # else it is written as the family's plain release is
             unit = rewritten(
                 self.index,
                 name,
-                bf16=bf16 and name in self.index.matrices,
-                transposed=(bool(source), bool(result) if name in self.index.matrices else bool(source)),
+                bf16=not stays,
+                transposed=(swapped, swapped if stays or release is None else swapped or release.transposed),
                 change=self._change(name, group) if name in self.touched else None,
                 touched=self._is_touched(name, group),
-                note=_note if quantised else None,
+                note=_note if quantised and stays else None,
             )
             placed.append((position(self.index, name), unit))
-        taken = {key for name in rewritten_names for key in _raw(self.index, name)}
+        written = {key for name in rewritten_names for key in raw_keys(self.index, name)}
         if bf16:  # scales of activations belong to the quantised format
-            taken |= {key for key in self.index.tensors if self._is_auxiliary(key)}
-        rest = [key for key in sorted(self.index.tensors) if key not in taken]
-        placed += _raw_units(self.index, rest)
+            written |= {key for key in self.index.tensors if self._is_auxiliary(key)}
+        placed += as_stored(self.index, [key for key in sorted(self.index.tensors) if key not in written])
         return [unit for _, unit in sorted(placed, key=lambda item: item[0])]
 
     def _is_auxiliary(self, key: str) -> bool:
         parts = {k for m in self.index.matrices.values() for k in m.keys}
         return key not in self.index.names and key not in parts
-
-    def _parameter(self, prefix: str, expert: int, projection: str) -> str:
-        names = self.groups[prefix].names
-        own = names.get((projection, expert))
-        return own or names[self.groups[prefix].role(projection), None]
 
     # -- matching
 
@@ -173,25 +174,28 @@ class _Plan:
 
     def _match_experts(self) -> None:
         for (prefix, expert, projection), pair in self.lora.experts.items():
-            group = self.by_layer.get(_layer(prefix))
+            group = self._group(prefix)
             if group is None or expert >= group.count or projection not in group.projections:
                 self.unknown.append(pair.module)
                 continue
             self._fits(pair, group.shape(projection))
             self._add(group, expert, projection, pair.delta)
         for (prefix, role), pair in self.lora.fused.items():
-            group = self.by_layer.get(_layer(prefix))
+            group = self._group(prefix)
             if group is None or (role == "gate_up" and not group.gated):
                 self.unknown.append(pair.module)
                 continue
-            rows, columns = group.shape("down" if role == "down" else "up")
-            self._fits(pair, (rows if role == "down" else 2 * rows, columns), group.count)
+            self._fits(pair, group.shape(role), group.count)
             for expert in range(group.count):
                 if role == "down":
                     self._add(group, expert, "down", partial(pair.delta, expert))
                     continue
                 for half, projection in enumerate(("gate", "up")):
                     self._add(group, expert, projection, _half(pair, expert, half, group.interleaved))
+
+    def _group(self, prefix: str) -> ExpertGroup | None:
+        """The base's experts of the layer in an adapter's "...experts"."""
+        return self.by_layer.get(-1 if (layer := layer_of(prefix)) is None else layer)
 
     def _add(self, group: ExpertGroup, expert: int, projection: str, delta: Callable[[], Tensor]) -> None:
         self.experts.setdefault((group.prefix, expert, projection), []).append(delta)
@@ -228,20 +232,20 @@ class _Plan:
             pair = self.linear[name]
             plain = name not in self.index.matrices
             return lambda value, first: _add_rows(value, pair, first if plain else 0)
-        found = expert_name(name)
-        assert found is not None
-        if found.expert is not None:
-            key = (group.prefix, found.expert, found.role)
+        parts = expert_name(name)
+        assert parts is not None
+        if parts.expert is not None:
+            key = (group.prefix, parts.expert, parts.role)
             # Plain experts may come in chunks of rows: `first` is the row the chunk begins with.
             return lambda value, first: value + self._delta(key)[first : first + value.shape[0]]
 
         def change(value: Tensor, expert: int) -> Tensor:
             result = value.clone()
-            if found.role != "gate_up":
-                return result + self._delta((group.prefix, expert, found.role))
-            for part, projection in zip(split_rows(result, group.interleaved), ("gate", "up"), strict=True):
+            if parts.role != "gate_up":
+                return result + self._delta((group.prefix, expert, parts.role))
+            for rows, projection in zip(split_rows(result, group.interleaved), ("gate", "up"), strict=True):
                 if (group.prefix, expert, projection) in self.experts:
-                    part += self._delta((group.prefix, expert, projection))
+                    rows += self._delta((group.prefix, expert, projection))
             return result
 
         return change
@@ -252,10 +256,10 @@ class _Plan:
         return torch.stack([delta() for delta in self.experts[key]]).sum(0)
 
     def _is_touched(self, name: str, group: ExpertGroup | None) -> Callable[[int], bool]:
-        found = expert_name(name)
-        if group is None or found is None or found.expert is not None:
+        parts = expert_name(name)
+        if group is None or parts is None or parts.expert is not None:
             return lambda expert: True
-        roles = ("gate", "up") if found.role == "gate_up" else (found.role,)
+        roles = ("gate", "up") if parts.role == "gate_up" else (parts.role,)
         return lambda expert: any((group.prefix, expert, role) in self.experts for role in roles)
 
 
@@ -266,26 +270,6 @@ def _half(pair: Pair, expert: int, half: int, interleaved: bool) -> Callable[[],
 def _add_rows(value: Tensor, pair: Pair, first: int) -> Tensor:
     a, b = pair.factors()
     return value + pair.scale * (b[first : first + value.shape[0]] @ a)
-
-
-def _groups_or_none(index: CheckpointIndex) -> dict[str, ExpertGroup]:
-    """Without experts in the adapter the base may be any model."""
-    return expert_groups(index) if any(expert_name(n) for n in index.names) else {}
-
-
-def _layer(prefix: str) -> int:
-    layer = layer_of(f"{prefix}.")
-    return -1 if layer is None else layer
-
-
-def _raw(index: CheckpointIndex, name: str) -> Iterable[str]:
-    matrix = index.matrices.get(name)
-    return (name,) if matrix is None else matrix.keys
-
-
-def _raw_units(index: CheckpointIndex, keys: Iterable[str]) -> list[tuple[tuple[str, int], Unit]]:
-    infos = [index.tensors[key] for key in keys]
-    return [((str(info.file), info.start), copied(info)) for info in infos]
 
 
 def _note(notes: Notes, expert: int, before: Tensor, after: Tensor) -> None:
@@ -300,3 +284,51 @@ def summary(report: dict[str, Any]) -> str:
         f"{report['linear']} others"
         + ("" if error is None else f"; quantised again with relative error {error:.2e}")
     )
+
+
+# -- names of modules outside the experts
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """Which parameter of a checkpoint an adapter's module name means.
+
+    Adapters name modules as transformers builds them ("model.layers.0.self_attn.q_a_proj"); released
+    checkpoints may name them otherwise ("layers.0.attn.wq_a", "model.language_model.layers.0..."). The
+    mapping is transformers' own, applied to the names alone.
+
+    Attributes:
+        parameters: module as transformers or the checkpoint names it -> parameter.
+        joined: modules whose weight is a part of, or made from, other tensors of the checkpoint.
+        reason: why transformers' names are not known; "" = they are.
+    """
+
+    parameters: dict[str, str] = field(default_factory=dict)
+    joined: dict[str, str] = field(default_factory=dict)
+    reason: str = ""
+
+
+def module_names(index: CheckpointIndex, prefixes: Iterable[str]) -> ModuleNames:
+    """Names of every matrix outside the routed experts.
+
+    Args:
+        index: the checkpoint.
+        prefixes: of its routed experts ("model.layers.3.mlp.experts").
+    """
+    names = sorted(n for n in index.names if expert_name(n) is None and n.endswith(".weight"))
+    parameters = {name.removesuffix(".weight"): name for name in names}
+    try:
+        hook.register()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of configurations: nothing is computed with this model
+            model, _, _ = build_causal(read_family(index.path), torch.bfloat16, "eager")
+    except UserError as error:
+        return ModuleNames(parameters, {}, error.line())
+    modules = ModuleNames(parameters)
+    keys = KeyNames(model, prefixes)
+    for name in names:
+        renamed, converter, _ = keys.target(name)
+        for target in tensors_made(renamed, converter):
+            place = modules.parameters if converter is None else modules.joined
+            place[target.removesuffix(".weight")] = name
+    return modules

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kt_ray.checkpoint.encode_weights import Encoding, Entry
-from kt_ray.checkpoint.expert_reader import matrix_of, one_of, slice_of
+from kt_ray.checkpoint.expert_groups import read_one
 from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.safetensors_file import NAMES, TORCH_DTYPES, TensorInfo, read_tensor
 from kt_ray.checkpoint.shard_writer import Notes, Piece, Unit, copied
@@ -20,10 +20,11 @@ _CHUNK = 16 << 20  # values computed at once
 # (values [out, in], expert of a stack or first row of a plain matrix) -> new values.
 Change = Callable[[Tensor, int], Tensor]
 Touched = Callable[[int], bool]
+Placed = tuple[tuple[str, int], Unit]  # a unit with where it begins on the disk, to read in order
 
 
 def position(index: CheckpointIndex, name: str) -> tuple[str, int]:
-    """Where a parameter begins on the disk, to read in order."""
+    """Where a parameter begins on the disk."""
     matrix = index.matrices.get(name)
     info = index.tensors[name] if matrix is None else matrix.data
     return str(info.file), info.start
@@ -35,9 +36,9 @@ def raw_keys(index: CheckpointIndex, name: str) -> tuple[str, ...]:
     return (name,) if matrix is None else matrix.keys
 
 
-def as_stored(index: CheckpointIndex, names: Iterable[str]) -> list[tuple[tuple[str, int], Unit]]:
-    """Parameters taken over byte by byte, with their positions."""
-    infos = [index.tensors[key] for name in names for key in raw_keys(index, name)]
+def as_stored(index: CheckpointIndex, keys: Iterable[str]) -> list[Placed]:
+    """Tensors taken over byte by byte."""
+    infos = [index.tensors[key] for key in keys]
     return [((str(info.file), info.start), copied(info)) for info in infos]
 
 
@@ -90,17 +91,14 @@ def rewritten(
     def values(expert: int) -> Tensor:
         if not stack:
             return index.value(name, torch.float32)
-        if matrix is not None:
-            value = matrix_of(matrix, expert).dequantize()
-        else:
-            value = read_tensor(one_of(index.tensors[name], expert)).float()
+        value = read_one(index, name, expert)
         return value.t() if transposed[0] else value
 
     def produce(notes: Notes) -> Iterator[Piece]:
         for expert in range(shape[0] if stack else 1):
             if stack and not bf16 and not touched(expert):
                 for entry in entries:
-                    yield Piece(entry.key, read_tensor(one_of(index.tensors[entry.key], expert)), expert)
+                    yield Piece(entry.key, read_tensor(index.tensors[entry.key].one(expert)), expert)
                 continue
             before = values(expert)
             if change is not None:
@@ -133,7 +131,7 @@ def _plain_rows(info: TensorInfo, change: Change | None) -> Unit:
 
     def produce(notes: Notes) -> Iterator[Piece]:
         for start in range(0, info.shape[0], rows):
-            part = slice_of(info, start, min(start + rows, info.shape[0]))
+            part = info.rows(start, min(start + rows, info.shape[0]))
             value = change(read_tensor(part).float(), start)
             yield Piece(info.name, value.to(TORCH_DTYPES[info.dtype]), start)
 

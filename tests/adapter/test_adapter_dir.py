@@ -14,19 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
+from kt_ray.adapter.adapter_dir import adapter_layout, create_adapter, finish_adapter, write_tensors
+from kt_ray.adapter.adapter_file import Lora
 from kt_ray.adapter.fused import fuse_down, fuse_gate_up
-from kt_ray.checkpoint import (
-    AdapterInfo,
-    adapter_config,
-    adapter_layout,
-    create_adapter,
-    finish_adapter,
-    read_adapter,
-    write_tensors,
-)
+from kt_ray.adapter.peft_config import PREFIX, AdapterInfo, adapter_config
 from kt_ray.errors import UserError
 
 Make = Callable[..., Any]
@@ -100,6 +93,13 @@ def write(directory: Path, lora: Tensors, info: AdapterInfo, modules: list[str] 
     for part in (names[::2], names[1::2]):
         write_tensors(directory, layout, {name: lora[name] for name in part})
     return finish_adapter(directory, layout, info, modules=modules)
+
+
+def read(directory: Path) -> tuple[Tensors, dict[str, Any]]:
+    """Tensors by parameter name, and the configuration."""
+    tensors = load_file(directory / "adapter_model.safetensors")
+    config = json.loads((directory / "adapter_config.json").read_text())
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}, config
 
 
 def check_logits(tmp_path: Path, base: Path, lora: Tensors, info: AdapterInfo, scale: float) -> Any:
@@ -180,7 +180,7 @@ def test_fused_form(
 def test_fused_form_without_a_gate(tmp_path: Path) -> None:
     lora = {name: tensor for name, tensor in some_lora().items() if "gate_proj" not in name}
     path = write(tmp_path / "a", lora, AdapterInfo("base", "nemotron_h", RANK, ALPHA))
-    tensors, config = read_adapter(path)
+    tensors, config = read(path)
     assert config["target_parameters"] == ["experts.up_proj", "experts.down_proj"]
     assert config["rank_pattern"] == {}
     prefix = "model.layers.10.mlp.experts"
@@ -231,7 +231,7 @@ INFO = AdapterInfo("base", "deepseek_v3", RANK, ALPHA, dropout=0.1, notes=("loss
 def test_round_trip_and_order(tmp_path: Path) -> None:
     lora = some_lora()
     path = write(tmp_path / "a", lora, INFO)
-    tensors, config = read_adapter(path)
+    tensors, config = read(path)
     assert tensors.keys() == lora.keys() and all(torch.equal(tensors[n], t) for n, t in lora.items())
     layers = [int(name.split(".")[2]) for name in tensors]
     assert layers == sorted(layers)
@@ -246,7 +246,7 @@ def test_round_trip_and_order(tmp_path: Path) -> None:
     assert readme.count("untested") == 2
     write(tmp_path / "a", {n: t + 1 for n, t in lora.items()}, INFO)  # again, over the old one
     name = next(iter(lora))
-    assert torch.equal(read_adapter(path)[0][name], lora[name] + 1)
+    assert torch.equal(read(path)[0][name], lora[name] + 1)
 
 
 def test_bfloat16_on_request(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_processes_write_one_file(tmp_path: Path) -> None:
     create_adapter(tmp_path, layout)
     names = list(lora)
     code = (
-        "import pickle, sys; from kt_ray.checkpoint import write_tensors;"
+        "import pickle, sys; from kt_ray.adapter.adapter_dir import write_tensors;"
         "layout, tensors = pickle.load(open(sys.argv[2], 'rb')); write_tensors(sys.argv[1], layout, tensors)"
     )
     running = []
@@ -275,7 +275,7 @@ def test_processes_write_one_file(tmp_path: Path) -> None:
         running.append(subprocess.Popen(command, cwd=Path(__file__).parents[2]))
     assert [process.wait(timeout=120) for process in running] == [0, 0]
     finish_adapter(tmp_path, layout, INFO)
-    tensors, _ = read_adapter(tmp_path)
+    tensors, _ = read(tmp_path)
     assert all(torch.equal(tensors[n], t) for n, t in lora.items())
 
 
@@ -317,7 +317,7 @@ def test_damaged_adapter(tmp_path: Path, damage: Callable[[Path], object], messa
     path = write(tmp_path / "a", some_lora(), INFO)
     damage(path)
     with pytest.raises(UserError, match=message) as caught:
-        read_adapter(path)
+        Lora.open(path)
     assert caught.value.remedy
 
 
@@ -353,12 +353,3 @@ def test_target_names() -> None:
     assert config["rank_pattern"] == {r".*\.gate_up_proj": 8} and config["alpha_pattern"] == {
         r".*\.gate_up_proj": 16
     }
-
-
-def test_interleaved_families() -> None:
-    """As transformers' experts modules state it."""
-    from kt_ray.adapter.peft_config import INTERLEAVED
-
-    models = Path(transformers.__file__).parent / "models"
-    sources = {path.parent.name: path.read_text() for path in models.glob("*/modeling_*.py")}
-    assert {name for name, text in sources.items() if "is_concatenated=False" in text} == INTERLEAVED

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.adapter.adapter_dir import adapter_layout, create_adapter, finish_adapter
 from kt_ray.adapter.from_peft import AdapterReader, adapter_directory
-from kt_ray.adapter.peft_config import INTERLEAVED, AdapterInfo
+from kt_ray.adapter.peft_config import AdapterInfo
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from tests.helpers.hf_reference import FAMILIES, build_checkpoint
@@ -39,7 +39,7 @@ def shaken(cluster: ActorCluster) -> dict[str, torch.Tensor]:
 def written(cluster: ActorCluster, config: Config, path: Path, family: str, to: Path) -> None:
     layout = adapter_layout(cluster.parameter_shapes())
     lora = config.lora
-    info = AdapterInfo(str(path), family, lora.rank, lora.alpha, interleaved=family in INTERLEAVED)
+    info = AdapterInfo(str(path), family, lora.rank, lora.alpha)
     create_adapter(to, layout)
     cluster.write_adapter(str(to), layout)
     finish_adapter(to, layout, info)

@@ -13,6 +13,7 @@ import pytest
 
 from kt_ray import cli
 from kt_ray.checkpoint import CheckpointIndex
+from kt_ray.errors import BAD_INPUT
 from tests.helpers.corrupt import CASES, Case, Folder, make_bases
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +59,7 @@ def test_refused(
     code = cli.main(_arguments(folder.path, place))
     seconds = time.monotonic() - begun
     err = capfd.readouterr().err
-    assert code == cli.BAD_INPUT, err
+    assert code == BAD_INPUT, err
     assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err, err
     assert "To fix: " in err
     missing = [part for part in case.expected if part.replace("{model}", str(folder.path)) not in err]
@@ -95,7 +96,7 @@ def test_the_command_itself_starts_no_ray(bases: dict[str, Folder], place: Path)
     folder = bases["bf16"].copy(place / "cut")
     folder.cut(-1)
     done = _launch(folder.path, place)
-    assert done.returncode == cli.BAD_INPUT
+    assert done.returncode == BAD_INPUT
     assert done.stderr.startswith("error: safetensors file is truncated") and done.stderr.count("\n") == 1
     assert "ray" not in done.stdout.lower() and not (place / "runs").exists()
 

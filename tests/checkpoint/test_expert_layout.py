@@ -76,24 +76,24 @@ def test_per_expert(
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("suffix", ["", ".weight"])
 def test_fused(
-    tmp_path: Path, write: Make, make_experts: Make, interleaved: bool, transposed: bool, suffix: str
+    tmp_path: Path,
+    write: Make,
+    make_experts: Make,
+    make_config: Make,
+    interleaved: bool,
+    transposed: bool,
+    suffix: str,
 ) -> None:
     tensors = make_experts(torch.bfloat16)
     fused = _fuse(tensors, interleaved=interleaved, transposed=transposed, suffix=suffix)
-    index = CheckpointIndex.open(write(tmp_path / "m", fused))
-    layout = ExpertLayout.detect(index, interleaved=interleaved)
+    config = make_config(model_type="gpt_oss" if interleaved else "qwen3_moe")
+    index = CheckpointIndex.open(write(tmp_path / "m", fused, config=config))
+    layout = ExpertLayout.detect(index)
     assert (layout.kind, layout.transposed, layout.interleaved) == ("fused", transposed, interleaved)
     assert layout.names(1, 2)["gate"] == "model.layers.1.mlp.experts.2.gate_proj"
     loaded = load_experts(index, layout, 1, [2, 1], threads=2)
     for value, leaf in zip(_values(loaded), LEAVES, strict=True):
         assert torch.equal(value, _stack(tensors, 1, leaf, [2, 1]))
-
-
-def test_gpt_oss_fused_weights_interleave(
-    tmp_path: Path, write: Make, make_experts: Make, make_config: Make
-) -> None:
-    path = write(tmp_path / "m", _fuse(make_experts()), config=make_config(model_type="gpt_oss"))
-    assert ExpertLayout.detect(CheckpointIndex.open(path)).interleaved
 
 
 def test_mixtral_names(tmp_path: Path, write: Make, make_experts: Make) -> None:

@@ -47,7 +47,7 @@ def test_places_and_metadata(tmp_path: Path, alignment: int | None) -> None:
     assert [t.name for t in expected.tensors] == list(found.tensors)
     for tensor in expected.tensors:
         place = found.tensors[tensor.name]
-        assert (place.type, place.shape) == (tensor.tensor_type.name, tuple(tensor.shape.tolist())[::-1])
+        assert (place.dtype, place.shape) == (tensor.tensor_type.name, tuple(tensor.shape.tolist())[::-1])
         assert (place.start, place.nbytes) == (tensor.data_offset, tensor.n_bytes)
         assert raw[place.start : place.end] == tensor.data.tobytes()
 
@@ -63,8 +63,8 @@ def test_split_sets(tmp_path: Path) -> None:
     for path in (first, folder / "m-00003-of-00003.gguf", folder):
         found = open_gguf(path)
         assert len(found.files) == 3 and found.architecture == "qwen3moe"
-        assert {t.name: (t.type, t.shape) for t in found.tensors.values()} == {
-            t.name: (t.type, t.shape) for t in whole.tensors.values()
+        assert {t.name: (t.dtype, t.shape) for t in found.tensors.values()} == {
+            t.name: (t.dtype, t.shape) for t in whole.tensors.values()
         }
         assert found.tensors["blk.4.x"].file.name == "m-00003-of-00003.gguf"
 
@@ -142,7 +142,7 @@ def test_types_of_the_future_are_no_fault(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(header([], [entry("t", (7, 3), 99, 0), entry("u", (32, 2), 0, 32)], data=288))
     found = open_gguf(path).tensors
-    assert found["t"].type == "type 99" and found["u"].nbytes == 256
+    assert found["t"].dtype == "type 99" and found["u"].nbytes == 256
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from kt_ray.checkpoint.names import expert_name, is_linear, is_mtp, part_of
+import pytest
+import transformers
+
+from kt_ray.checkpoint.names import (
+    expert_name,
+    fused_release,
+    gguf_expert_name,
+    is_interleaved,
+    is_linear,
+    is_mtp,
+    is_unknown_expert_tensor,
+    one_expert,
+    part_of,
+)
 
 LAYER = "model.layers.3"
 
@@ -18,12 +31,17 @@ LAYER = "model.layers.3"
         ("model.language_model.layers.3.mlp.experts.gate_up_proj", (None, "gate_up", False)),
         (f"{LAYER}.mlp.experts.down_proj_bias", (None, "down", True)),
         (f"{LAYER}.mlp.experts.2.up_proj.bias", (2, "up", True)),
+        (f"{LAYER}.mlp.experts.2.up_proj", (2, "up", False)),  # a module, as adapters name it
+        (f"{LAYER}.mlp.experts.fc1.weight", (None, "gate_up", False)),
+        (f"{LAYER}.block_sparse_moe.input_linear.weight", (None, "gate_up", False)),
+        (f"{LAYER}.block_sparse_moe.output_linear.weight", (None, "down", False)),
     ],
 )
 def test_experts(name: str, expected: tuple[int | None, str, bool]) -> None:
-    found = expert_name(name)
-    assert found is not None and (found.expert, found.role, found.bias) == expected
-    assert found.prefix.endswith("experts") and part_of(name, 61) == "routed experts"
+    parts = expert_name(name)
+    assert parts is not None and (parts.expert, parts.role, parts.bias) == expected
+    assert parts.prefix.endswith("experts") and parts.layer == 3 and part_of(name, 61) == "routed experts"
+    assert one_expert(name) == (None if expected[0] is None else parts) and not is_unknown_expert_tensor(name)
     assert part_of(name, 3) == "multi-token prediction"
 
 
@@ -34,10 +52,35 @@ def test_experts(name: str, expected: tuple[int | None, str, bool]) -> None:
         f"{LAYER}.mlp.gate_proj.weight",
         f"{LAYER}.mlp.experts.gate_proj",  # no family has it fused by itself
         f"{LAYER}.mlp.experts.5.gate_proj.input_scale",
+        f"{LAYER}.mlp.experts.e_score_correction_bias",
+        f"{LAYER}.shared_mlp.input_linear.weight",
+        f"{LAYER}.mlp.experts.5.gate_up_proj.weight",
     ],
 )
 def test_not_routed_experts(name: str) -> None:
     assert expert_name(name) is None
+    unknown = name.endswith((".gate_proj", ".input_scale", ".gate_up_proj.weight")) and ".experts." in name
+    assert is_unknown_expert_tensor(name) == unknown
+
+
+def test_gguf_names() -> None:
+    parts = gguf_expert_name("blk.12.ffn_gate_up_exps.weight")
+    assert parts is not None
+    assert (parts.layer, parts.expert, parts.role, parts.bias) == (12, None, "gate_up", False)
+    bias = gguf_expert_name("blk.0.ffn_down_exps.bias")
+    assert bias is not None and bias.bias
+    assert gguf_expert_name("blk.0.ffn_down_shexp.weight") is None
+    with pytest.raises(ValueError, match=r"ffn_down_exps\.scale"):
+        gguf_expert_name("blk.0.ffn_down_exps.scale")
+
+
+def test_interleaved_families_are_those_of_transformers() -> None:
+    """As its experts modules state it."""
+    models = Path(transformers.__file__).parent / "models"
+    sources = {path.parent.name: path.read_text() for path in models.glob("*/modeling_*.py")}
+    stated = {name for name, text in sources.items() if "is_concatenated=False" in text}
+    assert stated == {name for name in sources if is_interleaved(name)} and "gpt_oss" in stated
+    assert not is_interleaved("qwen3_vl_moe_text") and fused_release("qwen3_moe") is None
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from kt_ray.checkpoint import (
     check_non_experts,
     load_experts,
     load_non_experts,
-    materialize_buffers,
 )
+from kt_ray.checkpoint.non_experts import materialize_buffers
 from kt_ray.errors import UserError
 from tests.helpers.families import write_config
 

@@ -11,19 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from kt_ray.checkpoint import (
-    Manifest,
-    ShardInfo,
+from kt_ray.checkpoint.manifest import Manifest, ShardInfo, list_checkpoints
+from kt_ray.checkpoint.training import (
     begin_checkpoint,
+    best_checkpoint,
     commit_checkpoint,
-    find_checkpoint,
-    list_checkpoints,
+    mark_best,
     prune_checkpoints,
-    read_named,
+    read_named_into,
+    set_aside_later,
     step_name,
     write_shard,
 )
-from kt_ray.checkpoint.training import best_checkpoint, mark_best, set_aside_later
 from kt_ray.errors import UserError
 
 FIELDS = {"lora.rank": 8, "lora.experts": True, "lora.target_modules": ["q_proj"], "seed": 3}
@@ -56,10 +55,9 @@ def test_round_trip_by_name_from_any_shard(tmp_path: Path) -> None:
     assert (manifest.step, manifest.data, manifest.state) == (10, {"epoch": 1, "row": 7}, {"lr": 0.5})
     manifest.require(model="abc" * 10, fields={**FIELDS, "lora.target_modules": ("q_proj",)})
     everything = tensors_of(10, 0) | tensors_of(10, 1)
-    wanted = list(everything)[::-2]
-    read = read_named(path, wanted)
-    assert list(read) == wanted
-    assert all(torch.equal(read[name], everything[name]) for name in wanted)
+    targets = {name: torch.empty_like(everything[name]) for name in list(everything)[::-2]}
+    read_named_into(path, targets)
+    assert all(torch.equal(target, everything[name]) for name, target in targets.items())
 
 
 def test_latest_points_at_the_newest_and_pruning_keeps_it(tmp_path: Path) -> None:
@@ -67,9 +65,7 @@ def test_latest_points_at_the_newest_and_pruning_keeps_it(tmp_path: Path) -> Non
         save(tmp_path, step)
     root = tmp_path / "checkpoints"
     assert (root / "latest").resolve().name == "step_000030"
-    assert find_checkpoint(tmp_path, "latest").name == "step_000030"
-    assert find_checkpoint(tmp_path, "step_000010").name == "step_000010"
-    assert find_checkpoint(tmp_path, str(root / "step_000020")).name == "step_000020"
+    assert [p.name for p in list_checkpoints(root)] == ["step_000010", "step_000020", "step_000030"]
     begin_checkpoint(root, 40)  # an interrupted write
     assert [p.name for p in prune_checkpoints(root, 2)] == ["step_000010"]
     assert [p.name for p in list_checkpoints(root)] == ["step_000020", "step_000030"]
@@ -96,7 +92,7 @@ def test_an_interrupted_write_is_no_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 10)
     partial = begin_checkpoint(tmp_path / "checkpoints", 20)
     write_shard(partial, "worker-0.safetensors", tensors_of(20, 0))
-    assert find_checkpoint(tmp_path, "latest").name == "step_000010"
+    assert [p.name for p in list_checkpoints(tmp_path / "checkpoints")] == ["step_000010"]
     assert begin_checkpoint(tmp_path / "checkpoints", 20) == partial and not list(partial.iterdir())
 
 
@@ -202,17 +198,10 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 def test_missing_and_double_parameters(tmp_path: Path) -> None:
     path = save(tmp_path, 10)
     with pytest.raises(UserError, match="missing: param/absent"):
-        read_named(path, ["param/absent"])
+        read_named_into(path, {"param/absent": torch.empty(1)})
     write_shard(path, "worker-1.safetensors", tensors_of(10, 0))
     with pytest.raises(UserError, match="holds a parameter twice"):
-        read_named(path, ["param/absent"])
-
-
-@pytest.mark.parametrize("which", ["latest", "step_000099", "/nowhere/step_000001"])
-def test_nothing_to_resume(tmp_path: Path, which: str) -> None:
-    with pytest.raises(UserError) as caught:
-        find_checkpoint(tmp_path, which)
-    assert caught.value.remedy
+        read_named_into(path, {"param/absent": torch.empty(1)})
 
 
 def test_manifest_is_plain_json(tmp_path: Path) -> None:

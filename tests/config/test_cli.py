@@ -16,7 +16,7 @@ import yaml
 
 from kt_ray import cli
 from kt_ray.config.schema import Config
-from kt_ray.errors import UserError
+from kt_ray.errors import BAD_INPUT, BUG, INTERRUPTED, UserError
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -185,7 +185,7 @@ def test_the_table_is_long_enough() -> None:
 def test_bad_input_is_one_line_with_the_remedy(
     arguments: list[str], expected: list[str], modes: list[Config], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(arguments) == cli.BAD_INPUT
+    assert cli.main(arguments) == BAD_INPUT
     out, err = capfd.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1
     assert [part for part in expected if part not in err] == [], err
@@ -234,7 +234,7 @@ def test_flags_beside_a_path(flags: list[str], capfd: pytest.CaptureFixture[str]
 def test_multirun_goes_on_after_a_refused_job_and_reports_it(
     modes: list[Config], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["-m", "lora.rank=0,4"]) == cli.BAD_INPUT
+    assert cli.main(["-m", "lora.rank=0,4"]) == BAD_INPUT
     assert [c.lora.rank for c in modes] == [4]
     assert "lora.rank=0" in capfd.readouterr().err
 
@@ -261,10 +261,10 @@ def test_bad_input_found_by_a_mode(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     _mode_that(monkeypatch, _raiser(UserError("no config.json", where="/m", remedy="check model.path")))
-    assert cli.main([]) == cli.BAD_INPUT
+    assert cli.main([]) == BAD_INPUT
     assert capfd.readouterr().err == "error: no config.json; at /m. To fix: check model.path\n"
     monkeypatch.setenv("KT_RAY_DEBUG", "1")
-    assert cli.main([]) == cli.BAD_INPUT
+    assert cli.main([]) == BAD_INPUT
     assert "Traceback" in capfd.readouterr().err
 
 
@@ -272,7 +272,7 @@ def test_a_bug_shows_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     _mode_that(monkeypatch, _raiser(ZeroDivisionError("oops")))
-    assert cli.main([]) == cli.BUG
+    assert cli.main([]) == BUG
     err = capfd.readouterr().err
     assert "Traceback" in err and "oops" in err and "this is a bug in kt_ray" in err.splitlines()[-1]
 
@@ -287,7 +287,7 @@ def test_an_interrupt_ends_a_whole_multirun(
         raise KeyboardInterrupt
 
     _mode_that(monkeypatch, run)
-    assert cli.main(["-m", "seed=1,2,3"]) == cli.INTERRUPTED
+    assert cli.main(["-m", "seed=1,2,3"]) == INTERRUPTED
     assert begun == [1] and capfd.readouterr().err == "interrupted\n"
 
 
@@ -306,7 +306,7 @@ def test_malformed_yaml_of_the_user_is_located(tmp_path_factory: pytest.TempPath
     own = tmp_path_factory.mktemp("own")
     (own / "lora").mkdir()
     (own / "lora" / "bad.yaml").write_text("defaults: [default, _self_]\nrank: [8\n")
-    assert cli.main(["--config-dir", str(own), "lora=bad"]) == cli.BAD_INPUT
+    assert cli.main(["--config-dir", str(own), "lora=bad"]) == BAD_INPUT
     err = capfd.readouterr().err
     assert "malformed YAML" in err and "bad.yaml line" in err and err.count("\n") == 1
 
@@ -346,7 +346,7 @@ def test_launch_with_a_users_directory(tmp_path_factory: pytest.TempPathFactory,
 
 def test_launch_multirun_with_a_wrong_value(tmp_path: Path) -> None:
     done = _launch("-m", "lora.rank=0,999", cwd=tmp_path)
-    assert done.returncode == cli.BAD_INPUT
+    assert done.returncode == BAD_INPUT
     assert [line for line in done.stderr.splitlines() if "lora.rank" in line] == done.stderr.splitlines()
     assert len(done.stderr.splitlines()) == 2
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, load_experts
-from kt_ray.checkpoint.expert_reader import expert_groups
+from kt_ray.checkpoint.expert_groups import expert_groups
 from kt_ray.errors import UserError
 from kt_ray.native import ExpertFormula, ExpertMatrix
 from kt_ray.tools.__main__ import main
@@ -76,7 +76,7 @@ def test_formats(tmp_path: Path, layout: str, to: str) -> None:
 
 
 @pytest.mark.parametrize("to", [*BOUNDS, "bf16"])
-@pytest.mark.parametrize("layout", [*SOURCES, "gpt_oss", "without gate", "fused without gate"])
+@pytest.mark.parametrize("layout", [*SOURCES, "gpt_oss", "granite", "without gate", "fused without gate"])
 def test_training_reads_the_result(tmp_path: Path, layout: str, to: str) -> None:
     """The loader of expert actors finds the same values in it."""
     single = {k: v for k, v in per_expert().items() if "gate_proj" not in k}
@@ -85,6 +85,15 @@ def test_training_reads_the_result(tmp_path: Path, layout: str, to: str) -> None
         "gpt_oss": (
             fused(transposed=True, interleaved=True, biases=True),
             {"model_type": "gpt_oss"},
+        ),
+        "granite": (
+            {
+                key.replace(".mlp.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight").replace(
+                    ".mlp.experts.down_proj", ".block_sparse_moe.output_linear.weight"
+                ): value
+                for key, value in fused().items()
+            },
+            {"model_type": "granitemoe"},
         ),
         "without gate": (single, {"model_type": "nemotron_h"}),
         "fused without gate": (

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kt_ray.checkpoint import AdapterInfo, CheckpointIndex, adapter_config
-from kt_ray.checkpoint.expert_reader import expert_groups
+from kt_ray.adapter.peft_config import AdapterInfo, adapter_config
+from kt_ray.checkpoint import CheckpointIndex
+from kt_ray.checkpoint.expert_groups import expert_groups
 from kt_ray.errors import UserError
 from kt_ray.tools.__main__ import main
 from kt_ray.tools.export import export
