@@ -57,7 +57,7 @@ def losses(isa: str) -> list[str]:
     cluster = LocalCluster(prepared.plan, specs)
     try:
         cluster.start()
-        return [loss.hex() for loss in Trainer(prepared.config, cluster, prepared.schedule).run().losses]
+        return [loss.hex() for loss in Trainer(prepared.config, cluster, prepared.batches).run().losses]
     finally:
         cluster.shutdown()
 
