@@ -28,7 +28,7 @@ import torch
 
 from kt_ray.actors.ray.ray_port import Peer
 from kt_ray.actors.ray.ray_probe import WAIT, Probe
-from kt_ray.transport.mailbox import Message
+from kt_ray.transport.messages import Message
 
 BYTES = 128 << 10
 

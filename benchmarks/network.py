@@ -92,7 +92,7 @@ class End:
     def __init__(self, rank: int, way: str) -> None:
         from kt_ray.actors.ray.ray_port import RayPort
         from kt_ray.placement.transports import Transport
-        from kt_ray.transport.mailbox import Mailbox
+        from kt_ray.transport.messages import Mailbox
 
         torch.set_num_threads(1)
         self.me, self.other = ("worker", rank), ("worker", 1 - rank)
@@ -123,7 +123,7 @@ class End:
         self.port.receive(packed)
 
     def answer(self, count: int) -> None:
-        from kt_ray.transport.mailbox import Message
+        from kt_ray.transport.messages import Message
 
         for number in range(count):
             self.mailbox.take(("ask", number), 120)
@@ -131,7 +131,7 @@ class End:
 
     def ask(self, count: int, size: int) -> list[float]:
         """Seconds of each message and its answer."""
-        from kt_ray.transport.mailbox import Message
+        from kt_ray.transport.messages import Message
 
         taken = []
         x = torch.randn(size // 4)
@@ -240,7 +240,7 @@ def train(
         cluster.connect()
         cluster.start()
         taken: list[StepMetrics] = []
-        trainer = Trainer(config, cluster, prepared.schedule, Events(on_step=taken.append))
+        trainer = Trainer(config, cluster, prepared.batches, Events(on_step=taken.append))
         plan = prepared.plan
         for step in range(WARMUP):
             trainer.step(step)

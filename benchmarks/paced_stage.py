@@ -14,7 +14,6 @@ recomputation, and again for backward, which has no weight gradients.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +22,10 @@ from torch import Tensor
 
 from kt_ray.batch import PassSpec
 from kt_ray.dims.model_dims import ModelDims
-from kt_ray.model.exchange import Exchange
+from kt_ray.model.layer_loop import ExpertExchange, StageExchange
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.model.state import MicroState
+from kt_ray.placement.order import Op
 
 RTX_4090 = {
     "gpu": "RTX 4090",
@@ -34,6 +34,7 @@ RTX_4090 = {
     "pcie_bytes": 25e9,  # per second and direction, PCIe 4.0 x16 as usually measured (assumed)
 }
 POOL = 8  # different sets of random tokens
+Pool = dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]]  # by number of tokens
 
 
 @dataclass(frozen=True)
@@ -95,22 +96,34 @@ class PacedStage:
         self.weight_bytes = 0
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.state_shape = (pace.width,)
+        self.scales = dict.fromkeys(pace.moe, 1.0)
+        self._pool: Pool = {}
+
+    def begin(
+        self, spec: PassSpec, replica: int, experts: ExpertExchange, stages: StageExchange | None = None
+    ) -> PacedLoop:
+        return PacedLoop(self.pace, spec, replica, experts, self._pool)
+
+    def zero_grad(self) -> None:
+        pass
+
+
+class PacedLoop:
+    """What an attention worker calls of `kt_ray.model.layer_loop.LayerLoop`."""
+
+    def __init__(self, pace: Pace, spec: PassSpec, replica: int, experts: ExpertExchange, pool: Pool) -> None:
+        self.pace = pace
+        self.loss_sum = 0.0
+        self._experts, self._train = experts, spec.kind == "train"
         self._seconds = {"attention": 0.0, "experts_wait": 0.0, "loss": 0.0}
-        self._pool: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
-        self._groups: list[list[MicroState]] = []
-
-    def probe(self) -> dict[int, float | None]:
-        return dict.fromkeys(self.pace.moe, 1.0)
-
-    # -- a pass ------------------------------------------------------------------------------
-
-    def begin(self, spec: PassSpec, replica: int, exchange: Exchange) -> None:
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
-        self._exchange, self._train = exchange, spec.kind == "train"
+        self._pool = pool
         device = torch.device("cpu")
-        self._groups = [[MicroState.create(mb, device) for mb in group] for group in spec.waves[replica]]
+        self._groups = [[MicroState.create(mb, device) for mb in group] for group in spec.wave[replica]]
 
-    def embed(self, group: int) -> None:
+    def run(self, op: Op) -> None:
+        getattr(self, op.kind)(op.layer, op.group)
+
+    def embed(self, layer: int, group: int) -> None:
         pass
 
     def forward(self, layer: int, group: int) -> None:
@@ -118,47 +131,43 @@ class PacedStage:
         if layer in self.pace.moe:
             x, ids, weights, _ = self._tokens(layer, group)
             keys = torch.cat([m.keys_T for m in self._groups[group]])
-            self._exchange.submit_forward(layer, group, x, ids, weights, keys, self._train)
+            self._experts.submit_forward(layer, group, x, ids, weights, keys, self._train)
         self._compute(self.pace.after[layer], group)
 
     def join(self, layer: int, group: int) -> None:
         begun = time.monotonic()
-        y = self._exchange.join_forward(layer, group)
+        y = self._experts.join_forward(layer, group)
         self._seconds["experts_wait"] += time.monotonic() - begun
         assert y.shape == (self._count(group), self.pace.width)
 
-    def loss(self, group: int) -> float:
+    def loss(self, layer: int, group: int) -> None:
         self._compute(self.pace.loss, group, "loss")
-        return 0.0
 
     def recompute(self, layer: int, group: int) -> None:
         if layer in self.pace.moe:
-            self._exchange.submit_backward(layer, group, self._tokens(layer, group)[3])
+            self._experts.submit_backward(layer, group, self._tokens(layer, group)[3])
         self._compute(self.pace.before[layer] + self.pace.after[layer], group)
 
     def backward(self, layer: int, group: int) -> None:
         if layer in self.pace.moe:
             begun = time.monotonic()
-            self._exchange.join_backward(layer, group)
+            self._experts.join_backward(layer, group)
             self._seconds["experts_wait"] += time.monotonic() - begun
         self._compute(self.pace.before[layer] + self.pace.after[layer], group)
 
-    def losses(self, group: int) -> list[float]:
-        return []
+    def losses(self) -> list[list[float]]:
+        return [[] for _ in self._groups]
 
-    def logits(self, group: int) -> list[Tensor]:
+    logps = losses
+
+    def logits(self) -> list[list[Tensor]]:
         raise RuntimeError("the paced stand-in has no logits")
 
-    def metrics(self) -> dict[str, Any]:
-        return {"seconds": dict(self._seconds), "expert_tokens": {}}
+    def routing(self) -> None:
+        return None
 
-    def zero_grad(self) -> None:
-        pass
-
-    def hidden(self, group: int) -> Sequence[Tensor]:
-        raise RuntimeError("the paced stand-in is one stage")
-
-    grad = receive_hidden = receive_grad = hidden
+    def seconds(self) -> dict[str, float]:
+        return dict(self._seconds)
 
     # -- helpers -----------------------------------------------------------------------------
 

@@ -219,7 +219,7 @@ def predicted(overrides: Sequence[str], rates: Path, first: int, count: int) -> 
     prepared = prepare(config)
     known = rates_for(config, prepared.plan.hardware)
     steps = [
-        predicted_run(config, prepared.plan, known, prepared.schedule.train(first + i)) for i in range(count)
+        predicted_run(config, prepared.plan, known, prepared.batches.train(first + i)) for i in range(count)
     ]
     last = steps[-1]
     work = last.simulated.work

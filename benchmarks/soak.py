@@ -68,7 +68,7 @@ def main() -> int:
     try:
         cluster.connect()
         cluster.start()
-        summary = Trainer(config, cluster, prepared.schedule, Events(on_step=on_step)).run()
+        summary = Trainer(config, cluster, prepared.batches, Events(on_step=on_step)).run()
     finally:
         cluster.shutdown()
     grown = growth([one for one in samples if one["step"] >= given.warm])

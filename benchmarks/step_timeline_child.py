@@ -91,7 +91,7 @@ def run(job: Job) -> dict[str, Any]:
     try:
         cluster.connect()
         cluster.start()
-        trainer = Trainer(config, cluster, prepared.schedule, events)
+        trainer = Trainer(config, cluster, prepared.batches, events)
         for index in range(job.warmup):
             trainer.step(index)
         own, busy = cpu_seconds()

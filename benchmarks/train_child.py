@@ -130,7 +130,7 @@ def _kt_ray(config: Any) -> Iterator[tuple[Step, dict[str, Any]]]:
         cluster.connect()
         actors = cluster.start()
         taken: list[StepMetrics] = []
-        trainer = Trainer(config, cluster, prepared.schedule, Events(on_step=taken.append))
+        trainer = Trainer(config, cluster, prepared.batches, Events(on_step=taken.append))
 
         def step(index: int) -> dict[str, float]:
             trainer.step(index)

@@ -49,6 +49,15 @@ class MicroBatch:
         return int((self.labels[:, 1:] != IGNORE).sum())
 
 
+Wave = tuple[tuple[tuple[MicroBatch, ...], ...], ...]
+"""What one pass takes: per replica, per group, the micro-batches. A replica may have empty groups."""
+
+
+def trained_tokens(wave: Wave) -> int:
+    """Trained tokens of a pass: the divisor of its loss."""
+    return sum(mb.loss_tokens for groups in wave for group in groups for mb in group)
+
+
 @dataclass(frozen=True)
 class Objective:
     """A preference loss: see kt_ray.model.preference_losses.
@@ -81,7 +90,7 @@ class PassSpec:
         step: optimizer step (0-based): the counter of dropout.
         kind: "train" (forward and backward) or "eval" (forward and loss).
         seed: the run's seed.
-        waves: per replica, per group, the micro-batches; a replica may have empty groups.
+        wave: the micro-batches.
         loss_tokens: the divisor of the loss: all trained tokens of the step, over all replicas.
         return_logits: eval only: workers of the last stage hand back float32 logits (tests, small runs).
         timeline: actors report every span of the pass, not only their sums (kt_ray.timeline).
@@ -97,7 +106,7 @@ class PassSpec:
     step: int
     kind: str
     seed: int
-    waves: tuple[tuple[tuple[MicroBatch, ...], ...], ...]
+    wave: Wave
     loss_tokens: int
     return_logits: bool = False
     timeline: bool = False
@@ -115,4 +124,4 @@ class PassSpec:
 
     @property
     def tokens(self) -> int:
-        return sum(mb.tokens for wave in self.waves for group in wave for mb in group)
+        return sum(mb.tokens for groups in self.wave for group in groups for mb in group)

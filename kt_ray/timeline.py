@@ -83,7 +83,7 @@ class Activity:
         )
 
 
-class Recorder:
+class SpanRecorder:
     """Spans of one actor in one pass; used by its compute thread only.
 
     Args:
@@ -141,7 +141,7 @@ class Recorder:
 def name_thread(name: str) -> None:
     """Give the calling thread a name in the kernel (15 characters), which threads that it starts inherit.
 
-    This is how an actor's share of a process that holds several is told: its compute thread and the
+    The name identifies an actor's share of a process that holds several: its compute thread and the
     OpenMP team that torch starts for it. Threads that exist already keep their names.
     """
     _comm(threading.get_native_id()).write_text(name[:15], encoding="ascii")

@@ -44,7 +44,7 @@ def _run(path: Path, root: Path, rows: list[Row], extra: str) -> tuple[Path, dic
     cluster = make_cluster(prepared, "adapter")
     try:
         cluster.start()
-        trainer = Trainer(config, cluster, prepared.schedule)
+        trainer = Trainer(config, cluster, prepared.batches)
         losses = trainer.run().losses
         assert len(losses) == 6 and losses[-1] < losses[0]
         adapter = write_adapter(prepared, root / "adapter", cluster)

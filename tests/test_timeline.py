@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kt_ray.timeline import Recorder, name_thread, team_cpu_seconds
+from kt_ray.timeline import SpanRecorder, name_thread, team_cpu_seconds
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_inner_spans_are_taken_out_of_outer_ones(clock: list[float]) -> None:
-    recorder = Recorder(full=True)
+    recorder = SpanRecorder(full=True)
     with recorder.span("join", "compute", 3, 1):
         clock[0] += 1.0
         with recorder.span("add", "transfer", 3, 1):
@@ -37,7 +37,7 @@ def test_inner_spans_are_taken_out_of_outer_ones(clock: list[float]) -> None:
 
 
 def test_sums_need_no_events_and_survive_errors(clock: list[float]) -> None:
-    recorder = Recorder()
+    recorder = SpanRecorder()
     with pytest.raises(KeyError), recorder.span("outer", "compute"), recorder.span("inner", "wait"):
         clock[0] += 2.0
         raise KeyError
@@ -48,7 +48,7 @@ def test_sums_need_no_events_and_survive_errors(clock: list[float]) -> None:
 
 
 def test_queue_depth() -> None:
-    recorder = Recorder()
+    recorder = SpanRecorder()
     assert recorder.activity("experts-0", "here", 1).queue_max == 0
     for depth in (0, 1, 2, 3):
         recorder.note_queue(depth)

@@ -1,4 +1,4 @@
-"""What both kinds of actors have: a mailbox, a port, and answers for those who ask how it goes."""
+"""What both kinds of actors share: a mailbox, a port, and their status."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import socket
 from abc import ABC, abstractmethod
 from typing import Any
 
-from kt_ray.transport.mailbox import Mailbox, Message
-from kt_ray.transport.port import Port
+from kt_ray.placement.plan_types import Plan
+from kt_ray.transport.messages import Address, Mailbox, Message, Port
 
 
 class PlainActor(ABC):
@@ -18,11 +18,11 @@ class PlainActor(ABC):
         timeout: seconds to wait for a message before giving the pass up.
 
     Attributes:
-        port: how it sends; set before the first pass.
-        doing: what the compute thread is at.
+        port: sends messages; set before the first pass.
+        doing: what the compute thread is doing now.
         load_progress: (layer, bytes done, bytes in total).
-        reborn: restarted after a death: its weights are back, what it had trained is not. It computes
-            nothing until its state was given back.
+        reborn: restarted after a death: its weights are loaded, its trained state is lost. It computes
+            nothing until the state is restored.
     """
 
     def __init__(self, title: str, timeout: float) -> None:
@@ -41,13 +41,13 @@ class PlainActor(ABC):
         """Read weights, make LoRA. Returns facts about this actor for env.json."""
 
     def load_again(self) -> dict[str, Any]:
-        """As `load`, in the place of an actor that died."""
+        """As `load`, for an actor that replaces a dead one."""
         facts = self.load()
         self.reborn = True
         return facts
 
     def committed(self) -> int | None:
-        """Number of updates behind the state that this actor holds; None = it holds none."""
+        """Number of optimizer steps in this actor's state; None = its state is lost."""
         return None if self.reborn else self._committed + 1
 
     def deliver(self, message: Message) -> None:
@@ -55,11 +55,11 @@ class PlainActor(ABC):
         self.mailbox.put(message)
 
     def abort(self, reason: str) -> None:
-        """Another actor failed: wake whoever waits for a message."""
+        """Another actor failed: end the wait for a message with an error."""
         self.mailbox.fail(reason)
 
     def status(self) -> str:
-        """One line for a report: what it does, and what it waits for."""
+        """One line for people: what it does, and what it waits for."""
         waiting = self.mailbox.waiting_for
         return f"{self.title}: {self.doing}" + (f", waiting for {waiting}" if waiting else "")
 
@@ -68,9 +68,17 @@ class PlainActor(ABC):
         return self.load_progress
 
     def check_restored(self) -> None:
-        """A restarted actor must not go on from its initial adapter as if nothing had happened."""
+        """Raises RuntimeError on a restarted actor: it must not continue from its initial adapter."""
         if self.reborn:
             raise RuntimeError(
-                f"{self.title} was restarted: its weights are loaded again, what it had trained is lost; "
+                f"{self.title} was restarted: its weights are loaded again, its trained state is lost; "
                 "restore a checkpoint first"
             )
+
+
+def worker_of_layer(plan: Plan, layer: int, replica: int) -> Address:
+    """The attention worker that computes a layer of a replica."""
+    for worker in plan.workers:
+        if worker.replica == replica and worker.layers[0] <= layer < worker.layers[1]:
+            return ("worker", worker.rank)
+    raise ValueError(f"no worker of replica {replica} owns layer {layer}")

@@ -1,6 +1,6 @@
 """The attention worker of one stage: a plain class; Ray or a thread calls it.
 
-It owns the layer loop: during a pass it walks its planned program of operations on a
+During a pass it walks its planned program and hands every operation to the layer loop of its
 `kt_ray.model.Stage`. Worker 0 also holds the float32 masters and the optimizer of the non-expert
 LoRA of all stages: gradients are reduced to it in rank order, updated weights go back.
 """
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from kt_ray.actors.actor import PlainActor
+from kt_ray.actors.generation_session import GenerationReport, WorkerSession
 from kt_ray.actors.profile import profiled
-from kt_ray.actors.serving import ServeReport, WorkerSession
-from kt_ray.actors.step_end import StepEnd
 from kt_ray.adapter.adapter_dir import write_tensors
 from kt_ray.adapter.from_peft import AdapterReader
 from kt_ray.batch import PassSpec
@@ -27,19 +27,21 @@ from kt_ray.experts.process_memory import bound_compiled_products
 from kt_ray.generate.requests import SessionSpec, Token
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
-from kt_ray.optim.masters import Masters
-from kt_ray.optim.optimizers import gradient_norms, use_torch_threads
-from kt_ray.placement.order import Op, worker_program
+from kt_ray.optim.masters import Masters, flat_of, set_flat
+from kt_ray.optim.optimizers import gradient_norms, squared_norm, use_torch_threads
+from kt_ray.placement.order import worker_program
 from kt_ray.placement.plan_types import Plan
-from kt_ray.timeline import Recorder, name_thread
+from kt_ray.timeline import SpanRecorder, name_thread
 from kt_ray.train.reports import WorkerPassReport, resident_bytes
 from kt_ray.transport.doorbell import DoorbellAddress
-from kt_ray.transport.expert_link import MessageExchange
 from kt_ray.transport.inbox import Outbox
-from kt_ray.transport.stage_link import StageLink
+from kt_ray.transport.links import ExpertLink, StageLink
+from kt_ray.transport.messages import Address, Message
+
+ROOT: Address = ("worker", 0)  # holds the masters
 
 
-class AttentionWorker(StepEnd):
+class AttentionWorker(PlainActor):
     """One stage of one replica, driven by messages.
 
     Args:
@@ -77,8 +79,8 @@ class AttentionWorker(StepEnd):
     def _claim_thread(self) -> None:
         """Set what torch keeps per thread: its number of threads, and the current GPU.
 
-        The same number under Ray and in one process gives the same bits. Events and streams of the layer
-        loop are those of the current device, which in one process is another one for each stage.
+        The same number of threads under Ray and in one process gives the same bits. CUDA events and streams
+        belong to the current device; in one process every stage has another one.
         """
         name_thread(f"kt-worker-{self.rank}")  # every time: Ray names it after each call's method
         use_torch_threads(self.here.threads)
@@ -94,15 +96,14 @@ class AttentionWorker(StepEnd):
     # -- life --------------------------------------------------------------------------------
 
     def load(self) -> dict[str, Any]:
-        """Build the stage, probe its MoE layers. Returns facts about this worker for env.json."""
+        """Build the stage. Returns facts about this worker for env.json."""
         self._claim_thread()
         self.doing = "loading"
         start = time.monotonic()
         self._stage = self._build_stage(self.spec)
-        probe = self._stage.probe()
         self.load_seconds = time.monotonic() - start
         self.doing = "idle"
-        return {**self.info(), "affine_scale": probe}
+        return {**self.info(), "affine_scale": self._stage.scales}
 
     def info(self) -> dict[str, Any]:
         return {
@@ -141,103 +142,79 @@ class AttentionWorker(StepEnd):
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.spec.device)
         start = time.monotonic()
-        recorder = Recorder(full=spec.timeline)
-        exchange = MessageExchange(
+        recorder = SpanRecorder(full=spec.timeline)
+        experts, stages = self._links(spec.number, recorder)
+        stage = self.stage
+        with recorder.span("begin", "compute"):
+            loop = stage.begin(spec, self.here.replica, experts, stages)
+        for op in worker_program(self.plan, self.here.replica, self.here.stage, spec.kind):
+            self.doing = f"pass {spec.number}, {op.kind}, layer {op.layer}, group {op.group}"
+            with recorder.span(op.kind, "compute", op.layer, op.group):
+                loop.run(op)
+        experts.finish()
+        stages.finish()
+        self.doing = "idle"
+        seconds = loop.seconds()
+        return WorkerPassReport(
+            rank=self.rank,
+            seconds=time.monotonic() - start,
+            loss_sum=loop.loss_sum,
+            terms={
+                "attention": seconds["attention"],
+                "head": seconds["loss"],
+                "experts": experts.seconds_waiting,
+                "stages": stages.seconds,
+            },
+            host_rss_bytes=resident_bytes(),
+            gpu_bytes=torch.cuda.max_memory_allocated(self.spec.device) if self._on_gpu else 0,
+            pid=os.getpid(),
+            activity=recorder.activity(f"worker-{self.rank}", self.host_name, self.here.threads),
+            logits=loop.logits() if spec.return_logits and stage.last else [],
+            losses=loop.losses() if stage.last else [],
+            routing=loop.routing(),
+            logps=loop.logps() if stage.last else [],
+        )
+
+    def _links(self, number: int, recorder: SpanRecorder) -> tuple[ExpertLink, StageLink]:
+        """The conversations with the expert actors and with the neighbouring stages.
+
+        Args:
+            number: of the pass, or of a generation step.
+        """
+        assert self.port is not None
+        experts = ExpertLink(
             self.mailbox,
             self.port,
             replica=self.here.replica,
             experts=len(self.plan.experts),
-            number=spec.number,
+            number=number,
             timeout=self.timeout,
-            held=self.plan.held,
+            local_experts=self.plan.held,
             num_experts=self.plan.dims.num_experts,
             device=self.spec.device,
             overlap=self.plan.overlap,
             recorder=recorder,
         )
-        link = StageLink(
+        stages = StageLink(
             self.mailbox,
             self.port,
             rank=self.rank,
-            number=spec.number,
+            number=number,
             timeout=self.timeout,
             device=self.spec.device,
             recorder=recorder,
         )
-        stage = self.stage
-        with recorder.span("begin", "compute"):
-            stage.begin(spec, self.here.replica, exchange)
-        loss_sum = waiting_for_stages = 0.0
-        for op in worker_program(self.plan, self.here.replica, self.here.stage, spec.kind):
-            self.doing = f"pass {spec.number}, {op.kind}, layer {op.layer}, group {op.group}"
-            began = time.monotonic()
-            with recorder.span(op.kind, "compute", op.layer, op.group):
-                loss_sum += self._run(op, link)
-            if op.kind.startswith(("recv", "send")):
-                waiting_for_stages += time.monotonic() - began
-        exchange.finish()
-        link.finish()
-        self.doing = "idle"
-        total = time.monotonic() - start
-        seconds = stage.metrics()["seconds"]
-        terms = {
-            "attention": seconds["attention"],
-            "head": seconds["loss"],
-            "experts": exchange.seconds_waiting,
-            "stages": waiting_for_stages,
-        }
-        groups = range(len(spec.waves[self.here.replica]))
-        logits = [stage.logits(group) for group in groups] if spec.return_logits and stage.last else []
-        wanted = spec.return_logps or spec.objective is not None
-        losses = [stage.losses(group) for group in groups] if stage.last else []
-        return WorkerPassReport(
-            rank=self.rank,
-            seconds=total,
-            loss_sum=loss_sum,
-            terms=terms,
-            host_rss_bytes=resident_bytes(),
-            gpu_bytes=torch.cuda.max_memory_allocated(self.spec.device) if self._on_gpu else 0,
-            pid=os.getpid(),
-            activity=recorder.activity(f"worker-{self.rank}", self.host_name, self.here.threads),
-            logits=logits,
-            losses=losses,
-            routing=stage.routing() if spec.routing else None,
-            logps=[stage.logps(group) for group in groups] if stage.last and wanted else [],
-        )
-
-    def _run(self, op: Op, link: StageLink) -> float:
-        stage, group = self.stage, op.group
-        if op.kind == "embed":
-            stage.embed(group)
-        elif op.kind == "forward":
-            stage.forward(op.layer, group)
-        elif op.kind == "join":
-            stage.join(op.layer, group)
-        elif op.kind == "recompute":
-            stage.recompute(op.layer, group)
-        elif op.kind == "backward":
-            stage.backward(op.layer, group)
-        elif op.kind == "loss":
-            return stage.loss(group)
-        elif op.kind == "send_hidden":
-            link.send_hidden(group, stage.hidden(group))
-        elif op.kind == "recv_hidden":
-            stage.receive_hidden(group, link.receive_hidden(group))
-        elif op.kind == "send_grad":
-            link.send_grad(group, stage.grad(group))
-        elif op.kind == "recv_grad":
-            stage.receive_grad(group, link.receive_grad(group))
-        else:
-            raise ValueError(f"operation {op} is not known to the attention worker")
-        return 0.0
+        return experts, stages
 
     # -- generation --------------------------------------------------------------------------
 
-    def serve(self, spec: SessionSpec) -> ServeReport:
+    def generate(self, spec: SessionSpec) -> GenerationReport:
         """One session of generation, until the driver ends it."""
         self.check_restored()
         self._claim_thread()
-        report = WorkerSession(self, spec).run()
+        experts, stages = self._links(spec.tag(0), SpanRecorder())
+        session = WorkerSession(self, spec, self.plan, self.here, self.stage, self.outbox, experts, stages)
+        report = session.run()
         self.doing = "idle"
         return report
 
@@ -257,18 +234,117 @@ class AttentionWorker(StepEnd):
     def _on_gpu(self) -> bool:
         return torch.device(self.spec.device).type == "cuda"
 
+    # -- the end of a step ------------------------------------------------------------------
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of this stage's LoRA; empty on replicas above 0, which have the same."""
+        if self.here.replica > 0:
+            return {}
+        return {name: tuple(p.shape) for name, p in self.stage.parameters.items()}
+
+    def hold_masters(self, shapes: list[dict[str, tuple[int, ...]]]) -> None:
+        """Worker 0: make the optimizer for all stages' LoRA (one flat float32 vector per stage)."""
+        assert self.rank == 0
+        self._masters = Masters(shapes, self.optim, self.spec.device)
+
+    def publish(self, token: int) -> None:
+        """Worker 0 sends every worker the current masters; the others take them."""
+        self._exchange_parameters(("params", token))
+        if self.rank != 0:
+            self.reborn = False  # what it trains with is all that it holds
+
+    def start_masters(self, token: int) -> None:
+        """Stages of replica 0 send their initial LoRA to worker 0."""
+        tag = ("initial", token, self.here.stage)
+        if self.rank == 0:
+            assert self._masters is not None
+            for stage in range(self.plan.stages):
+                flat = (
+                    self._flat(grad=False)
+                    if stage == 0
+                    else self.mailbox.take(("initial", token, stage), self.timeout).tensors["flat"]
+                )
+                self._masters.set(stage, flat)
+        elif self.here.replica == 0:
+            assert self.port is not None
+            self.port.send([ROOT], Message(tag, {"flat": self._flat(grad=False)}))
+
+    def prepare(self, step: int, token: int) -> float:
+        """Phase one: reduce gradients to worker 0; returns their squared norm there, 0 elsewhere.
+
+        `token` distinguishes the messages of a repeated step from the messages of the failed attempt.
+        """
+        self._claim_thread()
+        assert self.port is not None
+        if self.rank != 0:
+            self.port.send([ROOT], Message(("grads", token, self.rank), {"flat": self._flat(grad=True)}))
+            return 0.0
+        assert self._masters is not None
+        self.doing = f"step {step}, reducing gradients"
+        for stage in range(self.plan.stages):
+            total: torch.Tensor | None = None
+            for replica in range(self.plan.replicas):  # rank order: the sum is the same every time
+                rank = self.plan.worker(replica, stage).rank
+                if rank == 0:
+                    part = self._flat(grad=True)
+                else:
+                    part = self.mailbox.take(("grads", token, rank), self.timeout).tensors["flat"]
+                total = part.clone() if total is None else total.add_(part)
+            assert total is not None
+            self._masters.set_grad(stage, total)
+        self.doing = "idle"
+        return squared_norm(self._masters.optimizer.gradients())
+
+    def commit(self, step: int, lr: float, clip: float, token: int) -> float:
+        """Phase two, idempotent: step at worker 0, updated weights to all. Returns seconds spent.
+
+        Called again for an applied step, it only sends the weights again; `token` distinguishes the messages
+        of the attempts.
+        """
+        self._claim_thread()
+        start = time.monotonic()
+        if self.rank == 0 and step > self._committed:
+            assert self._masters is not None
+            self._masters.optimizer.apply(lr, clip)
+        self._exchange_parameters(("updated", token))
+        self.stage.zero_grad()
+        self._committed = step
+        return time.monotonic() - start
+
+    def _exchange_parameters(self, tag: tuple[str, int]) -> None:
+        assert self.port is not None
+        if self.rank == 0:
+            assert self._masters is not None
+            for stage in range(self.plan.stages):
+                flat = self._masters.get(stage)
+                others: list[Address] = [
+                    ("worker", w.rank) for w in self.plan.workers if w.stage == stage and w.rank != 0
+                ]
+                if others:
+                    self.port.send(others, Message((*tag, stage), {"flat": flat.cpu()}))
+                if stage == 0:
+                    self._set_flat(flat)
+        else:
+            self._set_flat(self.mailbox.take((*tag, self.here.stage), self.timeout).tensors["flat"])
+
+    def _flat(self, *, grad: bool) -> torch.Tensor:
+        return flat_of(self.stage.parameters.values(), grad=grad)
+
+    def _set_flat(self, flat: torch.Tensor) -> None:
+        set_flat(self.stage.parameters.values(), flat)
+
     # -- after a failure ---------------------------------------------------------------------
 
     def discard(self) -> None:
-        """Forget gradients and messages of a step that was given up."""
+        """Forget gradients and messages of a failed step."""
         self.mailbox.clear()
         self.stage.zero_grad()
         if self._on_gpu:
-            # Copies out of peers' memory may be under way, which is unmapped when peers were replaced.
+            # Finish copies out of peers' memory: it is unmapped when peers are replaced.
             torch.cuda.synchronize(self.spec.device)
 
     def skip(self, step: int) -> None:
-        """Forget a step's gradients; it counts as taken."""
+        """Forget a step's gradients; the step counts as taken."""
         self.discard()
         if self._masters is not None:
             self._masters.optimizer.set_step(step + 1)
@@ -331,8 +407,8 @@ class AttentionWorker(StepEnd):
         )
 
     def keep_adapter(self, name: str, copy: bool) -> None:
-        """What this stage's LoRA is now, it will be for requests that name it."""
-        self.stage.keep(name, copy=copy)
+        """Keep this stage's present LoRA for requests that name it."""
+        self.stage.adapters.keep(name, copy=copy)
 
     def write_adapter(self, directory: str, layout: Any) -> int:
         """Write this stage's byte ranges of the adapter file (replica 0). Returns the number of tensors."""

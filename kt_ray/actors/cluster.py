@@ -1,7 +1,13 @@
-"""A cluster as a set of actor handles: everything that Ray and one process have in common."""
+"""A cluster as a set of actor handles: everything that Ray and one process have in common.
+
+Calls of all actors, loading, steps, generation sessions, and recovery from a death. Recovery may fail because
+one more actor dies; it then begins again from the start, since an actor counts as lost until its weights are
+loaded.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -10,24 +16,29 @@ from typing import Any
 
 import torch
 
-from kt_ray.actors.recovery import NOTICE, ActorDied, bring_back, settle_aborts
-from kt_ray.actors.serving import ServeReport
-from kt_ray.actors.session import serve_session, take_tokens
+from kt_ray.actors.generation_session import GenerationReport
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.batch import PassSpec
 from kt_ray.errors import UserError
-from kt_ray.generate.requests import Request, SessionSpec, Token
+from kt_ray.generate.requests import Request, SessionSpec
 from kt_ray.optim.optimizers import largest
 from kt_ray.placement.plan_types import Plan
 from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.train.reports import PassReport
-from kt_ray.transport.inbox import Inbox
-from kt_ray.transport.mailbox import Aborted, Address, Message
+from kt_ray.transport.inbox import Inbox, TokenBatch
+from kt_ray.transport.messages import Aborted, Address, Message
+
+logger = logging.getLogger(__name__)
 
 LoadNote = Callable[[str, int, int, int], None]  # (actor, layer, bytes done, bytes in total)
 GRACE = 15.0  # seconds the other actors get to notice an abort
 LONGEST_WAIT = 3600.0  # seconds of one look at the futures; only the number of looks depends on it
 POLL = 0.5  # seconds between looks at load progress
+NOTICE = 60.0  # seconds in which the death of an actor, or of its node, becomes known
+
+
+class ActorDied(RuntimeError):
+    """An actor's process is gone."""
 
 
 class Handle(ABC):
@@ -66,15 +77,15 @@ class ActorCluster(ABC):
         self._token = 0
         self._closed = False
         self._inbox: Inbox | None = None  # of the last session
-        self._broken = False  # the last session of generation did not end as it should
-        self._lost: set[Address] = set()  # those found dead since the last recovery
+        self._broken = False  # the last session of generation ended with an error
+        self._lost: set[Address] = set()  # actors that died since the last recovery
         self._aborts: list[Any] = []  # calls that may still be on their way
 
     # -- what a subclass provides -------------------------------------------------------------
 
     @abstractmethod
     def connect(self) -> list[str]:
-        """Reach or start what the actors run on; says so in lines for the user."""
+        """Connect to or start the system that runs the actors; returns lines for the user."""
 
     @abstractmethod
     def _spawn(self) -> None:
@@ -113,10 +124,10 @@ class ActorCluster(ABC):
         timeout: float | None,
         while_waiting: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """Run calls in parallel; all results in order, or the error that came first in cause.
+        """Run calls in parallel. Returns all results in order, or raises the error that caused the others.
 
-        timeout: seconds; None = the actors' own deadlines decide (each waits for every message at the
-        most `trainer.step_timeout`, so one that hangs is reported by those who wait for it).
+        timeout: seconds; None = the actors' own deadlines decide (each waits for a message at most
+        `trainer.step_timeout`, so the actors that wait for a hanging one report it).
         """
         futures = [handle.start(method, *args) for handle, method, args in calls]
         position = {id(future): i for i, future in enumerate(futures)}
@@ -125,10 +136,10 @@ class ActorCluster(ABC):
         errors: list[tuple[Handle, BaseException]] = []
         deadline = time.monotonic() + timeout if timeout is not None else float("inf")
         while pending:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 break
-            done = self._wait(pending, min(left, POLL if while_waiting else LONGEST_WAIT))
+            done = self._wait(pending, min(remaining, POLL if while_waiting else LONGEST_WAIT))
             if while_waiting is not None and not errors:
                 while_waiting()
             for future in done:
@@ -141,8 +152,8 @@ class ActorCluster(ABC):
                             f"{calls[i][0].name} failed in {calls[i][1]}: {type(error).__name__}: {error}"
                         )
                         self._abort(reason)
-                        # An actor may notice a peer's death before Ray does: its own error is then
-                        # only what follows, and the cause comes later.
+                        # An actor may notice a peer's death before Ray does: then the cause comes after
+                        # its error.
                         sure = isinstance(error, UserError | ActorDied)
                         deadline = min(deadline, time.monotonic() + (GRACE if sure else NOTICE))
                     elif isinstance(error, ActorDied):
@@ -186,7 +197,7 @@ class ActorCluster(ABC):
         return UserError(
             f"no answer to {calls[0][1]} within {timeout:.0f} s",
             observed=" | ".join(states),
-            remedy="if the work is merely slow, raise trainer.step_timeout (loading: cluster.load_timeout)",
+            remedy="if the work is only slow, raise trainer.step_timeout (loading: cluster.load_timeout)",
         )
 
     def _states(self) -> list[str]:
@@ -231,8 +242,9 @@ class ActorCluster(ABC):
         self._publish()
 
     def _make_masters(self) -> None:
-        shapes = self._gather([(h, "collect_shapes", ()) for h in self.workers], self.patience)
-        self._gather([(self.workers[0], "hold_masters", (shapes[: self.plan.stages],))], self.specs.timeout)
+        stages = self.workers[: self.plan.stages]  # of replica 0
+        shapes = self._gather([(h, "parameter_shapes", ()) for h in stages], self.patience)
+        self._gather([(self.workers[0], "hold_masters", (shapes,))], self.specs.timeout)
 
     def _note_load(self) -> None:
         assert self._on_load is not None
@@ -282,20 +294,20 @@ class ActorCluster(ABC):
         return float(max(self._all("commit", step, lr, clip, self._token)))
 
     def discard(self) -> None:
-        settle_aborts(self)
+        self._settle_aborts()
         self._all("discard")
 
     def skip(self, step: int) -> None:
-        settle_aborts(self)
+        self._settle_aborts()
         self._all("skip", step)
 
     def largest_gradients(self, count: int) -> list[tuple[float, str]]:
-        found = [item for part in self._all("largest_gradients", count) for item in part]
-        return largest(found, count)
+        norms = [item for part in self._all("largest_gradients", count) for item in part]
+        return largest(norms, count)
 
     # -- generation ---------------------------------------------------------------------------
 
-    def serve(self, spec: SessionSpec, opened: Callable[[], None]) -> list[ServeReport]:
+    def generate(self, spec: SessionSpec, opened: Callable[[], None]) -> list[GenerationReport]:
         """One session of generation: returns, or raises what an actor raised, when it is over.
 
         After an error the next session begins with the actors' mailboxes empty: the cluster stays usable
@@ -307,7 +319,39 @@ class ActorCluster(ABC):
         Raises:
             ActorLost: an actor died; generation then needs a new cluster.
         """
-        return serve_session(self, spec, opened)
+        try:
+            if self._broken:
+                self._empty_mailboxes()
+            self._broken = True
+            if self._inbox is not None:
+                self._inbox.close()
+            self._inbox = inbox = self._make_inbox()
+            address = None if inbox is None else inbox.address
+            rings = self._gather([(h, "open_outbox", (address,)) for h in self.workers], self.patience)
+            for rank in (rank for rank, ring in enumerate(rings) if ring):
+                assert inbox is not None
+                inbox.expect(rank)
+            opened()
+            calls = [(handle, "generate", (spec,)) for handle in self.handles]
+            reports: list[GenerationReport] = self._gather(calls, None)
+        except ActorLost as error:
+            raise ActorLost(
+                error.what,
+                where=error.where,
+                observed=error.observed,
+                remedy="look for the kernel's out-of-memory killer (dmesg) and the actor's log, then start "
+                "the same command again: mode=predict continues where it stopped",
+            ) from error
+        self._broken = False
+        return reports
+
+    def _empty_mailboxes(self) -> None:
+        """After a session that an error ended."""
+        lost = self._find_lost()  # also waits for aborts that are on their way
+        if lost:
+            names = ", ".join(f"{kind}-{rank}" for kind, rank in sorted(lost))
+            raise ActorLost("the last session of generation ended with a death", observed=names)
+        self.discard()
 
     @property
     def vocab_size(self) -> int:
@@ -327,18 +371,28 @@ class ActorCluster(ABC):
         facts = {} if request is None else {"request": request}
         self.workers[rank].control("deliver", Message((kind, session, number), {}, facts))
 
-    def tokens(self, rank: int, timeout: float) -> tuple[list[Token], bool]:
+    def tokens(self, rank: int, timeout: float) -> TokenBatch:
         """What a coordinator has generated since the last call, waiting up to `timeout` seconds for some.
 
-        May be called beside `serve`, from one thread per coordinator.
+        May be called beside `generate`, from one thread per coordinator.
 
         Returns:
             The tokens, and whether more can come.
         """
-        return take_tokens(self, rank, timeout)
+
+        def fetch(wait: float) -> TokenBatch:
+            future = self.workers[rank].listen("tokens", wait)
+            if not self._wait([future], wait + self.specs.timeout):
+                return [], True
+            batch: TokenBatch = self._result(future)
+            return batch
+
+        if self._inbox is None or not self._inbox.has(rank):
+            return fetch(timeout)
+        return self._inbox.take(rank, timeout, lambda: fetch(0.0))
 
     def _make_inbox(self) -> Inbox | None:
-        """For tokens of a session; None = coordinators are asked for them."""
+        """For the tokens of a session; None = the driver polls coordinators."""
         return None
 
     def load_adapter(self, directory: str) -> int:
@@ -364,15 +418,59 @@ class ActorCluster(ABC):
         for number, (name, directory) in enumerate(adapters.items(), 1):
             count += int(sum(self._all("load_adapter", directory, True)))
             self._publish()
-            self._all(
-                "keep_adapter", name, number < len(adapters)
-            )  # the last one's place is not needed again
+            copy = number < len(adapters)  # the last one's memory is not needed again
+            self._all("keep_adapter", name, copy)
         return count
 
     # -- after a death ------------------------------------------------------------------------
 
     def recover(self) -> int | None:
-        return bring_back(self)
+        lost = self._find_lost()
+        logger.info("lost: %s", ", ".join(f"{kind}-{rank}" for kind, rank in sorted(lost)))
+        # Queued behind an actor's present call, so afterwards no actor is in the old pass.
+        self._gather([(h, "discard", ()) for h in self.handles if h.address not in lost], self.patience)
+        self._respawn(lost)
+        lost = frozenset(self._lost)  # more may have died and been replaced meanwhile
+        for fact in self._load([h for h in self.handles if h.address in lost], "load_again"):
+            logger.info("%s is back, process %d", fact["actor"], fact["pid"])
+            for note in fact.get("notes", ()):  # a run shows them at its start
+                logger.warning("%s: %s", fact["actor"], note)
+        self._lost -= lost
+        holders = [self.workers[0], *self.experts]
+        states = set(self._gather([(h, "committed", ()) for h in holders], self.patience))
+        if None not in states and len(states) == 1:
+            # The other workers hold only what worker 0 sends them.
+            self._publish()
+            return int(states.pop())
+        self._make_masters()
+        return None
+
+    def _find_lost(self) -> frozenset[Address]:
+        """All dead actors: a call of theirs failed, or they do not answer."""
+        deadline = time.monotonic() + NOTICE
+        pending = [(h.address, h.control("status")) for h in self.handles if h.address not in self._lost]
+        self._lost |= {address for address, future in pending if not self._answers(future, deadline)}
+        self._settle_aborts(deadline)
+        return frozenset(self._lost)
+
+    def _settle_aborts(self, deadline: float | None = None) -> None:
+        """Wait for pending aborts: an abort that arrives after the next `discard` would end the next pass."""
+        if deadline is None:
+            deadline = time.monotonic() + NOTICE
+        for future in self._aborts:
+            self._answers(future, deadline)
+        self._aborts.clear()
+
+    def _answers(self, future: Any, deadline: float) -> bool:
+        if not self._wait([future], max(0.0, deadline - time.monotonic())):
+            return False
+        try:
+            self._result(future)
+        except ActorDied:
+            return False
+        except Exception:
+            logger.exception("an actor answers with an error")
+        return True
 
     def restart(self) -> None:
         self._all("restart")
@@ -380,11 +478,11 @@ class ActorCluster(ABC):
 
     # -- by name ------------------------------------------------------------------------------
 
+    def _merged(self, method: str) -> dict[str, Any]:
+        return {name: value for part in self._all(method) for name, value in part.items()}
+
     def parameters(self) -> dict[str, torch.Tensor]:
-        merged: dict[str, torch.Tensor] = {}
-        for values in self._all("parameters"):
-            merged.update(values)
-        return merged
+        return self._merged("parameters")
 
     def gradients(self) -> dict[str, torch.Tensor]:
         total: dict[str, torch.Tensor] = {}
@@ -398,10 +496,7 @@ class ActorCluster(ABC):
         self._publish()
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        merged: dict[str, tuple[int, ...]] = {}
-        for shapes in self._all("parameter_shapes"):
-            merged.update(shapes)
-        return merged
+        return self._merged("parameter_shapes")
 
     def save_shards(self, directory: str) -> list[Any]:
         return [shard for shard in self._all("save_shard", directory) if shard is not None]

@@ -2,8 +2,10 @@
 
 During a pass it walks the planned order of (layer, direction, group), takes each item's messages
 from all replicas out of its mailbox, computes them as one engine call, and sends each replica its
-part back. Early arrivals wait in the mailbox, so the order of float32 accumulation never depends
+rows back. Early messages wait in the mailbox, so the order of float32 accumulation never depends
 on who was faster.
+
+Shapes: T tokens of a group, all replicas' in rank order, H hidden, K experts per token.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kt_ray.actors.actor import PlainActor
-from kt_ray.actors.serving import ExpertSession, ServeReport
+from kt_ray.actors.actor import PlainActor, worker_of_layer
+from kt_ray.actors.generation_session import ExpertSession, GenerationReport
 from kt_ray.adapter.adapter_dir import write_tensors
 from kt_ray.adapter.from_peft import AdapterReader
 from kt_ray.batch import PassSpec
@@ -27,10 +30,9 @@ from kt_ray.generate.requests import SessionSpec
 from kt_ray.optim.optimizers import gradient_norms, state_kinds, use_torch_threads
 from kt_ray.placement.order import expert_order
 from kt_ray.placement.plan_types import Plan
-from kt_ray.timeline import Recorder, name_thread
+from kt_ray.timeline import SpanRecorder, name_thread
 from kt_ray.train.reports import ExpertPassReport, resident_bytes
-from kt_ray.transport.mailbox import Address, Message
-from kt_ray.transport.port import Lease
+from kt_ray.transport.messages import Lease, Message
 
 
 class ExpertActor(PlainActor):
@@ -67,9 +69,8 @@ class ExpertActor(PlainActor):
     def info(self) -> dict[str, Any]:
         host = self.host
         lane = host.lane
-        of_lane = {} if lane is None else {"lane": lane.facts(), "notes": lane.notes}
         return {
-            **of_lane,
+            **({} if lane is None else {"lane": lane.facts(), "notes": lane.notes}),
             "actor": f"experts-{self.rank}",
             "pid": os.getpid(),
             "host": sockets.gethostname(),
@@ -92,7 +93,7 @@ class ExpertActor(PlainActor):
     # -- a pass ------------------------------------------------------------------------------
 
     def run_pass(self, spec: PassSpec) -> ExpertPassReport:
-        """Serve every item of the planned order. Shapes and steps come with the messages."""
+        """Compute every call of the planned order. Shapes and steps come with the messages."""
         self.check_restored()
         assert self.port is not None
         name_thread(f"kt-experts-{self.rank}")  # every time: Ray names it after each call's method
@@ -100,17 +101,16 @@ class ExpertActor(PlainActor):
         use_torch_threads(1)
         self.port.release_all()
         self.mailbox.seconds_waited = 0.0
-        train = spec.kind == "train"
         self.host.begin_pass(spec.step, spec.dropout, spec.adapters)
-        leases: dict[tuple[int, int], Lease] = {}
+        leases: dict[tuple[int, int], Lease] = {}  # (replica, group) -> the last reply
         engine = self.host.engine
         start, busy = time.monotonic(), engine.busy_seconds
-        recorder = Recorder(full=spec.timeline)
+        recorder = SpanRecorder(full=spec.timeline)
         for layer, direction, group in expert_order(self.plan, spec.kind):
             self.doing = f"pass {spec.number}, layer {layer}, {direction}, group {group}"
             recorder.note_queue(len(self.mailbox))
             with recorder.span(f"wait {direction}", "wait", layer, group):
-                parts = [
+                requests = [
                     self.mailbox.take((direction, spec.number, layer, group, replica), self.timeout)
                     for replica in range(self.plan.replicas)
                 ]
@@ -119,36 +119,20 @@ class ExpertActor(PlainActor):
                 if (replica, group) in leases:
                     self.port.release(leases.pop((replica, group)))
             with recorder.span("gather", "transfer", layer, group):
-                # A single part is read where it lies: the engine keeps copies of its own, and the sender
+                # A single request is read where it lies: the engine keeps copies of its own, and the sender
                 # leaves the memory alone until it has the answer.
-                joined = {name: _joined([p.tensors[name] for p in parts]) for name in parts[0].tensors}
-            alloc = self._answers(layer)
+                inputs = {name: _concat([r.tensors[name] for r in requests]) for name in requests[0].tensors}
             with recorder.span(direction, "compute", layer, group):
-                if direction == "forward":
-                    ids = self.host.local_ids(layer, joined["ids"], self.plan.dims.num_experts)
-                    results = {
-                        "y": self.host.forward(
-                            layer,
-                            group,
-                            joined["x"],
-                            ids,
-                            joined["weights"],
-                            joined["keys"],
-                            keep=train,
-                            alloc=alloc,
-                        )
-                    }
-                else:
-                    dx, dw = self.host.backward(layer, group, joined["dy"], alloc=alloc)
-                    results = {"dx": dx, "dw": dw}
-            begin = 0
-            for replica, part in enumerate(parts):
-                rows = next(iter(part.tensors.values())).shape[0]
-                mine = {name: tensor[begin : begin + rows] for name, tensor in results.items()}
-                begin += rows
+                answers = self._compute(direction, layer, group, inputs, keep=spec.kind == "train")
+            start_row = 0
+            for replica, request in enumerate(requests):
+                end_row = start_row + next(iter(request.tensors.values())).shape[0]
+                rows = {name: tensor[start_row:end_row] for name, tensor in answers.items()}
+                start_row = end_row
                 with recorder.span(f"reply {direction}", "transfer", layer, group):
-                    reply = Message(("reply", direction, spec.number, layer, group, self.rank), mine)
-                    leases[replica, group] = self.port.send([self.asker(layer, replica)], reply)
+                    reply = Message(("reply", direction, spec.number, layer, group, self.rank), rows)
+                    worker = worker_of_layer(self.plan, layer, replica)
+                    leases[replica, group] = self.port.send([worker], reply)
         self.doing = "idle"
         return ExpertPassReport(
             rank=self.rank,
@@ -163,30 +147,33 @@ class ExpertActor(PlainActor):
             ),
         )
 
-    def _answers(self, layer: int) -> Alloc:
-        """Where an answer is computed: where it is sent from, if one replica alone reads it there."""
+    def _compute(
+        self, direction: str, layer: int, group: int, inputs: dict[str, Tensor], *, keep: bool
+    ) -> dict[str, Tensor]:
+        """One engine call: y_TH of forward, dx_TH and dw_TK of backward."""
         assert self.port is not None
-        if self.plan.replicas == 1 and self.port.shares(self.asker(layer, 0)):
-            return self.port.alloc
-        return new_memory
-
-    def asker(self, layer: int, replica: int) -> Address:
-        """The worker that computes a layer of a replica."""
-        for worker in self.plan.workers:
-            if worker.replica == replica and worker.layers[0] <= layer < worker.layers[1]:
-                return ("worker", worker.rank)
-        raise ValueError(f"no worker of replica {replica} owns layer {layer}")
+        # If one replica alone reads the answer where it lies, it is computed there.
+        shared = self.plan.replicas == 1 and self.port.shares(worker_of_layer(self.plan, layer, 0))
+        alloc: Alloc = self.port.alloc if shared else new_memory
+        if direction == "backward":
+            dx_TH, dw_TK = self.host.backward(layer, group, inputs["dy"], alloc=alloc)
+            return {"dx": dx_TH, "dw": dw_TK}
+        ids_TK = self.host.local_ids(layer, inputs["ids"], self.plan.dims.num_experts)
+        y_TH = self.host.forward(
+            layer, group, inputs["x"], ids_TK, inputs["weights"], inputs["keys"], keep=keep, alloc=alloc
+        )
+        return {"y": y_TH}
 
     # -- generation --------------------------------------------------------------------------
 
-    def serve(self, spec: SessionSpec) -> ServeReport:
+    def generate(self, spec: SessionSpec) -> GenerationReport:
         """One session of generation, until all workers have left it."""
         self.check_restored()
         name_thread(f"kt-experts-{self.rank}")
         use_torch_threads(1)  # as in a pass
         assert self.port is not None
         self.port.release_all()
-        report = ExpertSession(self, spec).run()
+        report = ExpertSession(self, spec, self.plan, self.rank, self.host).run()
         self.doing = "idle"
         return report
 
@@ -210,13 +197,13 @@ class ExpertActor(PlainActor):
         return time.monotonic() - start
 
     def discard(self) -> None:
-        """Forget gradients, messages and counts of a step that was given up."""
+        """Forget gradients, messages and counts of a failed step."""
         self.mailbox.clear()
         self.host.discard_gradients()
-        self.host.take_counters()  # a pass that ended half-way is not to count in the next one's report
+        self.host.take_counters()  # else a failed pass would count in the next report
 
     def skip(self, step: int) -> None:
-        """Forget a step's gradients; it counts as taken."""
+        """Forget a step's gradients; the step counts as taken."""
         self.discard()
         self.host.set_step(step + 1)
         self._committed = step
@@ -237,15 +224,15 @@ class ExpertActor(PlainActor):
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self.host.named("param")}
 
-    def gradients(self) -> dict[str, torch.Tensor]:
+    def gradients(self) -> dict[str, Tensor]:
         """LoRA gradients by name (tests: a copy of what the next commit would apply)."""
         return {name: tensor.clone() for name, tensor in self.host.named("grad")}
 
-    def parameters(self) -> dict[str, torch.Tensor]:
+    def parameters(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self.host.named("param")}
 
-    def set_parameters(self, values: dict[str, torch.Tensor]) -> None:
-        """Overwrite LoRA parameters by name; names held by others are ignored."""
+    def set_parameters(self, values: dict[str, Tensor]) -> None:
+        """Overwrite LoRA parameters by name; names of other actors are ignored."""
         for name, tensor in self.host.named("param"):
             if name in values:
                 tensor.copy_(values[name])
@@ -276,7 +263,7 @@ class ExpertActor(PlainActor):
         )
 
     def keep_adapter(self, name: str, copy: bool) -> None:
-        """What this actor's LoRA is now, it will be for requests that name it."""
+        """Keep this actor's present LoRA for requests that name it."""
         self.host.keep(name, copy=copy)
 
     def write_adapter(self, directory: str, layout: Any) -> int:
@@ -286,5 +273,5 @@ class ExpertActor(PlainActor):
         return len(tensors)
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+def _concat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)

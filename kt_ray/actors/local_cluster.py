@@ -11,8 +11,7 @@ from kt_ray.actors.attention_worker import AttentionWorker
 from kt_ray.actors.cluster import ActorCluster, Handle
 from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.placement.transports import DEFAULT
-from kt_ray.transport.mailbox import Address, Message
-from kt_ray.transport.port import LocalPort
+from kt_ray.transport.messages import Address, LocalPort, Message
 
 
 class LocalHandle(Handle):

@@ -3,7 +3,8 @@
 numpy at import; transformers and pyarrow only where a function needs them; never ray.
 """
 
-from kt_ray.data.batches import Batches, Wave, epoch_order, eval_waves, loss_tokens, micro_batch, wave
+from kt_ray.batch import Wave
+from kt_ray.data.batches import Batches, epoch_order, eval_waves, micro_batch, wave
 from kt_ray.data.load import DataBundle, load_data
 from kt_ray.data.preview import PreviewRow, preview_pairs, preview_rows, print_preview
 from kt_ray.data.row_types import Conversation, Dataset, Pair, Row
@@ -23,7 +24,6 @@ __all__ = [
     "epoch_order",
     "eval_waves",
     "load_data",
-    "loss_tokens",
     "micro_batch",
     "preview_pairs",
     "preview_rows",

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from kt_ray.batch import IGNORE, MicroBatch
+from kt_ray.batch import IGNORE, MicroBatch, Wave
 from kt_ray.data.row_types import Pair, Row
 
 GROUPED_BATCHES = 50  # batches whose rows are sorted together: similar lengths, still mixed over an epoch
-Wave = tuple[tuple[tuple[MicroBatch, ...], ...], ...]  # per replica, per group, the micro-batches
 
 
 def epoch_order(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
@@ -131,11 +130,6 @@ def wave(
     parts = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
     micro = [micro_batch(part, pad_id, multiple) for part in parts]
     return tuple(_cut(micro[replica::replicas], groups) for replica in range(replicas))
-
-
-def loss_tokens(waves: Wave) -> int:
-    """Trained tokens of a pass: the divisor of its loss."""
-    return sum(mb.loss_tokens for groups in waves for group in groups for mb in group)
 
 
 def step_waves(

@@ -2,7 +2,7 @@
 
 A layer that carries a state along the tokens, or groups neighbouring ones, mixes documents of one row
 whatever the mask says; and some families' masks of transformers 5 overlook that positions restart. What this
-table does not know is found numerically at the first packed pass (kt_ray.model.packing_probe). Indexed
+table does not know is found numerically at the first packed pass (kt_ray.model.layer_checks). Indexed
 attention (DeepSeek-V3.2, GLM-5) is none of these: its index is masked before it chooses.
 """
 

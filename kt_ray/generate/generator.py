@@ -35,7 +35,7 @@ _NOTICE = 60.0  # seconds that a session gets to end when its coordinator does n
 _sessions = itertools.count(secrets.randbits(30))
 
 
-class Serving(Protocol):
+class GenerationCluster(Protocol):
     """What a generator needs of a cluster (kt_ray.actors.cluster.ActorCluster)."""
 
     @property
@@ -44,7 +44,7 @@ class Serving(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def serve(self, spec: SessionSpec, opened: Callable[[], None]) -> list[Any]: ...
+    def generate(self, spec: SessionSpec, opened: Callable[[], None]) -> list[Any]: ...
 
     def order(
         self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
@@ -186,7 +186,7 @@ class Generator:
 
     def __init__(
         self,
-        cluster: Serving,
+        cluster: GenerationCluster,
         tokenizer: Any = None,
         *,
         max_rows: int = 32,
@@ -205,7 +205,7 @@ class Generator:
         self._opened = threading.Event()
         self._error: BaseException | None = None
         self._closed = False
-        self._threads = [threading.Thread(target=self._serve, name="kt-serve", daemon=True)]
+        self._threads = [threading.Thread(target=self._run_session, name="kt-session", daemon=True)]
         for rank in cluster.coordinators:
             self._threads.append(
                 threading.Thread(target=self._fetch, args=(rank,), name=f"kt-tokens-{rank}", daemon=True)
@@ -312,9 +312,9 @@ class Generator:
 
     # -- threads ----------------------------------------------------------------------------
 
-    def _serve(self) -> None:
+    def _run_session(self) -> None:
         try:
-            self.reports = self.cluster.serve(self.spec, self._opened.set)
+            self.reports = self.cluster.generate(self.spec, self._opened.set)
         except BaseException as error:
             self._error = error
             self._fail(error)

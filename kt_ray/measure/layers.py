@@ -18,8 +18,10 @@ from torch import Tensor
 from kt_ray.batch import MicroBatch, PassSpec
 from kt_ray.hardware.rates import LayerRate
 from kt_ray.measure.timing import torch_threads
+from kt_ray.model.layer_loop import LayerLoop
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
+from kt_ray.placement.order import Op
 from kt_ray.timing.layer_rates import ENDS, KINDS, ends_signature, layer_signature, rate_of
 from kt_ray.timing.layer_work import LayerWork
 
@@ -30,7 +32,7 @@ TOO_LONG = 1.0  # seconds of a forward beyond which no longer rows are tried
 
 
 class Zeros:
-    """An `Exchange` (kt_ray.model.exchange) whose experts answer zeros at once."""
+    """An `ExpertExchange` (kt_ray.model.layer_loop) whose experts answer zeros at once."""
 
     def __init__(self) -> None:
         self._sizes: dict[tuple[int, int], tuple[int, int, int]] = {}
@@ -60,6 +62,25 @@ class Zeros:
     def join_backward(self, layer: int, group: int) -> tuple[Tensor, Tensor]:
         tokens, width, k = self._sizes[layer, group]
         return torch.zeros(tokens, width), torch.zeros(tokens, k)
+
+
+class Neighbours:
+    """A `StageExchange` whose other stages send random numbers at once, and take everything.
+
+    Args:
+        values: [1, s, *state_shape] on the stage's device.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+
+    def send_hidden(self, group: int, tensors: list[Tensor]) -> None:
+        return
+
+    def receive_hidden(self, group: int) -> list[Tensor]:
+        return [self._values]
+
+    send_grad, receive_grad = send_hidden, receive_hidden
 
 
 def measure_layers(
@@ -135,24 +156,21 @@ def _pass(stage: Stage, layer: int, width: int, number: int) -> dict[str, float]
             torch.cuda.synchronize(stage.device)
         seconds[kind] = time.perf_counter() - start
 
-    def state() -> list[Tensor]:
-        values = torch.randn(1, width, *stage.state_shape, generator=torch.Generator().manual_seed(number))
-        return [values.to(stage.device, stage.dtype)]
-
-    timed("begin", lambda: stage.begin(spec, 0, Zeros()))
-    if stage.first:
-        stage.embed(0)
-    else:
-        stage.receive_hidden(0, state())
-    timed("forward", lambda: stage.forward(layer, 0))
+    values = torch.randn(1, width, *stage.state_shape, generator=torch.Generator().manual_seed(number))
+    loops: list[LayerLoop] = []
+    neighbours = Neighbours(values.to(stage.device, stage.dtype))
+    timed("begin", lambda: loops.append(stage.begin(spec, 0, Zeros(), neighbours)))
+    (loop,) = loops
+    loop.run(Op("embed" if stage.first else "recv_hidden", layer, 0))
+    timed("forward", lambda: loop.forward(layer, 0))
     if layer in stage.moe_layers:
-        stage.join(layer, 0)
+        loop.join(layer, 0)
     if stage.last:
-        timed("loss", lambda: stage.loss(0))
+        timed("loss", lambda: loop.loss(layer, 0))
     else:
-        stage.hidden(0)
-        stage.receive_grad(0, state())
-    timed("recompute", lambda: stage.recompute(layer, 0))
-    timed("backward", lambda: stage.backward(layer, 0))
+        loop.send_hidden(layer, 0)
+        loop.recv_grad(layer, 0)
+    timed("recompute", lambda: loop.recompute(layer, 0))
+    timed("backward", lambda: loop.backward(layer, 0))
     stage.zero_grad()
     return seconds

@@ -10,11 +10,17 @@ import torch
 from torch import nn
 
 from kt_ray.errors import UserError
-from kt_ray.model import hook
 from kt_ray.model.family import Family, build_causal, drop_towers, read_family
 from kt_ray.model.formula import ExpertFormula, check_trainable
+from kt_ray.model.layer_calls import (
+    BlankEmbedding,
+    LayerCallCapture,
+    LayerContext,
+    LayerStub,
+    Passthrough,
+    is_experts,
+)
 from kt_ray.model.lora import linear_names
-from kt_ray.model.recording import BlankEmbedding, LayerStub, Passthrough, Recorder
 from kt_ray.model.stage_spec import StageSpec
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts", "moe_top_k")
@@ -33,9 +39,10 @@ class StageModel:
         names: Hugging Face name of each own layer.
         experts: context of each own MoE layer.
         formulas: what the experts of each MoE layer of the whole model compute.
-        text_part: of a multimodal checkpoint, whose other towers are passed over.
-        recorder: gives the layers' call arguments.
+        text_part: of a multimodal checkpoint, whose other towers are ignored.
+        capture: gives the layers' call arguments.
         lora_names: linear modules of the whole model that LoRA may adapt (all layers).
+        device: of the stage.
         dtype: compute type.
         num_experts: routed experts per MoE layer.
         top_k: experts per token.
@@ -48,11 +55,12 @@ class StageModel:
     root: str
     layers: dict[int, nn.Module]
     names: dict[int, str]
-    experts: dict[int, hook.LayerContext]
+    experts: dict[int, LayerContext]
     formulas: dict[int, ExpertFormula]
     text_part: bool
-    recorder: Recorder
+    capture: LayerCallCapture
     lora_names: list[str]
+    device: torch.device
     dtype: torch.dtype
     num_experts: int
     top_k: int
@@ -62,8 +70,8 @@ class StageModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of parameters and buffers that this stage holds."""
-        held = [*self.causal.parameters(), *self.causal.buffers()]
-        return sum({id(t): t.numel() * t.element_size() for t in held}.values())
+        tensors = [*self.causal.parameters(), *self.causal.buffers()]
+        return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
 
 
 def build_stage_model(spec: StageSpec) -> StageModel:
@@ -81,34 +89,33 @@ def build_stage_model(spec: StageSpec) -> StageModel:
             base.layers[number] = LayerStub(base.layers[number])
     for layer in model.layers.values():
         for module in layer.modules():
-            if hook.is_experts(module):
+            if is_experts(module):
                 for name in list(module._parameters):
                     module.register_parameter(name, None)
     from kt_ray.checkpoint.index import CheckpointIndex
     from kt_ray.checkpoint.non_experts import load_non_experts, materialize_buffers
 
-    device = torch.device(spec.device)
     index = CheckpointIndex.open(Path(spec.model_dir))
     load_non_experts(
         index,
         causal,
         layers=spec.layers,
         dtype=model.dtype,
-        device=device,
+        device=model.device,
         need_embedding=spec.first,
         need_head=spec.last,
         keep_quantized=spec.keep_quantized,
     )
     _drop_unused(model, spec)
-    materialize_buffers(causal, device)
-    left = [name for name, t in [*causal.named_parameters(), *causal.named_buffers()] if t.is_meta]
-    if left:
+    materialize_buffers(causal, model.device)
+    missing = [name for name, t in [*causal.named_parameters(), *causal.named_buffers()] if t.is_meta]
+    if missing:
         raise UserError(
             "the checkpoint lacks weights of this model",
             where=spec.model_dir,
             observed="no value for "
-            + ", ".join(left[:4])
-            + (f" and {len(left) - 4} more" if len(left) > 4 else ""),
+            + ", ".join(missing[:4])
+            + (f" and {len(missing) - 4} more" if len(missing) > 4 else ""),
             remedy="download the checkpoint again, or check that config.json belongs to it",
         )
     causal.requires_grad_(False)
@@ -153,8 +160,9 @@ def build_on_meta(spec: StageSpec) -> StageModel:
         experts={index: context for index, context in contexts.items() if index in own},
         formulas=formulas,
         text_part=family.whole is not None or family.text_type != family.model_type,
-        recorder=Recorder(causal, base, list(layers)),
+        capture=LayerCallCapture(causal, base, list(layers)),
         lora_names=linear_names(every_layer),
+        device=torch.device(spec.device),
         dtype=dtype,
         num_experts=max(context.num_experts for context in contexts.values()),
         top_k=_top_k(config, label),
@@ -165,25 +173,25 @@ def build_on_meta(spec: StageSpec) -> StageModel:
 
 def _check_experts(
     layers: nn.ModuleList, prefix: str, family: Family
-) -> tuple[dict[int, hook.LayerContext], dict[int, ExpertFormula]]:
+) -> tuple[dict[int, LayerContext], dict[int, ExpertFormula]]:
     """Attach a context to each MoE layer's experts; refuse experts that would stay on this device."""
     label = family.label
-    contexts: dict[int, hook.LayerContext] = {}
+    contexts: dict[int, LayerContext] = {}
     formulas: dict[int, ExpertFormula] = {}
     for index, layer in enumerate(layers):
-        found = [(name, module) for name, module in layer.named_modules() if hook.is_experts(module)]
-        if len(found) > 1:
+        modules = [(name, module) for name, module in layer.named_modules() if is_experts(module)]
+        if len(modules) > 1:
             raise UserError(
                 f"{label} has several sets of routed experts in one layer",
                 where=f"{prefix}.{index}",
-                observed=", ".join(name for name, _ in found),
+                observed=", ".join(name for name, _ in modules),
                 required="one",
                 remedy="choose another model family",
             )
-        for _, module in found:
+        for _, module in modules:
             formulas[index] = check_trainable(module, label, family.config.hidden_size)
-            contexts[index] = module._kt_stage = hook.LayerContext(index, int(module.num_experts))
-        experts = [name for name, _ in found]
+            contexts[index] = module._kt_stage = LayerContext(index, int(module.num_experts))
+        experts = [name for name, _ in modules]
         stray = [
             name
             for name, module in layer.named_modules()
@@ -240,7 +248,7 @@ def _top_k(config: object, label: str) -> int:
 
 
 def _drop_unused(model: StageModel, spec: StageSpec) -> None:
-    """Replace embedding, and what comes after the layers, where another stage has them."""
+    """Replace the embedding and the modules after the layers where another stage has them."""
     causal, base = model.causal, model.base
     if not spec.first:
         causal.set_input_embeddings(BlankEmbedding(model.hidden_size, model.dtype))

@@ -21,7 +21,7 @@ def new_cache(config: Any, layers: Iterable[int]) -> Any:
 
     Args:
         config: of the language model.
-        layers: those that will be computed. The others' places show the length of one of the same kind, as
+        layers: layers to compute. The places of the others show the length of a layer of the same kind, as
             masks are made for the first layer of each kind.
 
     Raises:
@@ -55,8 +55,8 @@ def can_join(config: Any) -> bool:
     """Whether rows of this model can share a cache: every layer's is of a kind that `join` knows."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-    known = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
-    return all(type(layer) in known for layer in new_cache(config, ()).layers)
+    joinable = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
+    return all(type(layer) in joinable for layer in new_cache(config, ()).layers)
 
 
 def join(caches: Sequence[Any], columns: Sequence[int], layers: Iterable[int]) -> Any:
@@ -65,7 +65,7 @@ def join(caches: Sequence[Any], columns: Sequence[int], layers: Iterable[int]) -
     Args:
         caches: of one model.
         columns: of each, padding included.
-        layers: those that hold something.
+        layers: layers with a cache.
     """
     total = max(columns)
     first = caches[0]
@@ -92,10 +92,10 @@ def select(cache: Any, rows: Sequence[int], padding: int, columns: int, layers: 
 
     Args:
         cache: changed in place.
-        rows: numbers of those that stay, in order.
+        rows: numbers of the rows to keep, in order.
         padding: columns on the left to take off; the caller has made sure that `can_join`, else 0.
-        columns: that there are now.
-        layers: those that hold something.
+        columns: present number of columns.
+        layers: layers with a cache.
     """
     for index in layers:
         layer = cache.layers[index]

@@ -1,33 +1,42 @@
 """Generation on one stage: the layer loop with key-value caches.
 
 A step's batches are the groups of a layer loop without gradients. Rows of a batch are padded on the left,
-so that the last position is everybody's newest token. A layer whose output is not affine in the experts'
-waits for them inside its one run: run twice, it would enter its keys twice.
+so that the last position is everybody's newest token. A layer that is not affine in y waits for its experts
+inside its one run: run twice, it would enter its keys twice.
+
+Shapes: b rows of a batch, s new tokens of each, N = b·s, T valid tokens, H hidden, K experts per token, V
+vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kt_ray.batch import MicroBatch, PassSpec
 from kt_ray.generate.requests import Batch, Step
 from kt_ray.model import caches
-from kt_ray.model.build import StageModel
-from kt_ray.model.dropout import DropoutContext
-from kt_ray.model.exchange import Exchange
-from kt_ray.model.layer_loop import LayerLoop, _give, _handled, _present, _valid
-from kt_ray.model.stage_metrics import Clock, Histogram
+from kt_ray.model.clock import Clock
+from kt_ray.model.layer_loop import (
+    ExpertExchange,
+    LayerLoop,
+    StageExchange,
+    answer_with,
+    handle_experts,
+    require,
+    valid_rows,
+)
+from kt_ray.model.stage import Stage
 from kt_ray.model.state import GroupState, MicroState
-from kt_ray.model.token_loss import Head
+from kt_ray.placement.order import Op
 
 
-class DecodeExchange(Exchange, Protocol):
+class DecodeExchange(ExpertExchange, Protocol):
     """An exchange that can leave the experts' LoRA out.
 
     Attributes:
@@ -55,70 +64,34 @@ class Cohort:
 
 
 class Decoder:
-    """The cohorts of one stage, and one step after the other. Made by `Stage.decoder`.
+    """The cohorts of one stage, and one step after the other.
 
     Args:
-        model: the stage's modules.
-        scales: MoE layer -> c, or None when not affine.
-        dropout: read by the LoRA layers.
-        head: of the last stage.
-        device: of the stage.
-        first: whether this stage embeds.
-        parameters: LoRA parameters by name.
-        kept: adapter's name -> its values for all of them.
+        stage: its weights and adapters; the caches are the decoder's own.
     """
 
-    def __init__(
-        self,
-        model: StageModel,
-        scales: dict[int, float | None],
-        dropout: DropoutContext,
-        head: Head | None,
-        device: torch.device,
-        first: bool,
-        parameters: Mapping[str, nn.Parameter],
-        kept: Mapping[str, Mapping[str, Tensor]],
-    ) -> None:
-        self.model = model
-        self.device = device
-        self.config = model.base.config
+    def __init__(self, stage: Stage) -> None:
+        self.model = stage.model
+        self.device = stage.device
+        self.config = stage.model.base.config
         self.joint = caches.can_join(self.config)
-        self.clock = Clock(device)
-        self._scales = scales
-        self._dropout = dropout
-        self._head = head
-        self._first = first
+        self._stage = stage
         self._cohorts: dict[str, Cohort] = {}
-        self._adapters = _Adapters(model.layers, parameters, kept)
         self._batches: tuple[Batch, ...] = ()
         self._running: list[Cohort] = []  # of each batch
-        self._groups: list[GroupState] = []
-        self._loop: DecodeLoop | None = None
 
     # ------------------------------------------------------------------ a step
 
-    def begin(self, step: Step, exchange: DecodeExchange) -> None:
+    def begin(self, step: Step, experts: DecodeExchange, stages: StageExchange | None = None) -> DecodeLoop:
         """Let rows go that have ended; record the call arguments of every batch."""
-        self.clock.reset()
         self._drop(step.drop)
-        self._batches, self._running, self._groups = step.batches, [], []
+        self._batches, self._running, groups = step.batches, [], []
         for batch in step.batches:
             cohort = self._fresh(batch) if batch.fresh else self._cohorts[batch.cohort]
             assert cohort.rows == list(batch.rows), f"cohort {batch.cohort} has other rows than the step"
             self._running.append(cohort)
-            self._groups.append(GroupState([self._record(batch, cohort)]))
-        spec = PassSpec(step.number, 0, "generate", 0, (), 0)
-        self._loop = DecodeLoop(
-            self.model,
-            self._scales,
-            self._dropout,
-            spec,
-            self._groups,
-            exchange,
-            self.clock,
-            Histogram(self.model.num_experts),
-            self.device,
-        )
+            groups.append(GroupState([self._record(batch, cohort)]))
+        return DecodeLoop(self._stage, step, groups, experts, stages)
 
     def _fresh(self, batch: Batch) -> Cohort:
         padding = batch.ids.shape[1] - batch.lengths
@@ -144,54 +117,16 @@ class Decoder:
         )
 
         def note(index: int, hidden: Tensor) -> Tensor:
-            if index == 0 and self._first:
+            if index == 0 and self._stage.first:
                 micro.embedded = hidden
             return hidden
 
         inputs = {"input_ids": torch.from_numpy(batch.ids).to(self.device)}
-        calls = self.model.recorder.record(
+        calls = self.model.capture.record(
             inputs, micro.mask, note, cache=cohort.cache, position_ids=positions
         )
         micro.calls = {layer: calls[layer] for layer in self.model.layers}
         return micro
-
-    def embed(self, group: int) -> None:
-        """First stage: the embedded tokens become the group's hidden state."""
-        state = self._groups[group]
-        assert state.micro[0].embedded is not None, "embed runs once per batch, on the first stage"
-        state.hidden = [state.micro[0].embedded]
-        state.micro[0].embedded = None
-
-    def receive_hidden(self, group: int, tensors: Iterable[Tensor]) -> None:
-        """Hidden state [b, s, *state_shape] of a batch, from the stage before."""
-        self._groups[group].hidden = [t.to(self.device, self.model.dtype) for t in tensors]
-
-    def forward(self, layer: int, group: int) -> None:
-        """Run a layer for a batch; MoE layers submit its tokens."""
-        assert self._loop is not None, "begin a step first"
-        adapter = self._batches[group].adapter
-        self._adapters.switch(layer, adapter)
-        self._loop.exchange.adapter = adapter  # type: ignore[attr-defined]  # a DecodeExchange
-        self._loop.forward(layer, group)
-
-    def join(self, layer: int, group: int) -> None:
-        """Wait for the experts of a layer and batch, and finish the layer."""
-        assert self._loop is not None, "begin a step first"
-        self._loop.join(layer, group)
-
-    def hidden(self, group: int) -> list[Tensor]:
-        """Hand over a batch's hidden state, on the device."""
-        state = self._groups[group]
-        hidden = _present(state.hidden, "handing over", max(self.model.layers), group)
-        state.hidden = None
-        return hidden
-
-    def logits(self, group: int) -> Tensor:
-        """Last stage: float32 logits [b, V] of every row's newest token."""
-        assert self._head is not None, "logits belong to the last stage"
-        (hidden,) = self.hidden(group)
-        with torch.no_grad(), self.clock.device("loss"):
-            return self._head.logits(hidden[:, -1:].contiguous())[:, -1].float()
 
     def finish(self) -> None:
         """End of a step: caches have grown, fresh rows join their cohorts."""
@@ -200,8 +135,8 @@ class Decoder:
         for batch, cohort in zip(self._batches, self._running, strict=True):
             if not batch.fresh:
                 continue
-            known = self._cohorts.get(batch.cohort)
-            self._cohorts[batch.cohort] = cohort if known is None else self._joined(known, cohort)
+            older = self._cohorts.get(batch.cohort)
+            self._cohorts[batch.cohort] = cohort if older is None else self._joined(older, cohort)
 
     # ------------------------------------------------------------------ cohorts
 
@@ -231,90 +166,95 @@ class Decoder:
         total = 0
         for cohort in self._cohorts.values():
             for index in self.model.layers:
-                held = vars(cohort.cache.layers[index]).values()
-                tensors = [v for v in held if isinstance(v, Tensor)]
+                values = vars(cohort.cache.layers[index]).values()
+                tensors = [v for v in values if isinstance(v, Tensor)]
                 tensors += [
-                    t for v in held if isinstance(v, dict) for t in v.values() if isinstance(t, Tensor)
+                    t for v in values if isinstance(v, dict) for t in v.values() if isinstance(t, Tensor)
                 ]
                 total += sum(t.numel() * t.element_size() for t in tensors)
         return total
 
     def close(self) -> None:
         """Forget every cache; leave the adapters as training wants them."""
-        self._adapters.switch_all(True)
+        self._stage.adapters.switch_all(True)
         self._cohorts.clear()
-        self._running, self._groups, self._batches, self._loop = [], [], (), None
+        self._running, self._batches = [], ()
 
 
 class DecodeLoop(LayerLoop):
     """The layer loop of one step; each group is one batch."""
 
+    experts: DecodeExchange
+
+    def __init__(
+        self,
+        stage: Stage,
+        step: Step,
+        groups: list[GroupState],
+        experts: DecodeExchange,
+        stages: StageExchange | None,
+    ) -> None:
+        spec = PassSpec(step.number, 0, "generate", 0, (), 0)
+        clock = Clock(stage.device)
+        super().__init__(
+            stage.model, stage.scales, stage.dropout, stage.head, spec, groups, experts, stages, clock
+        )
+        self.step = step
+        self.adapters = stage.adapters
+        self.operations["logits"] = self.last_logits
+
+    def program(self, layers: tuple[int, int], *, first: bool, last: bool) -> Iterator[Op]:
+        """The operations of this step on a stage: every batch through a layer before the next layer.
+
+        Args:
+            layers: of the stage, half-open.
+            first, last: whether the stage embeds, and whether it has the head.
+        """
+        start, stop = layers
+        groups = range(len(self.groups))
+        for layer in range(start, stop):
+            for group in groups:
+                if layer == start:
+                    yield Op("embed" if first else "recv_hidden", layer, group)
+                elif layer - 1 in self.model.experts:
+                    yield Op("join", layer - 1, group)
+                yield Op("forward", layer, group)
+        for group in groups:
+            if stop - 1 in self.model.experts:
+                yield Op("join", stop - 1, group)
+            yield Op("logits" if last else "send_hidden", stop - 1, group)
+
     def forward(self, layer: int, group: int) -> None:
+        """As in a pass, with the batch's adapter; a layer that is not affine in y runs to its end."""
+        adapter = self.step.batches[group].adapter
+        self.adapters.switch(layer, adapter)
+        self.experts.adapter = adapter
         context = self.model.experts.get(layer)
         if context is None or self.scales[layer] is not None:
             super().forward(layer, group)
             return
         state = self.groups[group]
-        (hidden,) = _present(state.hidden, "forward", layer, group)
+        (hidden,) = require(state.hidden, "forward", layer, group)
         (micro,) = state.micro
 
         def handler(hidden_NH: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
-            self._submit_forward(layer, group, [_valid(micro, hidden_NH, ids_NK, weights_NK)])
+            self._submit_forward(layer, group, [valid_rows(micro, hidden_NH, ids_NK, weights_NK)])
             with self.clock.host("experts_wait"):
-                y_TH = self.exchange.join_forward(layer, group).to(self.device, non_blocking=True)
-            return _give(micro, y_TH)(hidden_NH, ids_NK, weights_NK)
+                y_TH = self.experts.join_forward(layer, group).to(self.device, non_blocking=True)
+            return answer_with(micro, y_TH)(hidden_NH, ids_NK, weights_NK)
 
-        with torch.no_grad(), _handled(context, handler), self.clock.device("attention"):
+        with torch.no_grad(), handle_experts(context, handler), self.clock.device("attention"):
             state.hidden = [self._run(layer, micro, hidden)]
 
     def join(self, layer: int, group: int) -> None:
         if self.scales[layer] is not None:
             super().join(layer, group)
 
-
-class _Adapters:
-    """Which adapter the LoRA modules of a layer use: True = the one that trains, False = none, or a kept one.
-
-    Training finds them on, with values of their own: `switch_all(True)`.
-    """
-
-    def __init__(
-        self,
-        layers: dict[int, nn.Module],
-        parameters: Mapping[str, nn.Parameter],
-        kept: Mapping[str, Mapping[str, Tensor]],
-    ) -> None:
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        self._modules: dict[int, list[Any]] = {
-            index: [m for m in layer.modules() if isinstance(m, BaseTunerLayer)]
-            for index, layer in layers.items()
-        }
-        names = {id(parameter): name for name, parameter in parameters.items()}
-        self._parameters = {
-            index: {names[id(p)]: p for p in layer.parameters() if id(p) in names}
-            for index, layer in layers.items()
-        }
-        own = {name: parameter.data for name, parameter in parameters.items()}
-        self._values: dict[bool | str, Mapping[str, Tensor]] = {True: own}
-        self._values.update(kept)
-        self._state: dict[int, bool | str] = dict.fromkeys(layers, True)
-        self._holds: dict[int, bool | str] = dict.fromkeys(layers, True)
-
-    def switch(self, layer: int, which: bool | str) -> None:
-        if self._state[layer] == which:
-            return
-        if (self._state[layer] is False) != (which is False):
-            for module in self._modules[layer]:
-                # not enable_adapters(): that sets requires_grad of the parameters, too
-                module._disable_adapters = which is False
-        if which is not False and self._holds[layer] != which:
-            values = self._values[which]
-            for name, parameter in self._parameters[layer].items():
-                parameter.data = values[name]
-            self._holds[layer] = which
-        self._state[layer] = which
-
-    def switch_all(self, which: bool | str) -> None:
-        for layer in self._state:
-            self.switch(layer, which)
+    def last_logits(self, layer: int, group: int) -> None:
+        """Last stage: keep float32 logits [b, V] of every row's newest token."""
+        assert self.head is not None, "logits belong to the last stage"
+        state = self.groups[group]
+        (hidden,) = require(state.hidden, "logits", layer, group)
+        state.hidden = None
+        with torch.no_grad(), self.clock.device("loss"):
+            state.logits = [self.head.logits(hidden[:, -1:].contiguous())[:, -1].float()]

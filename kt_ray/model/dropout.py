@@ -1,17 +1,4 @@
-"""Dropout whose mask is a pure function of (seed, step, module, sample, position, element).
-
-A mask does not depend on how rows are laid out in micro-batches, on which worker computes them, or
-on how often they are computed; so recomputation, resume and every placement see the same one. The
-C++ experts implement the same definition (docs/numerics).
-
-All arithmetic is on 32-bit unsigned integers, with fmix the finaliser of MurmurHash3:
-
-    combine(h, v) = fmix(31 h + v + 0x9E3779B9)
-    row           = combine folded from 0 over
-                    [seed low, seed high, step, stream, sample low, sample high, position]
-    u_j           = fmix(row + (j + 1) 0x9E3779B9)
-    element j is kept iff u_j >= floor(p 2^32), and a kept value is scaled by 1 / (1 - p)
-"""
+"""LoRA's dropout outside the experts, with the counter-based mask of kt_ray.native.dropout_hash."""
 
 from __future__ import annotations
 
@@ -22,93 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_MASK = 0xFFFFFFFF
-_GOLDEN = 0x9E3779B9
-_EXPERT_TAG = 0x45585054  # "EXPT"
-PROJECTIONS = {"gate": 0, "up": 1, "down": 2}
-
-
-def fmix(h: int) -> int:
-    """MurmurHash3's 32-bit finaliser."""
-    h &= _MASK
-    h ^= h >> 16
-    h = (h * 0x85EBCA6B) & _MASK
-    h ^= h >> 13
-    h = (h * 0xC2B2AE35) & _MASK
-    return h ^ (h >> 16)
-
-
-def combine(h: int, v: int) -> int:
-    """Fold one 32-bit value into a hash."""
-    return fmix((h * 31 + (v & _MASK) + _GOLDEN) & _MASK)
+from kt_ray.native.dropout_hash import keep_mask, row_hash
 
 
 def module_stream(name: str) -> int:
     """Stream of a module outside the routed experts, from its Hugging Face name."""
     return zlib.crc32(name.encode("utf-8"))
-
-
-def expert_stream(layer: int, expert: int, projection: str) -> int:
-    """Stream of one projection ("gate", "up" or "down") of one routed expert (global id)."""
-    return combine(combine(combine(_EXPERT_TAG, layer), expert), PROJECTIONS[projection])
-
-
-def _signed(value: int) -> int:
-    """The int32 with the bits of this 32-bit unsigned value."""
-    value &= _MASK
-    return value - (1 << 32) if value >= 1 << 31 else value
-
-
-def _fmix_(h: Tensor) -> Tensor:
-    """`fmix` on int32 tensors, in place. Products wrap; shifts are made logical by a mask."""
-    h ^= (h >> 16) & 0xFFFF
-    h *= _signed(0x85EBCA6B)
-    h ^= (h >> 13) & 0x7FFFF
-    h *= _signed(0xC2B2AE35)
-    h ^= (h >> 16) & 0xFFFF
-    return h
-
-
-def row_hash(seed: int, step: int, stream: int, samples_N: Tensor, positions_N: Tensor) -> Tensor:
-    """Hash of every row.
-
-    Args:
-        samples_N: int64 [N] sample ids.
-        positions_N: int64 [N] positions within the sample.
-
-    Returns:
-        int32 [N]: the bits of the unsigned 32-bit hashes.
-    """
-    h = 0
-    for value in (seed & _MASK, (seed >> 32) & _MASK, step, stream):
-        h = combine(h, value)
-    low = (samples_N & _MASK).to(torch.int64)
-    high = (samples_N >> 32) & _MASK
-    # int64 -> int32 keeps the low 32 bits
-    h_N = torch.full_like(samples_N, _signed(h), dtype=torch.int32)
-    for v_N in (low, high, positions_N):
-        h_N = _fmix_(h_N * 31 + (v_N & _MASK).to(torch.int32) + _signed(_GOLDEN))
-    return h_N
-
-
-def keep_mask(row_N: Tensor, features: int, p: float) -> Tensor:
-    """Which elements of each row survive.
-
-    Args:
-        row_N: int32 [N] from `row_hash`.
-        features: elements per row.
-        p: drop probability.
-
-    Returns:
-        bool [N, features].
-    """
-    j_F = torch.arange(1, features + 1, dtype=torch.int64, device=row_N.device)
-    offset_F = (j_F * _GOLDEN & _MASK).to(torch.int32)
-    u_NF = _fmix_(row_N[:, None] + offset_F[None, :])
-    threshold = int(p * 2**32)
-    # unsigned comparison by moving both sides into the signed range
-    u_NF ^= _signed(1 << 31)
-    return u_NF >= _signed(threshold ^ (1 << 31))
 
 
 @dataclass

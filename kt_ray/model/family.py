@@ -17,7 +17,7 @@ from torch import nn
 
 from kt_ray.checkpoint.safetensors_file import read_json
 from kt_ray.errors import UserError
-from kt_ray.model import hook
+from kt_ray.model import layer_calls
 
 # model_type in released files -> the same architecture's in transformers.
 ALIASES = {
@@ -76,7 +76,7 @@ def read_family(model_dir: str | Path) -> Family:
 def build_causal(
     family: Family, dtype: torch.dtype, attn_implementation: str, device: str = "meta"
 ) -> tuple[Any, Any, str]:
-    """The model under `device`, its experts dispatched to the hook.
+    """The model under `device`, its experts dispatched to the hook of layer_calls.
 
     A family without "sdpa" attention (gpt-oss, DeepSeek-V4) gets "eager" in its place.
 
@@ -89,7 +89,7 @@ def build_causal(
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    hook.register()
+    layer_calls.register()
     candidates = [(AutoModelForCausalLM, family.config), (AutoModelForImageTextToText, family.config)]
     if family.whole is not None:
         candidates.append((AutoModelForImageTextToText, family.whole))
@@ -110,7 +110,7 @@ def build_causal(
                 config,
                 dtype=dtype,
                 attn_implementation=attn_implementation,
-                experts_implementation=hook.NAME,
+                experts_implementation=layer_calls.NAME,
             )
     except (ValueError, ImportError, KeyError, AttributeError, TypeError, RuntimeError) as error:
         raise UserError(

@@ -1,33 +1,106 @@
-"""The layer loop of one pass: forward, join, recompute, backward, per layer and group.
+"""The layer loop: one pass of one replica over one stage, operation by operation.
 
-Forward (no grad): the experts hook collects every micro-batch's tokens; at the last one it submits the
-whole group and the layer runs on with zeros in the experts' place (its shared expert overlaps); the
-join adds c·y. Backward: dy = c·dH is submitted first, the layer is recomputed under grad meanwhile,
-and one autograd.backward per micro-batch takes dH, dX and dw together.
+The attention worker walks its program (kt_ray.placement.order) and hands every operation to `LayerLoop.run`.
+Each operation has a method of the same name.
 
-A layer that is not affine in y cannot be finished from h_partial. Its forward stops at the hook
-(the experts get their tokens as early as elsewhere), and the join runs the layer again with y. y is
-kept; the recomputation gets it as a leaf, whose gradient is dy.
+Forward runs without gradients. The experts hook collects the tokens of every micro-batch of a group; at the
+last one it submits the whole group, and the layer runs on with zeros in the experts' place, so that its
+shared expert overlaps with the routed ones; the join adds c·y. Backward submits dy = c·dH first and
+recomputes the layer under grad meanwhile; one autograd.backward per micro-batch then takes dH, dX and dw
+together.
+
+A layer that is not affine in y (kt_ray.model.layer_checks) cannot be finished from h_partial. Its forward
+stops at the hook, so the experts get their tokens as early as elsewhere, and the join runs the layer again
+with y. The recomputation takes y as a leaf, whose gradient is dy.
+
+Shapes: b rows of s positions, N = b·s, T valid tokens of a group, T_i of its micro-batch i, H hidden, K
+experts per token, V vocabulary. The hidden state between layers is [b, s, H], or [b, s, streams, H] with
+hyper-connections.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kt_ray.batch import PassSpec
+from kt_ray.errors import BadStep
 from kt_ray.model.build import StageModel
+from kt_ray.model.clock import Clock
 from kt_ray.model.dropout import DropoutContext
-from kt_ray.model.exchange import Exchange
-from kt_ray.model.hook import Handler, LayerContext
+from kt_ray.model.layer_calls import Handler, LayerContext
+from kt_ray.model.preference_losses import preference_loss
 from kt_ray.model.routing import RouterWatch
-from kt_ray.model.stage_metrics import Clock, Histogram
 from kt_ray.model.state import Graph, GroupState, MicroState, Routes
+from kt_ray.model.token_loss import Head
+from kt_ray.placement.order import Op
 
 _WEIGHT_TOLERANCE = 1e-5  # routing weights recomputed on the same device are bit-equal in practice
+
+
+class ExpertExchange(Protocol):
+    """Tokens to the routed experts, results back (kt_ray.transport.links.ExpertLink).
+
+    Tensors to submit are on the CPU, in memory from `alloc`. `submit_*` returns at once; the loop submits and
+    joins in the order of its program.
+    """
+
+    def alloc(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """CPU memory to fill and submit once, page-locked where the stage computes on CUDA.
+
+        Experts in shared memory read it without another copy. It belongs to the exchange once it is
+        submitted.
+        """
+
+    def submit_forward(
+        self,
+        layer: int,
+        group: int,
+        x_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        keys_T: Tensor,
+        keep: bool,
+    ) -> None:
+        """Send a group's tokens.
+
+        Args:
+            x_TH: float32 or bfloat16, input of the experts.
+            ids_TK: int32, global expert ids.
+            weights_TK: float32, routing weights.
+            keys_T: int64, sample id · 2³² + position: the counters of dropout.
+            keep: whether a backward will follow.
+        """
+
+    def join_forward(self, layer: int, group: int) -> Tensor:
+        """Wait for y_TH float32, summed over all experts; on the CPU or on the stage's device."""
+
+    def submit_backward(self, layer: int, group: int, dy_TH: Tensor) -> None:
+        """Send dy float32."""
+
+    def join_backward(self, layer: int, group: int) -> tuple[Tensor, Tensor]:
+        """Wait for (dx_TH, dw_TK) float32; on the CPU or on the stage's device."""
+
+
+class StageExchange(Protocol):
+    """Hidden states to the next stage, gradients to the one before (kt_ray.transport.links.StageLink).
+
+    Tensors are one per micro-batch of the group, on the stage's device.
+    """
+
+    def send_hidden(self, group: int, tensors: list[Tensor]) -> None: ...
+
+    def receive_hidden(self, group: int) -> list[Tensor]: ...
+
+    def send_grad(self, group: int, tensors: list[Tensor]) -> None: ...
+
+    def receive_grad(self, group: int) -> list[Tensor]: ...
 
 
 class _Stop(Exception):
@@ -41,12 +114,16 @@ class LayerLoop:
         model: the stage's modules.
         scales: MoE layer -> c, or None when not affine.
         dropout: read by the LoRA layers.
+        head: of the last stage.
         spec: the pass.
         groups: state of each group.
-        exchange: to the experts.
-        clock: seconds by term.
-        histogram: tokens per expert.
+        experts: exchange with the expert actors.
+        stages: exchange with the neighbouring stages; None = the only stage.
+        clock: seconds by term: "attention", "experts_wait", "loss".
         watch: of the routers, in passes that ask for it.
+
+    Attributes:
+        loss_sum: float64 sum of the losses so far (last stage).
     """
 
     def __init__(
@@ -54,34 +131,140 @@ class LayerLoop:
         model: StageModel,
         scales: dict[int, float | None],
         dropout: DropoutContext,
+        head: Head | None,
         spec: PassSpec,
         groups: list[GroupState],
-        exchange: Exchange,
+        experts: ExpertExchange,
+        stages: StageExchange | None,
         clock: Clock,
-        histogram: Histogram,
-        device: torch.device,
         watch: RouterWatch | None = None,
     ) -> None:
         self.model = model
         self.scales = scales
         self.dropout = dropout
+        self.head = head
         self.spec = spec
         self.groups = groups
-        self.exchange = exchange
+        self.experts = experts
+        self.stages = stages
         self.clock = clock
-        self.histogram = histogram
-        self.device = device
+        self.device = model.device
         self.watch = watch
         self.train = spec.kind == "train"
+        self.loss_sum = 0.0
+        self.operations: dict[str, Callable[[int, int], None]] = {
+            "embed": self.embed,
+            "recv_hidden": self.recv_hidden,
+            "forward": self.forward,
+            "join": self.join,
+            "send_hidden": self.send_hidden,
+            "loss": self.loss,
+            "recv_grad": self.recv_grad,
+            "recompute": self.recompute,
+            "backward": self.backward,
+            "send_grad": self.send_grad,
+        }
+
+    def run(self, op: Op) -> None:
+        """Do one operation of the stage's program."""
+        self.operations[op.kind](op.layer, op.group)
+
+    # ------------------------------------------------------- the stage's ends
+
+    def embed(self, layer: int, group: int) -> None:
+        """First stage: the embedded tokens become the group's hidden state."""
+        state = self.groups[group]
+        hidden = []
+        for micro in state.micro:
+            assert micro.embedded is not None, "embed runs once per group, on the first stage"
+            hidden.append(micro.embedded)
+            micro.embedded = None
+        state.hidden = hidden
+
+    def recv_hidden(self, layer: int, group: int) -> None:
+        """Take a group's hidden states from the stage before."""
+        assert self.stages is not None
+        self.groups[group].hidden = self._checked(group, self.stages.receive_hidden(group))
+
+    def send_hidden(self, layer: int, group: int) -> None:
+        """Hand a group's hidden states to the next stage."""
+        assert self.stages is not None
+        state = self.groups[group]
+        hidden = require(state.hidden, "send_hidden", layer, group)
+        state.hidden = None
+        self.stages.send_hidden(group, [h.detach() for h in hidden])
+
+    def recv_grad(self, layer: int, group: int) -> None:
+        """Take the gradients of a group's hidden states from the next stage."""
+        assert self.stages is not None
+        self.groups[group].grads = self._checked(group, self.stages.receive_grad(group))
+
+    def send_grad(self, layer: int, group: int) -> None:
+        """Hand the gradients at this stage's input to the stage before."""
+        assert self.stages is not None
+        state = self.groups[group]
+        grads = require(state.grads, "send_grad", layer, group)
+        state.grads = None
+        self.stages.send_grad(group, [g.detach() for g in grads])
+
+    def _checked(self, group: int, tensors: list[Tensor]) -> list[Tensor]:
+        received = [t.to(self.device, self.model.dtype, non_blocking=True) for t in tensors]
+        shapes = [tuple(t.shape) for t in received]
+        expected = [
+            (*m.batch.input_ids.shape, *self.model.capture.state_shape) for m in self.groups[group].micro
+        ]
+        if shapes != expected:
+            raise ValueError(f"group {group} takes tensors of shapes {expected}, got {shapes}")
+        return received
+
+    def loss(self, layer: int, group: int) -> None:
+        """Last stage: add the sum of the group's token losses (float64) to `loss_sum`.
+
+        A training pass also keeps dH / loss_tokens for the backward; an evaluation with
+        `return_logits` keeps the logits.
+
+        Raises:
+            BadStep: the loss is not finite.
+        """
+        assert self.head is not None, "loss belongs to the last stage"
+        state, spec = self.groups[group], self.spec
+        hidden = require(state.hidden, "loss", layer, group)
+        scale = 1.0 / max(spec.loss_tokens, 1) if self.train else None
+        grads, logits = [], []
+        with self.clock.device("loss"):
+            for micro, h in zip(state.micro, hidden, strict=True):
+                if spec.objective is not None or spec.return_logps:
+                    value, grad, logps_b = preference_loss(
+                        self.head, h, micro.batch, spec.objective, self.train
+                    )
+                    state.logps.append(logps_b)
+                else:
+                    labels = torch.from_numpy(micro.batch.labels).to(self.device)
+                    value, grad = self.head.loss(h, labels, scale)
+                state.losses.append(value)
+                if grad is not None:
+                    grads.append(grad)
+                if spec.return_logits:
+                    with torch.no_grad():
+                        logits.append(self.head.logits(h).float().cpu())
+        total = 0.0
+        for value in state.losses:
+            total += value
+        if not math.isfinite(total):
+            raise _not_finite(total, state, group, spec.step)
+        state.hidden = None
+        state.grads = grads if self.train else None
+        state.logits = logits if spec.return_logits else None
+        self.loss_sum += total
 
     # ---------------------------------------------------------------- forward
 
     def forward(self, layer: int, group: int) -> None:
         """Run a layer on every micro-batch of a group; submit its tokens if it has experts."""
         state = self.groups[group]
-        hidden = _present(state.hidden, "forward", layer, group)
+        hidden = require(state.hidden, "forward", layer, group)
         if self.train:
-            state.kept[layer] = list(hidden)
+            state.layer_inputs[layer] = list(hidden)
         context = self.model.experts.get(layer)
         if context is None:
             with torch.no_grad(), self.clock.device("attention"):
@@ -91,7 +274,7 @@ class LayerLoop:
         affine = self.scales[layer] is not None
 
         def handler(hidden_NH: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
-            collected.append(_valid(state.micro[len(collected)], hidden_NH, ids_NK, weights_NK))
+            collected.append(valid_rows(state.micro[len(collected)], hidden_NH, ids_NK, weights_NK))
             if len(collected) == len(state.micro):
                 self._submit_forward(layer, group, collected)
             if not affine:
@@ -101,7 +284,7 @@ class LayerLoop:
         if not state.micro:
             self._submit_forward(layer, group, [])
         out: list[Tensor] = []
-        with torch.no_grad(), _handled(context, handler), self.clock.device("attention"):
+        with torch.no_grad(), handle_experts(context, handler), self.clock.device("attention"):
             for micro, h in zip(state.micro, hidden, strict=True):
                 try:
                     out.append(self._run(layer, micro, h))
@@ -125,17 +308,16 @@ class LayerLoop:
             state.routes[layer] = Routes(torch.cat(ids), torch.cat(weights))
         keys = [m.keys_T for m in state.micro] or [torch.empty(0, dtype=torch.int64)]
         x_TH, ids_TK, weights_TK, keys_T = self._to_host(x, ids, [w.float() for w in weights], keys)
-        self.histogram.add(layer, ids_TK)
         # In the middle of the layer: without overlap the answer is awaited here.
         with self.clock.host("experts_wait"):
-            self.exchange.submit_forward(layer, group, x_TH, ids_TK, weights_TK, keys_T, self.train)
+            self.experts.submit_forward(layer, group, x_TH, ids_TK, weights_TK, keys_T, self.train)
 
     def join(self, layer: int, group: int) -> None:
         """Wait for a group's experts and finish the layer."""
         state = self.groups[group]
-        hidden = _present(state.hidden, "join", layer, group)
+        hidden = require(state.hidden, "join", layer, group)
         with self.clock.host("experts_wait"):
-            y_TH = self.exchange.join_forward(layer, group)
+            y_TH = self.experts.join_forward(layer, group)
         parts = y_TH.to(self.device, non_blocking=True).split(state.sizes)
         scale = self.scales[layer]
         with torch.no_grad(), self.clock.device("attention"):
@@ -145,11 +327,11 @@ class LayerLoop:
                 ]
                 return
             if self.train:
-                state.kept_y[layer] = list(parts)
+                state.expert_outputs[layer] = list(parts)
             context = self.model.experts[layer]
             again: list[Tensor] = []
             for micro, h, y_TH in zip(state.micro, hidden, parts, strict=True):
-                with _handled(context, _give(micro, y_TH)):
+                with handle_experts(context, answer_with(micro, y_TH)):
                     again.append(self._run(layer, micro, h))
             state.hidden = again
 
@@ -158,11 +340,11 @@ class LayerLoop:
     def recompute(self, layer: int, group: int) -> None:
         """Submit dy where it is known, and run the layer again under grad."""
         state = self.groups[group]
-        grads = _present(state.grads, "recompute", layer, group)
+        grads = require(state.grads, "recompute", layer, group)
         context = self.model.experts.get(layer)
-        kept = state.kept.pop(layer)
+        inputs = state.layer_inputs.pop(layer)
         # The embedding is frozen: nothing before the model's first layer wants a gradient.
-        leaves = [h.detach().requires_grad_(layer > 0) for h in kept]
+        leaves = [h.detach().requires_grad_(layer > 0) for h in inputs]
         if context is None:
             with torch.enable_grad(), self.clock.device("attention"):
                 outs = [self._run(layer, m, h) for m, h in zip(state.micro, leaves, strict=True)]
@@ -182,9 +364,9 @@ class LayerLoop:
     ) -> tuple[list[Graph], list[Tensor]]:
         """The graphs of a layer's micro-batches, and the experts chosen this time ([T_i, K] each)."""
         graphs: list[Graph] = []
-        given = state.kept_y.get(layer)
-        if given is not None:
-            given = state.kept_y[layer] = [y.detach().requires_grad_() for y in given]
+        leaves_y = state.expert_outputs.get(layer)
+        if leaves_y is not None:
+            leaves_y = state.expert_outputs[layer] = [y.detach().requires_grad_() for y in leaves_y]
         ids: list[Tensor] = []
         for number, (micro, h) in enumerate(zip(state.micro, leaves, strict=True)):
             graph = Graph(h, h)
@@ -197,13 +379,13 @@ class LayerLoop:
                 graph: Graph = graph,
                 number: int = number,
             ) -> Tensor:
-                graph.x_TH, ids_TK, graph.weights_TK = _valid(micro, hidden_NH, ids_NK, weights_NK)
+                graph.x_TH, ids_TK, graph.weights_TK = valid_rows(micro, hidden_NH, ids_NK, weights_NK)
                 ids.append(ids_TK)
-                if given is None:
+                if leaves_y is None:
                     return torch.zeros_like(hidden_NH)
-                return _give(micro, given[number])(hidden_NH, ids_NK, weights_NK)
+                return answer_with(micro, leaves_y[number])(hidden_NH, ids_NK, weights_NK)
 
-            with torch.enable_grad(), _handled(context, handler), self.clock.device("attention"):
+            with torch.enable_grad(), handle_experts(context, handler), self.clock.device("attention"):
                 graph.out = self._run(layer, micro, h)
                 if self.watch is not None and self.spec.router_slopes is not None:
                     slopes_E = torch.tensor(self.spec.router_slopes, dtype=torch.float32, device=self.device)
@@ -233,7 +415,7 @@ class LayerLoop:
     def _submit_leaf_gradients(self, layer: int, group: int, grads: list[Tensor]) -> None:
         """Non-affine layers: dy is the gradient at y."""
         state = self.groups[group]
-        leaves = state.kept_y.pop(layer)
+        leaves = state.expert_outputs.pop(layer)
         dy: list[Tensor] = []
         with self.clock.device("attention"):
             for graph, leaf, grad in zip(state.graphs[layer], leaves, grads, strict=True):
@@ -245,18 +427,18 @@ class LayerLoop:
         parts = [d if scale == 1.0 else d * scale for d in dy]
         (host_TH,) = self._to_host(parts or [torch.empty(0, self.model.hidden_size, dtype=torch.float32)])
         with self.clock.host("experts_wait"):
-            self.exchange.submit_backward(layer, group, host_TH)
+            self.experts.submit_backward(layer, group, host_TH)
 
     def backward(self, layer: int, group: int) -> None:
         """Join the experts' gradients and back-propagate through the recomputed layer."""
         state = self.groups[group]
-        grads = _present(state.grads, "backward", layer, group)
+        grads = require(state.grads, "backward", layer, group)
         graphs = state.graphs.pop(layer)
         dx: tuple[Tensor, ...] = ()
         dw: tuple[Tensor, ...] = ()
         if layer in self.model.experts:
             with self.clock.host("experts_wait"):
-                dx_TH, dw_TK = self.exchange.join_backward(layer, group)
+                dx_TH, dw_TK = self.experts.join_backward(layer, group)
             dx = dx_TH.to(self.device, non_blocking=True).split(state.sizes)
             dw = dw_TK.to(self.device, non_blocking=True).split(state.sizes)
         new: list[Tensor] = []
@@ -275,6 +457,38 @@ class LayerLoop:
                 new.append(torch.zeros_like(graph.h_in) if h_grad is None else h_grad)
         state.grads = new
 
+    # ---------------------------------------------------------------- results
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds so far by term: "attention", "experts_wait", "loss"."""
+        seconds = self.clock.read()
+        return {term: seconds.get(term, 0.0) for term in ("attention", "experts_wait", "loss")}
+
+    def losses(self) -> list[list[float]]:
+        """Last stage: summed token losses by group and micro-batch."""
+        return [state.losses for state in self.groups]
+
+    def logps(self) -> list[list[np.ndarray]]:
+        """Last stage: by group and micro-batch the rows' log-probabilities, float64 [b], when asked for."""
+        return [state.logps for state in self.groups]
+
+    def logits(self) -> list[list[Tensor]]:
+        """Last stage: by group and micro-batch float32 logits [b, s, V], padding included, on the CPU.
+
+        Raises:
+            RuntimeError: the pass keeps none, or its losses are not computed yet.
+        """
+        logits = [state.logits for state in self.groups if state.logits is not None]
+        if len(logits) < len(self.groups):
+            raise RuntimeError("logits are kept by a pass with return_logits, after loss")
+        return logits
+
+    def routing(self) -> np.ndarray | None:
+        """After a pass with `routing`: float64 [2, E], how often each was chosen, its probabilities."""
+        if self.watch is None or not self.spec.routing:
+            return None
+        return np.stack([self.watch.counts, self.watch.probabilities])
+
     # ---------------------------------------------------------------- helpers
 
     def _run(self, layer: int, micro: MicroState, hidden: Tensor) -> Tensor:
@@ -288,14 +502,14 @@ class LayerLoop:
             dropout.enabled, dropout.samples_N, dropout.positions_N = False, None, None
 
     def _to_host(self, *tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        """Each list's tensors one after another along the rows, in memory of the exchange: the only copy.
+        """Each list's tensors one after another along the rows, in memory of the exchange, the only copy.
 
         Waits only for what this stream has done so far: the expert side reads the tensors at once.
         """
         host = []
         for parts in tensors:
             sizes = [part.shape[0] for part in parts]
-            whole = self.exchange.alloc((sum(sizes), *parts[0].shape[1:]), parts[0].dtype)
+            whole = self.experts.alloc((sum(sizes), *parts[0].shape[1:]), parts[0].dtype)
             for to, part in zip(whole.split(sizes), parts, strict=True):
                 to.copy_(part.detach(), non_blocking=True)
             host.append(whole)
@@ -307,7 +521,7 @@ class LayerLoop:
 
 
 @contextmanager
-def _handled(context: LayerContext, handler: Handler) -> Iterator[None]:
+def handle_experts(context: LayerContext, handler: Handler) -> Iterator[None]:
     context.handler = handler
     try:
         yield
@@ -315,7 +529,9 @@ def _handled(context: LayerContext, handler: Handler) -> Iterator[None]:
         context.handler = None
 
 
-def _valid(micro: MicroState, hidden: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def valid_rows(
+    micro: MicroState, hidden: Tensor, ids: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The valid tokens' rows of what the router gave to the experts."""
     x_NH = hidden.reshape(-1, hidden.shape[-1])
     ids_NK, weights_NK = ids.reshape(x_NH.shape[0], -1), weights.reshape(x_NH.shape[0], -1)
@@ -324,7 +540,7 @@ def _valid(micro: MicroState, hidden: Tensor, ids: Tensor, weights: Tensor) -> t
     return micro.take(x_NH), micro.take(ids_NK), micro.take(weights_NK)
 
 
-def _give(micro: MicroState, y_TH: Tensor) -> Handler:
+def answer_with(micro: MicroState, y_TH: Tensor) -> Handler:
     """A handler that hands y to the layer, zeros on padding; differentiable in y."""
 
     def handler(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -343,7 +559,32 @@ def _add(micro: MicroState, h: Tensor, y_TH: Tensor, scale: float) -> Tensor:
     return total_NH.view(h.shape).to(h.dtype)
 
 
-def _present(tensors: list[Tensor] | None, op: str, layer: int, group: int) -> list[Tensor]:
+def require(tensors: list[Tensor] | None, op: str, layer: int, group: int) -> list[Tensor]:
     if tensors is None:
         raise RuntimeError(f"{op} of layer {layer}, group {group} came before its input")
     return tensors
+
+
+def _not_finite(total: float, state: GroupState, group: int, step: int) -> BadStep:
+    """The error of a group whose loss is not finite, with the first layer whose kept input is not.
+
+    Args:
+        total: the group's loss.
+        state: of the group on the last stage.
+        step: of the optimizer, counted from 0.
+    """
+    origin = "the head or the last layer"
+    for layer in sorted(state.layer_inputs):
+        if not all(bool(torch.isfinite(h).all()) for h in state.layer_inputs[layer]):
+            origin = f"layer {layer - 1} or before" if layer > 0 else "the embedding"
+            break
+    bad = next((i for i, value in enumerate(state.losses) if not math.isfinite(value)), 0)
+    samples = [int(s) for s in state.micro[bad].batch.sample_ids]
+    rows = f"rows {samples[:8]}" + (", ..." if len(samples) > 8 else "")
+    return BadStep(
+        f"the loss of step {step + 1} is {total}; the step was not applied",
+        where=f"{origin}, group {group}, micro-batch {bad}, {rows}",
+        required="a finite number",
+        remedy="lower optim.lr or optim.max_grad_norm and continue from the last checkpoint with "
+        "trainer.resume=latest; if it is the first step, look at these rows with mode=preview",
+    )

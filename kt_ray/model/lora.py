@@ -9,6 +9,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -174,9 +175,9 @@ def inject_lora(
     peft.inject_adapter_in_model(peft_config, holder, adapter_name=ADAPTER, low_cpu_mem_usage=True)
 
     parameters: dict[str, nn.Parameter] = {}
-    wanted = dict(zip(relative, targets, strict=True))
+    names = dict(zip(relative, targets, strict=True))
     for relative_name, module in holder.named_modules():
-        name = wanted.get(relative_name)
+        name = names.get(relative_name)
         if name is None:
             continue
         assert isinstance(module, peft.tuners.lora.Linear), f"{name} was not adapted by PEFT"
@@ -201,3 +202,52 @@ def _relative(name: str, keys: Mapping[str, str]) -> str:
         if name.startswith(prefix + "."):
             return key + name[len(prefix) :]
     raise ValueError(f"{name} lies in none of this stage's layers")
+
+
+class AdapterSwitch:
+    """Which adapter the LoRA modules of each layer use: the trained one (True), none (False), or a named one.
+
+    Args:
+        layers: own decoder layers by index, LoRA injected.
+        parameters: canonical name -> LoRA parameter.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
+        self._modules: dict[int, list[Any]] = {index: [] for index in layers}
+        if parameters:
+            from peft.tuners.tuners_utils import BaseTunerLayer
+
+            for index, layer in layers.items():
+                self._modules[index] = [m for m in layer.modules() if isinstance(m, BaseTunerLayer)]
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        self._parameters = {
+            index: {names[id(p)]: p for p in layer.parameters() if id(p) in names}
+            for index, layer in layers.items()
+        }
+        self._values: dict[bool | str, dict[str, Tensor]] = {True: {n: p.data for n, p in parameters.items()}}
+        self._state: dict[int, bool | str] = dict.fromkeys(layers, True)
+        self._loaded: dict[int, bool | str] = dict.fromkeys(layers, True)
+
+    def keep(self, name: str, *, copy: bool) -> None:
+        """Keep the trained adapter's present values under a name; `copy` if they will change."""
+        self._values[name] = {n: p.clone() if copy else p for n, p in self._values[True].items()}
+
+    def switch(self, layer: int, which: bool | str) -> None:
+        """Use an adapter from the next call of a layer on."""
+        if self._state[layer] == which:
+            return
+        if (self._state[layer] is False) != (which is False):
+            for module in self._modules[layer]:
+                # not enable_adapters(): that sets requires_grad of the parameters, too
+                module._disable_adapters = which is False
+        if which is not False and self._loaded[layer] != which:
+            values = self._values[which]
+            for name, parameter in self._parameters[layer].items():
+                parameter.data = values[name]
+            self._loaded[layer] = which
+        self._state[layer] = which
+
+    def switch_all(self, which: bool | str) -> None:
+        """Use an adapter in all layers. Training needs True."""
+        for layer in self._state:
+            self.switch(layer, which)

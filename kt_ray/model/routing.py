@@ -3,7 +3,7 @@
 With f_e the share of (layer, token) rows that chose expert e and p_e its mean probability, both over all MoE
 layers and all valid tokens of the step, the loss is E Σ f_e p_e. Counts have no gradient, so a row's
 probability of expert e has the slope coefficient · E f_e / rows: a constant once the step's counts are known.
-They are counted in a forward pass of its own, with the dropout of the training pass that follows.
+A separate forward pass counts them, with the dropout of the training pass that follows.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def router_recorder(causal: Any) -> Any:
         raise UserError(
             f"{name} has no load-balancing loss of its routers in transformers"
             if function is None or recorder is None
-            else f"{name} has a load-balancing loss of its own kind",
+            else f"{name} has another load-balancing loss",
             where="trainer.aux_loss",
             required="a family with Switch Transformer's loss (Mixtral, Qwen-MoE, OLMoE, gpt-oss, ...)",
             remedy="set trainer.aux_loss=0",
@@ -131,7 +131,7 @@ def _agrees(function: Any) -> bool:
         theirs = float(function(logits, 4, 2, mask))
     except Exception:  # another signature: another loss
         return False
-    kept = torch.cat([layer[:5].softmax(dim=-1) for layer in logits]).double()
-    counts = torch.bincount(kept.topk(2, dim=-1).indices.flatten(), minlength=4).double()
-    mine, _ = balance(counts.numpy(), kept.sum(dim=0).numpy(), 2, 1.0)
-    return abs(mine - theirs) <= 1e-5 * abs(theirs)
+    valid = torch.cat([layer[:5].softmax(dim=-1) for layer in logits]).double()
+    counts = torch.bincount(valid.topk(2, dim=-1).indices.flatten(), minlength=4).double()
+    ours, _ = balance(counts.numpy(), valid.sum(dim=0).numpy(), 2, 1.0)
+    return abs(ours - theirs) <= 1e-5 * abs(theirs)

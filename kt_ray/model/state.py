@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kt_ray.batch import MicroBatch
-from kt_ray.model.recording import RecordedCall
+from kt_ray.model.layer_calls import RecordedCall
 
 
 @dataclass
@@ -110,8 +110,8 @@ class GroupState:
         micro: its micro-batches.
         hidden: h of each, between layers.
         grads: dH of each, between layers (backward).
-        kept: layer -> h of each at the layer's input.
-        kept_y: non-affine layer -> y float32 [T_i, H] of each.
+        layer_inputs: layer -> h of each at the layer's input.
+        expert_outputs: non-affine layer -> y float32 [T_i, H] of each.
         routes: MoE layer -> experts chosen.
         graphs: layer -> recomputed graph of each.
         logits: float32 [b, s, V] of each, on the CPU, when asked for.
@@ -121,8 +121,8 @@ class GroupState:
     micro: list[MicroState]
     hidden: list[Tensor] | None = None
     grads: list[Tensor] | None = None
-    kept: dict[int, list[Tensor]] = field(default_factory=dict)
-    kept_y: dict[int, list[Tensor]] = field(default_factory=dict)
+    layer_inputs: dict[int, list[Tensor]] = field(default_factory=dict)
+    expert_outputs: dict[int, list[Tensor]] = field(default_factory=dict)
     routes: dict[int, Routes] = field(default_factory=dict)
     graphs: dict[int, list[Graph]] = field(default_factory=dict)
     logits: list[Tensor] | None = None

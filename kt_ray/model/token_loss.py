@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kt_ray.batch import IGNORE
-from kt_ray.model.recording import Recorder
+from kt_ray.model.build import StageModel
 from kt_ray.placement.memory import logit_rows
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]  # logits [n, V], targets [n] -> losses float32 [n]
@@ -55,12 +55,7 @@ class Head:
     """From the last layer's output to logits and losses.
 
     Args:
-        recorder: runs the whole model with stubbed layers.
-        base: the inner model.
-        causal: the ...ForCausalLM.
-        hidden_size: H.
-        dtype: of the hidden state.
-        device: of the stage.
+        model: the last stage's modules.
         loss_chunk: see TrainerConfig.
 
     Attributes:
@@ -68,23 +63,14 @@ class Head:
             that scales or caps its logits, which goes through its own forward.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        base: Any,
-        causal: Any,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        loss_chunk: int | str,
-    ) -> None:
-        self.recorder = recorder
-        self.lm_head = causal.get_output_embeddings()
-        self.hidden_size = hidden_size
-        self.dtype = dtype
-        self.device = device
+    def __init__(self, model: StageModel, loss_chunk: int | str) -> None:
+        self.capture = model.capture
+        self.lm_head = model.causal.get_output_embeddings()
+        self.hidden_size = model.hidden_size
+        self.dtype = model.dtype
+        self.device = model.device
         self.loss_chunk = loss_chunk
-        self.norm = self._find_norm(base)
+        self.norm = self._find_norm(model.base)
 
     def _inputs(self, b: int, s: int) -> dict[str, Tensor]:
         return {"inputs_embeds": torch.zeros(b, s, self.hidden_size, dtype=self.dtype, device=self.device)}
@@ -92,12 +78,12 @@ class Head:
     @torch.no_grad()
     def _find_norm(self, base: Any) -> nn.Module | None:
         generator = torch.Generator().manual_seed(0)
-        if len(self.recorder.state_shape) != 1:
+        if len(self.capture.state_shape) != 1:
             return None  # several streams: the family's own forward makes one of them
         h = torch.randn(1, 3, self.hidden_size, generator=generator, dtype=torch.float32).to(
             self.device, self.dtype
         )
-        expected = self.recorder.logits(self._inputs(1, 3), None, h)
+        expected = self.capture.logits(self._inputs(1, 3), None, h)
         for name, module in base.named_children():
             if "norm" not in name or name == "layers":
                 continue
@@ -111,7 +97,7 @@ class Head:
         if self.norm is not None:
             return self.lm_head(self.norm(h))
         b, s = h.shape[:2]
-        return self.recorder.logits(self._inputs(b, s), None, h)
+        return self.capture.logits(self._inputs(b, s), None, h)
 
     def loss(self, h: Tensor, labels: Tensor, scale: float | None) -> tuple[float, Tensor | None]:
         """Sum of token losses, and the gradient of scale · sum.

@@ -57,7 +57,7 @@ def run(config: Config) -> int:
     rundir = RunDir.create(config, resume.directory if resume else None)
     setup_logging(rundir.log_file)
     _announce(prepared, rundir)
-    prediction = predicted_run(config, prepared.plan, rates, prepared.schedule.train(0))
+    prediction = predicted_run(config, prepared.plan, rates, prepared.batches.train(0))
     _say(run_line(prediction, rates))
     rundir.write_plan({**plan_to_dict(prepared.plan), "prediction": prediction.to_dict()})
     rundir.write_env(environment())
@@ -146,7 +146,7 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
     for line in (*plan.notes, *prepared.notes, *prepared.data.report.lines()):
         _say(line)
         logger.info("%s", line)
-    steps = prepared.schedule.total_steps
+    steps = prepared.batches.total_steps
     _say(f"{steps} steps of {config.trainer.batch_size} rows, {len(prepared.data.train)} rows in all")
     if config.trainer.preview:
         print_preview(
@@ -182,7 +182,7 @@ def _train(
     config = prepared.config
     first_step = resume.manifest.step if resume else 0
     shown = TrainProgress(
-        prepared.schedule.total_steps,
+        prepared.batches.total_steps,
         first_step,
         live=config.tracking.progress,
         log_every=config.trainer.log_every,
@@ -194,7 +194,7 @@ def _train(
 
     def on_eval(taken: int, loss: float) -> None:
         tracker.log(taken, {"eval_loss": loss})
-        shown.line(f"step {taken}/{prepared.schedule.total_steps}  held-out loss {loss:.4f}")
+        shown.line(f"step {taken}/{prepared.batches.total_steps}  held-out loss {loss:.4f}")
 
     def save(taken: int) -> Path:
         loss = trainer.summary.eval_losses.get(taken)
@@ -226,7 +226,7 @@ def _train(
         trainer = Trainer(
             config,
             cluster,
-            prepared.schedule,
+            prepared.batches,
             events,
             first_step=first_step,
             resumed_from=resume.directory if resume else None,

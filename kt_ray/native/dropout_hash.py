@@ -1,4 +1,20 @@
-"""The LoRA dropout mask in torch: the hash of docs/numerics.md, element by element."""
+"""The LoRA dropout mask in torch: a pure function of (seed, step, stream, sample, position, element).
+
+A stream is a module outside the experts, or one projection of one expert. A mask does not depend on how rows
+are laid out in micro-batches, on which worker computes them, or on how often they are computed; so
+recomputation, resume and every placement see the same one. The C++ engine implements the same definition
+(docs/numerics).
+
+All arithmetic is on 32-bit unsigned integers, with fmix the finaliser of MurmurHash3:
+
+    combine(h, v) = fmix(31 h + v + 0x9E3779B9)
+    row           = combine folded from 0 over
+                    [seed low, seed high, step, stream, sample low, sample high, position]
+    u_j           = fmix(row + (j + 1) 0x9E3779B9)
+    element j is kept iff u_j >= floor(p 2^32), and a kept value is scaled by 1 / (1 - p)
+
+Shapes: N rows, F features.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +25,90 @@ from kt_ray.native.tensors import DropoutSpec
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
-_EXPERT_TAG = 0x45585054
+_EXPERT_TAG = 0x45585054  # "EXPT"
 GATE, UP, DOWN = 0, 1, 2
 
 
-def _multiply(h: Tensor, factor: int) -> Tensor:
-    """h * factor modulo 2**32 of int64 tensors holding 32-bit values; in halves, as int64 would overflow."""
-    high = (h * (factor >> 16)) & _MASK
-    return ((high << 16) + h * (factor & 0xFFFF)) & _MASK
-
-
-def fmix(h: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finaliser of int64 tensors holding unsigned 32-bit values."""
-    h = h ^ (h >> 16)
-    h = _multiply(h, 0x85EBCA6B)
-    h = h ^ (h >> 13)
-    h = _multiply(h, 0xC2B2AE35)
+def fmix(h: int) -> int:
+    """MurmurHash3's 32-bit finaliser."""
+    h &= _MASK
+    h ^= h >> 16
+    h = (h * 0x85EBCA6B) & _MASK
+    h ^= h >> 13
+    h = (h * 0xC2B2AE35) & _MASK
     return h ^ (h >> 16)
 
 
-def combine(h: Tensor, v: Tensor | int) -> Tensor:
+def combine(h: int, v: int) -> int:
     """Fold one 32-bit value into a hash."""
-    return fmix((h * 31 + v + _GOLDEN) & _MASK)
+    return fmix((h * 31 + (v & _MASK) + _GOLDEN) & _MASK)
+
+
+def expert_stream(layer: int, expert: int, projection: int) -> int:
+    """Stream of one projection (GATE, UP or DOWN) of one routed expert (global id)."""
+    return combine(combine(combine(_EXPERT_TAG, layer), expert), projection)
+
+
+def _signed(value: int) -> int:
+    """The int32 with the bits of this 32-bit unsigned value."""
+    value &= _MASK
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _fmix_(h: Tensor) -> Tensor:
+    """`fmix` on int32 tensors, in place. Products wrap; shifts are made logical by a mask."""
+    h ^= (h >> 16) & 0xFFFF
+    h *= _signed(0x85EBCA6B)
+    h ^= (h >> 13) & 0x7FFFF
+    h *= _signed(0xC2B2AE35)
+    h ^= (h >> 16) & 0xFFFF
+    return h
+
+
+def row_hash(seed: int, step: int, stream: int, samples_N: Tensor, positions_N: Tensor) -> Tensor:
+    """Hash of every row.
+
+    Args:
+        samples_N: int64 [N] sample ids.
+        positions_N: int64 [N] positions within the sample.
+
+    Returns:
+        int32 [N]: the bits of the unsigned 32-bit hashes.
+    """
+    h = 0
+    for value in (seed & _MASK, (seed >> 32) & _MASK, step, stream):
+        h = combine(h, value)
+    low = (samples_N & _MASK).to(torch.int64)
+    high = (samples_N >> 32) & _MASK
+    # int64 -> int32 keeps the low 32 bits
+    h_N = torch.full_like(samples_N, _signed(h), dtype=torch.int32)
+    for v_N in (low, high, positions_N):
+        h_N = _fmix_(h_N * 31 + (v_N & _MASK).to(torch.int32) + _signed(_GOLDEN))
+    return h_N
+
+
+def element_hash(row_N: Tensor, features: int) -> Tensor:
+    """int32 [N, F]: the bits of u_j for every row from `row_hash` and feature."""
+    j_F = torch.arange(1, features + 1, dtype=torch.int64, device=row_N.device)
+    offset_F = (j_F * _GOLDEN & _MASK).to(torch.int32)
+    return _fmix_(row_N[:, None] + offset_F[None, :])
+
+
+def keep_mask(row_N: Tensor, features: int, p: float) -> Tensor:
+    """Which elements of each row are kept: bool [N, F].
+
+    Args:
+        row_N: int32 from `row_hash`.
+        p: drop probability.
+    """
+    u_NF = element_hash(row_N, features)
+    # unsigned comparison by moving both sides into the signed range
+    u_NF ^= _signed(1 << 31)
+    return u_NF >= _signed(int(p * 2**32) ^ (1 << 31))
 
 
 def dropout_hash(
-    spec: DropoutSpec, layer: int, expert: int, projection: int, keys: Tensor, features: int
+    spec: DropoutSpec, layer: int, expert: int, projection: int, keys_N: Tensor, features: int
 ) -> Tensor:
     """The 32-bit hash of every element of an expert projection's input.
 
@@ -43,26 +117,12 @@ def dropout_hash(
         layer: index of the layer in the model.
         expert: global number of the expert.
         projection: GATE, UP or DOWN.
-        keys: [n] int64, sample * 2**32 + position.
-        features: number of input features of the projection.
+        keys_N: int64, sample * 2**32 + position.
 
     Returns:
-        [n, features] int64 in [0, 2**32); an element is kept iff its hash is >= floor(p * 2**32).
+        int64 [N, F] in [0, 2**32); an element is kept iff its hash is >= floor(p * 2**32).
     """
-    stream = torch.tensor(_EXPERT_TAG)
-    for v in (layer, expert, projection):
-        stream = combine(stream, v & _MASK)
-    row = torch.zeros_like(keys)
-    seed = spec.seed & (2**64 - 1)
-    for word in (
-        seed & _MASK,
-        seed >> 32,
-        spec.step & _MASK,
-        int(stream),
-        (keys >> 32) & _MASK,
-        0,
-        keys & _MASK,
-    ):
-        row = combine(row, word)
-    element = torch.arange(1, features + 1, dtype=torch.int64, device=keys.device)
-    return fmix((row[:, None] + _multiply(element, _GOLDEN)) & _MASK)
+    stream = expert_stream(layer, expert, projection)
+    # The engine's keys have 32 bits for the sample.
+    row_N = row_hash(spec.seed, spec.step, stream, (keys_N >> 32) & _MASK, keys_N & _MASK)
+    return element_hash(row_N, features).to(torch.int64) & _MASK

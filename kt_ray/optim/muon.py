@@ -61,7 +61,7 @@ class Muon(torch.optim.Optimizer):
         assert parameter.grad is not None
         momentum: Tensor = self.state[parameter]["momentum"]
         stacks = (t.view(-1, rows, columns).split(matrices) for t in (parameter, parameter.grad, momentum))
-        for values, grad, kept in zip(*stacks, strict=True):
-            kept.lerp_(grad, 1 - group["momentum"])
-            update = orthogonalised(grad.lerp(kept, group["momentum"]))
+        for values, grad, average in zip(*stacks, strict=True):
+            average.lerp_(grad, 1 - group["momentum"])
+            update = orthogonalised(grad.lerp(average, group["momentum"]))
             values.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-size)

@@ -15,14 +15,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from kt_ray.batch import PassSpec
+from kt_ray.batch import PassSpec, trained_tokens
 from kt_ray.data import Pair, Row, Wave, eval_waves, load_data
 from kt_ray.evaluate.loss_sums import LOSSES_FILE, LossSum, losses_file, sums
 from kt_ray.runs.generation import Setup
 from kt_ray.modes.predict import adapter_file, experts_stored, who
 from kt_ray.disk import write_atomic
 from kt_ray.train.cluster_protocol import Cluster
-from kt_ray.train.trainer import trained_tokens
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def measure(held_out: HeldOut, side: str, cluster: Cluster, numbers: count[int])
             step=0,
             kind="eval",
             seed=held_out.made.config.seed,
-            waves=waves,
+            wave=waves,
             loss_tokens=tokens,
         )
         total += LossSum(cluster.run_pass(spec).loss * tokens, tokens)

@@ -34,7 +34,7 @@ from kt_ray.timing.choose import choose_plan
 from kt_ray.dims.packable import check_packing_family
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.placement.plan_types import Plan
-from kt_ray.train.trainer import Schedule
+from kt_ray.train.trainer import StepBatches
 from kt_ray.train.preference_steps import check_units
 
 
@@ -45,7 +45,7 @@ class Prepared:
     Attributes:
         model_dir: resolved Hugging Face directory.
         index: its validated tensors.
-        plan: who does what. data: tokenised rows. schedule: the steps.
+        plan: who does what. data: tokenised rows. batches: of every step.
         module_names: the model's linear modules outside the routed experts.
         formulas: MoE layer -> what its experts compute.
         notes: what was passed over in the checkpoint, one line each.
@@ -59,7 +59,7 @@ class Prepared:
     index: CheckpointIndex
     plan: Plan
     data: DataBundle
-    schedule: Schedule
+    batches: StepBatches
     module_names: tuple[str, ...]
     formulas: Mapping[int, ExpertFormula]
     notes: tuple[str, ...] = ()
@@ -103,12 +103,12 @@ def prepare(config: Config) -> Prepared:
     check_content(index)
     resolve_targets(config.lora.target_modules, whole.lora_names)
     data = for_stage(config.trainer.stage, load_data(config, model_dir, config.seed))
-    schedule = _schedule(config, plan, data)
+    batches = _batches(config, plan, data)
     notes = (*index.notes, *_ignored_note(report.ignored), *(() if gguf is None else gguf.notes))
     names = tuple(whole.lora_names)
     so_far = resumed_load(config, dims) or ExpertLoad()
     return Prepared(
-        config, model_dir, index, plan, data, schedule, names, whole.formulas, notes, gguf, whole.root, so_far
+        config, model_dir, index, plan, data, batches, names, whole.formulas, notes, gguf, whole.root, so_far
     )
 
 
@@ -248,7 +248,7 @@ def for_stage(stage: str, data: DataBundle) -> DataBundle:
     return replace(data, train=train, eval=held)
 
 
-def _schedule(config: Config, plan: Plan, data: DataBundle) -> Schedule:
+def _batches(config: Config, plan: Plan, data: DataBundle) -> StepBatches:
     trainer = config.trainer
     if config.lora.target_modules == "none" and not config.lora.experts:
         raise UserError(
@@ -282,7 +282,7 @@ def _schedule(config: Config, plan: Plan, data: DataBundle) -> Schedule:
         largest=plan.wave,
         multiple=config.data.pad_to_multiple_of,
     )
-    return Schedule(
+    return StepBatches(
         total_steps=total,
         steps_per_epoch=batches.steps_per_epoch,
         train=batches.waves,

@@ -60,12 +60,12 @@ def resume_point(prepared: Prepared) -> ResumePoint | None:
         return None
     manifest = Manifest.load(checkpoint)
     manifest.require(model=prepared.fingerprint, fields=_fields(prepared), where=str(checkpoint))
-    if manifest.step > prepared.schedule.total_steps:
+    if manifest.step > prepared.batches.total_steps:
         raise UserError(
             "the checkpoint lies beyond the last step of this run",
             where=str(checkpoint),
             observed=f"step {manifest.step}",
-            required=f"at most step {prepared.schedule.total_steps} (trainer.max_steps or trainer.epochs)",
+            required=f"at most step {prepared.batches.total_steps} (trainer.max_steps or trainer.epochs)",
             remedy=f"set trainer.max_steps to more than {manifest.step}, or resume an earlier one",
         )
     return ResumePoint(checkpoint, manifest)
@@ -110,7 +110,7 @@ def _fill_checkpoint(
     write_beside_shards(
         partial / LOAD_FILE, load.to_json(owners_of(prepared.plan.experts, prepared.plan.dims))
     )
-    steps_per_epoch = prepared.schedule.steps_per_epoch
+    steps_per_epoch = prepared.batches.steps_per_epoch
     manifest = Manifest(
         step=taken,
         seed=prepared.config.seed,
@@ -122,7 +122,7 @@ def _fill_checkpoint(
         model=prepared.fingerprint,
         fields=_fields(prepared),
         shards=tuple(shards),
-        state={"total_steps": prepared.schedule.total_steps}
+        state={"total_steps": prepared.batches.total_steps}
         | ({} if eval_loss is None else {"eval_loss": eval_loss}),
     )
     final = commit_checkpoint(partial, rundir.checkpoints / step_name(taken), manifest)

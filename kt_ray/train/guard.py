@@ -6,28 +6,27 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from kt_ray.batch import MicroBatch
+from kt_ray.batch import Wave
 from kt_ray.errors import BadStep
 from kt_ray.train.cluster_protocol import Cluster
 from kt_ray.train.reports import PassReport
 
 WINDOW = 16  # steps whose median is the measure
 ENOUGH = 4  # steps that must be known before any is called a spike
-# Stages whose loss holds a negative log-likelihood per token, so that a ratio of two says something. That of
-# dpo comes near zero as pairs are told apart (hinge: is zero; robust: may be negative), kto's too.
+# Stages whose loss holds a negative log-likelihood per token, so that a ratio of two means something.
+# The loss of dpo and kto approaches zero in good training (hinge: is zero; robust: may be negative).
 POSITIVE = ("sft", "pt", "orpo")
 
 _REMEDY = (
     "lower optim.lr or optim.max_grad_norm and continue from the last checkpoint with trainer.resume=latest; "
     "or look at these rows with mode=preview; trainer.bad_steps=skip passes such steps over"
 )
-Waves = tuple[tuple[tuple[MicroBatch, ...], ...], ...]
 
 
 def judge(
     cluster: Cluster,
     step: int,
-    waves: Sequence[Waves],
+    waves: Sequence[Wave],
     report: PassReport,
     norm: float,
     losses: Sequence[float],
@@ -45,18 +44,18 @@ def judge(
         stage: `trainer.stage`; of one whose loss may come near zero, or below, only the norm can spike.
     """
     for what, value, before in (("loss", report.loss, losses), ("gradient norm", norm, norms)):
-        found = None
-        known = [x for x in before[-WINDOW:] if math.isfinite(x)]
+        observed = None
+        finite = [x for x in before[-WINDOW:] if math.isfinite(x)]
         if not math.isfinite(value):
-            found = f"{value}"
-        elif spike and len(known) >= ENOUGH and (what != "loss" or stage in POSITIVE):
-            median = statistics.median(known)
+            observed = f"{value}"
+        elif spike and len(finite) >= ENOUGH and (what != "loss" or stage in POSITIVE):
+            median = statistics.median(finite)
             if median <= 0 or value <= spike * median:
                 continue
-            found = f"{value:.4g}, {value / median:.1f} times the median {median:.4g} of the steps before"
-        if found is not None:
+            observed = f"{value:.4g}, {value / median:.1f} times the median {median:.4g} of the steps before"
+        if observed is not None:
             return BadStep(
-                f"the {what} of step {step + 1} is {found}; the step was not applied",
+                f"the {what} of step {step + 1} is {observed}; the step was not applied",
                 where="; ".join(filter(None, (_worst_rows(waves, report), _worst_gradient(cluster)))),
                 required="a finite number"
                 + (f" of at most trainer.spike={spike:g} times the median" if spike else ""),
@@ -65,7 +64,7 @@ def judge(
     return None
 
 
-def _worst_rows(waves: Sequence[Waves], report: PassReport) -> str:
+def _worst_rows(waves: Sequence[Wave], report: PassReport) -> str:
     """The micro-batch with the largest mean loss."""
     worst, where = -math.inf, ""
     for number, (wave, losses) in enumerate(zip(waves, report.micro_losses, strict=True)):
@@ -89,5 +88,5 @@ def _worst_rows(waves: Sequence[Waves], report: PassReport) -> str:
 
 
 def _worst_gradient(cluster: Cluster) -> str:
-    found = cluster.largest_gradients(1)
-    return f"largest gradient: {found[0][1]}, norm {found[0][0]:.4g}" if found else ""
+    norms = cluster.largest_gradients(1)
+    return f"largest gradient: {norms[0][1]}, norm {norms[0][0]:.4g}" if norms else ""

@@ -11,15 +11,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from kt_ray.batch import MicroBatch, Objective
+from kt_ray.batch import MicroBatch, Objective, Wave
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import mismatched
 from kt_ray.data.row_types import Row
 from kt_ray.placement.plan_types import Plan
 from kt_ray.train.reports import PassReport
 
-Waves = tuple[tuple[tuple[MicroBatch, ...], ...], ...]
-Forward = Callable[[int, Waves, bool], PassReport]  # step, wave, with adapters
+Forward = Callable[[int, Wave, bool], PassReport]  # step, wave, with adapters
 
 STAGES = ("dpo", "orpo", "kto")
 
@@ -39,7 +38,7 @@ class Preference:
         config: Config,
         plan: Plan,
         forward: Forward,
-        cut: Callable[[Sequence[Row]], Sequence[Waves]] | None,
+        cut: Callable[[Sequence[Row]], Sequence[Wave]] | None,
     ) -> None:
         self.config = config
         self.stage = config.trainer.stage
@@ -47,7 +46,7 @@ class Preference:
         self._forward = forward
         self._cut = cut
 
-    def prepared(self, step: int, waves: Sequence[Waves]) -> tuple[list[Waves], Objective]:
+    def prepared(self, step: int, waves: Sequence[Wave]) -> tuple[list[Wave], Objective]:
         """A step's waves with reference log-probabilities, and its objective."""
         own = self.config.preference
         rows = sum(len(micro.signs) for micro in _micro(waves))
@@ -68,7 +67,7 @@ class Preference:
         return [self._with_reference(step, wave) for wave in waves], objective
 
     def figures(
-        self, waves: Sequence[Waves], objective: Objective, reports: Sequence[PassReport]
+        self, waves: Sequence[Wave], objective: Objective, reports: Sequence[PassReport]
     ) -> dict[str, float]:
         """Mean rewards (beta times the log-ratio to the reference; for ORPO to 1) and how they differ."""
         rewards, signs = [], []
@@ -80,23 +79,23 @@ class Preference:
                         rewards.append(objective.beta * (logps - reference))
                         signs.append(micro.signs)
         reward, sign = np.concatenate(rewards), np.concatenate(signs)
-        found = {
+        figures = {
             name: float(reward[chosen].mean())
             for name, chosen in (("reward_chosen", sign > 0), ("reward_rejected", sign < 0))
             if chosen.any()
         }
         if self.stage == "kto":
-            return {**found, "kl": objective.kl}
+            return {**figures, "kl": objective.kl}
         margin = reward[0::2] - reward[1::2]
-        return {**found, "margin": float(margin.mean()), "accuracy": float((margin > 0).mean())}
+        return {**figures, "margin": float(margin.mean()), "accuracy": float((margin > 0).mean())}
 
-    def _kl(self, step: int, waves: Sequence[Waves]) -> float:
+    def _kl(self, step: int, waves: Sequence[Wave]) -> float:
         # In the data's order: which answer meets which prompt must not depend on how the step is cut.
         rows = sorted((row for m in _micro(waves) for row in _rows(m)), key=lambda row: row.sample_id)
         rows = mismatched(rows, self.config.data.max_length)
         if not rows:
             return 0.0
-        assert self._cut is not None, "KTO cuts rows of its own"
+        assert self._cut is not None, "KTO also cuts mismatched rows"
         ratios = []
         for wave in self._cut(rows):
             policy, reference = (self._logps(self._forward(step, wave, on)) for on in (True, False))
@@ -106,7 +105,7 @@ class Preference:
         # kt_ray.model.preference_losses.kto_kl, without torch
         return max(0.0, float(np.concatenate(ratios).mean()))
 
-    def _with_reference(self, step: int, wave: Waves) -> Waves:
+    def _with_reference(self, step: int, wave: Wave) -> Wave:
         logps = self._logps(self._forward(step, wave, False))
         return tuple(
             tuple(
@@ -121,7 +120,7 @@ class Preference:
         return [report.workers[rank].logps for rank in self._last]
 
 
-def _micro(waves: Sequence[Waves]) -> list[MicroBatch]:
+def _micro(waves: Sequence[Wave]) -> list[MicroBatch]:
     return [micro for wave in waves for replica in wave for group in replica for micro in group]
 
 

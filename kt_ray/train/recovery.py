@@ -130,7 +130,7 @@ class Recovery:
         return "continue with trainer.resume=latest"
 
     def with_way_on(self, error: UserError) -> UserError:
-        """The same error; its remedy ends in how the run goes on."""
+        """The same error; its remedy ends with how to continue the run."""
         remedy = f"{error.remedy}; then {self.way_on}" if error.remedy else self.way_on
         return UserError(
             error.what, where=error.where, observed=error.observed, required=error.required, remedy=remedy

@@ -20,14 +20,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kt_ray.batch import MicroBatch, Objective, PassSpec
+from kt_ray.batch import Objective, PassSpec, Wave, trained_tokens
 from kt_ray.config.schema import Config
 from kt_ray.data.row_types import Row
 from kt_ray.errors import BadStep, UserError
 from kt_ray.model.routing import balance
 from kt_ray.optim.optimizers import learning_rate
 from kt_ray.placement.expert_load import ExpertLoad
-from kt_ray.timeline import Activity, Recorder
+from kt_ray.timeline import Activity, SpanRecorder
 from kt_ray.train.cluster_protocol import ActorLost, Cluster
 from kt_ray.train.figures import step_metrics, tokens_per_expert
 from kt_ray.train.guard import judge
@@ -38,34 +38,33 @@ from kt_ray.train.reports import PassReport, merged
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Waves = tuple[tuple[tuple[MicroBatch, ...], ...], ...]
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """What the loop walks through.
+class StepBatches:
+    """The waves of every step.
 
     Attributes:
         total_steps: optimizer steps of the whole run.
         steps_per_epoch: for the epoch figure.
         train: step (0-based) -> the step's waves, each the micro-batches per replica and group.
         evaluate: the held-out passes, each as waves; empty = no evaluation.
-        cut: any rows as waves, like those of a step (KTO).
+        cut: cuts any rows into waves as a step does (KTO).
     """
 
     total_steps: int
     steps_per_epoch: int
-    train: Callable[[int], Sequence[Waves]]
-    evaluate: Sequence[Waves] = ()
-    cut: Callable[[Sequence[Row]], Sequence[Waves]] | None = None
+    train: Callable[[int], Sequence[Wave]]
+    evaluate: Sequence[Wave] = ()
+    cut: Callable[[Sequence[Row]], Sequence[Wave]] | None = None
 
 
 @dataclass
 class Summary:
-    """What a run came to. Losses are token means in nats; eval_losses maps steps taken -> held-out loss.
+    """The result of a run. Losses are token means in nats; eval_losses maps steps taken -> held-out loss.
 
-    Steps that were repeated after a recovery count once. Those passed over (trainer.bad_steps=skip) are in
-    `losses` and `grad_norms` too, as what they were. stopped: why the run ended early, "" = it did not.
+    Steps repeated after a recovery count once. Skipped steps (trainer.bad_steps=skip) are in `losses` and
+    `grad_norms`, too. stopped: why the run ended early, "" = it did not.
     """
 
     steps: int = 0
@@ -82,13 +81,16 @@ class Summary:
 
 @dataclass(frozen=True)
 class Events:
-    """What the loop tells the world; every callable is optional.
+    """Callbacks of the loop, all optional.
 
-    on_step gets the metrics of each step, on_eval (steps taken, loss), save (steps taken), which returns
-    where it lies, timeline (steps taken, what every actor and the driver did) every trainer.timeline_every
-    steps. best (steps taken, loss): the checkpoint just saved has the lowest held-out loss so far. After a
-    recovery: on_repeat gets the number of steps that the run is back at, then those of every
-    repeated step; say takes lines for the user.
+    Attributes:
+        on_step: metrics of each step.
+        on_eval: steps taken, held-out loss.
+        save: steps taken; returns the checkpoint's directory.
+        timeline: steps taken, activity of the driver and of every actor; every trainer.timeline_every steps.
+        on_repeat: after a recovery the number of steps taken, then again after every repeated step.
+        say: lines for the user.
+        best: steps taken, loss: the checkpoint just saved has the lowest held-out loss so far.
     """
 
     on_step: Callable[[Any], None] = lambda _: None
@@ -101,19 +103,19 @@ class Events:
 
 
 class Trainer:
-    """Runs a schedule on a cluster.
+    """Runs all steps on a cluster.
 
     Args:
         config: the run's configuration.
         cluster: started.
-        schedule: batches and their number.
+        batches: of every step, and the number of steps.
         events: where figures and checkpoints go.
         first_step: number of steps already taken (resume).
         resumed_from: the checkpoint that they come from.
-        load: tokens per expert in those; `self.load` goes on from it, with every step that was applied.
+        load: tokens per expert of those steps; `self.load` adds every applied step.
         profile: directory of the traces of trainer.profile_steps.
         began: time.monotonic() of the command's start, which trainer.max_hours counts from; None = now.
-        kept: the marked checkpoint of the run resumed: steps taken and held-out loss.
+        kept: marked checkpoint of the resumed run: steps taken and held-out loss.
 
     Attributes:
         best: the last held-out loss that counted as lower for trainer.early_stopping, and after how many
@@ -125,7 +127,7 @@ class Trainer:
         self,
         config: Config,
         cluster: Cluster,
-        schedule: Schedule,
+        batches: StepBatches,
         events: Events | None = None,
         *,
         first_step: int = 0,
@@ -137,7 +139,7 @@ class Trainer:
     ) -> None:
         self.config = config
         self.cluster = cluster
-        self.schedule = schedule
+        self.batches = batches
         self.events = events or Events()
         self.first_step = first_step
         self.load = load or ExpertLoad()
@@ -147,15 +149,15 @@ class Trainer:
         self._profile = profile
         self._began = time.monotonic() if began is None else began
         self._longest = {"step": 0.0, "evaluation": 0.0, "checkpoint": 0.0}  # seconds
-        self._last = schedule.total_steps
+        self._last = batches.total_steps
         self._passes = 0
         self._taken = first_step  # updates behind the cluster's state
         self._done = first_step  # steps that were taken at least once
         self._saved = first_step
         self._preference: Preference | None = None
         if config.trainer.stage in STAGES:
-            self._preference = Preference(config, cluster.plan, self._log_probabilities, schedule.cut)
-        # Steps taken elsewhere can be had again from their checkpoint only.
+            self._preference = Preference(config, cluster.plan, self._log_probabilities, batches.cut)
+        # Steps of an earlier run can only be restored from their checkpoint.
         limit = config.trainer.recoveries if resumed_from or not first_step else 0
         self.recovery = Recovery(cluster, limit, Point(first_step, resumed_from), self.events.say)
 
@@ -225,7 +227,7 @@ class Trainer:
             reason = f"{len(after)} evaluations without a lower held-out loss (trainer.early_stopping)"
         if reason:
             self._last = taken
-            self.summary.stopped = f"stopped after step {taken} of {self.schedule.total_steps}: {reason}"
+            self.summary.stopped = f"stopped after step {taken} of {self.batches.total_steps}: {reason}"
             logger.info("%s", self.summary.stopped)
             self.events.say(self.summary.stopped)
 
@@ -246,9 +248,9 @@ class Trainer:
 
     @property
     def _evaluates(self) -> bool:
-        return bool(self.config.trainer.eval_every) and bool(self.schedule.evaluate)
+        return bool(self.config.trainer.eval_every) and bool(self.batches.evaluate)
 
-    def _balance(self, step: int, waves: Sequence[Waves]) -> tuple[float, tuple[float, ...]]:
+    def _balance(self, step: int, waves: Sequence[Wave]) -> tuple[float, tuple[float, ...]]:
         """The routers' load-balancing loss over the whole step, and its slopes for the training passes."""
         total = np.zeros((2, self.cluster.plan.dims.num_experts))
         for wave in waves:
@@ -260,13 +262,13 @@ class Trainer:
             total[0], total[1], self.cluster.plan.dims.experts_per_token, self.config.trainer.aux_loss
         )
 
-    def _log_probabilities(self, step: int, wave: Waves, adapters: bool) -> PassReport:
+    def _log_probabilities(self, step: int, wave: Wave, adapters: bool) -> PassReport:
         """A forward pass; without adapters it is the reference's."""
         tokens = trained_tokens(wave)
         return self._pass(step, "eval", wave, tokens, adapters=adapters, return_logps=True)[1]
 
     def _pass(
-        self, step: int, kind: str, waves: Waves, loss_tokens: int, timeline: bool = False, **more: Any
+        self, step: int, kind: str, wave: Wave, loss_tokens: int, timeline: bool = False, **more: Any
     ) -> tuple[PassSpec, PassReport]:
         self._passes += 1
         spec = PassSpec(
@@ -274,7 +276,7 @@ class Trainer:
             step=step,
             kind=kind,
             seed=self.config.seed,
-            waves=waves,
+            wave=wave,
             loss_tokens=loss_tokens,
             timeline=timeline,
             profile=self._profile_of(step, kind),
@@ -326,9 +328,9 @@ class Trainer:
         start = time.monotonic()
         every = self.config.trainer.timeline_every
         timeline = bool(every) and (step + 1) % every == 0
-        recorder = Recorder(full=timeline)
+        recorder = SpanRecorder(full=timeline)
         with recorder.span("batches", "compute"):
-            waves = self.schedule.train(step)
+            waves = self.batches.train(step)
             loss_tokens = sum(map(trained_tokens, waves))
         divisor = loss_tokens
         objective: Objective | None = None
@@ -351,8 +353,8 @@ class Trainer:
         passed = time.monotonic()
         with recorder.span("prepare", "wait"):
             norm = math.sqrt(self.cluster.prepare(step))
-        known = step - self.first_step
-        losses, norms = self.summary.losses[:known], self.summary.grad_norms[:known]
+        count = step - self.first_step
+        losses, norms = self.summary.losses[:count], self.summary.grad_norms[:count]
         trainer = self.config.trainer
         bad = judge(self.cluster, step, waves, report, norm, losses, norms, trainer.spike, trainer.stage)
         self._note(step, report.loss, norm)
@@ -361,7 +363,7 @@ class Trainer:
         clip = 1.0
         if optim.max_grad_norm > 0 and norm > optim.max_grad_norm:
             clip = optim.max_grad_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
-        lr = learning_rate(optim, step, self.schedule.total_steps)
+        lr = learning_rate(optim, step, self.batches.total_steps)
         with recorder.span("commit", "wait"):
             self.cluster.commit(step, lr, clip)
         self._taken = step + 1
@@ -380,7 +382,7 @@ class Trainer:
             tokens=tokens,
             loss_tokens=loss_tokens,
             step=step + 1,
-            epoch=(step + 1) / self.schedule.steps_per_epoch,
+            epoch=(step + 1) / self.batches.steps_per_epoch,
             grad_norm=norm,
             lr=lr,
             seconds=now - start,
@@ -388,8 +390,8 @@ class Trainer:
         )
         logger.info("step %d loss %.6f grad_norm %.4f lr %.3e", step + 1, report.loss, norm, lr)
         if self._preference is not None and objective is not None:
-            found = self._preference.figures(waves, objective, [report for _, report in passes])
-            metrics = replace(metrics, preference=found)
+            figures = self._preference.figures(waves, objective, [report for _, report in passes])
+            metrics = replace(metrics, preference=figures)
         metrics = replace(metrics, aux_loss=aux_loss)
         if self.recovery.used:
             metrics = replace(metrics, recoveries=self.recovery.used, seconds_lost=self.recovery.seconds_lost)
@@ -443,18 +445,13 @@ class Trainer:
     def _held_out_loss(self, taken: int) -> tuple[float, int]:
         """Mean loss over the held-out rows, and over how many tokens (or pairs)."""
         total, tokens = 0.0, 0
-        for waves in self.schedule.evaluate:
-            divisor = trained_tokens(waves)
+        for wave in self.batches.evaluate:
+            divisor = trained_tokens(wave)
             objective: Objective | None = None
             if self._preference is not None:
-                (waves,), objective = self._preference.prepared(taken, [waves])
+                (wave,), objective = self._preference.prepared(taken, [wave])
                 divisor = objective.units
-            spec, report = self._pass(taken, "eval", waves, divisor, objective=objective)
+            spec, report = self._pass(taken, "eval", wave, divisor, objective=objective)
             total += report.loss * spec.loss_tokens
             tokens += spec.loss_tokens
         return total / max(1, tokens), tokens
-
-
-def trained_tokens(waves: Waves) -> int:
-    """Tokens of a pass that contribute to the loss."""
-    return sum(mb.loss_tokens for wave in waves for group in wave for mb in group)

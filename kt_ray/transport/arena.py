@@ -161,7 +161,7 @@ class ArenaReader:
         """A tensor on the peer's memory: read it before the peer may reuse it.
 
         Raises:
-            RuntimeError: the memory is gone, is another than the one named, or smaller than the tensor needs.
+            RuntimeError: the memory is gone, was replaced, or is smaller than the tensor needs.
         """
         with self._mapping:
             mapped = self._maps.get((ref.path, ref.inode))
@@ -180,12 +180,12 @@ class ArenaReader:
         except OSError as error:
             raise RuntimeError(f"a peer's shared memory {ref.path} cannot be opened: {error}") from error
         try:
-            found = os.fstat(fd)
-            if found.st_ino != ref.inode:
+            status = os.fstat(fd)
+            if status.st_ino != ref.inode:
                 raise RuntimeError(f"{ref.path} is no longer the shared memory that a message lies in")
-            if found.st_size < ref.segment_bytes:
+            if status.st_size < ref.segment_bytes:
                 raise RuntimeError(
-                    f"a peer's shared memory {ref.path} has {found.st_size} bytes, its message says "
+                    f"a peer's shared memory {ref.path} has {status.st_size} bytes, its message says "
                     f"{ref.segment_bytes}"
                 )
             mapped = mmap.mmap(fd, ref.segment_bytes)

@@ -32,7 +32,7 @@ _TOKEN_BYTES = 8
 _LENGTH = struct.Struct("<I")
 _HEAD = _TOKEN_BYTES + _LENGTH.size
 FRAME_BYTES = select.PIPE_BUF - _HEAD  # the largest frame
-_PATIENCE = 10.0  # seconds that `close` gives a frame that is being taken
+_PATIENCE = 10.0  # seconds that `close` waits for the frame in progress
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class DoorbellAddress:
 
 
 class Doorbell:
-    """Takes frames in a thread of its own, from its making to `close`.
+    """Receives frames in its own thread until `close`.
 
     Args:
         take: called with each frame, in that thread.
-        lost: told why a frame could not be taken.
+        lost: called with the reason when a frame cannot be taken.
     """
 
     def __init__(self, take: Callable[[bytes], None], lost: Callable[[str], None]) -> None:
@@ -66,14 +66,16 @@ class Doorbell:
         self._thread.start()
 
     def _listen(self) -> None:
-        name_thread("kt-doorbell")  # not the compute thread's, by which its CPU time is told
+        name_thread("kt-doorbell")  # not the compute thread's name, which its CPU time is counted by
         rest = b""
         while not self._closed:
             data = rest + os.read(self._read, 1 << 16)
             begin = 0
             while not self._closed and len(data) - begin >= _HEAD:
                 if not data.startswith(self.address.token, begin):
-                    self._lost(f"its doorbell was rung by a stranger ({len(data) - begin} bytes dropped)")
+                    self._lost(
+                        f"its doorbell got a frame without its token ({len(data) - begin} bytes dropped)"
+                    )
                     begin = len(data)
                     break
                 (size,) = _LENGTH.unpack_from(data, begin + _TOKEN_BYTES)
@@ -92,7 +94,7 @@ class Doorbell:
             self._lost(f"could not take a message: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Stop listening; who rings afterwards is told that nobody is there."""
+        """Stop listening. `Ringer.ring` then returns False."""
         if self._closed:
             return
         self._closed = True
@@ -113,9 +115,9 @@ class Ringer:
 
     def __init__(self, address: DoorbellAddress) -> None:
         self._fd = os.open(address.path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        found = os.fstat(self._fd)
+        status = os.fstat(self._fd)
         # A process id that was used again, or means somebody else here.
-        if not stat.S_ISFIFO(found.st_mode) or found.st_ino != address.inode:
+        if not stat.S_ISFIFO(status.st_mode) or status.st_ino != address.inode:
             os.close(self._fd)
             raise FileNotFoundError(f"{address.path} is not the peer's pipe")
         self._token = address.token

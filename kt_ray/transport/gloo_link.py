@@ -1,8 +1,8 @@
 """Tensors between actors through gloo (torch.distributed): TCP that receives into place.
 
-Every actor of the plan is one rank of one group of its own making (not torch's default group), so several
+Every actor of the plan is one rank of a separate group (not torch's default group), so several
 may live in a process, and a new one can be made when actors were replaced. A Ray call announces each message
-(tag numbers, dtypes, shapes); the tensors follow by themselves.
+(tag numbers, dtypes, shapes) and the tensors follow.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class MeetingPoint:
 
 
 class GlooLink:
-    """One rank of a group. Blocks until all ranks have come to the meeting.
+    """One rank of a group. The constructor blocks until all ranks have joined.
 
     Args:
         meeting: as all ranks were told.
         rank, size: of this actor and of the group.
         host: this node's address as the others see it.
         timeout: seconds that a transfer may take.
-        failed: told why a send did not arrive.
+        failed: called with the reason when a send does not arrive.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Where the driver gets generated tokens: its own doorbell, rung by coordinators on the same node.
+"""Generated tokens on their way to the driver: through its doorbell, from coordinators on the same node.
 
 A Ray call per token costs several milliseconds of CPU on both sides, in the very process that computes the
-next one. Coordinators elsewhere, and those that cannot ring, are asked by calls instead (`Outbox.take`).
+next one. The driver polls coordinators on other nodes by calls (`Outbox.take`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Callable
 from kt_ray.generate.requests import Token
 from kt_ray.transport.doorbell import Doorbell, DoorbellAddress, Ringer
 
-_PATIENCE = 10.0  # seconds for which a full pipe is waited for: the driver reads it in a thread of its own
+_PATIENCE = 10.0  # seconds to wait on a full pipe: the driver reads it in a separate thread
 
-Found = tuple[list[Token], bool]  # tokens, and whether more can come
+TokenBatch = tuple[list[Token], bool]  # tokens, and whether more can come
 
 
 class Inbox:
     """The driver's side of one session."""
 
     def __init__(self) -> None:
-        self._frames: dict[int, queue.SimpleQueue[Found | None]] = {}
+        self._frames: dict[int, queue.SimpleQueue[TokenBatch | None]] = {}
         self._problem: str | None = None
         self._bell = Doorbell(self._put, self._fail)
 
@@ -41,7 +41,7 @@ class Inbox:
         """Whether that worker's tokens come here."""
         return rank in self._frames
 
-    def take(self, rank: int, timeout: float, fetch: Callable[[], Found]) -> Found:
+    def take(self, rank: int, timeout: float, fetch: Callable[[], TokenBatch]) -> TokenBatch:
         """As `Outbox.take`.
 
         Args:
@@ -50,18 +50,18 @@ class Inbox:
         if self._problem is not None:
             raise RuntimeError(f"generated tokens were lost: {self._problem}")
         try:
-            found = self._frames[rank].get(timeout=timeout)
+            batch = self._frames[rank].get(timeout=timeout)
         except queue.Empty:
             return [], True
         # The end comes through the pipe in any case: behind what is still in it.
-        return (fetch()[0], True) if found is None else found
+        return (fetch()[0], True) if batch is None else batch
 
     def close(self) -> None:
         self._bell.close()
 
     def _put(self, frame: bytes) -> None:
-        rank, found = pickle.loads(frame)
-        self._frames[rank].put(found)
+        rank, batch = pickle.loads(frame)
+        self._frames[rank].put(batch)
 
     def _fail(self, problem: str) -> None:
         self._problem = problem
@@ -82,7 +82,7 @@ class Outbox:
         self._ringer: Ringer | None = None
 
     def open(self, address: DoorbellAddress | None) -> bool:
-        """A session begins. Returns whether the driver's doorbell can be rung; None = do not try."""
+        """Begin a session. Returns whether the doorbell at `address` can be rung; None = do not try."""
         with self._changed:
             self._tokens.clear()
             self._closed = False
@@ -112,14 +112,14 @@ class Outbox:
             self._closed = True
             self._changed.notify_all()
 
-    def take(self, timeout: float) -> Found:
+    def take(self, timeout: float) -> TokenBatch:
         """All tokens there are, after waiting up to `timeout` seconds for one; and whether more can come."""
         with self._changed:
             if not self._tokens and not self._closed:
                 self._changed.wait(timeout)
-            found = list(self._tokens)
+            tokens = list(self._tokens)
             self._tokens.clear()
-            return found, not self._closed
+            return tokens, not self._closed
 
     def _ring(self, tokens: list[Token], *, more: bool) -> None:
         """One frame, or several where they are too large; what one frame cannot hold waits to be fetched."""

@@ -18,7 +18,7 @@ from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.placement.plan_types import Plan
 from kt_ray.train.cluster_protocol import ActorLost
-from kt_ray.transport.mailbox import Address
+from kt_ray.transport.messages import Address
 
 
 class Loading(Handle):

@@ -21,7 +21,7 @@ from kt_ray.actors.specs import actor_specs
 from kt_ray.checkpoint.training import Manifest, begin_checkpoint, commit_checkpoint, step_name
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
-from kt_ray.train.trainer import Events, Schedule, Summary, Trainer
+from kt_ray.train.trainer import Events, StepBatches, Summary, Trainer
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.ray_place import Place, head_node, ray_place, second_node, until
 from tests.helpers.runs import config_for, local_cluster, plan_for, steps, waves_of
@@ -66,7 +66,7 @@ class Run:
             )
 
         events = Events(on_step=lambda m: self.told.append(m.step), save=save, say=self.lines.append)
-        trainer = Trainer(self.config, self.cluster, Schedule(self.total, 3, train), events)
+        trainer = Trainer(self.config, self.cluster, StepBatches(self.total, 3, train), events)
         summary = trainer.run()
         return summary, self.cluster.parameters()
 

@@ -17,7 +17,7 @@ from kt_ray.actors.ray.ray_port import Packed, Peer, RayPort
 from kt_ray.actors.specs import actor_specs
 from kt_ray.placement.transports import Transport
 from kt_ray.transport.gloo_link import MeetingPoint
-from kt_ray.transport.mailbox import Address, Mailbox, Message
+from kt_ray.transport.messages import Address, Mailbox, Message
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, plan_for, steps
 

@@ -127,10 +127,10 @@ def test_the_stand_in_sends_what_a_stage_would(bench: Any, tmp_path: Path) -> No
     )
     ids = np.ones((1, 8), dtype=np.int64)
     micro = MicroBatch(ids, ids, np.array([6]), np.array([3]))
-    stage.begin(PassSpec(1, 0, "train", 0, (((micro,),),), 5), 0, exchange)
+    loop = stage.begin(PassSpec(1, 0, "train", 0, (((micro,),),), 5), 0, exchange)
     layer = dims.moe_layers[0]
-    stage.forward(layer, 0)
-    stage.recompute(layer, 0)
+    loop.forward(layer, 0)
+    loop.recompute(layer, 0)
     (_, _, x, chosen, weights, keys, keep), (_, _, dy) = sent
     assert x.shape == dy.shape == (6, dims.expert_width) and x.dtype == torch.bfloat16 and keep
     assert chosen.shape == (6, dims.experts_per_token) and int(chosen.max()) < dims.num_experts

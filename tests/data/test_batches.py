@@ -7,13 +7,12 @@ import itertools
 import numpy as np
 import pytest
 
-from kt_ray.batch import IGNORE, PassSpec
+from kt_ray.batch import IGNORE, PassSpec, trained_tokens
 from kt_ray.data.batches import (
     Batches,
     Wave,
     epoch_order,
     eval_waves,
-    loss_tokens,
     micro_batch,
     step_waves,
     wave,
@@ -124,8 +123,8 @@ def test_wave_deals_round_robin_and_cuts_evenly(n: int, micro: int, replicas: in
         sizes = [len(group) for group in replica]
         assert max(sizes) - min(sizes) <= 1
         assert sizes == sorted(sizes, reverse=True), "empty groups come last"
-    assert loss_tokens(waves) == sum(row.trained for row in rows)
-    spec = PassSpec(0, 0, "train", 0, waves, loss_tokens(waves))
+    assert trained_tokens(waves) == sum(row.trained for row in rows)
+    spec = PassSpec(0, 0, "train", 0, waves, trained_tokens(waves))
     assert spec.tokens == sum(len(row.input_ids) for row in rows)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kt_ray.batch import IGNORE
+from kt_ray.batch import IGNORE, trained_tokens
 from kt_ray.config.schema import Config
-from kt_ray.data.batches import loss_tokens, micro_batch, wave
+from kt_ray.data.batches import micro_batch, wave
 from kt_ray.data.pack_rows import join, pack
 from kt_ray.data.row_types import Row
 from kt_ray.errors import UserError
@@ -57,7 +57,7 @@ def test_no_document_is_predicted_from_the_one_before() -> None:
         assert (packed.labels[start + 1 : start + length] != IGNORE).all()
         start += length
     assert rows[1].labels[0] != IGNORE, "the rows themselves are left alone"
-    assert loss_tokens(wave([packed], 1)) == loss_tokens(wave(rows, 1))
+    assert trained_tokens(wave([packed], 1)) == trained_tokens(wave(rows, 1))
 
 
 def test_micro_batches_know_documents_and_keep_padding_apart() -> None:

@@ -231,7 +231,7 @@ class Coordinator:
         self._tokens: queue.SimpleQueue[list[Token]] = queue.SimpleQueue()
         self._over = threading.Event()
 
-    def serve(self, spec: SessionSpec, opened: Callable[[], None]) -> list[Any]:
+    def generate(self, spec: SessionSpec, opened: Callable[[], None]) -> list[Any]:
         opened()
         assert self._over.wait(60)
         return []

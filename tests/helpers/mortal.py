@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kt_ray.actors.attention_worker import AttentionWorker
+from kt_ray.actors.cluster import ActorDied
 from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.local_cluster import LocalCluster, LocalHandle
-from kt_ray.actors.recovery import ActorDied
-from kt_ray.transport.mailbox import Address, Message, Tag
+from kt_ray.transport.messages import Address, Message, Tag
 
 
 @dataclass

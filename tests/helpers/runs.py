@@ -23,7 +23,7 @@ from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.hardware.describe import this_host
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
-from kt_ray.train.trainer import Schedule, Trainer
+from kt_ray.train.trainer import StepBatches, Trainer
 from tests.helpers.hf_reference import ExpertIds, Row, find_router, forced_routing
 
 COMMON = (
@@ -89,7 +89,7 @@ def steps(
     stop: int | None = None,
 ) -> list[float]:
     """Losses of steps first..stop-1 of a run of `total` steps; step s takes batches[s % len(batches)]."""
-    schedule = Schedule(
+    step_batches = StepBatches(
         total_steps=total,
         steps_per_epoch=len(batches),
         train=lambda step: step_waves(
@@ -101,7 +101,7 @@ def steps(
             multiple=config.data.pad_to_multiple_of,
         ),
     )
-    trainer = Trainer(config, cluster, schedule, first_step=first)
+    trainer = Trainer(config, cluster, step_batches, first_step=first)
     for step in range(first, total if stop is None else stop):
         trainer.step(step)
     return trainer.summary.losses

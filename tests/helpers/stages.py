@@ -12,13 +12,16 @@ from torch import Tensor
 
 from kt_ray.batch import PassSpec
 from kt_ray.config.schema import LoraConfig
+from kt_ray.model.layer_loop import LayerLoop
 from kt_ray.model.stage import Stage, StageSpec
+from kt_ray.placement.order import Op
 from tests.helpers.hf_reference import Reference, Row, loss_tokens, micro_batch
 
 
 @dataclass
 class TorchExchange:
-    """An Exchange that computes on the reference's experts. Their LoRA gradients gather on its parameters.
+    """An ExpertExchange that computes on the reference's experts. Their LoRA gradients gather on its
+    parameters.
 
     calls counts (direction, layer, group); lazy work: nothing runs before its join.
     """
@@ -86,6 +89,7 @@ class Run:
     logits: dict[int, Tensor]  # sample -> [length, V]
     grads: dict[str, Tensor]
     exchange: TorchExchange
+    loops: list[LayerLoop]
 
 
 def split(rows: Sequence[Row], groups: int, micro: int) -> tuple[tuple[list[Row], ...], ...]:
@@ -112,40 +116,62 @@ def make_stages(
     ]
 
 
-def forward(stages: Sequence[Stage], spec: PassSpec, exchange: TorchExchange) -> float:
-    """Forward of all stages; returns the summed token losses."""
-    groups = range(len(spec.waves[0]))
-    total = 0.0
-    for number, stage in enumerate(stages):
-        stage.begin(spec, 0, exchange)
+class DirectLink:
+    """A StageExchange in one process: tensors by (what, receiving stage, group)."""
+
+    def __init__(self, number: int, sent: dict[tuple[str, int, int], list[Tensor]]) -> None:
+        self.number = number
+        self.sent = sent
+
+    def send_hidden(self, group: int, tensors: list[Tensor]) -> None:
+        self.sent["hidden", self.number + 1, group] = tensors
+
+    def receive_hidden(self, group: int) -> list[Tensor]:
+        return self.sent.pop(("hidden", self.number, group))
+
+    def send_grad(self, group: int, tensors: list[Tensor]) -> None:
+        self.sent["grad", self.number - 1, group] = tensors
+
+    def receive_grad(self, group: int) -> list[Tensor]:
+        return self.sent.pop(("grad", self.number, group))
+
+
+def forward(stages: Sequence[Stage], spec: PassSpec, exchange: TorchExchange) -> list[LayerLoop]:
+    """Forward of all stages; the last loop has the summed token losses."""
+    groups = range(len(spec.wave[0]))
+    sent: dict[tuple[str, int, int], list[Tensor]] = {}
+    loops = [stage.begin(spec, 0, exchange, DirectLink(n, sent)) for n, stage in enumerate(stages)]
+    for stage, loop in zip(stages, loops, strict=True):
+        start, stop = stage.spec.layers
         for g in groups:
-            if number == 0:
-                stage.embed(g)
-            else:
-                stage.receive_hidden(g, stages[number - 1].hidden(g))
-        for layer in range(*stage.spec.layers):
+            loop.run(Op("embed" if stage.first else "recv_hidden", start, g))
+        for layer in range(start, stop):
             for g in groups:
-                stage.forward(layer, g)
+                loop.run(Op("forward", layer, g))
             if layer in stage.moe_layers:
                 for g in groups:
-                    stage.join(layer, g)
-    for g in groups:
-        total += stages[-1].loss(g)
-    return total
+                    loop.run(Op("join", layer, g))
+        for g in groups:
+            loop.run(Op("loss" if stage.last else "send_hidden", stop - 1, g))
+    return loops
 
 
-def backward(stages: Sequence[Stage], spec: PassSpec) -> None:
+def backward(stages: Sequence[Stage], loops: Sequence[LayerLoop]) -> None:
     """Backward of all stages, groups in flight together."""
-    groups = range(len(spec.waves[0]))
-    for number, stage in reversed(list(enumerate(stages))):
-        if number != len(stages) - 1:
+    for stage, loop in reversed(list(zip(stages, loops, strict=True))):
+        groups = range(len(loop.groups))
+        start, stop = stage.spec.layers
+        if not stage.last:
             for g in groups:
-                stage.receive_grad(g, stages[number + 1].grad(g))
-        for layer in reversed(range(*stage.spec.layers)):
+                loop.run(Op("recv_grad", stop - 1, g))
+        for layer in reversed(range(start, stop)):
             for g in groups:
-                stage.recompute(layer, g)
+                loop.run(Op("recompute", layer, g))
             for g in groups:
-                stage.backward(layer, g)
+                loop.run(Op("backward", layer, g))
+        if not stage.first:
+            for g in groups:
+                loop.run(Op("send_grad", start, g))
 
 
 def run(stages: Sequence[Stage], spec: PassSpec, experts: Reference) -> Run:
@@ -156,18 +182,19 @@ def run(stages: Sequence[Stage], spec: PassSpec, experts: Reference) -> Run:
     for stage in stages:
         stage.zero_grad()
     exchange = TorchExchange(experts)
-    loss = forward(stages, spec, exchange) / max(spec.loss_tokens, 1)
+    loops = forward(stages, spec, exchange)
+    loss = loops[-1].loss_sum / max(spec.loss_tokens, 1)
     logits: dict[int, Tensor] = {}
     grads: dict[str, Tensor] = {}
     if spec.kind == "train":
-        backward(stages, spec)
+        backward(stages, loops)
         own = {name: p.grad for stage in stages for name, p in stage.parameters.items()}
         for name, tensor in experts.parameters.items():
             grad = own.get(name) if name in own else tensor.grad
             grads[name] = torch.zeros_like(tensor) if grad is None else grad.clone()
     else:
-        for g, group in enumerate(spec.waves[0]):
-            for batch, values in zip(group, stages[-1].logits(g), strict=True):
+        for group, of_group in zip(spec.wave[0], loops[-1].logits(), strict=True):
+            for batch, values in zip(group, of_group, strict=True):
                 for row, sample in enumerate(batch.sample_ids.tolist()):
                     logits[sample] = values[row, : int(batch.lengths[row])]
-    return Run(loss, logits, grads, exchange)
+    return Run(loss, logits, grads, exchange, loops)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kt_ray.errors import UserError
-from kt_ray.model import hook
+from kt_ray.model import layer_calls
 from kt_ray.model.autograd import default_engine, expert_weights
 
 Checkpoint = Callable[..., Path]
@@ -62,7 +62,7 @@ IDS = torch.tensor([[5, 9, 33, 70, 21, 8], [14, 2, 2, 60, 95, 3]])
 
 
 def load(path: Path, experts: str, dtype: torch.dtype = torch.float32) -> Any:
-    hook.register()
+    layer_calls.register()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation=experts)
     return model.requires_grad_(False).eval()
 
@@ -84,7 +84,7 @@ def test_gradients_match_eager(checkpoint: Checkpoint, family: str) -> None:
     model = load(path, "kt_ray")
     calls = default_engine().calls
     got = logits_and_gradients(model)
-    layers = sum(hook.is_experts(m) for m in model.modules())
+    layers = sum(layer_calls.is_experts(m) for m in model.modules())
     assert default_engine().calls - calls == 2 * layers > 0, "the engine computed, forward and backward"
     assert len(want) > 3
     for name, value in want.items():

@@ -15,9 +15,8 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.model.formula import check_trainable
-from kt_ray.model.hook import LayerContext
-from kt_ray.model.probe import probe_layer
-from kt_ray.model.recording import LayerStub, Passthrough, RecordedCall
+from kt_ray.model.layer_calls import LayerContext, LayerStub, Passthrough, RecordedCall
+from kt_ray.model.layer_checks import probe_layer
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
 from tests.helpers.hf_reference import FAMILIES, SMALL
@@ -198,7 +197,7 @@ def test_layers_that_see_the_tokens(checkpoint: Checkpoint, monkeypatch: pytest.
     error = refuse(checkpoint("qwen3_moe"), "more than one stage.*made from the tokens", layers=(0, 2))
     assert "rule.stages=1" in str(error)
     stage = Stage(StageSpec(str(checkpoint("qwen3_moe")), (0, 3), 3))
-    assert stage.probe() == {0: 1.0, 2: 1.0}
+    assert stage.scales == {0: 1.0, 2: 1.0}
 
 
 def test_a_layer_with_two_outputs() -> None:

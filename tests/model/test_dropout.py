@@ -7,16 +7,8 @@ import zlib
 import pytest
 import torch
 
-from kt_ray.model.dropout import (
-    CounterDropout,
-    DropoutContext,
-    combine,
-    expert_stream,
-    fmix,
-    keep_mask,
-    module_stream,
-    row_hash,
-)
+from kt_ray.model.dropout import CounterDropout, DropoutContext, module_stream
+from kt_ray.native.dropout_hash import UP, combine, expert_stream, fmix, keep_mask, row_hash
 
 M = 0xFFFFFFFF
 
@@ -43,7 +35,7 @@ def test_known_values() -> None:
     assert fmix(1) == 0x514E28B7
     assert fmix(0xDEADBEEF) == 0x0DE5C6A9
     assert module_stream("model.layers.3.self_attn.q_proj") == zlib.crc32(b"model.layers.3.self_attn.q_proj")
-    assert expert_stream(3, 5, "up") == combine(combine(combine(0x45585054, 3), 5), 1)
+    assert expert_stream(3, 5, UP) == combine(combine(combine(0x45585054, 3), 5), 1)
 
 
 @pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9])

@@ -117,8 +117,8 @@ def check_packing_is_known(path: Path, stage: Stage) -> None:
     if packing_obstacle(config) is not None:
         return
     if "index_topk" in config.get("text_config", config):
-        return  # two index heads give equal scores: see tests/model/test_packing_probe.py
-    stage._check_packing()
+        return  # two index heads give equal scores: see tests/model/test_layer_checks.py
+    stage.check_packing()
 
 
 def try_family(root: Path, model_type: str) -> tuple[str, str]:
@@ -134,7 +134,7 @@ def try_family(root: Path, model_type: str) -> tuple[str, str]:
     assert_equals_transformers([stage], reference)
     check_packing_is_known(path, stage)
     special = sorted({str(f) for f in stage.model.formulas.values()})
-    if None in stage.probe().values():
+    if None in stage.scales.values():
         special.append("y kept")
     return "trains", f"{type(stage.model.causal).__name__}; {', '.join(special)}"
 

@@ -14,8 +14,9 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from kt_ray.batch import IGNORE, PassSpec
 from kt_ray.config.schema import LoraConfig
 from kt_ray.model.stage import Stage
+from kt_ray.placement.order import Op
 from tests.helpers.hf_reference import Reference, Row, find_router, micro_batch, random_rows
-from tests.helpers.stages import TorchExchange, backward, forward, make_stages, pass_spec, run
+from tests.helpers.stages import DirectLink, TorchExchange, backward, forward, make_stages, pass_spec, run
 from tests.model.test_stage_parity import assert_close, assert_logits, ready
 
 Checkpoint = Callable[..., Path]
@@ -48,10 +49,6 @@ def test_only_valid_tokens_reach_the_experts(checkpoint: Checkpoint) -> None:
     expected = [(row.sample << 32) + i for row in ROWS for i in range(len(row.ids))]
     assert len({len(row.ids) for row in ROWS}) > 1
     assert all(keys.tolist() == expected for keys in seen.values()) and set(seen) == {0, 1, 2}
-    tokens = stage.metrics()["expert_tokens"]
-    assert {layer: sum(counts) for layer, counts in tokens.items()} == dict.fromkeys(
-        range(3), 2 * len(expected)
-    )
 
 
 def test_an_empty_group_still_submits(checkpoint: Checkpoint) -> None:
@@ -65,17 +62,17 @@ def test_an_empty_group_still_submits(checkpoint: Checkpoint) -> None:
             super().submit_forward(layer, group, *tensors)
 
     spec = pass_spec(ROWS, groups=2, micro=4)
-    assert spec.waves[0][1] == ()
+    assert spec.wave[0][1] == ()
     exchange = Spy(reference)
     reference.set_pass(0, True)
-    forward(stages, spec, exchange)
-    backward(stages, spec)
+    backward(stages, forward(stages, spec, exchange))
     assert shapes == [((0, 48), (0, 3), (0, 3), (0,))] * 2
     assert exchange.calls["backward", 1, 1] == 1
     # a whole pass without a row
     empty = PassSpec(2, 0, "train", 0, (((), ()),), 1)
-    assert forward(stages, empty, exchange) == 0.0
-    backward(stages, empty)
+    loops = forward(stages, empty, exchange)
+    assert loops[-1].loss_sum == 0.0
+    backward(stages, loops)
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -87,21 +84,21 @@ def test_recomputation_that_chooses_other_experts_raises(
     reference, (stage,) = ready(checkpoint("qwen3_moe"), LORA, (0, 3))
     spec = pass_spec(ROWS, groups=2)
     reference.set_pass(0, True)
-    forward([stage], spec, TorchExchange(reference))
+    (loop,) = forward([stage], spec, TorchExchange(reference))
     router = find_router(stage.model.layers[2])
     with torch.no_grad():
         router.weight.copy_(router.weight.flip(0))
     with pytest.raises(RuntimeError, match="layer 2, group 1: the recomputation chose other experts"):
-        stage.recompute(2, 1)
+        loop.recompute(2, 1)
 
 
 def test_recomputation_with_other_weights_raises(checkpoint: Checkpoint) -> None:
     reference, (stage,) = ready(checkpoint("deepseek_v3"), LORA, (0, 3))
     reference.set_pass(0, True)
-    forward([stage], pass_spec(ROWS), TorchExchange(reference))
+    (loop,) = forward([stage], pass_spec(ROWS), TorchExchange(reference))
     find_router(stage.model.layers[2]).routed_scaling_factor *= 1.001
     with pytest.raises(RuntimeError, match="layer 2, group 0: recomputed routing weights differ"):
-        stage.recompute(2, 0)
+        loop.recompute(2, 0)
 
 
 def _post_norm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +119,7 @@ def test_non_affine_layers(
     _post_norm(monkeypatch)
     lora = LoraConfig(rank=4, dropout=0.1)
     reference, stages = ready(checkpoint("qwen3_moe"), lora, cuts)
-    assert {la: c for stage in stages for la, c in stage.probe().items()} == {0: None, 2: None}
+    assert {la: c for stage in stages for la, c in stage.scales.items()} == {0: None, 2: None}
     got = run(stages, pass_spec(ROWS, groups=groups, micro=micro, step=1), reference)
     assert_close(got, reference.run(ROWS, step=1))
     assert all(count == 1 for count in got.exchange.calls.values()) and len(got.exchange.calls) == 4 * groups
@@ -136,7 +133,7 @@ def test_non_affine_layers(
 def test_scaled_residuals_and_logits(checkpoint: Checkpoint, cuts: tuple[int, ...]) -> None:
     """Granite: c = 0.22, scaled embeddings and logits (a head through the family's own forward)."""
     reference, stages = ready(checkpoint("granitemoe"), LoraConfig(rank=4), cuts)
-    assert {c for stage in stages for c in stage.probe().values()} == {0.22}
+    assert {c for stage in stages for c in stage.scales.values()} == {0.22}
     assert_close(run(stages, pass_spec(ROWS, groups=2), reference), reference.run(ROWS))
     want = reference.run(ROWS, train=False)
     assert_logits(run(stages, pass_spec(ROWS, kind="eval"), reference), ROWS, want)
@@ -148,8 +145,7 @@ def test_gradients_accumulate_and_reset(checkpoint: Checkpoint) -> None:
     spec = pass_spec(ROWS)
     once = run([stage], spec, reference).grads
     reference.set_pass(0, True)
-    forward([stage], spec, TorchExchange(reference))
-    backward([stage], spec)
+    backward([stage], forward([stage], spec, TorchExchange(reference)))
     for name, parameter in stage.parameters.items():
         torch.testing.assert_close(parameter.grad, 2 * once[name])
     stage.zero_grad()
@@ -183,32 +179,27 @@ def test_pad_token_does_not_matter(checkpoint: Checkpoint) -> None:
 
 def test_operations_out_of_order(checkpoint: Checkpoint) -> None:
     reference, (stage,) = ready(checkpoint("deepseek_v3"), LORA, (0, 3))
-    with pytest.raises(RuntimeError, match="begin a pass first"):
-        stage.forward(0, 0)
-    spec = pass_spec(ROWS)
-    stage.begin(spec, 0, TorchExchange(reference))
-    with pytest.raises(RuntimeError, match="forward of layer 0, group 0 came before its input"):
-        stage.forward(0, 0)
-    with pytest.raises(RuntimeError, match="no hidden to hand over"):
-        stage.hidden(0)
-    with pytest.raises(RuntimeError, match="loss of group 0"):
-        stage.loss(0)
+    link = DirectLink(0, {("hidden", 0, 0): [torch.zeros(1, 2, 48)]})
+    loop = stage.begin(pass_spec(ROWS), 0, TorchExchange(reference), link)
+    for kind in ("forward", "send_hidden", "loss", "send_grad"):
+        with pytest.raises(RuntimeError, match=f"{kind} of layer 0, group 0 came before its input"):
+            loop.run(Op(kind, 0, 0))
     with pytest.raises(RuntimeError, match="return_logits"):
-        stage.logits(0)
+        loop.logits()
     with pytest.raises(ValueError, match="takes tensors of shapes"):
-        stage.receive_hidden(0, [torch.zeros(1, 2, 48)])
+        loop.run(Op("recv_hidden", 0, 0))
 
 
 def test_nothing_is_left_of_a_pass(checkpoint: Checkpoint) -> None:
     """After a backward no activations remain, and inputs handed over are not written to."""
     reference, stages = ready(checkpoint("deepseek_v3"), LORA, (0, 2, 3))
-    run(stages, pass_spec(ROWS, groups=2), reference)
-    for stage in stages:
-        for group in stage._groups:
-            assert not (group.kept or group.kept_y or group.routes or group.graphs)
-    metrics = stages[1].metrics()
-    assert set(metrics["seconds"]) == {"attention", "experts_wait", "loss"}
-    assert metrics["seconds"]["attention"] > 0 and metrics["seconds"]["loss"] > 0
+    loops = run(stages, pass_spec(ROWS, groups=2), reference).loops
+    for loop in loops:
+        for group in loop.groups:
+            assert not (group.layer_inputs or group.expert_outputs or group.routes or group.graphs)
+    seconds = loops[1].seconds()
+    assert set(seconds) == {"attention", "experts_wait", "loss"}
+    assert seconds["attention"] > 0 and seconds["loss"] > 0
 
 
 def test_experts_outside_the_loop(checkpoint: Checkpoint) -> None:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from kt_ray.batch import IGNORE, MicroBatch, Objective
-from kt_ray.model.objective import preference_loss
-from kt_ray.model.preference_losses import kto_kl, orpo_losses
+from kt_ray.model.preference_losses import kto_kl, orpo_losses, preference_loss
 from kt_ray.model.token_loss import Head
 from tests.helpers.trl_losses import CASES, GOLDEN, PAIRS, Batch, batch, trl_loss
 

@@ -15,7 +15,7 @@ from kt_ray.errors import UserError
 from kt_ray.model.build import build_on_meta
 from kt_ray.model.routing import balance, router_recorder
 from kt_ray.model.stage_spec import StageSpec
-from kt_ray.train.trainer import Schedule, Trainer
+from kt_ray.train.trainer import StepBatches, Trainer
 from tests.helpers.hf_reference import Reference, build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, relative, waves_of
 
@@ -70,7 +70,7 @@ def test_equals_transformers_on_the_whole_batch(
     with local_cluster(path, config) as cluster:
         cluster.set_parameters({k: v.detach() for k, v in reference.parameters.items()})
         waves = waves_of(rows, config, cluster.plan)
-        trainer = Trainer(config, cluster, Schedule(1, 1, lambda _: [waves]))
+        trainer = Trainer(config, cluster, StepBatches(1, 1, lambda _: [waves]))
         loss, slopes = trainer._balance(0, [waves])
         tokens = sum(mb.loss_tokens for replica in waves for group in replica for mb in group)
         trainer._pass(0, "train", waves, tokens, router_slopes=slopes)

@@ -76,7 +76,7 @@ def test_family(checkpoint: Checkpoint, family: str, kinds: set[str], attention:
         assert any(kind in name and g.abs().max() > 0 for name, g in got.grads.items()), kind
     want = reference.run(ROWS, train=False)
     assert_logits(run(stages, pass_spec(ROWS, groups=2, micro=2, kind="eval"), reference), ROWS, want)
-    assert {c for stage in stages for c in stage.probe().values()} == {1.0}
+    assert {c for stage in stages for c in stage.scales.values()} == {1.0}
     assert all(stage.dtype == torch.float32 for stage in stages)
 
 
@@ -175,7 +175,7 @@ def test_bf16_stage(checkpoint: Checkpoint) -> None:
     assert state["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
     assert state["model.norm.weight"].dtype == torch.bfloat16
     assert all(p.dtype == torch.float32 for p in stage.parameters.values())
-    assert stage.probe() == {1: 1.0, 2: 1.0}
+    assert stage.scales == {1: 1.0, 2: 1.0}
     got = run([stage], pass_spec(ROWS), reference)
     want = reference.run(ROWS, forced_ids=got.exchange.expert_ids)
     assert got.loss == pytest.approx(want.loss, rel=1e-2)

@@ -57,7 +57,7 @@ def stage(checkpoint: Checkpoint) -> Stage:
 def test_loss_and_gradient(
     stage: Stage, chunk: int | str, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = stage._head
+    head = stage.head
     assert head is not None and head.norm is not None
     norm, lm_head = head.norm, head.lm_head
     monkeypatch.setattr(head, "loss_chunk", chunk)
@@ -83,6 +83,6 @@ def test_loss_and_gradient(
 
 
 def test_no_trained_token(stage: Stage) -> None:
-    assert stage._head is not None
-    total, grad = stage._head.loss(torch.randn(1, 4, 48), torch.full((1, 4), IGNORE), 1.0)
+    assert stage.head is not None
+    total, grad = stage.head.loss(torch.randn(1, 4, 48), torch.full((1, 4), IGNORE), 1.0)
     assert total == 0.0 and grad is not None and not grad.any()

@@ -44,14 +44,6 @@ def test_torch_follows_the_definition(seed: int, projection: int) -> None:
     assert got.tolist() == want
 
 
-def test_the_model_side_has_the_same_definition() -> None:
-    """kt_ray.model.dropout draws from the same generator; only its streams have other names."""
-    model = pytest.importorskip("kt_ray.model.dropout")
-    for layer, expert, name, number in [(0, 0, "gate", GATE), (3, 250, "up", UP), (60, 7, "down", DOWN)]:
-        stream = model.combine(model.combine(model.combine(0x45585054, layer), expert), number)
-        assert model.expert_stream(layer, expert, name) == stream
-
-
 def masks(engine: Engine, projection: str, inter: int, hidden: int, p: float) -> torch.Tensor:
     """What the engine multiplies one projection's input with, read off the gradients of its A.
 

@@ -14,7 +14,7 @@ from kt_ray.placement.transports import Transport
 from kt_ray.train.reports import PassReport
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, one_pass, plan_for, waves_of
-from tests.transport.test_expert_link import FarPort, far_cluster
+from tests.transport.test_links import FarPort, far_cluster
 
 
 @pytest.mark.parametrize("far", [(), (1,), (0, 1)])

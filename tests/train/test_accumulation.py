@@ -33,7 +33,7 @@ def accumulated(tmp_path: Path) -> tuple[float, float, float]:
         cluster.set_parameters({k: v.detach() for k, v in reference.parameters.items()})
         waves = step_waves(rows, 1, 1, cluster.plan.groups, 1)
         assert len(waves) == 4
-        trainer = loop.Trainer(config, cluster, loop.Schedule(1, 1, lambda step: waves))
+        trainer = loop.Trainer(config, cluster, loop.StepBatches(1, 1, lambda step: waves))
         seen = {}
         commit = cluster.commit
 
@@ -56,7 +56,7 @@ def test_a_mean_per_wave_would_be_noticed(tmp_path: Path, monkeypatch: pytest.Mo
     """Without the guard (each wave divided by its own tokens, then averaged) the test above fails."""
     whole = loop.Trainer._pass
 
-    def per_wave(self: loop.Trainer, step: int, kind: str, waves: loop.Waves, tokens: int, *rest, **more):  # type: ignore[no-untyped-def]
+    def per_wave(self: loop.Trainer, step: int, kind: str, waves: loop.Wave, tokens: int, *rest, **more):  # type: ignore[no-untyped-def]
         return whole(self, step, kind, waves, 4 * loop.trained_tokens(waves), *rest, **more)
 
     monkeypatch.setattr(loop.Trainer, "_pass", per_wave)

@@ -23,7 +23,7 @@ from kt_ray.tracking.metrics import StepMetrics
 from kt_ray.train.cluster_protocol import ActorLost, Cluster
 from kt_ray.train.guard import judge
 from kt_ray.train.reports import PassReport
-from kt_ray.train.trainer import Events, Schedule, Trainer
+from kt_ray.train.trainer import Events, StepBatches, Trainer
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, steps, waves_of
 
@@ -107,8 +107,8 @@ def go(monkeypatch: pytest.MonkeyPatch) -> Go:
 
         fail = dict.fromkeys(lost_at_best, True)
         events = Events(save=save, say=told.append, best=best)
-        schedule = Schedule(total, total, lambda step: [WAVE], [WAVE] if held_out else ())
-        trainer = Trainer(config, cast(Cluster, cluster), schedule, events, **options)
+        batches = StepBatches(total, total, lambda step: [WAVE], [WAVE] if held_out else ())
+        trainer = Trainer(config, cast(Cluster, cluster), batches, events, **options)
         try:
             trainer.run()
         except BadStep as bad:
@@ -292,7 +292,7 @@ def test_profile_of_a_step(tmp_path: Path) -> None:
     config = config_for(path, "rule=cpu_2workers_2sockets", "trainer.profile_steps=[2]")
     with local_cluster(path, config) as cluster:
         wave = waves_of(random_rows(4), config, cluster.plan)
-        Trainer(config, cluster, Schedule(3, 3, lambda _: [wave]), profile=tmp_path / "profile").run()
+        Trainer(config, cluster, StepBatches(3, 3, lambda _: [wave]), profile=tmp_path / "profile").run()
     (file,) = (tmp_path / "profile").iterdir()
     assert file.name.startswith("step_000002_pass_2_worker-")
     events = json.loads(file.read_text())["traceEvents"]

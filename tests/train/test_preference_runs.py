@@ -18,7 +18,7 @@ from kt_ray.data.row_types import Pair, Row
 from kt_ray.errors import UserError
 from kt_ray.model.preference_losses import dpo_losses, kto_kl, kto_losses, orpo_losses
 from kt_ray.runs.prepare import for_stage
-from kt_ray.train.trainer import Schedule, Trainer
+from kt_ray.train.trainer import StepBatches, Trainer
 from tests.helpers.hf_reference import Reference, build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, relative
 
@@ -81,8 +81,8 @@ def trainer_for(cluster: ActorCluster, config: Config, units: list[Row] | list[P
         shuffle=False,
         largest_wave=cluster.plan.wave,
     )
-    schedule = Schedule(4, 1, batches.waves, cut=batches.waves_of)
-    return Trainer(config, cluster, schedule)
+    steps = StepBatches(4, 1, batches.waves, cut=batches.waves_of)
+    return Trainer(config, cluster, steps)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_loss_and_gradients(path: Path, stage: str, layout: str) -> None:
         cluster.set_parameters({k: v.detach() for k, v in policy.parameters.items()})
         trainer = trainer_for(cluster, config, units)
         assert trainer._preference is not None
-        waves, objective = trainer._preference.prepared(0, trainer.schedule.train(0))
+        waves, objective = trainer._preference.prepared(0, trainer.batches.train(0))
         reports = [trainer._pass(0, "train", wave, objective.units, objective=objective)[1] for wave in waves]
         gradients = cluster.gradients()
         figures = trainer._preference.figures(waves, objective, reports)

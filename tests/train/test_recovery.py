@@ -17,7 +17,7 @@ from kt_ray.data.batches import step_waves
 from kt_ray.data.row_types import Row as DataRow
 from kt_ray.errors import UserError
 from kt_ray.placement.expert_load import ExpertLoad
-from kt_ray.train.trainer import Events, Schedule, Summary, Trainer
+from kt_ray.train.trainer import Events, StepBatches, Summary, Trainer
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.mortal import Death, MortalCluster
 from tests.helpers.runs import config_for, plan_for, waves_of
@@ -50,7 +50,7 @@ class Run:
 
     def go(self) -> Run:
         plan = self.cluster.plan
-        schedule = Schedule(
+        batches = StepBatches(
             total_steps=STEPS,
             steps_per_epoch=len(BATCHES),
             train=lambda step: step_waves(
@@ -74,7 +74,7 @@ class Run:
         )
         try:
             self.cluster.start()
-            trainer = Trainer(self.config, self.cluster, schedule, events)
+            trainer = Trainer(self.config, self.cluster, batches, events)
             self.summary = trainer.run()
             self.parameters = trainer.with_all_steps(self.cluster.parameters)
             self.load = trainer.load
@@ -148,7 +148,7 @@ CASES = {
             Death(EXPERTS[1], "discard", 1),
             Death(EXPERTS[0], "discard", 2),
             Death(EXPERTS[1], "load_again", 1, "after"),
-            Death(WORKERS[1], "collect_shapes", 2, "after"),
+            Death(WORKERS[1], "parameter_shapes", 2, "after"),
             Death(EXPERTS[1], "restore", 1),
             Death(WORKERS[0], "publish", 2),
         ],

@@ -14,7 +14,7 @@ import torch
 
 from kt_ray.actors.ray.ray_port import pack_inline, unpack
 from kt_ray.transport.arena import ALIGNMENT, Arena, ArenaReader, Block, TensorRef
-from kt_ray.transport.mailbox import Message
+from kt_ray.transport.messages import Message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int64])

@@ -20,7 +20,7 @@ import torch
 from kt_ray.actors.ray.ray_port import INLINE_BYTES, RUNG_BYTES, Packed, Peer, RayPort
 from kt_ray.placement.transports import Transport
 from kt_ray.transport.doorbell import FRAME_BYTES, PIPE_BYTES, Doorbell, DoorbellAddress, Ringer
-from kt_ray.transport.mailbox import Address, Mailbox, Message, Stalled
+from kt_ray.transport.messages import Address, Mailbox, Message, Stalled
 
 SENDER = """
 import pickle, sys, time

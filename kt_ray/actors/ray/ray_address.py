@@ -27,7 +27,7 @@ class Running:
     source: str
 
 
-def running_cluster(asked: str) -> Running | None:
+def running_cluster(address: str) -> Running | None:
     """The cluster to join, or None when a local one is to be started.
 
     "auto" is RAY_ADDRESS (which `ray job submit` sets for its jobs), else the cluster of the last
@@ -35,27 +35,27 @@ def running_cluster(asked: str) -> Running | None:
     which Ray's own "auto" would join: that one ends with its run.
 
     Args:
-        asked: `cluster.address`.
+        address: `cluster.address`.
 
     Raises:
         UserError: a cluster named by the user does not answer. Ray itself would try for minutes.
     """
     source = "cluster.address"
-    if asked == "auto":
-        asked = os.environ.get("RAY_ADDRESS", "")
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", "")
         source = "RAY_ADDRESS"
-    if asked == "local":
+    if address == "local":
         return None
-    if asked not in ("", "auto"):
-        if not answers(asked):
+    if address not in ("", "auto"):
+        if not answers(address):
             raise UserError(
                 "no Ray cluster answers",
                 where=source,
-                observed=asked,
+                observed=address,
                 required="the HOST:PORT of a running cluster",
                 remedy="start it with 'ray start --head', or set cluster.address=local",
             )
-        return Running(asked, source)
+        return Running(address, source)
     file = address_file()
     started = file.read_text().strip() if file.is_file() else ""
     return Running(started, "ray start") if started and answers(started) else None

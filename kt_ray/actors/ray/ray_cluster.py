@@ -18,8 +18,15 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray import openmp
-from kt_ray.actors.cluster import ActorCluster, ActorDied, LoadNote
-from kt_ray.actors.ray.ray_actor import RayHandle, RemoteActor
+from kt_ray.actors.cluster import NOTICE, ActorCluster, ActorDied, LoadNote
+from kt_ray.actors.ray.ray_actor import (
+    RayActorSpec,
+    RayHandle,
+    RemoteActor,
+    end_actor,
+    not_started,
+    retry_name,
+)
 from kt_ray.actors.ray.ray_address import Running, free_port, running_cluster
 from kt_ray.actors.ray.ray_dashboard import dashboard_hint, dashboard_url
 from kt_ray.actors.ray.ray_hosts import Hosts, find_hosts, own_cpus
@@ -31,12 +38,10 @@ from kt_ray.actors.ray.ray_placement import (
     gpu_share,
     gpus_behind,
     reservations,
+    reserved_by_host,
     seats,
-    wanted_of_hosts,
 )
 from kt_ray.actors.ray.ray_port import Peer
-from kt_ray.actors.ray.ray_recovery import Wanted, let_go, not_started, when_free
-from kt_ray.actors.recovery import NOTICE
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.actors.visible_gpu import VARIABLE, own_gpu, own_lane
 from kt_ray.config.schema import ClusterConfig, RayRule
@@ -46,7 +51,7 @@ from kt_ray.placement.transports import several_nodes
 from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.transport.gloo_link import Meeting
 from kt_ray.transport.inbox import Inbox
-from kt_ray.transport.mailbox import Address
+from kt_ray.transport.messages import Address
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +90,7 @@ class RayCluster(ActorCluster):
         self.joined = False  # a cluster that was there before
         self.connected = False  # to Ray, by this object: it then disconnects, too
         self._group: Any = None
-        self._wanted: dict[Address, tuple[int, Wanted]] = {}  # with the number of its bundle
+        self._actor_specs: dict[Address, RayActorSpec] = {}
         self._epoch = 0  # how often the actors were introduced to each other
 
     # -- start --------------------------------------------------------------------------------
@@ -98,8 +103,8 @@ class RayCluster(ActorCluster):
         """
         if ray.is_initialized():
             self.dashboard_url = dashboard_url()
-            known = "the cluster this process is connected to already"
-            return [f"Ray: {known}{dashboard_hint(self.dashboard_url)}", *self._find_hosts()]
+            where = "the cluster this process is connected to already"
+            return [f"Ray: {where}{dashboard_hint(self.dashboard_url)}", *self._find_hosts()]
         running = running_cluster(self.config.address)
         if running is not None:
             self._join(running)
@@ -169,7 +174,7 @@ class RayCluster(ActorCluster):
         """Which node is which host of a plan for several; its expert actors get that host's CPUs."""
         if self.plan.hardware.hosts == 1:
             return ()
-        needed = wanted_of_hosts(self.plan, self.rule)
+        needed = reserved_by_host(self.plan, self.rule)
         timeout = self.config.start_timeout
         self.hosts = find_hosts(self.plan, self.specs, self.run_dir, needed, timeout)
         self.specs = own_cpus(self.plan, self.specs, self.hosts)
@@ -178,71 +183,66 @@ class RayCluster(ActorCluster):
     def _spawn(self) -> None:
         if not ray.is_initialized() or (self.plan.hardware.hosts > 1 and self.hosts is None):
             self.connect()
-        wanted: list[Wanted] = []
         have = [node.cpus for node in self.hosts.nodes] if self.hosts else [_cluster_cpus()]
         reserved = reservations(self.plan, self.rule, have)
         share = gpu_share(self.plan)
-        for rank, stage in enumerate(self.specs.stages):
-            worker, address = self.plan.workers[rank], ("worker", rank)
-            args: tuple[Any, ...] = (
-                self.plan,
-                rank,
-                own_gpu(stage),
-                self.specs.optim,
-                self.specs.timeout,
-                self.specs.build_stage,
+        bundles = self._reserve(reserved).of
+
+        def add(address: Address, cpus: tuple[int, ...], arguments: tuple[Any, ...], gpus: float) -> None:
+            self._actor_specs[address] = RayActorSpec(
+                address, bundles[address], cpus, arguments, reserved[address], gpus
             )
-            gpus = share.get(worker.device, 0.0)
-            wanted.append(Wanted(address, worker.cpus, args, reserved[address], gpus))
-        for spec in self.specs.experts:
-            host = own_lane(spec, os.environ.get(VARIABLE))
-            address = ("experts", host.rank)
-            args = (self.plan, host, self.specs.timeout)
-            wanted.append(Wanted(address, host.cpus, args, reserved[address], 0.0))
-        chosen = self._reserve(reserved)
-        self._wanted = {one.address: (chosen.of[one.address], one) for one in wanted}
-        for one in wanted:
+
+        timeout = self.specs.timeout
+        for rank, stage in enumerate(self.specs.stages):
+            worker = self.plan.workers[rank]
+            arguments = (self.plan, rank, own_gpu(stage), self.specs.optim, timeout, self.specs.build_stage)
+            add(("worker", rank), worker.cpus, arguments, share.get(worker.device, 0.0))
+        for experts in self.specs.experts:
+            host = own_lane(experts, os.environ.get(VARIABLE))
+            add(("experts", host.rank), host.cpus, (self.plan, host, timeout), 0.0)
+        for address, spec in self._actor_specs.items():
             try:
-                handle = self._create(one.address)
+                handle = self._create(address)
             except ValueError as error:
                 raise UserError(
-                    f"an actor {one.name} runs already",
+                    f"an actor {spec.name} runs already",
                     where=f"Ray namespace {self.namespace}",
                     observed=error,
                     remedy="wait until the other run has ended, or set another run.name or cluster.namespace",
                 ) from error
-            (self.workers if one.address[0] == "worker" else self.experts).append(handle)
+            (self.workers if address[0] == "worker" else self.experts).append(handle)
         self._introduce()
 
     def environment(self) -> dict[str, str]:
         """Variables that processes of this cluster must see."""
-        found = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        variables = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         if self.joined:  # that cluster's processes have an environment of their own
-            found |= openmp.settings(os.environ)
-        return found
+            variables |= openmp.settings(os.environ)
+        return variables
 
     def names(self) -> dict[Address, str]:
         """What the actors are called in the namespace."""
-        return {address: wanted.name for address, (_, wanted) in self._wanted.items()}
+        return {address: spec.name for address, spec in self._actor_specs.items()}
 
     def _create(self, address: Address) -> RayHandle:
         """An actor in its bundle of the placement group. Raises ValueError when its name is taken."""
-        bundle, one = self._wanted[address]
+        spec = self._actor_specs[address]
         environment = self.environment()
         runtime_env = {"runtime_env": {"env_vars": environment}} if environment else {}
         factory = RemoteActor.options(
-            name=one.name,
+            name=spec.name,
             namespace=self.namespace,
-            num_cpus=one.cpus,
-            num_gpus=one.gpus,
+            num_cpus=spec.cpus,
+            num_gpus=spec.gpus,
             max_restarts=0,  # we put a new one in its place: decisions/010
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=self._group, placement_group_bundle_index=bundle
+                placement_group=self._group, placement_group_bundle_index=spec.bundle_index
             ),
             **runtime_env,
         )
-        return RayHandle(address, factory.remote(address[0], address[1], one.cpu_ids, *one.arguments))
+        return RayHandle(address, factory.remote(address[0], address[1], spec.cpu_ids, *spec.arguments))
 
     def _respawn(self, lost: AbstractSet[Address]) -> None:
         """Into the bundles of those lost. Ray moves the bundles of a dead node to one that has room."""
@@ -251,10 +251,10 @@ class RayCluster(ActorCluster):
         while True:
             for old in self._ray_handles():
                 if old.address in self._lost | lost:
-                    let_go(old.actor)
+                    end_actor(old.actor)
             for address in sorted(self._lost | lost):
                 handles = self.workers if address[0] == "worker" else self.experts
-                handles[address[1]] = when_free(functools.partial(self._create, address), timeout)
+                handles[address[1]] = retry_name(functools.partial(self._create, address), timeout)
             try:
                 return self._introduce()
             except ActorLost:
@@ -273,7 +273,7 @@ class RayCluster(ActorCluster):
             try:
                 peers[handle.address] = Peer(handle.actor, *ray.get(future, timeout=timeout))
             except GetTimeoutError as error:
-                bundle = self._wanted[handle.address][1].bundle
+                bundle = self._actor_specs[handle.address].bundle
                 raise not_started(handle.name, self._group, bundle, timeout) from error
             except RayTaskError as error:
                 raise _cause(error) from error

@@ -71,13 +71,14 @@ def unfit(plan: Plan, host: int, node: Node, cpus: float, own: Sequence[tuple[st
         return f"{node.free:g} of its {node.cpus:g} CPUs are free, {min(cpus, node.cpus):g} are needed"
     if not node.cpus:
         return "it offers no CPUs"
-    wanted, there = plan.hardware.on(host), sight.hardware.sockets
-    if len(there) != len(wanted):
-        return f"it has {counted(len(there), 'socket')}, planned {len(wanted)}"
-    if [s.cores for s in there] != [s.cores for s in wanted]:
-        return f"its sockets have {[s.cores for s in there]} cores, planned {[s.cores for s in wanted]}"
+    planned_sockets, sockets = plan.hardware.on(host), sight.hardware.sockets
+    if len(sockets) != len(planned_sockets):
+        return f"it has {counted(len(sockets), 'socket')}, planned {len(planned_sockets)}"
+    cores, planned_cores = [s.cores for s in sockets], [s.cores for s in planned_sockets]
+    if cores != planned_cores:
+        return f"its sockets have {cores} cores, planned {planned_cores}"
     needs = _needs(plan, host)
-    for socket, planned in zip(there, wanted, strict=True):
+    for socket, planned in zip(sockets, planned_sockets, strict=True):
         need = needs.get(planned.node, 0)
         if socket.memory_bytes < need:
             return f"its socket {socket.node} has {gib(socket.memory_bytes)}, the plan needs {gib(need)}"
@@ -184,14 +185,14 @@ def _nodes(shared: Shared, timeout: float) -> list[Node]:
     alive = [node for node in ray.nodes() if node["Alive"]]
     free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
     task: Any = ray.remote(num_cpus=0, max_retries=0)(look)
-    asked = [
+    answers = [
         task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
             shared
         )
         for node in alive
     ]
     nodes = []
-    for node, answer in zip(alive, asked, strict=True):
+    for node, answer in zip(alive, answers, strict=True):
         sight: Sight | str
         try:
             sight = ray.get(answer, timeout=timeout)

@@ -23,7 +23,7 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.describe import this_host
 from kt_ray.hardware.machine import Gpu
 from kt_ray.placement.plan_types import Plan
-from kt_ray.transport.mailbox import Address
+from kt_ray.transport.messages import Address
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,23 @@ def reservations(plan: Plan, rule: RayRule, have: Sequence[float]) -> dict[Addre
         have: CPUs of every host, as Ray counts them; one figure for all where Ray places freely.
     """
     threads = threads_of(plan)
-    asked: dict[Address, float] = {}
+    reserved: dict[Address, float] = {}
     for address, count in threads.items():
         host = host_of(plan, address) if len(have) > 1 else 0
         peers = sum(t for a, t in threads.items() if len(have) == 1 or host_of(plan, a) == host)
-        wanted = rule.worker_cpus if address[0] == "worker" else rule.expert_cpus
+        cpus = rule.worker_cpus if address[0] == "worker" else rule.expert_cpus
         scale = min(1.0, have[host] / peers)
-        asked[address] = float(wanted) if wanted != "auto" else max(0.01, int(count * scale * 100) / 100)
-    return asked
+        reserved[address] = float(cpus) if cpus != "auto" else max(0.01, int(count * scale * 100) / 100)
+    return reserved
 
 
-def wanted_of_hosts(plan: Plan, rule: RayRule) -> list[float]:
+def reserved_by_host(plan: Plan, rule: RayRule) -> list[float]:
     """CPUs that the actors of every host reserve together where there are enough."""
     hosts = range(plan.hardware.hosts)
-    asked = reservations(plan, rule, [math.inf] * len(hosts))
-    return [sum(cpus for address, cpus in asked.items() if host_of(plan, address) == host) for host in hosts]
+    reserved = reservations(plan, rule, [math.inf] * len(hosts))
+    return [
+        sum(cpus for address, cpus in reserved.items() if host_of(plan, address) == host) for host in hosts
+    ]
 
 
 def gpu_share(plan: Plan) -> dict[str, float]:
@@ -112,33 +114,33 @@ def seats(plan: Plan, cpus: dict[Address, float]) -> Seats:
     return Seats(tuple(bundles), of, tuple(host))
 
 
-def by_gpu(plan: Plan, chosen: Seats, found: dict[int, tuple[str, Gpu | None]]) -> Seats:
+def by_gpu(plan: Plan, chosen: Seats, gpus: dict[int, tuple[str, Gpu | None]]) -> Seats:
     """The seats with workers at the bundles whose GPUs are those of the plan.
 
     Args:
-        found: bundle -> (Ray's id of its GPU, the GPU itself or None where it cannot be seen).
+        gpus: bundle -> (Ray's id of its GPU, the GPU itself or None where it cannot be seen).
 
     Raises:
         UserError: Ray reserved cards of another size than the plan's.
     """
     planned = {f"cuda:{gpu.index}": gpu for gpu in plan.hardware.gpus}
     devices = sorted({w.device for w in plan.workers if w.device in planned}, key=lambda d: planned[d].index)
-    free = sorted(found, key=lambda bundle: (len(found[bundle][0]), found[bundle][0]))
+    free = sorted(gpus, key=lambda bundle: (len(gpus[bundle][0]), gpus[bundle][0]))
     bundle_of: dict[str, int] = {}
     for device in devices:
-        wanted = planned[device]
+        gpu = planned[device]
         for bundle in free:
-            card = found[bundle][1]
-            if card is None or (card.name, card.memory_bytes) == (wanted.name, wanted.memory_bytes):
+            card = gpus[bundle][1]
+            if card is None or (card.name, card.memory_bytes) == (gpu.name, gpu.memory_bytes):
                 bundle_of[device] = bundle
                 free.remove(bundle)
                 break
         else:
             raise UserError(
                 "Ray reserved another GPU than the plan's",
-                where=f"{device}: {wanted.name}",
+                where=f"{device}: {gpu.name}",
                 observed=", ".join(
-                    f"GPU {i}: {card.name if card else 'unknown'}" for i, card in found.values()
+                    f"GPU {i}: {card.name if card else 'unknown'}" for i, card in gpus.values()
                 ),
                 remedy="end what else uses GPUs in the cluster, or plan with the cards that are free "
                 "(CUDA_VISIBLE_DEVICES, rule.layers)",
@@ -156,16 +158,16 @@ def differ(plan: Plan) -> bool:
 
 
 def gpus_behind(group: Any, chosen: Seats, timeout: float) -> dict[int, tuple[str, Gpu | None]]:
-    """The GPU of every bundle that reserves one, asked from inside."""
+    """The GPU of every bundle that reserves one, as a task inside it sees it."""
     task: Any = ray.remote(num_cpus=0, num_gpus=1, max_retries=0)(_own_gpu)
-    asked = {
+    answers = {
         bundle: task.options(
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         ).remote()
         for bundle, resources in enumerate(chosen.bundles)
         if "GPU" in resources
     }
-    return {bundle: ray.get(answer, timeout=timeout) for bundle, answer in asked.items()}
+    return {bundle: ray.get(answer, timeout=timeout) for bundle, answer in answers.items()}
 
 
 def _own_gpu() -> tuple[str, Gpu | None]:
@@ -180,14 +182,14 @@ def await_group(group: Any, bundles: Sequence[dict[str, float]], timeout: float)
     try:
         ray.get(group.ready(), timeout=timeout)
     except GetTimeoutError as error:
-        asked = {key: round(sum(b.get(key, 0.0) for b in bundles), 2) for key in ("CPU", "GPU")}
+        totals = {key: round(sum(b.get(key, 0.0) for b in bundles), 2) for key in ("CPU", "GPU")}
         have = ray.available_resources()
         print(ray_status(), file=sys.stderr)
         raise UserError(
             f"Ray did not provide the actors' resources within {timeout:.0f} s",
             where="placement group " + " ".join(str(b) for b in bundles),
             observed=f"free now: CPU {have.get('CPU', 0):g}, GPU {have.get('GPU', 0):g}",
-            required=f"CPU {asked['CPU']:g}, GPU {asked['GPU']:g}",
+            required=f"CPU {totals['CPU']:g}, GPU {totals['GPU']:g}",
             remedy="free resources, choose a smaller rule, or lower rule.ray.worker_cpus and "
             "rule.ray.expert_cpus",
         ) from error

@@ -1,8 +1,8 @@
 """The port of a Ray actor: shared memory, bytes inside the message, or gloo, as the plan says per peer.
 
-What is sent then only says where the tensors lie, or under which tags they come; small messages carry their
-bytes. Between actors that share memory it goes through the peer's doorbell (doorbell.py), else, and whenever
-the doorbell does not take it, as a Ray call. A message is packed once for each way it goes.
+A packed message names where its tensors lie, or the gloo tags they arrive under; small messages carry their
+bytes. It goes through the peer's doorbell (doorbell.py) if the actors share memory, and as a Ray call
+otherwise or when the doorbell does not take it. A message is packed once for each way.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from kt_ray.placement.transports import Transport
 from kt_ray.transport.arena import Arena, ArenaReader, Block, TensorRef
 from kt_ray.transport.doorbell import Doorbell, DoorbellAddress, Ringer
 from kt_ray.transport.gloo_link import GlooLink, Meeting
-from kt_ray.transport.mailbox import Address, Message, Tag
+from kt_ray.transport.messages import Address, Lease, Message, Tag
 from kt_ray.transport.page_lock import PageLock
-from kt_ray.transport.port import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class Packed:
 
     Attributes:
         refs: tensors in shared memory. inline: (dtype name, shape, uint8 array) of those inside the call.
-        gloo: (gloo tag, dtype name, shape) of those that come from rank `source`.
+        gloo: (gloo tag, dtype name, shape) of tensors from rank `source`.
     """
 
     tag: Tag
@@ -63,7 +62,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 
 def unpack(packed: Packed, reader: ArenaReader) -> Message:
-    """The message again, but for what comes through gloo; arena tensors are views of the sender's memory."""
+    """The message without its gloo tensors; arena tensors are views of the sender's memory."""
     tensors = {name: reader.read(ref) for name, ref in packed.refs.items()}
     for name, (dtype, shape, flat) in packed.inline.items():
         # A copy, since arrays that come out of Ray are read-only.
@@ -88,8 +87,8 @@ class RayPort:
 
     Args:
         name: for the arena's name in /proc maps.
-        deliver: takes a message that has come.
-        lost: told why a message could not be taken or sent.
+        deliver: called with each received message.
+        lost: called with the reason when a message cannot be received or sent.
         transport: how to reach peers on this node, and on others.
         pinned: this actor computes on CUDA, so memory that it shares or maps is page-locked.
         timeout: seconds that one transfer through gloo may take.
@@ -147,8 +146,7 @@ class RayPort:
     ) -> None:
         """Meet the peers; again, between passes, when some of them were replaced.
 
-        Nothing of the old ones is kept, and what was sent before belongs to an older epoch, whose messages
-        are passed over.
+        Drops all state of the old peers. Messages sent before belong to an older epoch and are ignored.
 
         Args:
             me: this actor's address.
@@ -204,13 +202,13 @@ class RayPort:
         lease = self._next
         self._next += 1
         blocks = self._blocks[lease] = []
-        # Before the ways are told apart: memory that was allocated for a message is freed with it.
+        # First, whatever the ways: memory allocated for a message is freed with it.
         owned = {}
         for name, tensor in message.tensors.items():
-            found = self._unsent.get(tensor.data_ptr()) if tensor.numel() else None
-            if found is not None and tensor.is_contiguous() and _is(found[0], tensor):
-                owned[name] = found[0]
-                blocks.append(found[1])
+            unsent = self._unsent.get(tensor.data_ptr()) if tensor.numel() else None
+            if unsent is not None and tensor.is_contiguous() and _is(unsent[0], tensor):
+                owned[name] = unsent[0]
+                blocks.append(unsent[1])
                 del self._unsent[tensor.data_ptr()]
         size = sum(t.numel() * t.element_size() for t in message.tensors.values())
         by_way: dict[str, list[Address]] = {}
@@ -272,13 +270,13 @@ class RayPort:
     def receive(self, packed: Packed) -> None:
         """Take a message from a peer, from any thread; gloo is waited for elsewhere."""
         if packed.epoch != self.epoch:
-            return  # of a pass that was given up when an actor died
+            return  # of a pass that failed when an actor died
         message = unpack(packed, self._reader)
         if not packed.gloo:
             self._deliver(message)
             return
         if self._link is None:
-            raise RuntimeError("a message comes through gloo, but this actor has no connection")
+            raise RuntimeError("a message's tensors come through gloo, but this actor has no gloo connection")
         coming = []
         for name, (tag, dtype, shape) in packed.gloo.items():
             message.tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))

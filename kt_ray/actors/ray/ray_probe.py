@@ -17,7 +17,7 @@ from kt_ray.actors.ray.ray_port import INLINE_BYTES, Packed, Peer, RayPort
 from kt_ray.hardware.rates import Figure
 from kt_ray.placement.transports import Transport
 from kt_ray.transport.doorbell import DoorbellAddress
-from kt_ray.transport.mailbox import Address, Mailbox, Message
+from kt_ray.transport.messages import Address, Mailbox, Message
 
 WAIT = 60.0  # seconds for an answer before the probe gives up
 _SMALL, _LARGE = 64, 8 << 20  # bytes of tensors in a message
@@ -109,9 +109,9 @@ def introduce(pair: Sequence[Any]) -> bool:
 def round_trip(pair: Sequence[Any], near: str, size: int, rounds: int) -> float:
     """`Probe.ask` of two that were introduced."""
     done = pair[1].answer.remote(near, rounds)
-    took = ray.get(pair[0].ask.remote(near, size, rounds), timeout=WAIT * 2)
+    seconds = ray.get(pair[0].ask.remote(near, size, rounds), timeout=WAIT * 2)
     ray.get(done, timeout=WAIT)
-    return float(took)
+    return float(seconds)
 
 
 def measure_ray(address: str, rounds: int = 100, arena_bytes: float = float("inf")) -> dict[str, Figure]:

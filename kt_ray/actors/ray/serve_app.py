@@ -28,7 +28,7 @@ from kt_ray.placement.plan_types import Plan
 from kt_ray.serve.app import make_app
 from kt_ray.serve.completions import FAREWELL, Engine, Served
 from kt_ray.serve.run import make_engine
-from kt_ray.transport.mailbox import Address
+from kt_ray.transport.messages import Address
 
 APPLICATION = "kt_ray"
 LOOK = 2.0  # seconds between looks at the deployment
@@ -96,7 +96,7 @@ class Server:
         return UserError("the engine has ended", observed=f"{type(error).__name__}: {error}")
 
     def stop(self) -> None:
-        """Refuse further requests; give those that run a moment; end the session."""
+        """Refuse new requests, give running ones a moment, end the session."""
         assert Server.engine is not None
         Server.engine.close()
 
@@ -188,7 +188,7 @@ def refuse_company() -> None:
         return
     raise UserError(
         "Ray Serve runs in this cluster already",
-        observed="its controller is there, with a port of its own",
+        observed="its controller runs, with its own port",
         required="a cluster without Ray Serve",
         remedy="end it with 'serve shutdown', or set cluster.address=local",
     )
@@ -199,18 +199,18 @@ def _watch(handle: Any) -> None:
     while True:
         time.sleep(LOOK)
         try:
-            found = handle.look.remote().result(timeout_s=PATIENCE)
+            fault = handle.look.remote().result(timeout_s=PATIENCE)
         except Exception as error:
             raise UserError(
                 "the server's deployment on Ray Serve is gone",
                 observed=f"{type(error).__name__}: {error}",
                 remedy="look for the kernel's out-of-memory killer (dmesg), then start the server again",
             ) from error
-        if found is not None:
+        if fault is not None:
             raise UserError(
-                found.what,
-                where=found.where,
-                observed=found.observed,
+                fault.what,
+                where=fault.where,
+                observed=fault.observed,
                 remedy="look for the kernel's out-of-memory killer (dmesg) and at the actors' logs, then "
                 "start the server again",
             )

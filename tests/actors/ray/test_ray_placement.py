@@ -16,8 +16,8 @@ from kt_ray.actors.ray.ray_placement import (
     gpu_share,
     gpus_behind,
     reservations,
+    reserved_by_host,
     seats,
-    wanted_of_hosts,
 )
 from kt_ray.config.schema import RayRule
 from kt_ray.errors import UserError
@@ -49,8 +49,8 @@ def test_reservations_scale_down_to_what_there_is() -> None:
         ("worker", 0): 2.0, ("experts", 0): 2.0, ("experts", 1): 4.0
     }  # fmt: skip
     # What a node must have free to be one of them.
-    assert wanted_of_hosts(apart, RayRule()) == [8.0, 4.0]
-    assert wanted_of_hosts(apart, RayRule(expert_cpus=1.5)) == [5.5, 1.5]
+    assert reserved_by_host(apart, RayRule()) == [8.0, 4.0]
+    assert reserved_by_host(apart, RayRule(expert_cpus=1.5)) == [5.5, 1.5]
 
 
 def test_a_bundle_per_actor_and_per_gpu() -> None:

@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM
 
 from kt_ray.batch import IGNORE
 from kt_ray.config.schema import LoraConfig
-from kt_ray.model.dropout import expert_stream, keep_mask, module_stream, row_hash
+from kt_ray.model.dropout import module_stream
 from kt_ray.model.lora import init_lora_a, is_gate
+from kt_ray.native.dropout_hash import expert_stream, keep_mask, row_hash
 from tests.helpers.reference.families import expert_names
 from tests.helpers.reference.routing import find_router, forced_routing
 from tests.helpers.reference.rows import Row, loss_tokens
@@ -186,7 +187,7 @@ class Reference:
                 if not self.lora.experts:
                     return 0.0
                 prefix = self.names[layer][projection].format(expert)
-                stream = expert_stream(layer, expert, projection)
+                stream = expert_stream(layer, expert, ("gate", "up", "down").index(projection))
                 dropped = self._mask(value.float(), stream, samples_T[token], positions_T[token])
                 return scale * (dropped @ self._p(prefix, "A").T @ self._p(prefix, "B").T)
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from kt_ray.model.stage_metrics import Clock
+from kt_ray.model.clock import Clock
 
 
 def test_time_inside_another_term_is_not_counted_twice() -> None:

@@ -1,21 +1,28 @@
-"""Where messages for an actor wait until its compute thread wants them.
+"""Messages between actors: the mailbox they are taken out of, and the port they are sent through.
 
-Every exchange between actors is a one-way message with a unique tag; no actor method waits on
-another actor's method. A wait has a deadline and says what it waited for; `fail` wakes every
-waiter when a peer has died.
+Every message goes one way and has a unique tag; no actor method waits on another actor's method. It waits in
+the receiver's mailbox until the compute thread takes it. A wait has a deadline and says what it waited for;
+`fail` wakes every waiter when a peer has died.
+
+A port belongs to one actor. `send` hands one message to one or more actors and returns at once. The payload
+must not change until the receivers are done with it. The port tracks this by a *lease*: the sender calls
+`release(lease)` when the protocol proves that every receiver has read the tensors (a reply has come, or the
+pass is over).
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 Tag = tuple[Any, ...]
 Address = tuple[str, int]  # ("worker", rank) or ("experts", rank)
+Lease = int
 
 
 @dataclass
@@ -28,7 +35,7 @@ class Message:
 
 
 class Aborted(RuntimeError):
-    """The pass was given up because another actor failed; that actor's error is the cause."""
+    """The pass was aborted because another actor failed; that actor's error is the cause."""
 
 
 class Stalled(RuntimeError):
@@ -54,7 +61,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def __len__(self) -> int:
-        """Messages that have come and were not taken yet."""
+        """Messages that wait to be taken."""
         return len(self._messages)
 
     def take(self, tag: Tag, timeout: float) -> Message:
@@ -66,14 +73,14 @@ class Mailbox:
                 while tag not in self._messages:
                     if self._failure is not None:
                         raise Aborted(self._failure)
-                    left = timeout - (time.monotonic() - start)
-                    if left <= 0:
+                    remaining = timeout - (time.monotonic() - start)
+                    if remaining <= 0:
                         others = sorted(map(str, self._messages))
                         raise Stalled(
                             f"{self.owner} waited {timeout:.0f} s for message {tag} (trainer.step_timeout); "
                             f"{len(others)} other messages are waiting: {others[:4]}"
                         )
-                    self._changed.wait(left)
+                    self._changed.wait(remaining)
                 return self._messages.pop(tag)
             finally:
                 self.waiting_for = None
@@ -98,10 +105,10 @@ class Mailbox:
                     tag = next((tag for tag in self._messages if tag[0] in kinds), None)
                     if tag is not None:
                         return self._messages.pop(tag)
-                    left = None if timeout is None else timeout - (time.monotonic() - start)
-                    if left is not None and left <= 0:
+                    remaining = None if timeout is None else timeout - (time.monotonic() - start)
+                    if remaining is not None and remaining <= 0:
                         return None
-                    self._changed.wait(left)
+                    self._changed.wait(remaining)
             finally:
                 self.waiting_for = None
                 self.seconds_waited += time.monotonic() - start
@@ -117,3 +124,65 @@ class Mailbox:
         with self._changed:
             self._messages.clear()
             self._failure = None
+
+
+class Port(Protocol):
+    """Sends messages on behalf of one actor."""
+
+    def shares(self, address: Address) -> bool:
+        """Whether that actor reads this one's memory: a message to it costs no copy per receiver."""
+        ...
+
+    def alloc(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
+        """Memory for a tensor that will be sent: filled in place, it travels to sharers without a copy.
+
+        Belongs to the message it is sent in, and is free again when that send's lease is released, or, never
+        sent, at `release_all`.
+
+        Args:
+            pinned: page-locked, for copies from and to CUDA.
+        """
+        ...
+
+    def send(self, to: Sequence[Address], message: Message) -> Lease:
+        """Send to every address; the tensors stay valid for them until `release`."""
+        ...
+
+    def release(self, lease: Lease) -> None:
+        """All receivers of that send are done with its tensors."""
+        ...
+
+    def release_all(self) -> None:
+        """Between passes: nothing sent so far is still being read."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the port holds; it sends nothing afterwards."""
+        ...
+
+
+class LocalPort:
+    """Same process: receivers get the very tensors, so there is nothing to release."""
+
+    def __init__(self, deliver: Mapping[Address, Callable[[Message], None]]) -> None:
+        self._deliver = deliver
+
+    def shares(self, address: Address) -> bool:
+        return True
+
+    def alloc(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
+
+    def send(self, to: Sequence[Address], message: Message) -> Lease:
+        for address in to:
+            self._deliver[address](message)
+        return 0
+
+    def release(self, lease: Lease) -> None:
+        pass
+
+    def release_all(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kt_ray.generate.batcher import Batcher
 from kt_ray.generate.requests import Request, Sampling, SessionSpec, Step
-from kt_ray.generate.schedule import Schedule
 
 
 def schedule(
     max_rows: int = 4, prefill_tokens: int = 100, joint: bool = True, cache_tokens: int | None = None
-) -> Schedule:
-    return Schedule(SessionSpec(1, max_rows, prefill_tokens, pad_id=9, cache_tokens=cache_tokens), joint)
+) -> Batcher:
+    return Batcher(SessionSpec(1, max_rows, prefill_tokens, pad_id=9, cache_tokens=cache_tokens), joint)
 
 
 def request(length: int, new: int = 3, adapter: bool = True) -> Request:
     return Request(tuple(range(1, length + 1)), Sampling(max_new_tokens=new), adapter)
 
 
-def advance(book: Schedule, step: Step) -> list[tuple[int, str]]:
+def advance(book: Batcher, step: Step) -> list[tuple[int, str]]:
     """Everybody gets token 5."""
     logits = []
     for batch in step.batches:
@@ -107,7 +107,7 @@ def test_cancelling() -> None:
 
 
 def test_what_is_remembered_of_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kt_ray.generate.schedule._KEPT", 10)
+    monkeypatch.setattr("kt_ray.generate.batcher._KEPT", 10)
     book = schedule()
     for number in range(0, 60, 2):
         assert book.cancel(number) == []  # each before it came

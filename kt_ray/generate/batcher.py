@@ -1,4 +1,4 @@
-"""The coordinator's book: which rows wait, which run, what the next step is. Plain Python, no waiting."""
+"""Continuous batching: which rows wait, which run, what the next step is. Plain Python, no waiting."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Recent:
         return self._numbers.pop(number, 0) is None
 
 
-class Schedule:
+class Batcher:
     """Requests join and leave between steps; those that wait are taken in the order they came.
 
     Args:

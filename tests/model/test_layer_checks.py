@@ -68,10 +68,10 @@ def test_dropout_counts_samples_and_positions_within_them(checkpoint: Checkpoint
     """With the counters of the packed row itself, masks and so the loss would be others."""
     reference, stages = ready(checkpoint("deepseek_v3"), LORA, (0, 3))
     alone = run(stages, ALONE, reference).loss
-    mb = TOGETHER.waves[0][0][0]
+    mb = TOGETHER.wave[0][0][0]
     assert mb.samples_BS is not None
     moved = replace(mb, samples_BS=np.repeat(mb.sample_ids[:, None], mb.input_ids.shape[1], axis=1))
-    wrong = replace(TOGETHER, waves=(((moved, *TOGETHER.waves[0][0][1:]),),))
+    wrong = replace(TOGETHER, wave=(((moved, *TOGETHER.wave[0][0][1:]),),))
     assert abs(run(stages, wrong, reference).loss - alone) > 1e-5
 
 
@@ -110,15 +110,15 @@ def test_indexed_attention_chooses_within_a_document(family: str, tmp_path: Path
     path = write_config(tmp_path / family, family, index_n_heads=64, index_topk=4)
     build(path)
     (stage,) = make_stages(path, (0, LAYERS), LORA)
-    stage._check_packing()
+    stage.check_packing()
 
 
 def test_bf16_layers_pass_the_check(checkpoint: Checkpoint) -> None:
-    from kt_ray.model.packing_probe import check_packing
+    from kt_ray.model.layer_checks import check_packing
 
     (stage,) = make_stages(checkpoint("deepseek_v3"), (0, 3), LORA)
     for layer in stage.model.layers.values():
         layer.bfloat16()
     for context in stage.model.experts.values():
         context.handler = lambda x, ids, weights: torch.zeros_like(x)
-    check_packing(stage.model.recorder, stage.model.layers, stage.state_shape, stage.device)
+    check_packing(stage.model.capture, stage.model.layers, stage.state_shape, stage.device)

@@ -13,9 +13,8 @@ from kt_ray.actors.attention_worker import AttentionWorker
 from kt_ray.actors.local_cluster import LocalCluster, LocalHandle
 from kt_ray.actors.specs import actor_specs
 from kt_ray.config.schema import Config
-from kt_ray.transport.expert_link import MessageExchange
-from kt_ray.transport.mailbox import Address, Mailbox, Message
-from kt_ray.transport.port import Lease, LocalPort
+from kt_ray.transport.links import ExpertLink
+from kt_ray.transport.messages import Address, Lease, LocalPort, Mailbox, Message
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, one_pass, plan_for, steps, waves_of
 
@@ -122,14 +121,14 @@ def test_an_actor_without_a_row_still_gets_its_message() -> None:
     mailbox = Mailbox("test")
     addresses: list[Address] = [("experts", 0), ("experts", 1)]
     port = FarPort({a: lambda m, a=a: sent.append((a, m)) for a in addresses}, addresses)
-    exchange = MessageExchange(
+    exchange = ExpertLink(
         mailbox,
         port,
         replica=0,
         experts=2,
         number=7,
         timeout=5,
-        held=lambda layer, rank: (2 * rank, 2 * rank + 1),
+        local_experts=lambda layer, rank: (2 * rank, 2 * rank + 1),
         num_experts=4,
     )
     x, ids = torch.randn(3, 8), torch.tensor([[0, 1], [1, 4], [4, 4]], dtype=torch.int32)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kt_ray.transport.mailbox import Aborted, Mailbox, Message, Stalled
+from kt_ray.transport.messages import Aborted, Mailbox, Message, Stalled
 
 
 def test_early_and_late_messages_are_taken_by_tag() -> None:

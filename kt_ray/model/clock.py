@@ -1,4 +1,4 @@
-"""Where a stage's time goes, and how tokens fall on experts."""
+"""Where a stage's time goes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 
 class Clock:
@@ -49,9 +48,9 @@ class Clock:
         try:
             yield
         finally:
-            took = time.perf_counter() - begun
-            self.seconds[term] += took - self._inner.pop()
-            self._inner[-1] += took
+            seconds = time.perf_counter() - begun
+            self.seconds[term] += seconds - self._inner.pop()
+            self._inner[-1] += seconds
 
     def read(self) -> dict[str, float]:
         """Seconds by term since the last `reset` (waits for the events that were recorded)."""
@@ -64,19 +63,3 @@ class Clock:
     def reset(self) -> None:
         self.seconds.clear()
         self._events.clear()
-
-
-class Histogram:
-    """Tokens per expert and MoE layer of one pass (forward only)."""
-
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
-        self.counts: dict[int, Tensor] = {}
-
-    def add(self, layer: int, ids_TK: Tensor) -> None:
-        """Count CPU expert ids; ids equal to the number of experts mean none."""
-        count_E = torch.bincount(ids_TK.reshape(-1), minlength=self.num_experts + 1)[: self.num_experts]
-        self.counts[layer] = self.counts[layer] + count_E if layer in self.counts else count_E
-
-    def reset(self) -> None:
-        self.counts.clear()

@@ -1,0 +1,242 @@
+"""What actors do during a session of generation: no driver in the loop, no fixed order.
+
+The last stage of each replica, its coordinator, takes requests out of its mailbox, tells the other stages
+of its replica what the next step is (`Step`), samples, and puts tokens into its outbox for the driver.
+Expert actors answer every message in the order it comes, each replica's tokens in an engine call of
+their own: nothing waits for a message that may never be sent, so nothing can deadlock. The coordinators' last
+step ends the session: every worker says goodbye to the expert actors, which leave after the last goodbye.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kt_ray.actors.actor import PlainActor, worker_of_layer
+from kt_ray.experts import ExpertHost
+from kt_ray.experts.parts import new_memory
+from kt_ray.generate.batcher import Batcher
+from kt_ray.generate.requests import SessionSpec, Step
+from kt_ray.model.decode import Decoder
+from kt_ray.model.stage import Stage
+from kt_ray.placement.plan_types import Plan, WorkerPlan
+from kt_ray.transport.inbox import Outbox
+from kt_ray.transport.links import ExpertLink, StageLink
+from kt_ray.transport.messages import Address, Lease, Message
+
+
+@dataclass
+class GenerationReport:
+    """One actor's session: steps (an expert actor: calls), tokens chosen, seconds by what it did.
+
+    A worker's terms: "attention", "experts" (waiting for them), "head", "record" (call arguments, caches),
+    "sample", "stages" (waiting for other stages), "idle" (no request). An expert actor's: "engine", "wait".
+    """
+
+    rank: int
+    steps: int = 0
+    tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, term: str, seconds: float) -> None:
+        self.seconds[term] = self.seconds.get(term, 0.0) + seconds
+
+
+class WorkerSession:
+    """One attention worker's session.
+
+    Args:
+        actor: whose mailbox and port, and who tells what it is doing.
+        spec: of the session.
+        plan, here: the whole plan, and this worker's part of it.
+        stage: its weights.
+        outbox: for tokens (coordinators).
+        experts, stages: its conversations.
+    """
+
+    def __init__(
+        self,
+        actor: PlainActor,
+        spec: SessionSpec,
+        plan: Plan,
+        here: WorkerPlan,
+        stage: Stage,
+        outbox: Outbox,
+        experts: ExpertLink,
+        stages: StageLink,
+    ) -> None:
+        assert actor.port is not None
+        self.actor = actor
+        self.spec = spec
+        self.here = here
+        self.first, self.last = here.stage == 0, here.stage == plan.stages - 1
+        self.outbox = outbox
+        self.experts = experts
+        self.stages = stages
+        self.port = actor.port
+        self.mailbox = actor.mailbox
+        self.decoder = Decoder(stage)
+        self.report = GenerationReport(here.rank)
+        self.expert_actors: list[Address] = [("experts", expert.rank) for expert in plan.experts]
+        workers = (plan.worker(here.replica, number).rank for number in range(plan.stages))
+        self.followers: list[Address] = [("worker", rank) for rank in workers if rank != here.rank]
+
+    def run(self) -> GenerationReport:
+        """Until the last step."""
+        try:
+            if self.last:
+                self._coordinate()
+            else:
+                self._follow()
+            self.port.release_all()
+            self.port.send(self.expert_actors, Message(("bye", self.spec.number, self.here.rank)))
+        finally:
+            self.outbox.close()
+            self.decoder.close()
+        return self.report
+
+    def _coordinate(self) -> None:
+        batcher = Batcher(self.spec, self.decoder.joint)
+        while self._take_orders(batcher):
+            step = batcher.next()
+            self._tell(step)
+            logits = self._compute(step)
+            start = time.monotonic()
+            tokens = batcher.advance(step, logits)
+            self.outbox.put(tokens)
+            self.report.tokens += len(tokens)
+            self.report.add("sample", time.monotonic() - start)
+        self._tell(batcher.last())
+
+    def _take_orders(self, batcher: Batcher) -> bool:
+        """Requests and cancellations so far; waits for one when there is nothing to do. False = stop."""
+        while True:
+            self.actor.doing = "generating" if batcher.busy else "waiting for a request"
+            start = time.monotonic()
+            message = self.mailbox.take_first(("request", "cancel", "stop"), 0.0 if batcher.busy else None)
+            self.report.add("idle", time.monotonic() - start)
+            if message is None:
+                return True
+            kind, session, *rest = message.tag
+            if session != self.spec.number:
+                continue  # meant for a session that has ended
+            if kind == "stop":
+                return False
+            if kind == "request":
+                self.outbox.put(batcher.add(rest[0], message.facts["request"]))
+            else:
+                self.outbox.put(batcher.cancel(rest[0]))
+
+    def _tell(self, step: Step) -> None:
+        if self.followers:
+            self.port.send(
+                self.followers, Message(("step", self.spec.number, step.number), {}, {"step": step})
+            )
+
+    def _follow(self) -> None:
+        number = 0
+        while True:
+            self.actor.doing = f"waiting for step {number}"
+            start = time.monotonic()
+            # For ever: the coordinator has none to tell while no request comes. An abort wakes it.
+            tag = ("step", self.spec.number, number)
+            step: Step = self.mailbox.take(tag, threading.TIMEOUT_MAX / 2).facts["step"]
+            self.report.add("idle", time.monotonic() - start)
+            if step.last:
+                return
+            self._compute(step)
+            number += 1
+
+    def _compute(self, step: Step) -> list[Tensor]:
+        """One step of this stage; the last stage's float32 logits [b, V] of every batch."""
+        # All that was sent in the step before has been read: its tokens were chosen from it.
+        self.port.release_all()
+        self.actor.doing = f"step {step.number}"
+        number = self.spec.tag(step.number)
+        self.experts.begin(number)
+        self.stages.begin(number)
+        waited = self.experts.seconds_waiting, self.stages.seconds
+        start = time.monotonic()
+        loop = self.decoder.begin(step, self.experts, self.stages)
+        self.report.add("record", time.monotonic() - start)
+        for op in loop.program(self.here.layers, first=self.first, last=self.last):
+            loop.run(op)
+        self.stages.finish()
+        self.decoder.finish()
+        seconds = loop.seconds()
+        self.report.add("attention", seconds["attention"])
+        self.report.add("head", seconds["loss"])
+        self.report.add("experts", self.experts.seconds_waiting - waited[0])
+        self.report.add("stages", self.stages.seconds - waited[1])
+        self.report.steps += 1
+        return [logits_bV for batch in loop.logits() for logits_bV in batch] if self.last else []
+
+
+class ExpertSession:
+    """One expert actor's session.
+
+    Args:
+        actor: whose mailbox and port, and who tells what it is doing.
+        spec: of the session.
+        plan, rank: the whole plan, and which actor this is.
+        host: its experts.
+    """
+
+    def __init__(self, actor: PlainActor, spec: SessionSpec, plan: Plan, rank: int, host: ExpertHost) -> None:
+        assert actor.port is not None
+        self.actor = actor
+        self.spec = spec
+        self.plan = plan
+        self.host = host
+        self.port = actor.port
+        self.report = GenerationReport(rank)
+        # (worker, group) -> the reply that its next request of the group proves read
+        self._leases: dict[tuple[Address, int], Lease] = {}
+
+    def run(self) -> GenerationReport:
+        """Until all workers have left."""
+        workers = len(self.plan.workers)
+        self.host.begin_pass(0, dropout=False)
+        while workers:
+            self.actor.doing = "generating"
+            start = time.monotonic()
+            message = self.actor.mailbox.take_first(("forward", "bye"), None)
+            self.report.add("wait", time.monotonic() - start)
+            assert message is not None
+            if message.tag[0] == "bye":
+                workers -= message.tag[1] == self.spec.number
+                continue
+            if not self.spec.holds(message.tag[1]):
+                continue  # of a session that an error ended
+            start = time.monotonic()
+            self._answer(message)
+            self.report.add("engine", time.monotonic() - start)
+            self.report.steps += 1
+        self.port.release_all()
+        self.host.take_counters()
+        return self.report
+
+    def _answer(self, message: Message) -> None:
+        host, port = self.host, self.port
+        _, number, layer, group, replica = message.tag
+        worker = worker_of_layer(self.plan, layer, replica)
+        lease = self._leases.pop((worker, group), None)
+        if lease is not None:
+            port.release(lease)
+        tensors = message.tensors
+        y_TH = host.forward(
+            layer,
+            group,
+            tensors["x"],
+            host.local_ids(layer, tensors["ids"], self.plan.dims.num_experts),
+            tensors["weights"],
+            tensors["keys"],
+            keep=False,
+            adapter=message.facts.get("adapter", True),
+            alloc=port.alloc if port.shares(worker) else new_memory,
+        )
+        tag = ("reply", "forward", number, layer, group, self.report.rank)
+        self._leases[worker, group] = port.send([worker], Message(tag, {"y": y_TH}))

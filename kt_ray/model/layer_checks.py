@@ -1,0 +1,329 @@
+"""What a family's layers do, found by trying and never assumed: on random numbers, before the first pass.
+
+- `check_family`, `check_carry`: how layers pass their hidden state, and that they pass nothing else.
+- `probe_layer`: is a layer's output affine in the experts' output y? Where h_out = h_partial + c·y with a
+  constant c, a recomputed layer does not need y, and the experts' backward can start before it. A norm after
+  the experts, or hyper-connections, make it non-affine.
+- `check_packing`: do layers keep packed documents apart? transformers builds block-diagonal masks from
+  position ids that restart. A layer that carries a state from token to token (linear attention, Mamba), or
+  groups neighbouring tokens (compressed keys), has no use for the mask and would mix documents without a
+  word.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kt_ray.errors import UserError
+from kt_ray.model.layer_calls import LayerCallCapture, LayerContext, RecordedCall, unsupported
+
+_AFFINE_TOLERANCE = (
+    1e-5  # of float32 layers at the probe's magnitudes; a norm or a gate is off by orders more
+)
+_DOCUMENTS = (5, 9, 3)  # tokens of each: no multiples of each other, of 4 or of 8
+_PACKING_TOLERANCE = 1e-4  # relative, of float32 layers; documents that see each other are off by far more
+
+
+def check_family(capture: LayerCallCapture, first: bool, last: bool, hidden_size: int, device: str) -> None:
+    """Learn how layers pass their hidden state; refuse a family whose layers pass more than that.
+
+    Raises:
+        UserError: layers depend on each other by more than h, or (more than one stage) on the tokens.
+    """
+    model_type = capture.causal.config.model_type
+    b, s = 1, 5
+
+    def inputs(token: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.full((b, s), token, dtype=torch.int64, device=device)}
+
+    shapes: set[tuple[int, ...]] = set()
+
+    def noisy(index: int, hidden: Tensor) -> Tensor:
+        if not isinstance(hidden, Tensor):
+            raise TypeError("the hidden state is not a tensor")
+        shapes.add(tuple(hidden.shape))
+        return hidden + torch.full_like(hidden, 1.0 + index)
+
+    refusal: Exception | None = None
+    for capture.outputs in (0, 1, 2):
+        shapes.clear()
+        try:
+            with_noise = capture.record(inputs(0), None, noisy)
+        except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+            refusal = refusal or error
+            continue
+        state = next(iter(shapes))
+        if (
+            len(shapes) == 1
+            and state[:2] == (b, s)
+            and len(state) in (3, 4)
+            and state[-1] == hidden_size
+            and (not last or capture.output_shape == (b, s, hidden_size))
+        ):
+            capture.state_shape = state[2:]
+            break
+    else:
+        raise unsupported(
+            model_type,
+            f"layers whose input is not one hidden state ({_first_line(refusal) or sorted(shapes)})",
+            "any placement",
+        )
+    if capture.outputs == 2:
+        capture.extra = torch.zeros(1, device=device)
+        calls = capture.record(inputs(0), None)
+        capture.carried = tuple(
+            sorted({k for call in calls.values() for k, v in call.kwargs.items() if v is capture.extra})
+        )
+        for index, call in calls.items():
+            if any(value is capture.extra for value in call.args):
+                raise unsupported(model_type, f"layer {index} receives what an earlier layer computed")
+        capture.extra = None
+    plain_calls = capture.record(inputs(0), None)
+    for index, call in plain_calls.items():
+        odd = _odd(call)
+        if odd:
+            raise unsupported(model_type, f"layer {index} receives {odd}")
+        if not _same(call, with_noise[index]):
+            raise unsupported(model_type, f"layer {index} receives what an earlier layer computed")
+    if not (first and last):
+        other = capture.record(inputs(1), None)
+        for index, call in plain_calls.items():
+            if not _same(call, other[index], _ids):
+                raise unsupported(
+                    model_type, f"layer {index} receives a tensor made from the tokens", "more than one stage"
+                )
+
+
+def check_carry(
+    capture: LayerCallCapture,
+    layers: Mapping[int, nn.Module],
+    calls: Mapping[int, RecordedCall],
+    hidden: list[Tensor],
+) -> None:
+    """Refuse a family whose layers use the second output of the layer before, found by trying.
+
+    GLM-5's layers hand their sparse attention's choice on, but each makes its own unless its
+    configuration says that it shares.
+
+    Args:
+        capture: of the family. layers, calls: of this stage, experts answered by the caller.
+        hidden: two different hidden states of the calls' shape.
+    """
+    if not capture.carried:
+        return
+    for index, layer in layers.items():
+        with torch.no_grad():
+            try:
+                alone = calls[index].run(layer, hidden[0])
+                other = calls[index].outputs(layer, hidden[1])[1]
+                mixed = replace(calls[index], kwargs={**calls[index].kwargs, capture.carried[0]: other})
+                same = torch.equal(alone, mixed.run(layer, hidden[0]))
+            except (ValueError, TypeError, AttributeError, RuntimeError):
+                same = False
+        if not same:
+            raise unsupported(
+                capture.causal.config.model_type,
+                f"layer {index} uses {capture.carried[0]} of the layer before",
+                "any placement",
+            )
+
+
+def probe_layer(
+    layer: nn.Module,
+    call: RecordedCall,
+    context: LayerContext,
+    shape: tuple[int, ...],
+    constants: tuple[float, ...] = (),
+    seed: int = 0,
+) -> float | None:
+    """c of h_out = h_partial + c·y, or None when there is no such constant.
+
+    Args:
+        layer: a decoder layer with routed experts, on its device.
+        call: arguments recorded for [b, s] tokens.
+        context: of its experts.
+        shape: (b, s, H), or (b, s, streams, H) of hyper-connections, which are never affine.
+        constants: numbers c may equal exactly (a family's residual multiplier); 1 always is among them.
+        seed: of the random h and y.
+
+    Raises:
+        UserError: the layer does not call its experts exactly once.
+    """
+    if any(p.dtype != torch.float32 for p in layer.parameters()):
+        layer = copy.deepcopy(layer).float()
+    device = next(layer.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(scale: float) -> Tensor:
+        return (torch.randn(shape, generator=generator, dtype=torch.float32) * scale).to(device)
+
+    call = _float_call(call)
+    if len(shape) > 3:  # y goes to several streams by gates computed from h
+        try:
+            with torch.no_grad():
+                _run_with(
+                    layer, call, context, normal(1.0), torch.zeros(*shape[:2], shape[-1], device=device)
+                )
+        finally:
+            context.handler = None
+        return None
+    estimates: list[float] = []
+    try:
+        with torch.no_grad():
+            for scale_h, scale_y in ((1.0, 1.0), (0.3, 5.0), (3.0, 0.5)):
+                h, y = normal(scale_h), normal(scale_y)
+                partial = _run_with(layer, call, context, h, torch.zeros_like(h))
+                full = _run_with(layer, call, context, h, y)
+                delta = (full - partial).double()
+                c = float((delta * y.double()).sum() / y.double().square().sum())
+                residual = float((delta - c * y.double()).norm())
+                # rounding of the two outputs, not of their difference, bounds what can be asked
+                size = float(full.double().norm() + partial.double().norm() + y.double().norm())
+                if not residual <= _AFFINE_TOLERANCE * size:
+                    return None
+                estimates.append(c)
+    finally:
+        context.handler = None
+    # the largest y relative to h gives the best estimate
+    c = estimates[1]
+    if any(abs(other - c) > 20 * _AFFINE_TOLERANCE * max(1.0, abs(c)) for other in estimates):
+        return None
+    exact = [
+        value for value in (1.0, *constants) if abs(value - c) <= _AFFINE_TOLERANCE * max(1.0, abs(value))
+    ]
+    return min(exact, key=lambda value: abs(value - c)) if exact else c
+
+
+def _run_with(layer: nn.Module, call: RecordedCall, context: LayerContext, h: Tensor, y: Tensor) -> Tensor:
+    calls = context.calls
+    context.handler = lambda hidden, ids, weights: y.reshape(hidden.shape)
+    out = call.run(layer, h)
+    if context.calls != calls + 1:
+        raise UserError(
+            "a layer with routed experts does not call them exactly once",
+            where=f"layer {context.layer}",
+            observed=f"{context.calls - calls} calls",
+            required="1",
+            remedy="choose another model family",
+        )
+    return out
+
+
+def check_packing(
+    capture: LayerCallCapture,
+    layers: Mapping[int, nn.Module],
+    state_shape: tuple[int, ...],
+    device: torch.device,
+) -> None:
+    """Run every layer on three documents packed and alone, and compare.
+
+    Args:
+        capture: of the family.
+        layers: of this stage, their experts answered by the caller.
+        state_shape: of the hidden state after [b, s].
+
+    Raises:
+        UserError: a layer whose output for a document depends on its neighbours in the row.
+    """
+    total = sum(_DOCUMENTS)
+    ids = torch.zeros(1, total, dtype=torch.int64, device=device)
+    positions = torch.cat([torch.arange(n) for n in _DOCUMENTS])[None].to(device)
+    packed = capture.record({"input_ids": ids, "position_ids": positions}, None)
+    starts = [sum(_DOCUMENTS[:i]) for i in range(len(_DOCUMENTS))]
+    alone = [capture.record({"input_ids": ids[:, :n]}, None) for n in _DOCUMENTS]
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, total, *state_shape)
+    hidden = torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
+    for index, layer in layers.items():
+        if any(p.dtype != torch.float32 for p in layer.parameters()):
+            layer = copy.deepcopy(layer).float()
+        with torch.no_grad():
+            together = _float_call(packed[index]).run(layer, hidden)
+            apart = [
+                _float_call(calls[index]).run(layer, hidden[:, start : start + n])
+                for calls, start, n in zip(alone, starts, _DOCUMENTS, strict=True)
+            ]
+        expected = torch.cat(apart, dim=1)
+        error = float((together - expected).abs().max())
+        if not error <= _PACKING_TOLERANCE * max(1.0, float(expected.abs().max())):
+            raise UserError(
+                f"{capture.causal.config.model_type} cannot train packed rows",
+                where=f"layer {index}, {_attention_name(layer)}",
+                observed=f"a document's output changes by {error:.2g} with its neighbours in the row",
+                required="layers that keep documents apart",
+                remedy="set data.packing=false (data.group_by_length=true saves padding too)",
+            )
+
+
+def _float_call(call: RecordedCall) -> RecordedCall:
+    return replace(call, args=_as_float(call.args), kwargs=_as_float(call.kwargs))
+
+
+def _attention_name(layer: nn.Module) -> str:
+    for name in ("self_attn", "linear_attn", "mixer", "mamba", "attention"):
+        if hasattr(layer, name):
+            return type(getattr(layer, name)).__name__
+    return type(layer).__name__
+
+
+def _as_float(value: Any) -> Any:
+    """The same arguments with floating tensors in float32."""
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        return tuple(_as_float(v) for v in value)
+    if isinstance(value, list):
+        return [_as_float(v) for v in value]
+    if isinstance(value, dict):
+        return {k: _as_float(v) for k, v in value.items()}
+    return value
+
+
+def _odd(value: Any) -> str:
+    """Name of the first argument that a layer could change or that cannot be kept, or ""."""
+    if isinstance(value, RecordedCall):
+        return _odd(value.args) or next((f"{k}: {o}" for k, v in value.kwargs.items() if (o := _odd(v))), "")
+    if isinstance(value, Mapping):
+        if not value:
+            return "an empty dict (a place for layers to leave results)"
+        return next((o for v in value.values() if (o := _odd(v))), "")
+    if isinstance(value, list) and not value:
+        return "an empty list (a place for layers to leave results)"
+    if isinstance(value, (tuple, list)):
+        return next((o for v in value if (o := _odd(v))), "")
+    if value is None or isinstance(
+        value, (Tensor, bool, int, float, str, torch.dtype, torch.device, torch.Size)
+    ):
+        return ""
+    return f"a {type(value).__name__}"
+
+
+def _same(a: Any, b: Any, also: Callable[[Tensor, Tensor], bool] = lambda a, b: False) -> bool:
+    """Whether two calls have equal arguments, or tensors that `also` lets pass."""
+    if isinstance(a, RecordedCall):
+        return _same(a.args, b.args, also) and _same(a.kwargs, b.kwargs, also)
+    if isinstance(a, Tensor):
+        if not isinstance(b, Tensor) or a.shape != b.shape:
+            return False
+        return torch.equal(a, b) or also(a, b)
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_same(a[k], b[k], also) for k in a)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(_same(x, y, also) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def _ids(a: Tensor, b: Tensor) -> bool:
+    """The token ids themselves, of check_family's two inputs: every stage has them."""
+    whole = a.dtype == b.dtype == torch.int64
+    return whole and bool((a == 0).all()) and bool((b == 1).all())
+
+
+def _first_line(error: Exception | None) -> str:
+    return "" if error is None else (str(error).strip().splitlines() or [type(error).__name__])[0]

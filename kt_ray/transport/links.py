@@ -1,0 +1,321 @@
+"""An attention worker's two conversations during a pass or a step of generation.
+
+`ExpertLink` is the conversation with all expert actors. Actors that share the worker's memory read all tokens
+of a group where they lie. To the others only the rows travel that have at least one of their experts; their
+answers are spread over zeros, so the sums are the same bit for bit. `StageLink` is the conversation with the
+neighbouring
+stages: hidden states one way, gradients back.
+
+Shapes: T valid tokens of a group, H hidden, K experts per token, E experts of a layer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kt_ray.timeline import SpanRecorder
+from kt_ray.transport.messages import Address, Lease, Mailbox, Message, Port
+
+ANSWERS = {"forward": ("y",), "backward": ("dx", "dw")}  # tensors of a reply, by direction
+
+LocalExperts = Callable[[int, int], Sequence[int]]
+"""(layer, rank of an expert actor) -> global ids of the experts that it computes there."""
+
+
+@dataclass
+class _Routed:
+    """A group's tokens of one layer: how many, and which rows went to which far actor (others got all)."""
+
+    tokens: int
+    rows: dict[int, Tensor] = field(default_factory=dict)
+
+
+class ExpertLink:
+    """Sends tokens to the expert actors and adds their answers in float32, in rank order.
+
+    Args:
+        mailbox, port: the worker's own.
+        replica: the worker's replica: expert actors wait for one message from each.
+        experts: number of expert actors.
+        number: of the pass; part of every tag.
+        timeout: seconds to wait for an answer.
+        local_experts: which experts an actor computes, for those out of shared memory's reach.
+        num_experts: of a layer.
+        device: where the stage computes; answers are brought there.
+        overlap: False = `submit_*` waits for the answer, so that neither side works beside the other.
+        recorder: of the worker's pass.
+
+    Attributes:
+        adapter: whether the experts' LoRA takes part in what is submitted, or which (generation changes it).
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        port: Port,
+        *,
+        replica: int,
+        experts: int,
+        number: int,
+        timeout: float,
+        local_experts: LocalExperts,
+        num_experts: int,
+        device: torch.device | str = "cpu",
+        overlap: bool = True,
+        recorder: SpanRecorder | None = None,
+    ) -> None:
+        self.seconds_waiting = 0.0
+        self.adapter: bool | str = True
+        self._mailbox = mailbox
+        self._port = port
+        self._replica = replica
+        self._experts: list[Address] = [("experts", rank) for rank in range(experts)]
+        self._sharing = [address for address in self._experts if port.shares(address)]
+        self._number = number
+        self._timeout = timeout
+        self._local_experts = local_experts
+        self._num_experts = num_experts
+        self._device = torch.device(device)
+        self._leases: dict[tuple[str, int, int], list[Lease]] = {}
+        self._routed: dict[tuple[int, int], _Routed] = {}
+        self._tables: dict[tuple[int, int], Tensor] = {}
+        self._copies: dict[int, torch.cuda.Event] = {}  # group -> end of copies out of its last answers
+        self._overlap = overlap
+        self._recorder = recorder or SpanRecorder()
+        self._answers: dict[tuple[str, int, int], list[Tensor]] = {}  # without overlap
+
+    def begin(self, number: int) -> None:
+        """Begin the next step, with the same settings. Everything submitted before has been answered."""
+        self.finish()
+        self._number = number
+
+    def alloc(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for a tensor to submit: shared if an expert actor reads it there; page-locked for CUDA."""
+        pinned = self._device.type == "cuda"
+        if self._sharing:
+            return self._port.alloc(shape, dtype, pinned=pinned)
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
+
+    def submit_forward(
+        self,
+        layer: int,
+        group: int,
+        x_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        keys_T: Tensor,
+        keep: bool,
+    ) -> None:
+        """Send the tokens of one group: global expert ids, routing weights, dropout keys."""
+        routed = self._routed[layer, group] = _Routed(x_TH.shape[0])
+        for address in self._experts:
+            if address not in self._sharing:
+                rows = self._table(layer, address[1])[ids_TK.long()].any(dim=1).nonzero().flatten()
+                if rows.numel() < x_TH.shape[0]:
+                    routed.rows[address[1]] = rows
+        tensors = {
+            "x": x_TH,
+            "ids": ids_TK.to(torch.int32),
+            "weights": weights_TK.float(),
+            "keys": keys_T,
+        }
+        self._submit("forward", layer, group, tensors)
+
+    def join_forward(self, layer: int, group: int) -> Tensor:
+        """y_TH float32, summed over expert actors."""
+        (y_TH,) = self._join("forward", layer, group)
+        return y_TH
+
+    def submit_backward(self, layer: int, group: int, dy_TH: Tensor) -> None:
+        """Send the gradient of y; the expert actors kept the rest."""
+        self._submit("backward", layer, group, {"dy": dy_TH.float()})
+
+    def join_backward(self, layer: int, group: int) -> tuple[Tensor, Tensor]:
+        """(dx_TH, gradient of the routing weights dw_TK) float32, summed over expert actors."""
+        dx_TH, dw_TK = self._join("backward", layer, group)
+        del self._routed[layer, group]
+        return dx_TH, dw_TK
+
+    def finish(self) -> None:
+        """End of the pass: wait until the device has read every answer; then they may change."""
+        for group in list(self._copies):
+            self._copies.pop(group).synchronize()
+
+    def _table(self, layer: int, rank: int) -> Tensor:
+        """bool [E + 1]: the experts of an actor (id E means no expert)."""
+        table = self._tables.get((layer, rank))
+        if table is None:
+            table = self._tables[layer, rank] = torch.zeros(self._num_experts + 1, dtype=torch.bool)
+            table[list(self._local_experts(layer, rank))] = True
+        return table
+
+    def _submit(self, direction: str, layer: int, group: int, tensors: dict[str, Tensor]) -> None:
+        tag = (direction, self._number, layer, group, self._replica)
+        rows = self._routed[layer, group].rows
+        # This message tells the actors that their last answer of this group was read.
+        if group in self._copies:
+            self._copies.pop(group).synchronize()
+        facts = {} if self.adapter is True else {"adapter": self.adapter}
+        with self._recorder.span(f"submit {direction}", "transfer", layer, group):
+            whole = [address for address in self._experts if address[1] not in rows]
+            leases = []
+            for rank, chosen in rows.items():
+                part = {name: tensor.index_select(0, chosen) for name, tensor in tensors.items()}
+                leases.append(self._port.send([("experts", rank)], Message(tag, part, facts)))
+            if whole:
+                leases.append(self._port.send(whole, Message(tag, tensors, facts)))
+            self._leases[direction, layer, group] = leases
+        if not self._overlap:
+            self._answers[direction, layer, group] = self._receive(direction, layer, group)
+
+    def _join(self, direction: str, layer: int, group: int) -> list[Tensor]:
+        if not self._overlap:
+            return self._answers.pop((direction, layer, group))
+        return self._receive(direction, layer, group)
+
+    def _receive(self, direction: str, layer: int, group: int) -> list[Tensor]:
+        names = ANSWERS[direction]
+        start = time.monotonic()
+        with self._recorder.span(f"add {direction}", "transfer", layer, group):
+            sums: list[Tensor] = []
+            for _, rank in self._experts:
+                tag = ("reply", direction, self._number, layer, group, rank)
+                with self._recorder.span(f"experts-{rank} {direction}", "wait", layer, group):
+                    reply = self._mailbox.take(tag, self._timeout)
+                parts = [self._whole(layer, group, rank, reply.tensors[name]) for name in names]
+                if rank == 0:
+                    sums = parts
+                else:
+                    for total, part in zip(sums, parts, strict=True):
+                        total.add_(part)
+            if self._device.type == "cuda":
+                self._copies[group] = _mark()
+            for lease in self._leases.pop((direction, layer, group)):
+                self._port.release(lease)
+        self.seconds_waiting += time.monotonic() - start
+        return sums
+
+    def _whole(self, layer: int, group: int, rank: int, part: Tensor) -> Tensor:
+        """An answer for all tokens, on the device; a copy from rank 0, as the others are added to it."""
+        routed = self._routed[layer, group]
+        rows = routed.rows.get(rank)
+        # Never the answer itself where it will be changed: it lies in memory that its sender uses again.
+        part = part.to(self._device, non_blocking=True, copy=rank == 0 and rows is None)
+        if rows is None:
+            return part
+        full = torch.zeros(routed.tokens, *part.shape[1:], dtype=part.dtype, device=self._device)
+        return full.index_copy_(0, rows.to(self._device), part)
+
+
+class StageLink:
+    """Sends and receives for one worker. Tensors are on the stage's device.
+
+    Args:
+        mailbox, port: the worker's own.
+        rank: the worker's; its neighbours' are one less and one more.
+        number: of the pass; part of every tag.
+        timeout: seconds to wait for a message.
+        device: where the stage computes.
+        recorder: of the worker's pass.
+
+    Attributes:
+        seconds: spent sending, and waiting for other stages.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        port: Port,
+        *,
+        rank: int,
+        number: int,
+        timeout: float,
+        device: str,
+        recorder: SpanRecorder,
+    ) -> None:
+        self.seconds = 0.0
+        self._mailbox = mailbox
+        self._port = port
+        self._rank = rank
+        self._number = number
+        self._timeout = timeout
+        self._device = torch.device(device)
+        self._recorder = recorder
+        self._leases: dict[int, Lease] = {}  # group -> its hidden states sent to the next stage
+        self._reads: list[torch.cuda.Event] = []  # ends of copies out of other stages' memory
+
+    def begin(self, number: int) -> None:
+        """Begin the next step. Everything sent before has been read."""
+        self.finish()
+        self._leases.clear()
+        self._number = number
+
+    def send_hidden(self, group: int, tensors: list[Tensor]) -> None:
+        self._leases[group] = self._send("hidden", group, self._rank + 1, tensors)
+
+    def receive_hidden(self, group: int) -> list[Tensor]:
+        return self._receive("hidden", group)
+
+    def send_grad(self, group: int, tensors: list[Tensor]) -> None:
+        self._send("grad", group, self._rank - 1, tensors)  # its lease ends with the pass
+
+    def receive_grad(self, group: int) -> list[Tensor]:
+        grads = self._receive("grad", group)
+        # A gradient comes from what was sent: the next stage has read the group's hidden states.
+        self._port.release(self._leases.pop(group))
+        return grads
+
+    def finish(self) -> None:
+        """End of the pass: wait until the device has read all received tensors; then they may change."""
+        while self._reads:
+            self._reads.pop().synchronize()
+
+    def _send(self, what: str, group: int, to: int, tensors: list[Tensor]) -> Lease:
+        address: Address = ("worker", to)
+        with self._timed():
+            if self._device.type == "cuda":
+                host = [
+                    self._port.alloc(t.shape, t.dtype, pinned=True)
+                    if self._port.shares(address)
+                    else torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+                    for t in tensors
+                ]
+                for target, t in zip(host, tensors, strict=True):
+                    target.copy_(t, non_blocking=True)
+                _mark().synchronize()
+                tensors = host
+            named = {str(i): t for i, t in enumerate(tensors)}
+            with self._recorder.span(f"send {what}", "transfer", group=group):
+                return self._port.send([address], Message((what, self._number, group), named))
+
+    def _receive(self, what: str, group: int) -> list[Tensor]:
+        """Copies: the message may lie in memory that its sender uses again."""
+        with self._timed():
+            with self._recorder.span(f"stage {what}", "wait", group=group):
+                message = self._mailbox.take((what, self._number, group), self._timeout)
+            copies = [
+                message.tensors[str(i)].to(self._device, non_blocking=True, copy=True)
+                for i in range(len(message.tensors))
+            ]
+            if self._device.type == "cuda":
+                self._reads.append(_mark())
+            return copies
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.seconds += time.monotonic() - start
+
+
+def _mark() -> torch.cuda.Event:
+    """An event after all work queued on this stream so far."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
