@@ -28,8 +28,8 @@ import pytest
 import torch
 
 from kt_ray.native import available_isas
-from kt_ray.transport.expert_link import MessageExchange
-from kt_ray.transport.mailbox import Address, Message
+from kt_ray.transport.links import ExpertLink
+from kt_ray.transport.messages import Address, Message
 from tests.helpers.golden import ENGINE_CASES, UNIT, Record, engine_digests, spread, train, write_model
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -136,7 +136,7 @@ def test_answers_are_added_in_rank_order() -> None:
 
         def release(self, lease: Any) -> None: ...
 
-    exchange = MessageExchange(
+    exchange = ExpertLink(
         Inbox(),  # type: ignore[arg-type]
         SharedMemory(),  # type: ignore[arg-type]
         replica=0,

@@ -25,7 +25,7 @@ from kt_ray.checkpoint.key_map import KeyNames, tensors_made
 from kt_ray.checkpoint.names import expert_name, family, fused_release, layer_of
 from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Notes, Unit, finish, write_shards
 from kt_ray.errors import UserError
-from kt_ray.model import hook
+from kt_ray.model import layer_calls
 from kt_ray.model.family import build_causal, read_family
 from kt_ray.tools.units import (
     Change,
@@ -318,7 +318,7 @@ def module_names(index: CheckpointIndex, prefixes: Iterable[str]) -> ModuleNames
     names = sorted(n for n in index.names if expert_name(n) is None and n.endswith(".weight"))
     parameters = {name.removesuffix(".weight"): name for name in names}
     try:
-        hook.register()
+        layer_calls.register()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of configurations: nothing is computed with this model
             model, _, _ = build_causal(read_family(index.path), torch.bfloat16, "eager")
