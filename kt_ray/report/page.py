@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from kt_ray.evaluate.predictions import ADAPTER_FILE, BASE_FILE, find_answers
+from kt_ray.evaluate.answer_file import ADAPTER_FILE, BASE_FILE, find_answers
 from kt_ray.evaluate.scores import METRICS
 from kt_ray.evaluate.table import Sample, pick_samples
 from kt_ray.report.charts import Line, heat_map, heat_scale, line_chart

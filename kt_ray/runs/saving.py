@@ -25,14 +25,14 @@ from kt_ray.checkpoint.training import (
 )
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import flat
+from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.errors import UserError
 from kt_ray.model.family import read_family
 from kt_ray.model.pissa import doubled_shape
-from kt_ray.runs.prepare import Prepared
 from kt_ray.placement.balance import owners_of
 from kt_ray.placement.expert_load import FILE as LOAD_FILE
 from kt_ray.placement.expert_load import ExpertLoad
-from kt_ray.dims.weight_formats import BACKEND_STORAGE
+from kt_ray.runs.prepare import Prepared
 from kt_ray.runs.rundir import RunDir, checkpoint_to_resume
 from kt_ray.train.cluster_protocol import ActorLost, Cluster
 from kt_ray.train.preference_steps import STAGES
