@@ -1,8 +1,8 @@
 """Base and adapter answer the same questions on one cluster, for mode=eval and at the end of training.
 
-One base model in memory serves both. mode=eval measures the base's loss before the actors read the adapter (LoRA
-without effect) and the adapter's after it; then one session answers each row twice and switches the adapter on
-and off. All results are kept, so the same command continues where it stopped.
+One base model in memory serves both. mode=eval measures the base's loss before the actors read the adapter
+(LoRA without effect) and the adapter's after it; then one session answers each row twice and switches the
+adapter on and off. All results are kept, so the same command continues where it stopped.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ JSON_FILE, MARKDOWN_FILE = "eval.json", "eval.md"
 def to_answer(config: Config) -> Config | None:
     """The configuration to answer under; None = mode=eval evaluates answers that exist.
 
-    New answers are asked for by generate.adapter, by generate.answer=base, or by the name of a run that has an
-    adapter and no answers, not all of them, or those of an earlier adapter.
+    New answers are asked for by generate.adapter, by generate.answer=base, or by the name of a run that has
+    an adapter and no answers, not all of them, or those of an earlier adapter.
 
     Raises:
         UserError: there are no held-out rows.
