@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.doctor.check import Check, failed, passed, warned
-from kt_ray.hardware.describe import cpu_quota, memory_limit, parse_cpus
+from kt_ray.hardware.describe import cpu_name, cpu_quota, memory_limit, parse_cpus
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.memory import expert_lora_params, lora_params
 from kt_ray.placement.plan_types import Plan
@@ -24,7 +24,7 @@ OBJECT_STORE = GIB  # /dev/shm that Ray's object store wants at least; below it 
 def cpu(hardware: Hardware, root: str | Path = "/") -> Check:
     """CPU model and the best instruction set it has."""
     best = hardware.isas[-1] if hardware.isas else "reference"
-    found = f"{_cpu_model(root)}; best ISA {best}"
+    found = f"{cpu_name(root)}; best ISA {best}"
     if best == "reference":
         return warned(
             "CPU", found, "use a CPU with AVX2 or better: the reference kernels are for checking only"
@@ -201,13 +201,6 @@ def run_bytes(config: Config, plan: Plan) -> int:
     params = sum(lora_params(dims, lora, layer) for layer in range(dims.num_layers))
     params += expert_lora_params(dims, lora) * dims.num_experts * len(dims.moe_layers)
     return 4 * params * (1 + 3 * ((config.trainer.keep_checkpoints or 1) + 1))
-
-
-def _cpu_model(root: str | Path) -> str:
-    for line in _read(Path(root) / "proc/cpuinfo").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown CPU"
 
 
 def _meminfo(root: str | Path, key: str) -> int:
