@@ -11,9 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.adapter.from_peft import adapter_directory
@@ -36,8 +33,7 @@ from kt_ray.runs.generation import (
 from kt_ray.runs.held_out_loss import HeldOut, measure, open_held_out
 from kt_ray.runs.prepare import Prepared
 from kt_ray.runs.questions import Question, questions_of
-from kt_ray.runs.rundata import flatten
-from kt_ray.runs.rundir import RunDir
+from kt_ray.runs.rundir import RunDir, flatten, is_run, settings_of
 from kt_ray.runs.start_cluster import started
 from kt_ray.tracking.console import console
 
@@ -95,7 +91,7 @@ def _directory(config: Config) -> Path:
         return root / config.run.name
     if config.generate.adapter is not None:
         run = Path(adapter_directory(config.generate.adapter)).parent
-        if (run / "config.yaml").is_file():
+        if is_run(run):
             return run
     return root / f"{config.model.name}-eval"
 
@@ -103,13 +99,9 @@ def _directory(config: Config) -> Path:
 def _other_rows(config: Config, run: Path) -> Iterable[str]:
     """A note when the adapter's run held out other rows, so that it may have learnt from some of these."""
     own = config.generate.split == "eval" and config.data.eval_path is None
-    if not own or not (run / "config.yaml").is_file():
+    if not own:
         return
-    try:
-        then: Any = flatten(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, AttributeError):
-        return
-    now = flatten(to_dict(config))
+    then, now = settings_of(run), flatten(to_dict(config))
     keys = [key for key in now if key == "seed" or (key.startswith("data.") and key not in _SAME_ROWS)]
     changes = [
         f"{key}={show(then[key])}, here {show(now[key])}"

@@ -9,7 +9,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -31,8 +30,7 @@ from kt_ray.evaluate.answer_file import (
 from kt_ray.evaluate.loss_sums import perplexity, read_losses
 from kt_ray.evaluate.scores import Scores, score
 from kt_ray.evaluate.table import Comparison, compare
-from kt_ray.runs.rundata import flatten
-from kt_ray.runs.rundir import plain
+from kt_ray.runs.rundir import plain, settings_of
 from kt_ray.tracking import WandbTracker, read_jsonl
 
 JSON_FILE, MARKDOWN_FILE = "eval.json", "eval.md"
@@ -209,11 +207,8 @@ def _losses(home: Path) -> tuple[dict[str, dict[str, float]], str]:
 
 def losses_of_run(directory: Path) -> dict[str, dict[str, float]]:
     """The run's held-out loss before the first step (the base's), and at its adapter's step; {} = no run."""
-    config_file = directory / "config.yaml"
-    if not config_file.is_file():
-        return {}
-    config = flatten(yaml.safe_load(config_file.read_text(encoding="utf-8")))
-    if config.get("trainer.stage", "sft") not in ("sft", "pt"):
+    config = settings_of(directory)
+    if not config or config.get("trainer.stage", "sft") not in ("sft", "pt"):
         return {}  # a preference loss is not in nats per token
     steps = [r for r in read_jsonl(directory / "metrics.jsonl") if isinstance(r.get("step"), int)]
     # Of steps repeated after a resume the last record counts.

@@ -16,7 +16,7 @@ import yaml
 
 from kt_ray.config.fields import fields
 from kt_ray.errors import UserError
-from kt_ray.runs.rundir import find_checkpoints
+from kt_ray.runs.rundir import find_checkpoints, flatten, is_run
 from kt_ray.tracking.jsonl import read_jsonl, series
 
 Points = list[tuple[int, float]]
@@ -137,7 +137,7 @@ def read_run(path: Path) -> RunData:
         UserError: no run directory, or a file of it is damaged.
     """
     config_file = path / "config.yaml"
-    if not config_file.is_file():
+    if not is_run(path):
         raise UserError(
             "this is no run directory",
             where=str(path),
@@ -164,18 +164,6 @@ def read_run(path: Path) -> RunData:
         load_step=load_step,
         evaluation=_json(evaluation) if evaluation.is_file() else None,
     )
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, keys joined by dots. model.config, a model's own config.json, stays whole."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and name != "model.config":
-            flat |= flatten(value, f"{name}.")
-        else:
-            flat[name] = value
-    return flat
 
 
 def mean(values: Sequence[float]) -> float:
