@@ -33,11 +33,11 @@ def run(config: Config) -> int:
         check_packing_family(directory)
     bundle = load_data(config, directory, config.seed, KINDS)
     console = Console(file=sys.stdout)
-    shown = config.trainer.preview or 3
+    count = config.trainer.preview or 3
     if bundle.kind == "pairs":
-        print_preview(preview_pairs(bundle.train, bundle.tokenizer, shown), console)
+        print_preview(preview_pairs(bundle.train, bundle.tokenizer, count), console)
     else:
-        print_preview(preview_rows(bundle.train, bundle.tokenizer, shown), console)
+        print_preview(preview_rows(bundle.train, bundle.tokenizer, count), console)
     for line in (*bundle.report.origin(), *bundle.report.lines(), *layout_lines(config)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0

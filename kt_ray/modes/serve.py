@@ -29,8 +29,8 @@ def run(config: Config) -> int:
     served = served_of(generation, key)
 
     def ready() -> None:
-        shown = f"[{serve.host}]" if ":" in serve.host else serve.host
-        say(f"serving {', '.join([served.name, *served.adapters])} at http://{shown}:{serve.port}/v1")
+        host = f"[{serve.host}]" if ":" in serve.host else serve.host
+        say(f"serving {', '.join([served.name, *served.adapters])} at http://{host}:{serve.port}/v1")
         say(f"a key is {'needed' if key else 'not needed'}; Ctrl-C ends the server")
 
     with interrupted_by_sigterm():

@@ -45,11 +45,10 @@ logger = logging.getLogger(__name__)
 def run(config: Config) -> int:
     """Train. Returns the exit code; a user's mistake raises UserError before Ray is touched."""
     began = time.monotonic()
-    given = config
-    config = dated_as_before(config)
+    undated, config = config, dated_as_before(config)
     prepared = prepare(config)
     if not prepared.data.dated:
-        config = given
+        config = undated
     final = final_questions(prepared)
     resume = resume_point(prepared)
     rates = rates_for(config, prepared.plan.hardware)  # may refuse what plan.rates names
@@ -157,7 +156,7 @@ def _train(
 ) -> Summary:
     config = prepared.config
     first_step = resume.manifest.step if resume else 0
-    shown = TrainProgress(
+    display = TrainProgress(
         prepared.schedule.total_steps,
         first_step,
         live=config.tracking.progress,
@@ -166,28 +165,28 @@ def _train(
 
     def on_step(metrics: StepMetrics) -> None:
         tracker.log(metrics.step, metrics.to_dict())
-        shown.update(metrics.to_dict())
+        display.update(metrics.to_dict())
 
-    def on_eval(taken: int, loss: float) -> None:
-        tracker.log(taken, {"eval_loss": loss})
-        shown.line(f"step {taken}/{prepared.schedule.total_steps}  held-out loss {loss:.4f}")
+    def on_eval(step: int, loss: float) -> None:
+        tracker.log(step, {"eval_loss": loss})
+        display.line(f"step {step}/{prepared.schedule.total_steps}  held-out loss {loss:.4f}")
 
-    def save(taken: int) -> Path:
-        loss = trainer.summary.eval_losses.get(taken)
-        return save_checkpoint(prepared, rundir, cluster, taken, trainer.load, loss)
+    def save(step: int) -> Path:
+        loss = trainer.summary.eval_losses.get(step)
+        return save_checkpoint(prepared, rundir, cluster, step, trainer.load, loss)
 
-    def timeline(taken: int, activities: Sequence[Activity]) -> None:
-        write_timeline(rundir.timelines, taken, activities, {"run": rundir.name, "step": taken})
+    def timeline(step: int, activities: Sequence[Activity]) -> None:
+        write_timeline(rundir.timelines, step, activities, {"run": rundir.name, "step": step})
 
-    def best(taken: int, loss: float) -> None:
-        mark_best(rundir.checkpoints, taken)
-        shown.line(f"step {taken}: the lowest held-out loss so far, {loss:.4f}")
+    def best(step: int, loss: float) -> None:
+        mark_best(rundir.checkpoints, step)
+        display.line(f"step {step}: the lowest held-out loss so far, {loss:.4f}")
 
     def finish() -> None:
         chosen = best_checkpoint(rundir.checkpoints) if config.trainer.save_best else None
         if chosen is not None and trainer.kept is not None:
             cluster.restore(str(chosen), trainer.kept[0])
-            shown.line(f"the adapter is that of {chosen.name}, held-out loss {trainer.kept[1]:.4f}")
+            display.line(f"the adapter is that of {chosen.name}, held-out loss {trainer.kept[1]:.4f}")
         try:
             write_adapter(prepared, rundir.adapter, cluster)
         except ActorLost:
@@ -197,8 +196,8 @@ def _train(
         # Once more at the end: how many kernel calls ran, and where.
         rundir.write_env({**environment(), "actors": cluster.info(), "dashboard": _dashboard(cluster)})
 
-    with shown:
-        events = Events(on_step, on_eval, save, timeline, shown.repeating, shown.line, best)
+    with display:
+        events = Events(on_step, on_eval, save, timeline, display.repeating, display.line, best)
         trainer = Trainer(
             config,
             cluster,

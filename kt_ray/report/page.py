@@ -99,10 +99,10 @@ def _remarks(run: RunData) -> str:
         return section(
             "Remarks", '<p class="look">No step has been finished yet: metrics.jsonl is empty.</p>'
         )
-    found = findings(run)
-    if not found:
+    remarks = findings(run)
+    if not remarks:
         return section("Remarks", '<p class="soft">Nothing out of the ordinary in the figures.</p>')
-    items = "".join(f'<li class="{f.level}">{escape(f.text)}</li>' for f in found)
+    items = "".join(f'<li class="{f.level}">{escape(f.text)}</li>' for f in remarks)
     return section("Remarks", f'<ul class="remarks">{items}</ul>')
 
 

@@ -126,9 +126,9 @@ def evaluate(
     if base is not None and adapter is not None:
         check_same_questions(base, adapter)
     # The loss of a side without answers would suggest that it had been asked.
-    given = {"base": base is not None, "adapter": adapter is not None}
-    kept, source = _losses(home)
-    losses = {side: figures for side, figures in kept.items() if given[side]}
+    answered = {"base": base is not None, "adapter": adapter is not None}
+    measured, source = _losses(home)
+    losses = {side: figures for side, figures in measured.items() if answered[side]}
     if losses:
         notes = (source, *notes)
     failed = max(sum(row.failed for row in side.rows) for side in (base, adapter) if side is not None)

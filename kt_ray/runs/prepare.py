@@ -1,4 +1,4 @@
-"""Everything that can be found wrong without starting an actor: files, hardware, plan, data.
+"""All checks that need no actor: files, hardware, plan, data.
 
 `prepare_model` is what training and generation share; `prepare` adds the data and steps of training,
 `kt_ray.runs.generation` the tokenizer and adapter of generation.
@@ -172,24 +172,26 @@ def open_checkpoint(
 
 
 def _as_stored(dims: ModelDims, layout: ExpertLayout, *, own_file: bool = False) -> ModelDims:
-    """Dimensions with the experts' format as the files have it, where config.json says another.
+    """Dimensions with the experts' format in the files, if config.json says another.
 
-    Experts with a file of their own (GGUF) count by its bytes: the plan knows no others for llamafile.
+    Experts in a file of their own (GGUF) count by its bytes: the plan knows no other size for llamafile.
     """
     promised = {dims.expert_format.removesuffix("_block")}
     if dims.plain_expert_layers:
         promised.add(plain_storage(dims.dtype).format)
-    found = set(layout.distinct_formats)
+    formats = set(layout.distinct_formats)
     size = layout.num_experts * sum(layout.expert_bytes.values())
-    if own_file and found != {"f32"}:
+    if own_file and formats != {"f32"}:
         dims = replace(dims, experts_file_bytes=size)
-    if found == promised:
+    if formats == promised:
         return dims
-    note = f"routed experts are stored as {' and '.join(sorted(found))}, not {' and '.join(sorted(promised))}"
+    note = (
+        f"routed experts are stored as {' and '.join(sorted(formats))}, not {' and '.join(sorted(promised))}"
+    )
     notes = (*dims.notes, note)
     plain = {"f32": "float32", "bf16": "bfloat16"}
-    if len(found) == 1 and found <= set(plain):
-        storage = plain_storage(plain[found.pop()])
+    if len(formats) == 1 and formats <= set(plain):
+        storage = plain_storage(plain[formats.pop()])
         return replace(dims, expert_storage=storage, plain_expert_layers=(), notes=notes)
     return replace(dims, experts_file_bytes=size, notes=notes)
 
@@ -274,17 +276,17 @@ def _check_fits(plan: Plan, config: Config, training: bool) -> None:
 
 
 def for_stage(stage: str, data: DataBundle) -> DataBundle:
-    """The rows as the stage wants them: pre-training trains every token.
+    """The rows as the stage uses them: pre-training trains every token.
 
     Raises:
-        UserError: rows of another kind.
+        UserError: the rows are of another kind.
     """
-    wrong = check_units(stage, [*data.train, *data.eval])
-    if wrong is not None:
+    fault = check_units(stage, [*data.train, *data.eval])
+    if fault is not None:
         raise UserError(
             f"the data is not what trainer.stage={stage} learns from",
             where="data.path",
-            observed=wrong,
+            observed=fault,
             required={
                 "dpo": "rows with a prompt, a chosen and a rejected answer",
                 "orpo": "rows with a prompt, a chosen and a rejected answer",
@@ -294,10 +296,10 @@ def for_stage(stage: str, data: DataBundle) -> DataBundle:
         )
     if stage != "pt":
         return data
-    train, held = (
+    train, held_out = (
         [replace(row, labels=row.input_ids.copy()) for row in rows] for rows in (data.train, data.eval)
     )
-    return replace(data, train=train, eval=held)
+    return replace(data, train=train, eval=held_out)
 
 
 def _schedule(config: Config, plan: Plan, data: DataBundle) -> Schedule:

@@ -60,7 +60,7 @@ class RunDir:
 
         Args:
             config: the run's configuration.
-            checkpoint: what `checkpoint_to_resume` found earlier; None = looked for here.
+            checkpoint: the result of `checkpoint_to_resume`, if it is known already.
 
         Raises:
             UserError: the name is no plain directory name, the place cannot be written, the
@@ -163,17 +163,17 @@ def known_load(config: Config, dims: ModelDims) -> ExpertLoad | None:
         UserError: rule.experts.load names no checkpoint with a histogram; the histogram is damaged or another
             model's; as `checkpoint_to_resume`.
     """
-    given = config.rule.experts.load
-    if given is None:
+    if config.rule.experts.load is None:
         return resumed_load(config, dims)
-    load = read_load(Path(given), dims)
+    source = Path(config.rule.experts.load)
+    load = read_load(source, dims)
     if load is None:
-        checkpoints = find_checkpoints(Path(given))
+        checkpoints = find_checkpoints(source)
         name = checkpoints[-1] if checkpoints else "<run directory>/checkpoints/step_..."
         raise UserError(
             "there is no histogram of tokens per expert",
-            where=f"rule.experts.load={given}",
-            observed=f"no {LOAD_FILE}" if Path(given).is_dir() else "no such directory",
+            where=f"rule.experts.load={source}",
+            observed=f"no {LOAD_FILE}" if source.is_dir() else "no such directory",
             required="a checkpoint directory that mode=train wrote",
             remedy=f"set rule.experts.load={name}, or rule.experts.load=null",
         )
