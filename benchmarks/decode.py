@@ -89,13 +89,16 @@ def _child(args: argparse.Namespace) -> int:
     openmp.apply()  # as the command line does
     from kt_ray.config.compose import compose
     from kt_ray.generate.generator import Generator
-    from kt_ray.runs.generation import generating, setup
+    from kt_ray.runs.generation import generating, prepare_generation
 
     overrides = ["mode=chat", f"cluster={args.child}", *KINDS[args.child], *args.overrides]
-    made = setup(compose([*overrides, "tracking.progress=false", "run.name=decode"]))
-    prompt = made.prompt(({"role": "user", "content": PROMPT},))
-    found: dict[str, Any] = {"model": made.config.model.name, "moe_layers": len(made.plan.dims.moe_layers)}
-    with generating(made, "decode") as first:
+    generation = prepare_generation(compose([*overrides, "tracking.progress=false", "run.name=decode"]))
+    prompt = generation.prompt(({"role": "user", "content": PROMPT},))
+    found: dict[str, Any] = {
+        "model": generation.config.model.name,
+        "moe_layers": len(generation.plan.dims.moe_layers),
+    }
+    with generating(generation, "decode") as first:
         first.close()
         for rows in map(int, args.rows.split(",")):
             with Generator(first.cluster, max_rows=rows) as warm:

@@ -207,9 +207,9 @@ def train(
     import ray
 
     from kt_ray.config.compose import compose
-    from kt_ray.modes.train import make_cluster
     from kt_ray.placement.traffic import traffic
     from kt_ray.runs.prepare import prepare
+    from kt_ray.runs.start_cluster import make_cluster
     from kt_ray.tracking import StepMetrics
     from kt_ray.train.trainer import Events, Trainer
 

@@ -38,8 +38,8 @@ def main() -> int:
     given = parser.parse_args()
 
     from kt_ray.config.compose import compose
-    from kt_ray.modes.train import make_cluster
     from kt_ray.runs.prepare import prepare
+    from kt_ray.runs.start_cluster import make_cluster
     from kt_ray.train.trainer import Events, Trainer
 
     config = compose(

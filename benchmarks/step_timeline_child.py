@@ -59,8 +59,8 @@ def main(job_file: str, result_file: str) -> None:
 def run(job: Job) -> dict[str, Any]:
     """All steps; figures of the measured ones."""
     from kt_ray.config.compose import compose
-    from kt_ray.modes.train import make_cluster
     from kt_ray.runs.prepare import prepare
+    from kt_ray.runs.start_cluster import make_cluster
     from kt_ray.timeline import Activity
     from kt_ray.tracking import StepMetrics
     from kt_ray.tracking.chrome_trace import write_timeline

@@ -119,8 +119,8 @@ def _opened(job: Job) -> Iterator[tuple[Step, dict[str, Any]]]:
 @contextmanager
 def _kt_ray(config: Any) -> Iterator[tuple[Step, dict[str, Any]]]:
     """kt_ray's own driver: its cluster and its Trainer, without the files of a run."""
-    from kt_ray.modes.train import make_cluster
     from kt_ray.runs.prepare import prepare
+    from kt_ray.runs.start_cluster import make_cluster
     from kt_ray.tracking import StepMetrics
     from kt_ray.train.trainer import Events, Trainer
 

@@ -12,17 +12,17 @@ class Check(NamedTuple):
 
     status: str
     name: str
-    found: str
+    observed: str
     remedy: str
 
 
-def passed(name: str, found: str) -> Check:
-    return Check(PASS, name, found, "")
+def passed(name: str, observed: str) -> Check:
+    return Check(PASS, name, observed, "")
 
 
-def warned(name: str, found: str, remedy: str) -> Check:
-    return Check(WARN, name, found, remedy)
+def warned(name: str, observed: str, remedy: str) -> Check:
+    return Check(WARN, name, observed, remedy)
 
 
-def failed(name: str, found: str, remedy: str) -> Check:
-    return Check(FAIL, name, found, remedy)
+def failed(name: str, observed: str, remedy: str) -> Check:
+    return Check(FAIL, name, observed, remedy)

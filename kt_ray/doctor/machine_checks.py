@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.doctor.check import Check, failed, passed, warned
-from kt_ray.hardware.describe import cpu_quota, memory_limit, parse_cpus
+from kt_ray.hardware.describe import cpu_name, cpu_quota, memory_limit, parse_cpus
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.memory import expert_lora_params, lora_params
 from kt_ray.placement.plan_types import Plan
@@ -24,12 +24,12 @@ OBJECT_STORE = GIB  # /dev/shm that Ray's object store wants at least; below it 
 def cpu(hardware: Hardware, root: str | Path = "/") -> Check:
     """CPU model and the best instruction set it has."""
     best = hardware.isas[-1] if hardware.isas else "reference"
-    found = f"{_cpu_model(root)}; best ISA {best}"
+    observed = f"{cpu_name(root)}; best ISA {best}"
     if best == "reference":
         return warned(
-            "CPU", found, "use a CPU with AVX2 or better: the reference kernels are for checking only"
+            "CPU", observed, "use a CPU with AVX2 or better: the reference kernels are for checking only"
         )
-    return passed("CPU", found)
+    return passed("CPU", observed)
 
 
 def amx(hardware: Hardware, rule: RuleConfig) -> Check:
@@ -50,28 +50,28 @@ def amx(hardware: Hardware, rule: RuleConfig) -> Check:
 
 def numa(hardware: Hardware, root: str | Path = "/") -> Check:
     """Sockets, and whether the kernel moves pages behind our back."""
-    found = "; ".join(f"node {s.node}: {s.cores} cores, {gib(s.memory_bytes)}" for s in hardware.sockets)
+    observed = "; ".join(f"node {s.node}: {s.cores} cores, {gib(s.memory_bytes)}" for s in hardware.sockets)
     balancing = _read(Path(root) / "proc/sys/kernel/numa_balancing")
     if len(hardware.sockets) > 1 and balancing not in ("", "0"):
-        return warned("NUMA", f"{found}; automatic balancing is on", "sudo sysctl kernel.numa_balancing=0")
-    return passed("NUMA", found)
+        return warned("NUMA", f"{observed}; automatic balancing is on", "sudo sysctl kernel.numa_balancing=0")
+    return passed("NUMA", observed)
 
 
 def affinity(root: str | Path = "/", allowed: set[int] | None = None) -> Check:
     """CPUs this process may use, against those the machine has."""
     mask = os.sched_getaffinity(0) if allowed is None else allowed
     online = parse_cpus(_read(Path(root) / "sys/devices/system/cpu/online")) or sorted(mask)
-    found = f"{len(mask)} of {len(online)} CPUs ({cpu_ranges(sorted(mask))})"
+    observed = f"{len(mask)} of {len(online)} CPUs ({cpu_ranges(sorted(mask))})"
     quota = cpu_quota(root)
     if quota is not None and quota < len(mask):
         return warned(
             "CPUs",
-            f"{found}, limited to {quota:.1f} CPUs of time by the container",
+            f"{observed}, limited to {quota:.1f} CPUs of time by the container",
             "raise the container's CPU limit: threads beyond it only wait",
         )
     if len(mask) < len(online):
-        return warned("CPUs", found, "start without taskset, or give the container or job every CPU")
-    return passed("CPUs", found)
+        return warned("CPUs", observed, "start without taskset, or give the container or job every CPU")
+    return passed("CPUs", observed)
 
 
 def memory(hardware: Hardware, plan: Plan | None, root: str | Path = "/") -> Check:
@@ -79,16 +79,18 @@ def memory(hardware: Hardware, plan: Plan | None, root: str | Path = "/") -> Che
     total = sum(s.memory_bytes for s in hardware.sockets)
     free = min(_meminfo(root, "MemAvailable") or total, total)
     limit = memory_limit(root)
-    found = f"{gib(free)} free of {gib(total)}" + (" (container limit)" if limit and limit <= total else "")
+    observed = f"{gib(free)} free of {gib(total)}" + (
+        " (container limit)" if limit and limit <= total else ""
+    )
     if plan is None:
-        return passed("memory", found)
+        return passed("memory", observed)
     need = sum(b.total for b in plan.budgets if b.is_socket and b.host == 0)
-    found += f", plan needs {gib(need)}"
+    observed += f", plan needs {gib(need)}"
     if need > total:
-        return failed("memory", found, "run mode=plan: it says which rule or option would fit")
+        return failed("memory", observed, "run mode=plan: it says which rule or option would fit")
     if need > free:
-        return warned("memory", found, "end other programs before training")
-    return passed("memory", found)
+        return warned("memory", observed, "end other programs before training")
+    return passed("memory", observed)
 
 
 def swap(root: str | Path = "/") -> Check:
@@ -97,10 +99,10 @@ def swap(root: str | Path = "/") -> Check:
     if not total:
         return passed("swap", "none")
     used = total - free
-    found = f"{gib(used)} used of {gib(total)}"
+    observed = f"{gib(used)} used of {gib(total)}"
     if used > GIB // 4:
-        return warned("swap", found, "free memory, then: sudo swapoff -a && sudo swapon -a")
-    return passed("swap", found)
+        return warned("swap", observed, "free memory, then: sudo swapoff -a && sudo swapon -a")
+    return passed("swap", observed)
 
 
 def huge_pages(root: str | Path = "/") -> Check:
@@ -124,27 +126,27 @@ def shared_memory(plan: Plan | None, shm: str | Path = "/dev/shm") -> Check:
         need = sum(
             line.bytes for b in plan.budgets for line in b.lines if line.item == "staging" and b.host == 0
         )
-    found = f"arenas need {gib(need)}" if plan is not None else "arenas"
+    observed = f"arenas need {gib(need)}" if plan is not None else "arenas"
     try:
         _try_arena()
     except OSError as error:
         return failed(
             "shared memory",
-            f"{found}: {error}",
+            f"{observed}: {error}",
             "allow memfd_create and /proc/<pid>/fd (seccomp profile, hidepid), or set cluster=local",
         )
     try:
         usage = shutil.disk_usage(shm)
     except OSError:
         return warned(
-            "shared memory", f"{found}; no {shm}", "mount a tmpfs there: Ray's object store lies on it"
+            "shared memory", f"{observed}; no {shm}", "mount a tmpfs there: Ray's object store lies on it"
         )
-    found += f"; {shm} has {gib(usage.free)} free of {gib(usage.total)}"
+    observed += f"; {shm} has {gib(usage.free)} free of {gib(usage.total)}"
     if usage.free < OBJECT_STORE:
         return warned(
-            "shared memory", found, "give the container --shm-size=2g: Ray's object store is slow on disk"
+            "shared memory", observed, "give the container --shm-size=2g: Ray's object store is slow on disk"
         )
-    return passed("shared memory", found)
+    return passed("shared memory", observed)
 
 
 def _try_arena() -> None:
@@ -164,12 +166,14 @@ def open_files(limits: tuple[int, int] | None = None) -> Check:
     """The limit on open files."""
     soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
     infinite = resource.RLIM_INFINITY
-    found = "unlimited" if soft == infinite else f"{soft} (hard limit {'none' if hard == infinite else hard})"
+    observed = (
+        "unlimited" if soft == infinite else f"{soft} (hard limit {'none' if hard == infinite else hard})"
+    )
     if soft != infinite and soft < MIN_OPEN_FILES:
         room = hard == infinite or hard >= MIN_OPEN_FILES
         remedy = "ulimit -n 65536" if room else "raise nofile in /etc/security/limits.conf or the container"
-        return warned("open files", found, remedy)
-    return passed("open files", found)
+        return warned("open files", observed, remedy)
+    return passed("open files", observed)
 
 
 def disk(config: Config, plan: Plan | None) -> Check:
@@ -181,14 +185,14 @@ def disk(config: Config, plan: Plan | None) -> Check:
             "disk", f"{folder} cannot be written to", "set run.root to a directory you may write to"
         )
     free = shutil.disk_usage(folder).free
-    found = f"{gib(free)} free at {folder}"
+    observed = f"{gib(free)} free at {folder}"
     if plan is None:
-        return passed("disk", found)
+        return passed("disk", observed)
     need = run_bytes(config, plan)
-    found += f", a run writes {gib(need)}"
+    observed += f", a run writes {gib(need)}"
     if need > free:
-        return failed("disk", found, "set run.root to a larger disk, or trainer.keep_checkpoints=1")
-    return passed("disk", found)
+        return failed("disk", observed, "set run.root to a larger disk, or trainer.keep_checkpoints=1")
+    return passed("disk", observed)
 
 
 def run_bytes(config: Config, plan: Plan) -> int:
@@ -201,13 +205,6 @@ def run_bytes(config: Config, plan: Plan) -> int:
     params = sum(lora_params(dims, lora, layer) for layer in range(dims.num_layers))
     params += expert_lora_params(dims, lora) * dims.num_experts * len(dims.moe_layers)
     return 4 * params * (1 + 3 * ((config.trainer.keep_checkpoints or 1) + 1))
-
-
-def _cpu_model(root: str | Path) -> str:
-    for line in _read(Path(root) / "proc/cpuinfo").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown CPU"
 
 
 def _meminfo(root: str | Path, key: str) -> int:

@@ -41,7 +41,7 @@ MAIN_FORMATS = ("bf16", "fp8", "int8", "int4", "mxfp4", "f32")
 GGUF_FORMATS = ("q8_0", "q6_k", "q4_k", "q4_0")
 FEW_ROWS = (1, 16, 256)
 WIDTHS = (16, 64, 256, 1024)  # positions of a row at which a model's layers are measured
-BUDGET = 150.0  # seconds after which formats that are left are not measured any more
+BUDGET = 150.0  # seconds after which the remaining formats are not measured
 DISTURBED = 0.1  # CPUs that others may use before the figures are called disturbed
 
 
@@ -84,7 +84,7 @@ def measure_rates(config: Config, hardware: Hardware, dims: ModelDims | None, sa
 
 
 def store(config: Config, hardware: Hardware, rates: Rates) -> Path:
-    """Write `rates`, keeping experts' shapes that an earlier measurement of this host has beside these.
+    """Write `rates`; shapes of experts that an earlier measurement of this host has besides are kept.
 
     Raises:
         UserError: the file cannot be written.
@@ -143,10 +143,10 @@ def _measure(config: Config, hardware: Hardware, dims: ModelDims | None, say: Sa
         gpu, link = _gpu(say, notes) or (gpu, link)
     say("messages")
     arena_bytes = measure_arena()
-    found = {"local": measure_local_message(), "arena_bytes": arena_bytes}
+    messages = {"local": measure_local_message(), "arena_bytes": arena_bytes}
     if config.cluster.name == "ray":
         say("Ray (started for it where none runs)")
-        found |= _ray(config.cluster.address, arena_bytes.value, notes)
+        messages |= _ray(config.cluster.address, arena_bytes.value, notes)
     return dataclasses.replace(
         nominal,
         cpu=cpu_name(),
@@ -156,7 +156,7 @@ def _measure(config: Config, hardware: Hardware, dims: ModelDims | None, say: Sa
         cpu_all=every,
         gpu=gpu,
         link=link,
-        transport=dataclasses.replace(nominal.transport, **found),
+        transport=dataclasses.replace(nominal.transport, **messages),
         optimizer=optimizer,
         disk=disk or nominal.disk,
         layers=layers,
@@ -165,11 +165,11 @@ def _measure(config: Config, hardware: Hardware, dims: ModelDims | None, say: Sa
 
 
 def _nominal_beside(nominal: Rates, measured: Sequence[ExpertRate]) -> list[ExpertRate]:
-    """Nominal rates of what was not measured, scaled as the measured bf16 is to the nominal one."""
-    have = {(e.isa, e.format, e.products == "int8") for e in measured}
+    """Nominal rates of what was not measured, scaled by measured over nominal bf16."""
+    known = {(e.isa, e.format, e.products == "int8") for e in measured}
     beside = []
     for rate in nominal.experts:
-        if (rate.isa, rate.format, rate.products == "int8") in have:
+        if (rate.isa, rate.format, rate.products == "int8") in known:
             continue
         base = [e for e in measured if (e.isa, e.format) == (rate.isa, "bf16")]
         if base:

@@ -28,10 +28,12 @@ SHOWN = ("torch", "transformers", "peft", "ray", "hydra-core", "wandb", "safeten
 
 def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Check:
     """The interpreter against the versions the package supports."""
-    found = ".".join(map(str, version))
+    observed = ".".join(map(str, version))
     if (3, 11) <= version[:2] <= (3, 13):
-        return passed("Python", found)
-    return failed("Python", found, "use Python 3.11, 3.12 or 3.13: make a new environment with one of them")
+        return passed("Python", observed)
+    return failed(
+        "Python", observed, "use Python 3.11, 3.12 or 3.13: make a new environment with one of them"
+    )
 
 
 def requirements() -> dict[str, str]:
@@ -83,7 +85,7 @@ def native(hardware: Hardware, rule: RuleConfig) -> Check:
     except ValueError as error:
         return failed("native engine", str(error), "set rule.experts.isa=auto, or unset KT_RAY_ISA")
     loaded = [name for name in FORMATS if name in TRAINABLE_FORMATS]
-    found = (
+    observed = (
         f"{', '.join(isas)}; {isa} chosen: {reason}; computes {len(FORMATS)} weight formats on each, "
         f"of which checkpoints may hold {', '.join(loaded)}"
     )
@@ -92,8 +94,8 @@ def native(hardware: Hardware, rule: RuleConfig) -> Check:
         remedy = (
             "rebuild with a newer compiler (gcc 12 or clang 16), or allow AMX in the kernel or hypervisor"
         )
-        return warned("native engine", f"{found}; the CPU also has {', '.join(missing)}", remedy)
-    return passed("native engine", found)
+        return warned("native engine", f"{observed}; the CPU also has {', '.join(missing)}", remedy)
+    return passed("native engine", observed)
 
 
 def gpus(hardware: Hardware, rule: RuleConfig) -> Check:
@@ -108,13 +110,13 @@ def gpus(hardware: Hardware, rule: RuleConfig) -> Check:
             )
         return passed("GPUs", "none: attention runs on the CPU")
     names = ", ".join(f"cuda:{gpu.index} {gpu.name} {gib(gpu.memory_bytes)}" for gpu in hardware.gpus)
-    found = f"{names}; driver {_driver()}"
+    observed = f"{names}; driver {_driver()}"
     if rule.device == "cpu":
-        return passed("GPUs", f"{found}; not used (rule.device=cpu)")
+        return passed("GPUs", f"{observed}; not used (rule.device=cpu)")
     try:
         import torch
     except ImportError as error:
-        return failed("GPUs", f"{found}; torch cannot be imported: {error}", "pip install torch")
+        return failed("GPUs", f"{observed}; torch cannot be imported: {error}", "pip install torch")
     if not torch.cuda.is_available():
         build = (
             f"torch {torch.__version__} has no CUDA"
@@ -124,12 +126,12 @@ def gpus(hardware: Hardware, rule: RuleConfig) -> Check:
         remedy = (
             "install a CUDA build of torch that the driver supports (pytorch.org), or set rule.device=cpu"
         )
-        return failed("GPUs", f"{found}; {build}", remedy)
+        return failed("GPUs", f"{observed}; {build}", remedy)
     if wanted > len(hardware.gpus):
         return failed(
-            "GPUs", f"{found}; rule {rule.name} needs {wanted}", f"set rule.stages={len(hardware.gpus)}"
+            "GPUs", f"{observed}; rule {rule.name} needs {wanted}", f"set rule.stages={len(hardware.gpus)}"
         )
-    return passed("GPUs", f"{found}; torch CUDA {torch.version.cuda}")
+    return passed("GPUs", f"{observed}; torch CUDA {torch.version.cuda}")
 
 
 def _driver() -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kt_ray.evaluate.predictions import Predictions
+from kt_ray.evaluate.answer_file import AnswerFile
 from kt_ray.evaluate.scores import METRICS, Metric, Scores
 
 VERSION = 1
@@ -48,12 +48,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What an evaluation came to.
+    """The result of an evaluation.
 
     Attributes:
-        lines: metrics in the order of `METRICS`; those that no side has are left out.
+        lines: metrics in the order of `METRICS`, without those that neither side has.
         samples: some prompts with their answers.
-        base, adapter: the scores; at least one is there.
+        base, adapter: the scores; at least one is given.
     """
 
     lines: tuple[Line, ...]
@@ -93,7 +93,7 @@ class Comparison:
         return "\n".join(text) + "\n"
 
     def columns(self) -> list[str]:
-        """Headings: the metric, the sides that there are, and the change when both are."""
+        """Headings: the metric, each side that was measured, and the change if both were."""
         sides = [
             side
             for side in ("base", "adapter")
@@ -139,8 +139,8 @@ class Comparison:
 
 
 def compare(
-    base: tuple[Predictions, Scores] | None,
-    adapter: tuple[Predictions, Scores] | None,
+    base: Scores | None,
+    adapter: Scores | None,
     *,
     samples: int = 3,
     losses: Mapping[str, Mapping[str, float]] | None = None,
@@ -149,29 +149,28 @@ def compare(
     """The table of one or two sets of answers to the same questions.
 
     Args:
-        base, adapter: answers and their scores; at least one.
+        base, adapter: scores of the answers; at least one.
         samples: how many rows to show, evenly spread over the data.
-        losses: "base" or "adapter" -> metrics that were measured elsewhere (the run's held-out loss);
-            those of the answers themselves count more.
-        notes: said under the table.
+        losses: "base" or "adapter" -> metrics measured elsewhere (the run's held-out loss); metrics of the
+            answers themselves take precedence.
+        notes: printed under the table.
     """
     if base is None and adapter is None:
         raise ValueError("there is nothing to compare")
-    known = {
-        "base": {**(losses or {}).get("base", {}), **(base[1].metrics if base else {})},
-        "adapter": {**(losses or {}).get("adapter", {}), **(adapter[1].metrics if adapter else {})},
-    }
-    lines = [Line(m, known["base"].get(m.name), known["adapter"].get(m.name)) for m in METRICS]
+    losses = losses or {}
+    before = {**losses.get("base", {}), **(base.metrics if base else {})}
+    after = {**losses.get("adapter", {}), **(adapter.metrics if adapter else {})}
+    lines = [Line(m, before.get(m.name), after.get(m.name)) for m in METRICS]
     return Comparison(
         lines=tuple(line for line in lines if line.base is not None or line.adapter is not None),
-        samples=pick_samples(base[0] if base else None, adapter[0] if adapter else None, samples),
-        base=base[1] if base else None,
-        adapter=adapter[1] if adapter else None,
+        samples=pick_samples(base.answers if base else None, adapter.answers if adapter else None, samples),
+        base=base,
+        adapter=adapter,
         notes=notes,
     )
 
 
-def pick_samples(base: Predictions | None, adapter: Predictions | None, count: int) -> tuple[Sample, ...]:
+def pick_samples(base: AnswerFile | None, adapter: AnswerFile | None, count: int) -> tuple[Sample, ...]:
     """At most `count` rows, evenly spread, with the answers of both sides; none when there is no side."""
     shown = adapter or base
     if shown is None:
@@ -181,8 +180,8 @@ def pick_samples(base: Predictions | None, adapter: Predictions | None, count: i
             row=i + 1,
             prompt=shown.rows[i].prompt,
             label=shown.rows[i].label,
-            base=base.rows[i].prediction if base else None,
-            adapter=adapter.rows[i].prediction if adapter else None,
+            base=base.rows[i].answer if base else None,
+            adapter=adapter.rows[i].answer if adapter else None,
         )
         for i in spread(len(shown.rows), count)
     )
@@ -195,7 +194,7 @@ def spread(total: int, count: int) -> list[int]:
 
 
 def _side(scores: Scores | None) -> dict[str, Any] | None:
-    return None if scores is None else {"source": scores.source, "metrics": scores.metrics}
+    return None if scores is None else {"source": scores.answers.source, "metrics": scores.metrics}
 
 
 def _lines(text: str) -> list[str]:

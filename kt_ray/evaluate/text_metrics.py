@@ -60,8 +60,8 @@ def rouge(hypothesis: Sequence[str], reference: Sequence[str]) -> dict[str, floa
     from rouge_chinese import Rouge
 
     joined = " ".join(hypothesis), " ".join(reference)
-    found = Rouge(metrics=["rouge-1", "rouge-2"], stats=["f"]).get_scores(*joined)[0]
-    scores = {name: round(100 * float(found[name]["f"]), 4) for name in ("rouge-1", "rouge-2")}
+    f1 = Rouge(metrics=["rouge-1", "rouge-2"], stats=["f"]).get_scores(*joined)[0]
+    scores = {name: round(100 * float(f1[name]["f"]), 4) for name in ("rouge-1", "rouge-2")}
     return scores | {"rouge-l": _rouge_l(*joined)}
 
 

@@ -16,16 +16,16 @@ from kt_ray.config.schema import Config
 from kt_ray.data.row_types import Message
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
-from kt_ray.runs.generation import Setup, generating, setup
+from kt_ray.runs.generation import PreparedGeneration, generating, prepare_generation
 
 HELP = "/adapter on|off, /reset, /exit (Ctrl-C ends an answer)"
 
 
 def run(config: Config) -> int:
     """Until /exit or the end of the input. Returns the exit code."""
-    made = setup(config)
-    with generating(made, f"{config.model.name}-chat") as generator:
-        Chat(made, generator, sys.stdout).run(_reader(sys.stdin))
+    generation = prepare_generation(config)
+    with generating(generation, f"{config.model.name}-chat") as generator:
+        Chat(generation, generator, sys.stdout).run(_reader(sys.stdin))
     return 0
 
 
@@ -50,7 +50,7 @@ class Chat:
     """One conversation.
 
     Args:
-        made: model, tokenizer and settings.
+        generation: model, tokenizer and settings.
         generator: that answers.
         out: where answers go.
 
@@ -58,18 +58,18 @@ class Chat:
         messages: so far. adapter: whether it takes part.
     """
 
-    def __init__(self, made: Setup, generator: Generator, out: TextIO) -> None:
-        self.made = made
+    def __init__(self, generation: PreparedGeneration, generator: Generator, out: TextIO) -> None:
+        self.generation = generation
         self.generator = generator
         self.out = out
-        self.adapter = made.adapter is not None
+        self.adapter = generation.adapter is not None
         self.messages: list[Message] = []
         self._turns = 0
         self.reset()
 
     def reset(self) -> None:
         """Only the system prompt is left."""
-        system = self.made.config.generate.system
+        system = self.generation.config.generate.system
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def run(self, read: Callable[[], str | None]) -> None:
@@ -92,7 +92,7 @@ class Chat:
             self.reset()
             self._say("the conversation is forgotten")
         elif name == "/adapter" and value in ("", "on", "off"):
-            if value == "on" and self.made.adapter is None:
+            if value == "on" and self.generation.adapter is None:
                 self._say("there is no adapter: start with generate.adapter=<directory>")
                 return
             self.adapter = self.adapter if not value else value == "on"
@@ -103,11 +103,11 @@ class Chat:
     def ask(self, text: str) -> None:
         """One question and its answer, streamed."""
         messages: tuple[Message, ...] = (*self.messages, {"role": "user", "content": text})
-        seed = self.made.config.seed + self._turns
+        seed = self.generation.config.seed + self._turns
         self._turns += 1
         try:
-            prompt = self.made.prompt(messages)
-            request = self.made.request(prompt, "this conversation", adapter=self.adapter, seed=seed)
+            prompt = self.generation.prompt(messages)
+            request = self.generation.request(prompt, "this conversation", adapter=self.adapter, seed=seed)
         except UserError as error:
             self._say(f"{error.line()} (/reset begins anew)")
             return
@@ -132,7 +132,7 @@ class Chat:
             self.messages = [*messages, {"role": "assistant", "content": answer.text}]
 
     def _who(self) -> str:
-        return f"adapter {self.made.adapter}" if self.adapter else "the base model"
+        return f"adapter {self.generation.adapter}" if self.adapter else "the base model"
 
     def _say(self, line: str) -> None:
         self.out.write(line + "\n")

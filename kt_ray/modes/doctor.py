@@ -24,7 +24,7 @@ from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import shortage
 from kt_ray.placement.render import counted
-from kt_ray.runs.known_load import known_load
+from kt_ray.runs.rundir import known_load
 from kt_ray.timing.lane_rates import lane_rates
 
 _STYLES = {PASS: "green", WARN: "yellow", FAIL: "red"}
@@ -121,12 +121,12 @@ def _plan(config: Config, hardware: Hardware) -> tuple[Plan | None, Check]:
     try:
         dims = model_dims(config.model)
         # A file that plan.rates names may be the one that is about to be written.
-        known = config.plan.rates in ("auto", NOMINAL) or Path(config.plan.rates).is_file()
-        rates = lane_rates(config, hardware, dims) if known else None
+        exists = config.plan.rates in ("auto", NOMINAL) or Path(config.plan.rates).is_file()
+        rates = lane_rates(config, hardware, dims) if exists else None
         plan = make_plan(dims, config, hardware, known_load(config, dims), rates)
     except UserError as error:
-        found = error.what + (f" ({error.observed}; required {error.required})" if error.observed else "")
-        return None, failed("plan", found, error.remedy)
+        fault = error.what + (f" ({error.observed}; required {error.required})" if error.observed else "")
+        return None, failed("plan", fault, error.remedy)
     summary = (
         f"{counted(len(plan.workers), 'attention worker')}, {counted(len(plan.experts), 'expert actor')}"
     )

@@ -13,7 +13,7 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_for
 from kt_ray.modes.plan import model_dims
 from kt_ray.placement.render import LAYOUT, layout_line
-from kt_ray.runs.known_load import known_load, resumed_choice
+from kt_ray.runs.rundir import known_load, resumed_choice
 from kt_ray.timing.choose import choose_plan
 
 
@@ -32,11 +32,11 @@ def run(config: Config) -> int:
         check_packing_family(directory)
     bundle = load_data(config, directory, config.seed, KINDS)
     console = Console(file=sys.stdout)
-    shown = config.trainer.preview or 3
+    count = config.trainer.preview or 3
     if bundle.kind == "pairs":
-        print_preview(preview_pairs(bundle.train, bundle.tokenizer, shown), console)
+        print_preview(preview_pairs(bundle.train, bundle.tokenizer, count), console)
     else:
-        print_preview(preview_rows(bundle.train, bundle.tokenizer, shown), console)
+        print_preview(preview_rows(bundle.train, bundle.tokenizer, count), console)
     for line in (*bundle.report.origin(), *bundle.report.lines(), *layout_lines(config)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0

@@ -9,6 +9,7 @@ from kt_ray.errors import UserError
 from kt_ray.report.html import write_page
 from kt_ray.report.page import report_page
 from kt_ray.runs.rundata import read_run
+from kt_ray.runs.rundir import runs_in
 
 
 def run(config: Config) -> int:
@@ -33,7 +34,7 @@ def which_run(config: Config) -> Path:
     root = Path(config.run.root)
     if config.run.name:
         return root / config.run.name
-    runs = [file.parent for file in root.glob("*/config.yaml")]
+    runs = runs_in(root)
     if not runs:
         raise UserError(
             "there is no run to report on",

@@ -8,16 +8,16 @@ from dataclasses import replace
 
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.config.schema import Config
-from kt_ray.runs.generation import Setup, generator_on, setup, started, take_adapter
+from kt_ray.runs.generation import PreparedGeneration, generator_on, load_adapters, prepare_generation
+from kt_ray.runs.start_cluster import interrupted_by_sigterm, started
 from kt_ray.serve.access import VARIABLE, bare, check_address, digest
 from kt_ray.serve.completions import Served, now
 from kt_ray.serve.run import check_port, make_engine, run_server
+from kt_ray.tracking.console import say
 
 
 def run(config: Config) -> int:
     """Until Ctrl-C. Returns the exit code."""
-    from kt_ray.modes.train import _say, _terminated_as_interrupt
-
     serve = replace(config.serve, host=bare(config.serve.host))
     config = replace(config, serve=serve)
     key = (serve.api_key or os.environ.get(VARIABLE) or "").strip() or None
@@ -25,38 +25,38 @@ def run(config: Config) -> int:
     check_port(serve.host, serve.port)
     # The plan counts caches for generate.batch_size rows.
     generate = replace(config.generate, batch_size=serve.max_batch)
-    made = setup(replace(config, generate=generate), serve.adapters)
-    served = served_of(made, key)
+    generation = prepare_generation(replace(config, generate=generate), serve.adapters)
+    served = served_of(generation, key)
 
     def ready() -> None:
-        shown = f"[{serve.host}]" if ":" in serve.host else serve.host
-        _say(f"serving {', '.join([served.name, *served.adapters])} at http://{shown}:{serve.port}/v1")
-        _say(f"a key is {'needed' if key else 'not needed'}; Ctrl-C ends the server")
+        host = f"[{serve.host}]" if ":" in serve.host else serve.host
+        say(f"serving {', '.join([served.name, *served.adapters])} at http://{host}:{serve.port}/v1")
+        say(f"a key is {'needed' if key else 'not needed'}; Ctrl-C ends the server")
 
-    with _terminated_as_interrupt():
+    with interrupted_by_sigterm():
         try:
-            with started(made, f"{config.model.name}-serve", _check_company(config)) as cluster:
-                take_adapter(made, cluster)
-                _serve(made, served, cluster, ready)
+            with started(generation, f"{config.model.name}-serve", _check_company(config)) as cluster:
+                load_adapters(generation, cluster)
+                _serve(generation, served, cluster, ready)
         except KeyboardInterrupt:
             pass
-    _say("the server has ended")
+    say("the server has ended")
     return 0
 
 
-def served_of(made: Setup, key: str | None) -> Served:
+def served_of(generation: PreparedGeneration, key: str | None) -> Served:
     """What is served, from a checked configuration."""
-    config, serve, room = made.config, made.config.serve, made.cache_tokens
+    config, serve, room = generation.config, generation.config.serve, generation.cache_tokens
     return Served(
         name=serve.name or config.model.name,
-        adapters=tuple(made.adapters),
-        tokenizer=config.model.tokenizer or made.model_dir,
+        adapters=tuple(generation.adapters),
+        tokenizer=config.model.tokenizer or generation.model_dir,
         template=config.model.chat_template,
         template_name=config.data.template,
-        eos=made.eos,
-        context=min(made.context or room, room),
+        eos=generation.eos,
+        context=min(generation.context or room, room),
         max_tokens=serve.max_tokens,
-        running=serve.max_batch * made.plan.replicas,
+        running=serve.max_batch * generation.plan.replicas,
         max_queue=serve.max_queue,
         session={
             "max_rows": serve.max_batch,
@@ -65,7 +65,7 @@ def served_of(made: Setup, key: str | None) -> Served:
         },
         max_body=serve.max_body,
         key=digest(key) if key else None,
-        fingerprint=made.fingerprint,
+        fingerprint=generation.fingerprint,
         created=now(),
     )
 
@@ -78,10 +78,12 @@ def _check_company(config: Config) -> Callable[[], None] | None:
     return refuse_company
 
 
-def _serve(made: Setup, served: Served, cluster: ActorCluster, ready: Callable[[], None]) -> None:
-    serve = made.config.serve
-    if made.config.cluster.name == "local":
-        with generator_on(made, cluster) as generator:
+def _serve(
+    generation: PreparedGeneration, served: Served, cluster: ActorCluster, ready: Callable[[], None]
+) -> None:
+    serve = generation.config.serve
+    if generation.config.cluster.name == "local":
+        with generator_on(generation, cluster) as generator:
             run_server(make_engine(served, generator), serve.host, serve.port, ready)
         return
     from kt_ray.actors.ray.ray_cluster import RayCluster

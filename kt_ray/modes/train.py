@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster
-from kt_ray.actors.specs import actor_specs
 from kt_ray.checkpoint.training import best_checkpoint, mark_best
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
@@ -19,7 +17,7 @@ from kt_ray.hardware.hosts import socket_name
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.placement.plan import plan_to_dict
 from kt_ray.placement.render import held_per_layer
-from kt_ray.runs.after_training import AfterTraining, after_training, before_and_after
+from kt_ray.runs.before_after import FinalQuestions, before_and_after, final_questions
 from kt_ray.runs.environment import environment
 from kt_ray.runs.prepare import Prepared, prepare
 from kt_ray.runs.rundir import RunDir, dated_as_before, plain
@@ -31,11 +29,12 @@ from kt_ray.runs.saving import (
     save_checkpoint,
     write_adapter,
 )
+from kt_ray.runs.start_cluster import interrupted_by_sigterm, make_cluster
 from kt_ray.timeline import Activity
 from kt_ray.timing.plan_time import predicted_run, run_line
 from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
 from kt_ray.tracking.chrome_trace import write_timeline
-from kt_ray.tracking.console import console, setup_logging
+from kt_ray.tracking.console import console, say, setup_logging
 from kt_ray.tracking.progress import LoadProgress, Summary, TrainProgress, show_summary
 from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.train.trainer import Events, Trainer
@@ -46,19 +45,18 @@ logger = logging.getLogger(__name__)
 def run(config: Config) -> int:
     """Train. Returns the exit code; a user's mistake raises UserError before Ray is touched."""
     began = time.monotonic()
-    given = config
-    config = dated_as_before(config)
+    undated, config = config, dated_as_before(config)
     prepared = prepare(config)
     if not prepared.data.dated:
-        config = given
-    after = after_training(prepared)
+        config = undated
+    final = final_questions(prepared)
     resume = resume_point(prepared)
     rates = rates_for(config, prepared.plan.hardware)  # may refuse what plan.rates names
     rundir = RunDir.create(config, resume.directory if resume else None)
     setup_logging(rundir.log_file)
     _announce(prepared, rundir)
     prediction = predicted_run(config, prepared.plan, rates, prepared.batches.train(0))
-    _say(run_line(prediction, rates))
+    say(run_line(prediction, rates))
     rundir.write_plan({**plan_to_dict(prepared.plan), "prediction": prediction.to_dict()})
     rundir.write_env(environment())
     progress = LoadProgress(live=config.tracking.progress)
@@ -66,14 +64,14 @@ def run(config: Config) -> int:
     status = "failed"
     tracker: MultiTracker | None = None
     try:
-        with _terminated_as_interrupt():
+        with interrupted_by_sigterm():
             for line in cluster.connect():
-                _say(line)
+                say(line)
                 logger.info("%s", line)
             with progress:
                 facts = cluster.start()
             for line in (note for actor in facts for note in actor.get("notes", ())):
-                _say(line)
+                say(line)
             rundir.write_env({**environment(), "actors": facts, "dashboard": _dashboard(cluster)})
             tracker = make_tracker(config.tracking, extra=_ray_exporter(cluster))
             first_step = 0
@@ -81,12 +79,12 @@ def run(config: Config) -> int:
                 cluster.restore(str(resume.directory), resume.manifest.step)
                 first_step = resume.manifest.step
                 for line in go_on_from(resume, rundir):
-                    _say(line)
-                _say(f"resumed from {resume.directory} after step {first_step}")
+                    say(line)
+                say(f"resumed from {resume.directory} after step {first_step}")
             tracker.start(rundir.path, plain(config), first_step=first_step + 1 if first_step else 0)
             summary = _train(prepared, rundir, cluster, tracker, resume, began)
-            if after is not None:
-                _tell(after, rundir, cluster, tracker)
+            if final is not None:
+                _answer(final, rundir, cluster, tracker)
         status = "finished"
         if config.tracking.upload_adapter:
             tracker.artifact(rundir.adapter)
@@ -108,55 +106,32 @@ def run(config: Config) -> int:
             cluster.shutdown()
 
 
-def make_cluster(
-    prepared: Prepared, run_name: str, progress: LoadProgress | None = None, run_dir: str | None = None
-) -> ActorCluster:
-    """The cluster that the configuration names, not started."""
-    config, plan = prepared.config, prepared.plan
-    specs = actor_specs(plan, config, prepared.model_dir, prepared.formulas, prepared.root)
-
-    def note(actor: str, layer: int, done: int, total: int) -> None:
-        if progress is not None:
-            progress.update(actor, done, total, layer)
-
-    if config.cluster.name == "local":
-        return LocalCluster(plan, specs, note)
-    from kt_ray.actors.ray.ray_cluster import RayCluster
-
-    return RayCluster(plan, specs, config.cluster, config.rule.ray, run_name, note, run_dir)
-
-
 def _announce(prepared: Prepared, rundir: RunDir) -> None:
     from kt_ray.data import preview_rows, print_preview
 
     config, plan = prepared.config, prepared.plan
-    _say(f"run directory: {rundir.path}")
+    say(f"run directory: {rundir.path}")
     for worker in plan.workers:
         start, stop = worker.layers
-        _say(
+        say(
             f"attention worker {worker.rank}: layers {start}-{stop - 1} on {worker.device}, "
             f"{worker.threads} threads"
         )
     for actor in plan.experts:
         home = socket_name(plan.hardware, actor.host, actor.node)
-        _say(
+        say(
             f"expert actor {actor.rank}: {held_per_layer(plan, actor)} of {plan.dims.num_experts} "
             f"experts per layer, {home}, {actor.threads} threads"
         )
     for line in (*plan.notes, *prepared.notes, *prepared.data.report.lines()):
-        _say(line)
+        say(line)
         logger.info("%s", line)
     steps = prepared.batches.total_steps
-    _say(f"{steps} steps of {config.trainer.batch_size} rows, {len(prepared.data.train)} rows in all")
+    say(f"{steps} steps of {config.trainer.batch_size} rows, {len(prepared.data.train)} rows in all")
     if config.trainer.preview:
         print_preview(
             preview_rows(prepared.data.train, prepared.data.tokenizer, config.trainer.preview), console()
         )
-
-
-def _say(line: str) -> None:
-    """One line on the console, whole: paths and addresses in it can then be copied."""
-    console().print(line, markup=False, soft_wrap=True)
 
 
 def _dashboard(cluster: ActorCluster) -> str | None:
@@ -181,7 +156,7 @@ def _train(
 ) -> Summary:
     config = prepared.config
     first_step = resume.manifest.step if resume else 0
-    shown = TrainProgress(
+    display = TrainProgress(
         prepared.batches.total_steps,
         first_step,
         live=config.tracking.progress,
@@ -190,28 +165,28 @@ def _train(
 
     def on_step(metrics: StepMetrics) -> None:
         tracker.log(metrics.step, metrics.to_dict())
-        shown.update(metrics.to_dict())
+        display.update(metrics.to_dict())
 
-    def on_eval(taken: int, loss: float) -> None:
-        tracker.log(taken, {"eval_loss": loss})
-        shown.line(f"step {taken}/{prepared.batches.total_steps}  held-out loss {loss:.4f}")
+    def on_eval(step: int, loss: float) -> None:
+        tracker.log(step, {"eval_loss": loss})
+        display.line(f"step {step}/{prepared.batches.total_steps}  held-out loss {loss:.4f}")
 
-    def save(taken: int) -> Path:
-        loss = trainer.summary.eval_losses.get(taken)
-        return save_checkpoint(prepared, rundir, cluster, taken, trainer.load, loss)
+    def save(step: int) -> Path:
+        loss = trainer.summary.eval_losses.get(step)
+        return save_checkpoint(prepared, rundir, cluster, step, trainer.load, loss)
 
-    def timeline(taken: int, activities: Sequence[Activity]) -> None:
-        write_timeline(rundir.timelines, taken, activities, {"run": rundir.name, "step": taken})
+    def timeline(step: int, activities: Sequence[Activity]) -> None:
+        write_timeline(rundir.timelines, step, activities, {"run": rundir.name, "step": step})
 
-    def best(taken: int, loss: float) -> None:
-        mark_best(rundir.checkpoints, taken)
-        shown.line(f"step {taken}: the lowest held-out loss so far, {loss:.4f}")
+    def best(step: int, loss: float) -> None:
+        mark_best(rundir.checkpoints, step)
+        display.line(f"step {step}: the lowest held-out loss so far, {loss:.4f}")
 
     def finish() -> None:
         chosen = best_checkpoint(rundir.checkpoints) if config.trainer.save_best else None
         if chosen is not None and trainer.kept is not None:
             cluster.restore(str(chosen), trainer.kept[0])
-            shown.line(f"the adapter is that of {chosen.name}, held-out loss {trainer.kept[1]:.4f}")
+            display.line(f"the adapter is that of {chosen.name}, held-out loss {trainer.kept[1]:.4f}")
         try:
             write_adapter(prepared, rundir.adapter, cluster)
         except ActorLost:
@@ -221,8 +196,8 @@ def _train(
         # Once more at the end: how many kernel calls ran, and where.
         rundir.write_env({**environment(), "actors": cluster.info(), "dashboard": _dashboard(cluster)})
 
-    with shown:
-        events = Events(on_step, on_eval, save, timeline, shown.repeating, shown.line, best)
+    with display:
+        events = Events(on_step, on_eval, save, timeline, display.repeating, display.line, best)
         trainer = Trainer(
             config,
             cluster,
@@ -254,36 +229,14 @@ def _train(
     )
 
 
-def _tell(after: AfterTraining, rundir: RunDir, cluster: ActorCluster, tracker: MultiTracker) -> None:
+def _answer(final: FinalQuestions, rundir: RunDir, cluster: ActorCluster, tracker: MultiTracker) -> None:
     """Answers before and after. The adapter is safe by now: what fails here fails nothing else."""
     try:
-        result = before_and_after(after, rundir, cluster)
+        result = before_and_after(final, rundir, cluster)
     except Exception as error:
         logger.info("held-out questions were not answered", exc_info=error)  # the whole of it: to train.log
         reason = error.line() if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        _say(
-            f"held-out questions were not answered, the adapter is not concerned: {' '.join(reason.split())}"
-        )
+        say(f"held-out questions were not answered, the adapter is not concerned: {' '.join(reason.split())}")
         return
     for name, (columns, rows) in result.wandb_tables().items():
         tracker.table(name, columns, rows)
-
-
-@contextlib.contextmanager
-def _terminated_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does: actors stopped, trackers told."""
-    import signal
-    import threading
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

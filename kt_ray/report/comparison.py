@@ -12,6 +12,7 @@ from typing import Any
 from kt_ray.config.fields import show
 from kt_ray.errors import UserError
 from kt_ray.runs.rundata import RunData, read_run
+from kt_ray.runs.rundir import is_run, runs_in
 from kt_ray.tracking.progress import duration
 
 VERSION = 1
@@ -102,7 +103,7 @@ class RunComparison:
 
     def best(self) -> set[tuple[int, int]]:
         """(row, column) of the best figures of `cells`, where not all are equal."""
-        found: set[tuple[int, int]] = set()
+        cells: set[tuple[int, int]] = set()
         for number, column in enumerate(self.columns, 1 + len(self.inline)):
             values = {
                 r: e.figures[column.name] for r, e in enumerate(self.entries) if column.name in e.figures
@@ -110,8 +111,8 @@ class RunComparison:
             if not column.better or len(set(values.values())) < 2:
                 continue
             target = min(values.values()) if column.better == "lower" else max(values.values())
-            found |= {(r, number) for r, value in values.items() if value == target}
-        return found
+            cells |= {(r, number) for r, value in values.items() if value == target}
+        return cells
 
     def setting(self, entry: Entry, key: str) -> str:
         """A configuration value as it is typed; "–" where the run does not know the key."""
@@ -195,27 +196,27 @@ def differing_keys(settings: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     )
 
 
-def find_runs(wanted: Sequence[str], root: Path) -> list[Path]:
+def find_runs(names: Sequence[str], root: Path) -> list[Path]:
     """Run directories that compare.runs means, each once, by name with numbers in their order.
 
     Raises:
         UserError: an entry that is no run, holds none and matches none.
     """
-    found: dict[Path, None] = {}
-    for entry in wanted or [str(root)]:
+    paths: dict[Path, None] = {}
+    for entry in names or [str(root)]:
         runs = _runs_of(entry, root)
         if not runs:
-            names = [run.name for run in _inside(root)]
-            close = difflib.get_close_matches(entry, names, n=1)
+            known = [run.name for run in _inside(root)]
+            close = difflib.get_close_matches(entry, known, n=1)
             raise UserError(
                 f"compare.runs: {entry} is no run and holds none",
                 where=str(root),
-                observed=f"runs there: {', '.join(names[:10]) or 'none'}{', …' if len(names) > 10 else ''}",
+                observed=f"runs there: {', '.join(known[:10]) or 'none'}{', …' if len(known) > 10 else ''}",
                 required="a run directory, a directory of runs, a multirun's name or a pattern",
                 remedy=f"did you mean {close[0]}?" if close else "correct the name, or set run.root",
             )
-        found |= dict.fromkeys(path.resolve() for path in runs)
-    return list(found)
+        paths |= dict.fromkeys(path.resolve() for path in runs)
+    return list(paths)
 
 
 def _runs_of(entry: str, root: Path) -> list[Path]:
@@ -225,9 +226,9 @@ def _runs_of(entry: str, root: Path) -> list[Path]:
     if re.search(r"[*?\[]", entry):
         parent = places[0].parent
         matched = sorted(parent.glob(places[0].name), key=natural) if parent.is_dir() else []
-        return [match for match in matched if _is_run(match)]
+        return [match for match in matched if is_run(match)]
     for place in places:
-        if _is_run(place):
+        if is_run(place):
             return [place]
         if inside := _inside(place):
             return inside
@@ -236,17 +237,13 @@ def _runs_of(entry: str, root: Path) -> list[Path]:
             jobs = [
                 p for p in place.parent.glob(f"{place.name}-*") if p.name[len(place.name) + 1 :].isdigit()
             ]
-            if runs := sorted((job for job in jobs if _is_run(job)), key=natural):
+            if runs := sorted((job for job in jobs if is_run(job)), key=natural):
                 return runs
     return []
 
 
 def _inside(directory: Path) -> list[Path]:
-    return sorted((file.parent for file in directory.glob("*/config.yaml")), key=natural)
-
-
-def _is_run(path: Path) -> bool:
-    return (path / "config.yaml").is_file()
+    return sorted(runs_in(directory), key=natural)
 
 
 def natural(path: Path) -> list[tuple[bool, int, str]]:

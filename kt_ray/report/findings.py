@@ -1,10 +1,10 @@
-"""What in a run's figures is out of the ordinary. The ranges are those of docs/metrics.md."""
+"""What is out of the ordinary in a run's figures. docs/metrics.md gives the ranges."""
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
 from kt_ray.runs.rundata import LAST, RunData, mean
 
@@ -18,8 +18,7 @@ IDLE = 0.3  # busy share of the busiest actor
 TRAINED = 0.05  # share of tokens with a loss
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One remark. level: "bad" = the result is in doubt, "look" = worth a look."""
 
     level: Literal["bad", "look"]
@@ -27,131 +26,102 @@ class Finding:
 
 
 def findings(run: RunData) -> list[Finding]:
-    """Remarks on a run, bad ones first; none when all is in its range."""
-    found = [*_loss(run), *_gradients(run), *_balance(run), *_time(run), *_tokens(run), *_recoveries(run)]
-    return sorted(found, key=lambda finding: finding.level != "bad")
+    """Remarks on a run, bad ones first; none when every figure is in its range."""
+    remarks = [*_loss(run), *_gradients(run), *_balance(run), *_time(run), *_tokens(run), *_recoveries(run)]
+    return sorted(remarks, key=lambda remark: remark.level != "bad")
 
 
-def _loss(run: RunData) -> list[Finding]:
-    found: list[Finding] = []
+def _loss(run: RunData) -> Iterator[Finding]:
     broken = [r["step"] for r in run.records if "loss" in r and r["loss"] is None]
     if broken:
-        found.append(Finding("bad", f"The loss is not finite at step {broken[0]}: lower optim.lr."))
-    values = [value for _, value in run.series("loss")]
+        yield Finding("bad", f"The loss is not finite at step {broken[0]}: lower optim.lr.")
+    values = run.values("loss")
     if len(values) >= 2 * LAST and mean(values[-LAST:]) >= mean(values[:LAST]):
-        found.append(
-            Finding(
-                "bad",
-                f"The training loss did not fall ({mean(values[:LAST]):.3f} over the first {LAST} steps, "
-                f"{mean(values[-LAST:]):.3f} over the last): raise or lower optim.lr, look at the rows "
-                "with mode=preview.",
-            )
+        yield Finding(
+            "bad",
+            f"The training loss did not fall ({mean(values[:LAST]):.3f} over the first {LAST} steps, "
+            f"{mean(values[-LAST:]):.3f} over the last): raise or lower optim.lr, look at the rows "
+            "with mode=preview.",
         )
     held_out = run.series("eval_loss")
     if len(held_out) > 2:
         best_step, best = min(held_out, key=lambda point: point[1])
         last_step, last = held_out[-1]
         if last > OVERFIT * best and best_step < last_step:
-            found.append(
-                Finding(
-                    "look",
-                    f"The held-out loss rose from {best:.3f} after step {best_step} to {last:.3f}: the model "
-                    "overfits; train for fewer steps, or use the checkpoint nearest to the best.",
-                )
+            yield Finding(
+                "look",
+                f"The held-out loss rose from {best:.3f} after step {best_step} to {last:.3f}: the model "
+                "overfits; train for fewer steps, or use the checkpoint nearest to the best.",
             )
-    return found
 
 
-def _gradients(run: RunData) -> list[Finding]:
+def _gradients(run: RunData) -> Iterator[Finding]:
     norms = run.series("grad_norm")
     if len(norms) < 2 * LAST:
-        return []
-    middle = statistics.median(value for _, value in norms)
+        return
+    middle = statistics.median(run.values("grad_norm"))
     spikes = [(step, value) for step, value in norms if value > SPIKE * middle > 0]
-    if not spikes:
-        return []
-    step, value = max(spikes, key=lambda point: point[1])
-    return [
-        Finding(
+    if spikes:
+        step, value = max(spikes, key=lambda point: point[1])
+        yield Finding(
             "look",
             f"The gradient norm spiked {len(spikes)} time{'s' if len(spikes) > 1 else ''} (up to {value:.3g} "
             f"at step {step}, median {middle:.3g}): odd rows there, or optim.lr or warmup too steep.",
         )
-    ]
 
 
-def _balance(run: RunData) -> list[Finding]:
-    found: list[Finding] = []
-    experts = [value for _, value in run.series("expert_load_imbalance")][-LAST:]
+def _balance(run: RunData) -> Iterator[Finding]:
+    experts = run.values("expert_load_imbalance")[-LAST:]
     if experts and mean(experts) > EXPERT_IMBALANCE:
-        found.append(
-            Finding(
-                "look",
-                f"The fullest expert gets {mean(experts):.1f} times the mean: few experts do most of the "
-                "work.",
-            )
+        yield Finding(
+            "look",
+            f"The fullest expert gets {mean(experts):.1f} times the mean: few experts do most of the work.",
         )
-    actors = [value for _, value in run.series("actor_load_imbalance")][-LAST:]
+    actors = run.values("actor_load_imbalance")[-LAST:]
     if actors and mean(actors) > ACTOR_IMBALANCE:
-        found.append(
-            Finding(
-                "look",
-                f"The fullest expert actor gets {mean(actors):.2f} times the mean, the others wait for it: "
-                "rule.experts.placement=balanced with rule.experts.load of this run evens it out.",
-            )
+        yield Finding(
+            "look",
+            f"The fullest expert actor gets {mean(actors):.2f} times the mean, the others wait for it: "
+            "rule.experts.placement=balanced with rule.experts.load of this run evens it out.",
         )
-    return found
 
 
-def _time(run: RunData) -> list[Finding]:
+def _time(run: RunData) -> Iterator[Finding]:
     seconds, waiting = dict(run.series("seconds")), dict(run.series("seconds_transport"))
     steps = sorted(seconds.keys() & waiting.keys())[1:]
     total = sum(seconds[step] for step in steps)
-    found: list[Finding] = []
-    if total > 0 and sum(waiting[step] for step in steps) / total > WAITING:
-        share = sum(waiting[step] for step in steps) / total
-        found.append(
-            Finding(
-                "look",
-                f"Attention waits {share:.0%} of the time: the experts are the bottleneck; mode=plan says "
-                "what would help.",
-            )
+    share = sum(waiting[step] for step in steps) / total if total > 0 else 0.0
+    if share > WAITING:
+        yield Finding(
+            "look",
+            f"Attention waits {share:.0%} of the time: the experts are the bottleneck; mode=plan says "
+            "what would help.",
         )
-    busy = [mean([value for _, value in run.series(key)]) for key in run.keys("busy_")]
+    busy = [mean(run.values(key)) for key in run.keys("busy_")]
     if busy and max(busy) < IDLE:
-        found.append(
-            Finding(
-                "look",
-                f"No actor computes more than {max(busy):.0%} of the time: steps are too small "
-                "(trainer.batch_size), or other programs use the machine.",
-            )
+        yield Finding(
+            "look",
+            f"No actor computes more than {max(busy):.0%} of the time: steps are too small "
+            "(trainer.batch_size), or other programs use the machine.",
         )
-    return found
 
 
-def _tokens(run: RunData) -> list[Finding]:
-    tokens = sum(value for _, value in run.series("tokens"))
-    trained = sum(value for _, value in run.series("loss_tokens"))
-    if not tokens or trained / tokens >= TRAINED:
-        return []
-    return [
-        Finding(
+def _tokens(run: RunData) -> Iterator[Finding]:
+    tokens, trained = sum(run.values("tokens")), sum(run.values("loss_tokens"))
+    if tokens and trained / tokens < TRAINED:
+        yield Finding(
             "look",
             f"Only {trained / tokens:.1%} of the tokens are trained on: mode=preview shows whether "
             "answers are recognised.",
         )
-    ]
 
 
-def _recoveries(run: RunData) -> list[Finding]:
+def _recoveries(run: RunData) -> Iterator[Finding]:
     figures = run.figures()
     count = figures.get("recoveries", 0)
-    if not count:
-        return []
-    return [
-        Finding(
+    if count:
+        yield Finding(
             "look",
             f"{count:.0f} lost actor{'s were' if count > 1 else ' was'} brought back, "
             f"{figures.get('seconds_lost', 0):.0f} s lost: train.log says why.",
         )
-    ]

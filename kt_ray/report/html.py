@@ -1,16 +1,14 @@
-"""Pieces of HTML that both pages are made of. Whatever comes from a run is escaped here."""
+"""Pieces of HTML that both pages are made of. They escape whatever comes from a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
-from kt_ray.config.fields import show
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
-from kt_ray.report.style import style_sheet
+from kt_ray.report.charts import HEAT_COLOURS, SERIES_COLOURS
 
 
 def page(title: str, body: Iterable[str]) -> str:
@@ -22,7 +20,7 @@ def page(title: str, body: Iterable[str]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style_sheet()}</style></head>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{_style_sheet()}</style></head>\n"
         f"<body><main>\n{content}\n</main></body></html>\n"
     )
 
@@ -85,6 +83,12 @@ def tile(title: str, value: str, note: str = "") -> str:
     return f'<div class="card tile"><span>{escape(title)}</span><b>{escape(value)}</b>{below}</div>'
 
 
-def value_text(value: Any) -> str:
-    """A setting as it is typed on the command line."""
-    return show(value)
+def _style_sheet() -> str:
+    """page.css, and the classes that charts use."""
+    rules = [Path(__file__).with_name("page.css").read_text(encoding="utf-8")]
+    for i in range(SERIES_COLOURS):
+        colour = f"var(--s{i})"
+        rules.append(f".line.s{i} {{ stroke: {colour}; }} .dot.s{i} {{ fill: {colour}; }}")
+        rules.append(f"i.s{i} {{ background: {colour}; }}")
+    rules += [f".h{i} {{ fill: var(--h{i}); background: var(--h{i}); }}" for i in range(HEAT_COLOURS)]
+    return "\n".join(rules) + "\n"

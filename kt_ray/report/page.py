@@ -9,12 +9,13 @@ from typing import Any
 
 import yaml
 
-from kt_ray.evaluate.predictions import ADAPTER_FILE, BASE_FILE, find_answers
+from kt_ray.config.fields import show
+from kt_ray.evaluate.answer_file import ADAPTER_FILE, BASE_FILE, find_answers
 from kt_ray.evaluate.scores import METRICS
 from kt_ray.evaluate.table import Sample, pick_samples
 from kt_ray.report.charts import Line, heat_map, heat_scale, line_chart
 from kt_ray.report.findings import findings
-from kt_ray.report.html import card, page, section, table, tile, value_text
+from kt_ray.report.html import card, page, section, table, tile
 from kt_ray.runs.rundata import RunData
 from kt_ray.tracking.plot import smooth
 from kt_ray.tracking.progress import duration, size
@@ -98,10 +99,10 @@ def _remarks(run: RunData) -> str:
         return section(
             "Remarks", '<p class="look">No step has been finished yet: metrics.jsonl is empty.</p>'
         )
-    found = findings(run)
-    if not found:
+    remarks = findings(run)
+    if not remarks:
         return section("Remarks", '<p class="soft">Nothing out of the ordinary in the figures.</p>')
-    items = "".join(f'<li class="{f.level}">{escape(f.text)}</li>' for f in found)
+    items = "".join(f'<li class="{f.level}">{escape(f.text)}</li>' for f in remarks)
     return section("Remarks", f'<ul class="remarks">{items}</ul>')
 
 
@@ -266,9 +267,7 @@ def _actors(run: RunData) -> str:
 
 
 def _settings(run: RunData) -> str:
-    changed = [
-        [key, value_text(value)] for key, value in run.changed_settings().items() if key != "model.config"
-    ]
+    changed = [[key, show(value)] for key, value in run.changed_settings().items() if key != "model.config"]
     whole = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
     rest = f"<details><summary>all of config.yaml</summary><pre>{escape(whole)}</pre></details>"
     return section(

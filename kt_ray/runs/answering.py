@@ -1,104 +1,237 @@
-"""mode=eval where there are no answers yet: loss and answers of base and adapter, one base model in memory.
+"""Answers to held-out questions, one line of predictions.jsonl each.
 
-The order is what lets one model serve both: the base's loss is measured before the actors read the adapter
-(LoRA without effect), the adapter's after it, and then each row is answered by both in one session, which
-switches the adapter on and off. What is done is kept, so the same command goes on where it stopped.
+    runs/<run.name or MODEL-predict>/
+        predictions.jsonl   {"id", "prompt", "messages", "label", "predict"[, "base"], "finish", "tokens"
+                             [, "error"][, "option_logits"[, "base_option_logits"]]}
+        predictions.json    the settings that produced them
+
+A line is written as soon as its answer is complete, so a run that ended early continues where it stopped. For
+multiple-choice questions, the options' log-probabilities as the next token are asked for as well.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import queue
+import time
 from dataclasses import dataclass
-from itertools import count
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-import yaml
+from kt_ray.dims.weight_formats import BACKEND_STORAGE
+from kt_ray.disk import write_atomic
+from kt_ray.errors import UserError
+from kt_ray.evaluate.answer_file import ADAPTER_FILE, SETTINGS_FILE, adapter_mark
+from kt_ray.generate.generator import Answer, Generator, Piece
+from kt_ray.runs.generation import PreparedGeneration
+from kt_ray.runs.questions import Question
+from kt_ray.tracking.console import say
 
-from kt_ray.config.fields import show
-from kt_ray.config.mapping import to_dict
-from kt_ray.config.schema import Config
-from kt_ray.adapter.from_peft import adapter_directory
-from kt_ray.modes import predict
-from kt_ray.runs.generation import Setup, generator_on, setup, started, take_adapter
-from kt_ray.runs.held_out_loss import HeldOut, measure, open_held_out
-from kt_ray.runs.rundata import flatten
-
-# Keys of `data` that change what a row's tokens are, not which rows are held out.
-_SAME_ROWS = frozenset(
-    "data." + name
-    for name in (
-        *("max_length", "overflow", "shuffle", "pad_to_multiple_of", "packing", "group_by_length"),
-        *("cache_gb", "template", "train_on", "system"),
-    )
+# What of `generate` changes an answer.
+_SAMPLING = (
+    *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
 )
 
 
 @dataclass(frozen=True)
-class Answered:
-    """Where the answers and losses lie, and what should be said about them."""
+class AnswerJob:
+    """Questions to answer, and the directory for the answers.
 
+    Attributes:
+        done: ids of the questions that have an answer.
+    """
+
+    generation: PreparedGeneration
+    questions: list[Question]
     directory: Path
-    notes: tuple[str, ...] = ()
+    done: frozenset[int]
+
+    @property
+    def remaining(self) -> list[Question]:
+        return [question for question in self.questions if question.id not in self.done]
+
+    @property
+    def path(self) -> Path:
+        return self.directory / ADAPTER_FILE
 
 
-def answer(config: Config) -> Answered:
-    """Measure the losses and answer the rows, as far as that has not been done.
+def open_job(
+    generation: PreparedGeneration, questions: list[Question], directory: Path, overwrite: bool
+) -> AnswerJob:
+    """The job in a directory, which is made if need be.
 
     Args:
-        config: as kt_ray.runs.wanted.to_answer gives it.
+        overwrite: start afresh, whatever the directory holds.
 
     Raises:
-        UserError: any fault in model, adapter, data or plan, or answers made with other settings.
+        UserError: it holds answers made with other settings, or by another program.
     """
-    directory = _directory(config)
-    made = setup(config)
-    questions = predict.questions_of(made)
-    work = predict.open_work(made, questions, directory, config.run.overwrite)
-    held_out = open_held_out(made, [question.id for question in questions], directory)
-    if work.left or held_out.left:
-        _compute(made, work, held_out)
-    notes = _other_rows(config, Path(made.adapter).parent) if made.adapter is not None else ()
-    return Answered(directory, notes)
+    done = _open(directory, _settings(generation, questions), overwrite)
+    job = AnswerJob(generation, questions, directory, frozenset(done))
+    say(f"{len(questions)} rows, {len(done)} of them answered already: {job.path}")
+    return job
 
 
-def _compute(made: Setup, work: predict.Work, held_out: HeldOut) -> None:
-    numbers = count(1)
-    with started(made, f"{work.directory.name}-eval") as cluster:
-        if "base" in held_out.left:
-            measure(held_out, "base", cluster, numbers)
-        take_adapter(made, cluster)
-        if "adapter" in held_out.left:
-            measure(held_out, "adapter", cluster, numbers)
-        if work.left:
-            with generator_on(made, cluster) as generator:
-                predict.answer(work, generator)
+def answer(job: AnswerJob, generator: Generator) -> None:
+    """Answer the remaining questions, a line each.
+
+    Raises:
+        BaseException: what ended the session of generation.
+    """
+    questions, start = job.remaining, time.monotonic()
+    tokens = _answer(job.generation, generator, questions, job.path)
+    seconds = time.monotonic() - start
+    rate = tokens / max(seconds, 1e-9)
+    say(f"{len(questions)} rows in {seconds:.1f} s, {tokens} tokens, {rate:.1f} tokens/s: {job.path}")
 
 
-def _directory(config: Config) -> Path:
-    """run.name below run.root; else the adapter's own run, where mode=report looks; else MODEL-eval."""
-    root = Path(config.run.root)
-    if config.run.name:
-        return root / config.run.name
-    if config.generate.adapter is not None:
-        run = Path(adapter_directory(config.generate.adapter)).parent
-        if (run / "config.yaml").is_file():
-            return run
-    return root / f"{config.model.name}-eval"
+def sides(generation: PreparedGeneration) -> tuple[str, ...]:
+    """Who answers each row, "adapter" or "base"; the first one's answer is "predict"."""
+    who = generation.config.generate.answer
+    if who == "both":
+        return ("adapter", "base")
+    return ("adapter" if generation.adapter is not None and who != "base" else "base",)
 
 
-def _other_rows(config: Config, run: Path) -> tuple[str, ...]:
-    """A note when the adapter's run held out other rows, so that these may be among those it learnt."""
-    own = config.generate.split == "eval" and config.data.eval_path is None
-    if not own or not (run / "config.yaml").is_file():
-        return ()
-    try:
-        then: Any = flatten(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, AttributeError):
-        return ()
-    now = flatten(to_dict(config))
-    keys = [key for key in now if key == "seed" or (key.startswith("data.") and key not in _SAME_ROWS)]
-    other = [key for key in keys if key in then and then[key] != now[key]]
-    if not other:
-        return ()
-    was = ", ".join(f"{key}={show(then[key])}, here {show(now[key])}" for key in other)
-    return (f"the adapter was trained with {was}: it may have learnt from some of these rows",)
+def model_settings(generation: PreparedGeneration) -> dict[str, Any]:
+    """What of the model answers and losses depend on."""
+    adapter = generation.adapter if "adapter" in sides(generation) else None
+    backend = generation.config.rule.experts.backend
+    return {
+        "model": generation.fingerprint,
+        "adapter": adapter,
+        # An adapter written to the same place later is another one.
+        "adapter_file": None if adapter is None else adapter_mark(Path(adapter)),
+        # Only these backends change the experts' weights; the others compute the checkpoint's own.
+        "backend": backend if backend in BACKEND_STORAGE else "auto",
+    }
+
+
+def _settings(generation: PreparedGeneration, questions: list[Question]) -> dict[str, Any]:
+    """All that answers depend on; a job continues only under the same settings."""
+    generate = generation.config.generate
+    rows = hashlib.sha256("\n".join(map(_content, questions)).encode()).hexdigest()
+    return {
+        **model_settings(generation),
+        "answers": list(sides(generation)),
+        **{name: getattr(generate, name) for name in _SAMPLING},
+        "eos": list(generation.eos),
+        "stop": list(generate.stop),
+        "seed": generation.config.seed if generate.temperature > 0 else None,
+        "options": "".join(next((q.options.tokens for q in questions if q.options), {})) or None,
+        "rows": rows,
+        "count": len(questions),
+    }
+
+
+def _content(question: Question) -> str:
+    """All of a row that its line depends on."""
+    options = question.options and [question.options.prompt, question.options.tokens]
+    return json.dumps([question.id, question.ids, question.label, options])
+
+
+def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int]:
+    """Make the directory ready; ids of the rows that it has already."""
+    answers, settings_file = directory / ADAPTER_FILE, directory / SETTINGS_FILE
+    if settings_file.is_file() and not overwrite:
+        before = json.loads(settings_file.read_text(encoding="utf-8"))
+        name = next((name for name in sorted(settings) if before.get(name) != settings[name]), None)
+        if name is not None:
+            raise UserError(
+                "the predictions in this directory were made with other settings",
+                where=str(settings_file),
+                observed=f"{name}={before.get(name)}",
+                required=f"{name}={settings[name]}",
+                remedy="set another run.name, or run.overwrite=true to begin anew",
+            )
+        # Rows that ended with an error are asked again, and so is a line that the last run's end cut off.
+        rows = {id: row for id, row in _read_rows(answers).items() if "error" not in row}
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
+        write_atomic(answers, text)
+        return set(rows)
+    if answers.is_file() and not overwrite:
+        raise UserError(
+            "this directory holds predictions of another program",
+            where=str(answers),
+            observed=f"no {SETTINGS_FILE} beside them",
+            required="a directory without predictions, or predictions of mode=predict to go on with",
+            remedy="set another run.name, or run.overwrite=true to replace them",
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    answers.unlink(missing_ok=True)
+    write_atomic(settings_file, json.dumps(settings, indent=1) + "\n")
+    return set()
+
+
+def _read_rows(file: Path) -> dict[int, dict[str, Any]]:
+    """Rows by id; an unfinished last line is left out."""
+    if not file.is_file():
+        return {}
+    rows = map(json.loads, file.read_text(encoding="utf-8").split("\n")[:-1])
+    return {int(row["id"]): row for row in rows}
+
+
+def _answer(
+    generation: PreparedGeneration, generator: Generator, questions: list[Question], path: Path
+) -> int:
+    """Ask all questions and write each row when its answers are complete. Returns tokens generated."""
+    tokens, adapters = 0, [side == "adapter" for side in sides(generation)]
+    waiting: dict[int, tuple[Question, list[Answer]]] = {}
+    ended: queue.SimpleQueue[Piece | BaseException] = queue.SimpleQueue()
+    ahead = 2 * generation.config.generate.batch_size * generation.plan.replicas
+    upcoming = iter(questions)
+
+    def listen(piece: Piece | BaseException) -> None:
+        if isinstance(piece, BaseException) or piece.token.finish:
+            ended.put(piece)
+
+    with path.open("a", encoding="utf-8") as file:
+        while True:
+            for question in islice(upcoming, max(0, ahead - len(waiting))):
+                seed = (generation.config.seed + question.id) % 2**63
+                requests = [
+                    generation.request(question.ids, question.where, adapter=adapter, seed=seed)
+                    for adapter in adapters
+                ]
+                if question.options is not None:
+                    requests += [question.options.request(adapter) for adapter in adapters]
+                waiting[question.id] = question, [generator.submit(r, listen) for r in requests]
+            if not waiting:
+                return tokens
+            piece = ended.get()  # of any answer: a long one delays no other row
+            if isinstance(piece, BaseException):
+                raise piece
+            # `finish` is set before an answer's last piece arrives: with the row's last piece all are set.
+            complete = [w for w in waiting.values() if all(answer.finish for answer in w[1])]
+            for question, pending in complete:
+                del waiting[question.id]
+                results = [answer.result() for answer in pending]
+                answers, options = results[: len(adapters)], results[len(adapters) :]
+                tokens += sum(len(answer.tokens) for answer in answers)
+                _write(file, question, answers, options)
+
+
+def _write(file: TextIO, question: Question, answers: list[Answer], options: list[Answer]) -> None:
+    row: dict[str, Any] = {
+        "id": question.id,
+        "prompt": question.prompt,
+        "messages": list(question.messages),
+        "label": question.label,
+        "predict": answers[0].text,
+        **({"base": answers[1].text} if len(answers) > 1 else {}),
+        "finish": answers[0].finish,
+        "tokens": len(answers[0].tokens),
+    }
+    for key, option_answer in zip(("option_logits", "base_option_logits"), options, strict=False):
+        assert question.options is not None
+        row[key] = question.options.logits(option_answer)
+    error = next((answer.error for answer in answers if answer.finish == "error"), None)
+    if error is not None:
+        row["error"] = error
+        say(f"{question.where}: its answer ended with an error: {error}")
+    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    file.flush()
+    os.fsync(file.fileno())

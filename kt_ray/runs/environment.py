@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kt_ray.hardware.describe import cpu_name
+
 _PACKAGES = ("torch", "transformers", "peft", "ray", "hydra-core", "numpy", "safetensors", "wandb", "kt_ray")
 
 
@@ -28,7 +30,7 @@ def environment() -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "cores_allowed": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -37,15 +39,6 @@ def environment() -> dict[str, Any]:
         "argv": list(sys.argv),
         "pid": os.getpid(),
     }
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model")))
-    return next(named, "") or platform.processor() or platform.machine()
 
 
 def _git_commit() -> str | None:

@@ -17,67 +17,57 @@ from typing import Any
 
 from kt_ray.batch import PassSpec, trained_tokens
 from kt_ray.data import Pair, Row, Wave, eval_waves, load_data
-from kt_ray.evaluate.loss_sums import LOSSES_FILE, LossSum, losses_file, sums
-from kt_ray.runs.generation import Setup
-from kt_ray.modes.predict import adapter_file, experts_stored, who
 from kt_ray.disk import write_atomic
+from kt_ray.evaluate.loss_sums import LOSSES_FILE, LossSum, losses_file, sums
+from kt_ray.runs.answering import model_settings, sides
+from kt_ray.runs.generation import PreparedGeneration
 from kt_ray.train.cluster_protocol import Cluster
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Rows to measure the loss over, and what is known of it.
+    """Rows to measure the loss over, and the losses measured so far.
 
     Attributes:
         file: losses.json.
         settings: what the losses depend on.
-        waves: the passes. known: "base" or "adapter" -> measured before.
+        waves: the passes.
+        losses: "base" or "adapter" -> measured before.
     """
 
-    made: Setup
+    generation: PreparedGeneration
     file: Path
     settings: dict[str, Any]
     waves: list[Wave]
-    known: dict[str, LossSum]
+    losses: dict[str, LossSum]
 
     @property
-    def sides(self) -> list[str]:
-        """Those asked for."""
-        return ["adapter" if on else "base" for on in who(self.made)]
-
-    @property
-    def left(self) -> list[str]:
-        """Those asked for that are not known."""
-        return [side for side in self.sides if side not in self.known]
+    def remaining(self) -> list[str]:
+        """The sides that were asked for and have no loss yet."""
+        return [side for side in sides(self.generation) if side not in self.losses]
 
 
-def open_held_out(made: Setup, ids: Sequence[int], directory: Path) -> HeldOut:
-    """The rows with these ids, and the losses that lie in a directory if they are of the same rows.
+def open_held_out(generation: PreparedGeneration, ids: Sequence[int], directory: Path) -> HeldOut:
+    """The rows with these ids, and the losses in a directory if they are of the same rows and model.
 
     Raises:
         UserError: any fault in files, rows, tokenizer or template.
     """
-    config, data = made.config, made.config.data
+    config, data = generation.config, generation.config.data
     data = replace(data, packing=False)  # a row is a row here
     every = config.generate.split == "all"
     if every:
         data = replace(data, eval_fraction=0.0, eval_path=None)
-    bundle = load_data(replace(config, data=data), made.model_dir, config.seed)
-    wanted = set(ids)
+    bundle = load_data(replace(config, data=data), generation.model_dir, config.seed)
     # Of pairs the better answer (pair n holds the rows 2n and 2n + 1); of verdicts the wanted ones.
     answers = [
         replace(unit.chosen, sample_id=unit.chosen.sample_id // 2) if isinstance(unit, Pair) else unit
         for unit in (bundle.train if every else bundle.eval)
     ]
-    rows = [row for row in answers if row.sample_id in wanted and row.sign >= 0]
-    settings = {
-        "model": made.fingerprint,
-        "adapter": made.adapter if True in who(made) else None,
-        "adapter_file": adapter_file(made),
-        "backend": experts_stored(made),
-        "rows": _digest(rows),
-    }
-    plan, trainer = made.plan, config.trainer
+    selected = set(ids)
+    rows = [row for row in answers if row.sample_id in selected and row.sign >= 0]
+    settings = {**model_settings(generation), "rows": _digest(rows)}
+    plan, trainer = generation.plan, config.trainer
     waves = eval_waves(
         rows,
         trainer.batch_size,
@@ -89,14 +79,16 @@ def open_held_out(made: Setup, ids: Sequence[int], directory: Path) -> HeldOut:
         multiple=data.pad_to_multiple_of,
     )
     file = directory / LOSSES_FILE
-    return HeldOut(made, file, settings, waves, _known(file, settings))
+    content = losses_file(file)
+    losses = sums(content) if content.get("settings") == settings else {}
+    return HeldOut(generation, file, settings, waves, losses)
 
 
-def measure(held_out: HeldOut, side: str, cluster: Cluster, numbers: count[int]) -> LossSum:
-    """The loss of the model as the cluster now holds it; kept in the file as that of a side.
+def measure(held_out: HeldOut, side: str, cluster: Cluster, numbers: count[int]) -> None:
+    """Measure the loss of the model as the cluster now holds it, and keep it in the file under `side`.
 
     Args:
-        numbers: of passes, in one cluster never the same twice.
+        numbers: of passes; a cluster never sees the same twice.
     """
     total = LossSum()
     for waves in held_out.waves:
@@ -105,20 +97,14 @@ def measure(held_out: HeldOut, side: str, cluster: Cluster, numbers: count[int])
             number=next(numbers),
             step=0,
             kind="eval",
-            seed=held_out.made.config.seed,
+            seed=held_out.generation.config.seed,
             wave=waves,
             loss_tokens=tokens,
         )
         total += LossSum(cluster.run_pass(spec).loss * tokens, tokens)
-    held_out.known[side] = total
-    known = {name: asdict(loss) for name, loss in held_out.known.items()}
-    write_atomic(held_out.file, json.dumps({"settings": held_out.settings, **known}, indent=1) + "\n")
-    return total
-
-
-def _known(file: Path, settings: dict[str, Any]) -> dict[str, LossSum]:
-    content = losses_file(file)
-    return sums(content) if content.get("settings") == settings else {}
+    held_out.losses[side] = total
+    losses = {name: asdict(loss) for name, loss in held_out.losses.items()}
+    write_atomic(held_out.file, json.dumps({"settings": held_out.settings, **losses}, indent=1) + "\n")
 
 
 def _digest(rows: Sequence[Row]) -> str:

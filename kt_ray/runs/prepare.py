@@ -1,4 +1,8 @@
-"""Everything that can be found wrong without starting an actor: files, plan, data, batches."""
+"""All checks that need no actor: files, hardware, plan, data.
+
+`prepare_model` is what training and generation share; `prepare` adds the data and steps of training,
+`kt_ray.runs.generation` the tokenizer and adapter of generation.
+"""
 
 from __future__ import annotations
 
@@ -19,60 +23,64 @@ from kt_ray.checkpoint.index import some
 from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, eval_waves, load_data
 from kt_ray.demo import resolve_model_dir
+from kt_ray.dims.config_json import dims_from_dir
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.dims.packable import check_packing_family
+from kt_ray.dims.weight_formats import plain_storage
 from kt_ray.errors import UserError
+from kt_ray.hardware.describe import this_host
 from kt_ray.model.build import build_on_meta
 from kt_ray.model.lora import resolve_targets
 from kt_ray.model.routing import router_recorder
 from kt_ray.model.stage_spec import StageSpec
-from kt_ray.runs.known_load import known_load, resumed_choice, resumed_load
 from kt_ray.native import ISA_VARIABLE, ExpertFormula, available_isas, select_isa
-from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.placement.expert_load import ExpertLoad
-from kt_ray.dims.weight_formats import plain_storage
-from kt_ray.hardware.describe import this_host
-from kt_ray.timing.choose import choose_plan
-from kt_ray.dims.packable import check_packing_family
-from kt_ray.dims.model_dims import ModelDims
+from kt_ray.placement.generation_memory import room
+from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
-from kt_ray.train.trainer import StepBatches
+from kt_ray.runs.rundir import known_load, resumed_choice, resumed_load
+from kt_ray.timing.choose import choose_plan
 from kt_ray.train.preference_steps import check_units
+from kt_ray.train.trainer import StepBatches
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A checked run: nothing in it needs an actor.
+class PreparedModel:
+    """A checked model and its plan; nothing in it needs an actor.
 
     Attributes:
         model_dir: resolved Hugging Face directory.
-        index: its validated tensors.
-        plan: who does what. data: tokenised rows. batches: of every step.
-        module_names: the model's linear modules outside the routed experts.
+        fingerprint: of its weights, those of model.experts_path included. Checkpoints and answers carry it.
+        plan: who does what.
         formulas: MoE layer -> what its experts compute.
-        notes: what was passed over in the checkpoint, one line each.
-        gguf: the experts of model.experts_path, or None.
         root: module name of the language model.
-        load: tokens per expert so far, of the checkpoint resumed from.
+        module_names: the model's linear modules outside the routed experts.
+        notes: what the checkpoint holds that training ignores, one line each.
     """
 
     config: Config
     model_dir: str
-    index: CheckpointIndex
+    fingerprint: str
     plan: Plan
+    formulas: Mapping[int, ExpertFormula]
+    root: str
+    module_names: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Prepared(PreparedModel):
+    """A checked training run.
+
+    Attributes:
+        data: tokenised rows.
+        batches: the rows of every step.
+        load: tokens per expert so far, of the checkpoint resumed from.
+    """
+
     data: DataBundle
     batches: StepBatches
-    module_names: tuple[str, ...]
-    formulas: Mapping[int, ExpertFormula]
-    notes: tuple[str, ...] = ()
-    gguf: GgufExperts | None = None
-    root: str = "model"
     load: ExpertLoad = field(default_factory=ExpertLoad)
-
-    @property
-    def fingerprint(self) -> str:
-        """Recognises the weights on resume."""
-        if self.gguf is None:
-            return self.index.fingerprint
-        return hashlib.sha256(f"{self.index.fingerprint} {self.gguf.fingerprint}".encode()).hexdigest()
 
 
 def prepare(config: Config) -> Prepared:
@@ -81,35 +89,69 @@ def prepare(config: Config) -> Prepared:
     Raises:
         UserError: the first fault.
     """
-    model_dir = os.path.abspath(resolve_model_dir(config.model))
+    model = prepare_model(config, training=True)
+    resolve_targets(config.lora.target_modules, model.module_names)
+    data = for_stage(config.trainer.stage, load_data(config, model.model_dir, config.seed))
+    batches = _batches(config, model.plan, data)
+    load = resumed_load(config, model.plan.dims) or ExpertLoad()
+    return Prepared(**vars(model), data=data, batches=batches, load=load)
+
+
+def prepare_model(config: Config, *, training: bool) -> PreparedModel:
+    """Check model, hardware and plan, cheapest first.
+
+    Args:
+        training: place experts by their known load, and refuse what only generation can do.
+
+    Raises:
+        UserError: the first fault.
+    """
+    model_dir = model_directory(config)
     dims = dims_from_dir(model_dir)
-    load = known_load(config, dims)
-    # The plan refuses what cannot be trained, by name, before any file is opened.
     hardware = this_host()
-    before = resumed_choice(config)
-    plan = choose_plan(dims, config, hardware, load, before=before)
+    load, before = (known_load(config, dims), resumed_choice(config)) if training else (None, None)
+
+    def plan_for(dims: ModelDims) -> Plan:
+        if not training:
+            return make_plan(dims, config, hardware)
+        return choose_plan(dims, config, hardware, load, before=before)
+
+    # The plan refuses what cannot be trained, by name, before any file is opened.
+    plan = plan_for(dims)
     _check_isa(config)
-    if config.data.packing:
+    if training and config.data.packing:
         check_packing_family(model_dir)
     index, layout, gguf, stored = open_checkpoint(config, model_dir, dims)
     if stored != dims:
-        plan = choose_plan(stored, config, hardware, load, before=before)
-    _check_fits(plan)
+        plan = plan_for(stored)
+    _check_fits(plan, config, training)
     whole = build_on_meta(_meta_spec(config, dims, model_dir))
     _check_formulas(layout, whole.formulas)
-    if config.trainer.aux_loss:
+    if training and config.trainer.aux_loss:
         router_recorder(whole.causal)
-    report = check_non_experts(index, whole.causal, layout=layout)
+    ignored = check_non_experts(index, whole.causal, layout=layout).ignored
     check_content(index)
-    resolve_targets(config.lora.target_modules, whole.lora_names)
-    data = for_stage(config.trainer.stage, load_data(config, model_dir, config.seed))
-    batches = _batches(config, plan, data)
-    notes = (*index.notes, *_ignored_note(report.ignored), *(() if gguf is None else gguf.notes))
-    names = tuple(whole.lora_names)
-    so_far = resumed_load(config, dims) or ExpertLoad()
-    return Prepared(
-        config, model_dir, index, plan, data, batches, names, whole.formulas, notes, gguf, whole.root, so_far
+    return PreparedModel(
+        config=config,
+        model_dir=model_dir,
+        fingerprint=_fingerprint(index, gguf),
+        plan=plan,
+        formulas=whole.formulas,
+        root=whole.root,
+        module_names=tuple(whole.lora_names),
+        notes=(*index.notes, *_ignored_note(ignored), *(() if gguf is None else gguf.notes)),
     )
+
+
+def model_directory(config: Config) -> str:
+    """The absolute path of the model's files; built-in models are built there on first use."""
+    return os.path.abspath(resolve_model_dir(config.model))
+
+
+def _fingerprint(index: CheckpointIndex, gguf: GgufExperts | None) -> str:
+    if gguf is None:
+        return index.fingerprint
+    return hashlib.sha256(f"{index.fingerprint} {gguf.fingerprint}".encode()).hexdigest()
 
 
 def open_checkpoint(
@@ -136,24 +178,26 @@ def open_checkpoint(
 
 
 def _as_stored(dims: ModelDims, layout: ExpertLayout, *, own_file: bool = False) -> ModelDims:
-    """Dimensions with the experts' format as the files have it, where config.json says another.
+    """Dimensions with the experts' format in the files, if config.json says another.
 
-    Experts with a file of their own (GGUF) count by its bytes: the plan knows no others for llamafile.
+    Experts in a file of their own (GGUF) count by its bytes: the plan knows no other size for llamafile.
     """
     promised = {dims.expert_format.removesuffix("_block")}
     if dims.plain_expert_layers:
         promised.add(plain_storage(dims.dtype).format)
-    found = set(layout.distinct_formats)
+    formats = set(layout.distinct_formats)
     size = layout.num_experts * sum(layout.expert_bytes.values())
-    if own_file and found != {"f32"}:
+    if own_file and formats != {"f32"}:
         dims = replace(dims, experts_file_bytes=size)
-    if found == promised:
+    if formats == promised:
         return dims
-    note = f"routed experts are stored as {' and '.join(sorted(found))}, not {' and '.join(sorted(promised))}"
+    note = (
+        f"routed experts are stored as {' and '.join(sorted(formats))}, not {' and '.join(sorted(promised))}"
+    )
     notes = (*dims.notes, note)
     plain = {"f32": "float32", "bf16": "bfloat16"}
-    if len(found) == 1 and found <= set(plain):
-        storage = plain_storage(plain[found.pop()])
+    if len(formats) == 1 and formats <= set(plain):
+        storage = plain_storage(plain[formats.pop()])
         return replace(dims, expert_storage=storage, plain_expert_layers=(), notes=notes)
     return replace(dims, experts_file_bytes=size, notes=notes)
 
@@ -208,31 +252,47 @@ def _meta_spec(config: Config, dims: ModelDims, model_dir: str) -> StageSpec:
     )
 
 
-def _check_fits(plan: Plan) -> None:
-    for budget in plan.budgets:
-        if not budget.fits:
-            raise UserError(
-                "the plan does not fit",
-                where=budget.device,
-                observed=f"{budget.total / 1e9:.1f} GB needed",
-                required=f"at most {budget.capacity / 1e9:.1f} GB",
-                remedy="run the same command with mode=plan: it lists every item, and the rule or option "
-                "that fits",
-            )
+def _check_fits(plan: Plan, config: Config, training: bool) -> None:
+    """Refuse before Ray starts what would not fit."""
+    budget = next((budget for budget in plan.budgets if not budget.fits), None)
+    if budget is None:
+        return
+    what, needed = "the plan does not fit", f"{budget.total / 1e9:.1f} GB needed"
+    remedy = "run the same command with mode=plan: it lists every item, and the rule or option that fits"
+    if not training:
+        what = "the model and its key-value caches do not fit"
+        largest = sorted(budget.lines, key=lambda line: -line.bytes)[:4]
+        needed += ": " + ", ".join(f"{line.item} {line.bytes / 1e9:.1f}" for line in largest)
+        caches = sum(line.bytes for line in budget.lines if line.item == "caches")
+        space, tokens = budget.capacity - (budget.total - caches), room(plan.dims, config)
+        fewer = int(tokens * space / caches) if caches and space > 0 else 0
+        remedy = (
+            f"set generate.cache_tokens={fewer} (now {tokens})"
+            if fewer
+            else "lower generate.prefill_tokens and generate.batch_size, or take a rule with more memory "
+            "(mode=plan shows all of them)"
+        )
+    raise UserError(
+        what,
+        where=budget.device,
+        observed=needed,
+        required=f"at most {budget.capacity / 1e9:.1f} GB",
+        remedy=remedy,
+    )
 
 
 def for_stage(stage: str, data: DataBundle) -> DataBundle:
-    """The rows as the stage wants them: pre-training trains every token.
+    """The rows as the stage uses them: pre-training trains every token.
 
     Raises:
-        UserError: rows of another kind.
+        UserError: the rows are of another kind.
     """
-    wrong = check_units(stage, [*data.train, *data.eval])
-    if wrong is not None:
+    fault = check_units(stage, [*data.train, *data.eval])
+    if fault is not None:
         raise UserError(
             f"the data is not what trainer.stage={stage} learns from",
             where="data.path",
-            observed=wrong,
+            observed=fault,
             required={
                 "dpo": "rows with a prompt, a chosen and a rejected answer",
                 "orpo": "rows with a prompt, a chosen and a rejected answer",
@@ -242,10 +302,10 @@ def for_stage(stage: str, data: DataBundle) -> DataBundle:
         )
     if stage != "pt":
         return data
-    train, held = (
+    train, held_out = (
         [replace(row, labels=row.input_ids.copy()) for row in rows] for rows in (data.train, data.eval)
     )
-    return replace(data, train=train, eval=held)
+    return replace(data, train=train, eval=held_out)
 
 
 def _batches(config: Config, plan: Plan, data: DataBundle) -> StepBatches:

@@ -1,7 +1,7 @@
-"""A run directory, read for people: its figures, configuration, machine, expert load, answers.
+"""What a run directory holds, read for reports: figures, configuration, machine, expert load, answers.
 
-Whatever a run has not written (yet) is absent here, not an error: a report of a run that is still going
-shows what there is. Only a directory that is no run, or a file that is damaged, is refused.
+A file that the run has not written (yet) is not an error: a report of a running run shows what exists. Only a
+directory that is no run, or a damaged file, is refused.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import yaml
 
 from kt_ray.config.fields import fields
 from kt_ray.errors import UserError
-from kt_ray.runs.rundir import find_checkpoints
-from kt_ray.tracking.jsonl import read_jsonl
+from kt_ray.runs.rundir import find_checkpoints, flatten, is_run
+from kt_ray.tracking.jsonl import read_jsonl, series
 
 Points = list[tuple[int, float]]
 """(step, value), in order of steps."""
@@ -54,13 +54,12 @@ class RunData:
         return self.path.name
 
     def series(self, key: str) -> Points:
-        """The finite values of one figure; the last of a step counts."""
-        points: dict[int, float] = {}
-        for record in self.records:
-            step, value = record.get("step"), record.get(key)
-            if isinstance(step, int) and isinstance(value, int | float) and not isinstance(value, bool):
-                points[step] = float(value)
-        return sorted(points.items())
+        """The finite values of one figure by step; the last of a step counts."""
+        return series(self.records, key)
+
+    def values(self, key: str) -> list[float]:
+        """The same without steps."""
+        return [value for _, value in self.series(key)]
 
     def keys(self, prefix: str) -> list[str]:
         """Names of the figures that begin with a prefix, sorted."""
@@ -76,7 +75,7 @@ class RunData:
         return flatten(self.config)
 
     def changed_settings(self) -> dict[str, Any]:
-        """Those that are not the schema's default."""
+        """The settings that differ from the schema's default."""
         known = fields()
 
         def default(key: str) -> Any:
@@ -86,40 +85,41 @@ class RunData:
         return {k: v for k, v in self.settings().items() if k not in known or v != default(k)}
 
     def figures(self) -> dict[str, float]:
-        """The run in a few numbers, those that it has.
+        """The run in a few numbers, as far as it has them.
 
-        loss: training loss, mean of the last steps. first_loss. eval_loss: the last, eval_loss_best,
-        eval_loss_before (step 0). tokens, seconds: sums over the steps. tokens_per_s: tokens over seconds,
-        the first step (caches, allocations) left out when there are others. peak host and GPU bytes.
+        loss: training loss, mean of the last steps; first_loss: of the first. eval_loss: the last held-out
+        loss; eval_loss_best; eval_loss_before: at step 0. tokens, seconds: sums over the steps. tokens_per_s:
+        tokens over seconds, without the first step (caches, allocations) if there are others. host_bytes,
+        gpu_bytes: peaks. recoveries, seconds_lost.
         """
-        loss, held_out = self.series("loss"), self.series("eval_loss")
-        found: dict[str, float] = {}
+        loss, held_out = self.values("loss"), self.series("eval_loss")
+        figures: dict[str, float] = {}
         if loss:
-            found["first_loss"] = loss[0][1]
-            found["loss"] = mean([value for _, value in loss[-LAST:]])
+            figures["first_loss"] = loss[0]
+            figures["loss"] = mean(loss[-LAST:])
         if held_out:
-            found["eval_loss"] = held_out[-1][1]
-            found["eval_loss_best"] = min(value for _, value in held_out)
+            figures["eval_loss"] = held_out[-1][1]
+            figures["eval_loss_best"] = min(value for _, value in held_out)
             if held_out[0][0] == 0:
-                found["eval_loss_before"] = held_out[0][1]
+                figures["eval_loss_before"] = held_out[0][1]
         seconds, tokens = dict(self.series("seconds")), dict(self.series("tokens"))
         both = sorted(seconds.keys() & tokens.keys())
         if both:
-            found["steps"] = float(max(both))
-            found["seconds"] = sum(seconds[step] for step in both)
-            found["tokens"] = sum(tokens[step] for step in both)
+            figures["steps"] = float(max(both))
+            figures["seconds"] = sum(seconds[step] for step in both)
+            figures["tokens"] = sum(tokens[step] for step in both)
             warm = both[1:] or both
             time = sum(seconds[step] for step in warm)
             if time > 0:
-                found["tokens_per_s"] = sum(tokens[step] for step in warm) / time
+                figures["tokens_per_s"] = sum(tokens[step] for step in warm) / time
         for key, prefix in (("host_bytes", "host_rss_bytes_"), ("gpu_bytes", "gpu_memory_bytes_")):
             peak = self._peak(prefix)
             if peak:
-                found[key] = peak
+                figures[key] = peak
         for key in ("recoveries", "seconds_lost"):
-            if points := self.series(key):
-                found[key] = points[-1][1]
-        return found
+            if values := self.values(key):
+                figures[key] = values[-1]
+        return figures
 
     def _peak(self, prefix: str) -> float:
         """Largest sum over one record of the figures that begin with a prefix."""
@@ -131,13 +131,13 @@ class RunData:
 
 
 def read_run(path: Path) -> RunData:
-    """Everything that a run directory tells.
+    """Read all files of a run directory.
 
     Raises:
         UserError: no run directory, or a file of it is damaged.
     """
     config_file = path / "config.yaml"
-    if not config_file.is_file():
+    if not is_run(path):
         raise UserError(
             "this is no run directory",
             where=str(path),
@@ -164,18 +164,6 @@ def read_run(path: Path) -> RunData:
         load_step=load_step,
         evaluation=_json(evaluation) if evaluation.is_file() else None,
     )
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, keys joined by dots. model.config, a model's own config.json, stays whole."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and name != "model.config":
-            flat |= flatten(value, f"{name}.")
-        else:
-            flat[name] = value
-    return flat
 
 
 def mean(values: Sequence[float]) -> float:

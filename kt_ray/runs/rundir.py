@@ -1,4 +1,4 @@
-"""The directory of one run: its name, its files, its log, and which run a resume continues.
+"""The directory of one run: its name, its files, and which run and checkpoint a resume continues.
 
 runs/<name>/  config.yaml  plan.json  env.json  metrics.jsonl  train.log  loss.png  wandb_id
               checkpoints/step_000300/...  adapter/  timelines/step_000010.json
@@ -22,8 +22,12 @@ from typing import Any
 import yaml
 
 from kt_ray.config.schema import Config
+from kt_ray.dims.model_dims import ModelDims
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
+from kt_ray.placement.expert_load import FILE as LOAD_FILE
+from kt_ray.placement.expert_load import ExpertLoad, read_load
+from kt_ray.placement.plan_types import Choice
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +61,7 @@ class RunDir:
 
         Args:
             config: the run's configuration.
-            checkpoint: what `checkpoint_to_resume` found earlier; None = looked for here.
+            checkpoint: the result of `checkpoint_to_resume`, if it is known already.
 
         Raises:
             UserError: the name is no plain directory name, the place cannot be written, the
@@ -128,15 +132,15 @@ class RunDir:
         write_atomic(self.path / "env.json", json.dumps(plain(environment), indent=2) + "\n")
 
     def remove_results(self) -> list[Path]:
-        """Remove answers, losses, scores and the report, which are of an adapter that is about to be another.
+        """Remove answers, losses, scores and the report: the adapter that they are about will change.
 
         Returns:
-            What there was of them.
+            The files removed.
         """
-        found = [path for name in _RESULTS if (path := self.path / name).is_file()]
-        for path in found:
-            path.unlink()
-        return found
+        files = [path for name in _RESULTS if (path := self.path / name).is_file()]
+        for file in files:
+            file.unlink()
+        return files
 
 
 def checkpoint_to_resume(config: Config) -> Path | None:
@@ -153,17 +157,45 @@ def checkpoint_to_resume(config: Config) -> Path | None:
     return _named_checkpoint(Path(config.trainer.resume).expanduser().absolute())
 
 
+def known_load(config: Config, dims: ModelDims) -> ExpertLoad | None:
+    """Tokens per expert to place experts by: of rule.experts.load, else of the resumed checkpoint.
+
+    Raises:
+        UserError: rule.experts.load names no checkpoint with a histogram; the histogram is damaged or another
+            model's; as `checkpoint_to_resume`.
+    """
+    if config.rule.experts.load is None:
+        return resumed_load(config, dims)
+    source = Path(config.rule.experts.load)
+    load = read_load(source, dims)
+    if load is None:
+        checkpoints = find_checkpoints(source)
+        name = checkpoints[-1] if checkpoints else "<run directory>/checkpoints/step_..."
+        raise UserError(
+            "there is no histogram of tokens per expert",
+            where=f"rule.experts.load={source}",
+            observed=f"no {LOAD_FILE}" if source.is_dir() else "no such directory",
+            required="a checkpoint directory that mode=train wrote",
+            remedy=f"set rule.experts.load={name}, or rule.experts.load=null",
+        )
+    # How that run was placed says nothing about this one; how the resumed one was does.
+    resumed = resumed_load(config, dims)
+    return dataclasses.replace(load, owners=resumed.owners if resumed else {})
+
+
+def resumed_load(config: Config, dims: ModelDims) -> ExpertLoad | None:
+    """The histogram in the checkpoint that a run resumes; None = a new run, or the checkpoint has none."""
+    checkpoint = checkpoint_to_resume(config)
+    return read_load(checkpoint, dims) if checkpoint is not None else None
+
+
 def dated_as_before(config: Config) -> Config:
-    """With data.date set: as given, else that of the run to be resumed, else today."""
+    """The configuration with data.date set: as given, else as in the run to resume, else today."""
     if config.data.date is not None:
         return config
     checkpoint = checkpoint_to_resume(config)
-    day = None
-    if checkpoint is not None and (file := checkpoint.parent.parent / _CONFIG).is_file():
-        known = yaml.safe_load(file.read_text(encoding="utf-8"))
-        data = known.get("data") if isinstance(known, dict) else None
-        day = data.get("date") if isinstance(data, dict) else None
-    day = str(day or datetime.date.today().isoformat())
+    before = None if checkpoint is None else settings_of(checkpoint.parent.parent).get("data.date")
+    day = str(before or datetime.date.today().isoformat())
     return dataclasses.replace(config, data=dataclasses.replace(config.data, date=day))
 
 
@@ -178,11 +210,41 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+def is_run(path: Path) -> bool:
+    """Whether a directory is a run's."""
+    return (path / _CONFIG).is_file()
+
+
+def runs_in(root: Path) -> list[Path]:
+    """The run directories directly below `root`."""
+    return [file.parent for file in root.glob(f"*/{_CONFIG}")]
+
+
+def settings_of(run: Path) -> dict[str, Any]:
+    """The run's configuration by command-line key; {} = it has none that can be read."""
+    try:
+        return flatten(yaml.safe_load((run / _CONFIG).read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
+        return {}  # some other tool's file
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, keys joined by dots. model.config, a model's own config.json, stays whole."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name != "model.config":
+            flat |= flatten(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat
+
+
 def find_checkpoints(run: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest step first. The manifest is written last, so it marks them."""
-    found = (manifest.parent for manifest in (run / "checkpoints").glob("step_*/manifest.json"))
+    complete = (manifest.parent for manifest in (run / "checkpoints").glob("step_*/manifest.json"))
     numbered = [
-        (int(number), path) for path in found if (number := path.name.removeprefix("step_")).isdigit()
+        (int(number), path) for path in complete if (number := path.name.removeprefix("step_")).isdigit()
     ]
     return [path for _, path in sorted(numbered)]
 
@@ -221,7 +283,7 @@ def _fresh(root: Path, named: Path | None, config: Config) -> Path:
             except FileExistsError:
                 number += 1
     if named.is_dir() and any(named.iterdir()):
-        if not (named / _CONFIG).exists():
+        if not is_run(named):
             raise UserError(
                 "run.name names a directory that holds other files",
                 where=str(named),
@@ -243,7 +305,7 @@ def _fresh(root: Path, named: Path | None, config: Config) -> Path:
 
 
 def _trained(run: Path) -> bool:
-    """Whether a run has anything to lose: one that failed before its first step may be started again."""
+    """Whether a run has anything to lose. One that failed before its first step may be started again."""
     metrics = run / "metrics.jsonl"
     return (metrics.exists() and metrics.stat().st_size > 0) or any(
         (run / d).exists() for d in ("checkpoints", "adapter")
@@ -263,29 +325,28 @@ def _clear(run: Path) -> None:
 
 def _latest_checkpoint(root: Path, named: Path | None, model: str) -> Path:
     if named is not None:
-        found = find_checkpoints(named)
-        if not found:
-            missing = "no checkpoint" if named.is_dir() else "no such directory"
+        checkpoints = find_checkpoints(named)
+        if not checkpoints:
             raise UserError(
                 "there is nothing to resume",
                 where=str(named),
-                observed=missing,
+                observed="no checkpoint" if named.is_dir() else "no such directory",
                 required="a run with a complete checkpoint under checkpoints/",
                 remedy="check run.name and run.root, or leave out trainer.resume to start afresh",
             )
-        return found[-1]
-    candidates = []
-    for config_file in root.glob(f"*/{_CONFIG}"):
-        found = find_checkpoints(config_file.parent)
-        if found and _model_name(config_file) == model:
-            candidates.append(((found[-1] / "manifest.json").stat().st_mtime_ns, found[-1]))
-    if not candidates:
+        return checkpoints[-1]
+    newest = [
+        checkpoints[-1]
+        for run in runs_in(root)
+        if (checkpoints := find_checkpoints(run)) and settings_of(run).get("model.name") == model
+    ]
+    if not newest:
         raise UserError(
             f"trainer.resume=latest: no run of model {model!r} has a checkpoint",
             where=str(root),
             remedy="give run.name or run.root, or leave out trainer.resume to start afresh",
         )
-    return max(candidates)[1]
+    return max(newest, key=lambda checkpoint: (checkpoint / "manifest.json").stat().st_mtime_ns)
 
 
 def _named_checkpoint(checkpoint: Path) -> Path:
@@ -305,17 +366,35 @@ def _resumed(checkpoint: Path, root: Path, named: Path | None, config: Config) -
     """The checkpoint's own run, or a new one that begins with it."""
     holder = checkpoint.parent.parent
     latest = config.trainer.resume == "latest"
-    is_run = checkpoint.parent.name == "checkpoints" and (holder / _CONFIG).exists()
-    if latest or (is_run and (named is None or named.resolve() == holder)):
+    in_run = checkpoint.parent.name == "checkpoints" and is_run(holder)
+    if latest or (in_run and (named is None or named.resolve() == holder)):
         if latest and named is None:
             log.warning("resuming the newest run of %s: %s, %s", config.model.name, holder, checkpoint.name)
         return RunDir(holder, checkpoint, continued=True)
     return RunDir(_fresh(root, named, config), checkpoint)
 
 
-def _model_name(config_file: Path) -> str | None:
+def resumed_choice(config: Config) -> Choice | None:
+    """Layout, groups, waves and activations of the resumed run, from its plan.json.
+
+    Returns:
+        None for a new run, or where no plan.json can be read.
+
+    Raises:
+        UserError: as `checkpoint_to_resume`.
+    """
+    checkpoint = checkpoint_to_resume(config)
+    if checkpoint is None:
+        return None
     try:
-        loaded = yaml.safe_load(config_file.read_text(encoding="utf-8"))
-        return str(loaded["model"]["name"])
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
-        return None  # not a configuration of ours; some other tool's file
+        plan = json.loads((checkpoint.parent.parent / "plan.json").read_text(encoding="utf-8"))
+        return Choice(
+            stages=int(plan["stages"]),
+            replicas=int(plan["replicas"]),
+            groups=int(plan["groups"]),
+            wave=int(plan["wave"]),
+            activations=str(plan["experts"][0]["activations"]),
+            seconds=0.0,
+        )
+    except (OSError, ValueError, LookupError, TypeError):
+        return None

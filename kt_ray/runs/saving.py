@@ -1,4 +1,4 @@
-"""The driver's side of checkpoints: what is written, what must match on resume."""
+"""The driver's side of checkpoints and the adapter: what it writes, and what must match on resume."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from kt_ray.checkpoint.training import (
 )
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import flat
+from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.errors import UserError
 from kt_ray.model.family import read_family
 from kt_ray.model.pissa import doubled_shape
-from kt_ray.runs.prepare import Prepared
 from kt_ray.placement.balance import owners_of
 from kt_ray.placement.expert_load import FILE as LOAD_FILE
 from kt_ray.placement.expert_load import ExpertLoad
-from kt_ray.dims.weight_formats import BACKEND_STORAGE
+from kt_ray.runs.prepare import Prepared
 from kt_ray.runs.rundir import RunDir, checkpoint_to_resume
 from kt_ray.train.cluster_protocol import ActorLost, Cluster
 from kt_ray.train.preference_steps import STAGES
@@ -40,16 +40,16 @@ from kt_ray.train.preference_steps import STAGES
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A verified checkpoint to go on from."""
+    """A verified checkpoint to continue."""
 
     directory: Path
     manifest: Manifest
 
 
 def resume_point(prepared: Prepared) -> ResumePoint | None:
-    """The checkpoint that this run goes on from, checked against model, data and settings; None = none.
+    """The checkpoint that this run continues, checked against model, data and settings; None = a fresh run.
 
-    Writes nothing: a run that may not be continued is left as it was.
+    Writes nothing: a run that cannot be continued stays as it was.
 
     Raises:
         UserError: nothing to resume, damaged files, another model, other data or settings, or a
@@ -75,59 +75,44 @@ def save_checkpoint(
     prepared: Prepared,
     rundir: RunDir,
     cluster: Cluster,
-    taken: int,
+    step: int,
     load: ExpertLoad,
     eval_loss: float | None = None,
 ) -> Path:
     """Every actor writes its shard, then the manifest, then old checkpoints go.
 
     Args:
-        taken: steps so far. load: tokens per expert in them. eval_loss: held-out loss after them.
+        step: steps so far.
+        load: tokens per expert in them.
+        eval_loss: held-out loss after them.
 
     Raises:
-        UserError: it cannot be written; what there was of it is removed, earlier checkpoints stay.
+        UserError: it cannot be written; the unfinished checkpoint is removed, earlier ones stay.
     """
-    partial = begin_checkpoint(rundir.checkpoints, taken)
+    partial = begin_checkpoint(rundir.checkpoints, step)
+    batches, plan = prepared.batches, prepared.plan
     try:
-        return _fill_checkpoint(partial, prepared, rundir, cluster, taken, load, eval_loss)
+        shards = cluster.save_shards(str(partial))
+        write_beside_shards(partial / LOAD_FILE, load.to_json(owners_of(plan.experts, plan.dims)))
+        epoch, step_in_epoch = divmod(step, batches.steps_per_epoch)
+        manifest = Manifest(
+            step=step,
+            seed=prepared.config.seed,
+            data={"next_step": step, "epoch": epoch, "step_in_epoch": step_in_epoch},
+            model=prepared.fingerprint,
+            fields=_fields(prepared),
+            shards=tuple(shards),
+            state={"total_steps": batches.total_steps}
+            | ({} if eval_loss is None else {"eval_loss": eval_loss}),
+        )
+        checkpoint = commit_checkpoint(partial, rundir.checkpoints / step_name(step), manifest)
+        prune_checkpoints(rundir.checkpoints, prepared.config.trainer.keep_checkpoints)
+        return checkpoint
     except ActorLost:
         raise  # written again after the recovery
     except (UserError, OSError) as error:
-        shutil.rmtree(partial, ignore_errors=True)  # on a full disk its space is wanted
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the space
         raise (error if isinstance(error, UserError) else not_written(partial, error)) from error
-
-
-def _fill_checkpoint(
-    partial: Path,
-    prepared: Prepared,
-    rundir: RunDir,
-    cluster: Cluster,
-    taken: int,
-    load: ExpertLoad,
-    eval_loss: float | None,
-) -> Path:
-    shards = cluster.save_shards(str(partial))
-    write_beside_shards(
-        partial / LOAD_FILE, load.to_json(owners_of(prepared.plan.experts, prepared.plan.dims))
-    )
-    steps_per_epoch = prepared.batches.steps_per_epoch
-    manifest = Manifest(
-        step=taken,
-        seed=prepared.config.seed,
-        data={
-            "next_step": taken,
-            "epoch": taken // steps_per_epoch,
-            "step_in_epoch": taken % steps_per_epoch,
-        },
-        model=prepared.fingerprint,
-        fields=_fields(prepared),
-        shards=tuple(shards),
-        state={"total_steps": prepared.batches.total_steps}
-        | ({} if eval_loss is None else {"eval_loss": eval_loss}),
-    )
-    final = commit_checkpoint(partial, rundir.checkpoints / step_name(taken), manifest)
-    prune_checkpoints(rundir.checkpoints, prepared.config.trainer.keep_checkpoints)
-    return final
 
 
 def best_so_far(rundir: RunDir) -> tuple[int, float] | None:
@@ -140,15 +125,15 @@ def best_so_far(rundir: RunDir) -> tuple[int, float] | None:
 
 
 def go_on_from(resume: ResumePoint, rundir: RunDir) -> list[str]:
-    """What the directory of a continued run needs before its first step; lines for the user."""
+    """Prepare the directory of a continued run for its first step. Returns lines for the user."""
     if not rundir.continued:
         return []
     aside = set_aside_later(rundir.checkpoints, resume.manifest.step)
     lines = [
         f"set aside: {path} (from before the run went back to step {resume.manifest.step})" for path in aside
     ]
-    gone = [path.name for path in rundir.remove_results()]
-    return lines + ([f"removed: {', '.join(gone)} (of the adapter so far)"] if gone else [])
+    results = [path.name for path in rundir.remove_results()]
+    return lines + ([f"removed: {', '.join(results)} (of the adapter so far)"] if results else [])
 
 
 def write_adapter(prepared: Prepared, directory: Path, cluster: Cluster, notes: tuple[str, ...] = ()) -> Path:
@@ -177,16 +162,16 @@ def write_adapter(prepared: Prepared, directory: Path, cluster: Cluster, notes: 
 
 
 def _fields(prepared: Prepared) -> dict[str, Any]:
-    """Settings without which the same step number would mean another step. Placement is not among them."""
+    """Settings that decide what a step number means. Placement is not among them."""
     config: Config = prepared.config
     lora = config.lora
     quantised = config.rule.experts.backend
-    # Only where it is set: checkpoints of versions that did not know it stay good.
+    # Only where it is set: checkpoints of versions without the key stay valid.
     grouped = {"data.group_by_length": True} if config.data.group_by_length else {}
     return {
         **grouped,
         "seed": config.seed,
-        # The frozen weights are others then. The other backends compute the checkpoint's own.
+        # These backends change the frozen weights; the others compute the checkpoint's own.
         "rule.experts.backend": quantised if quantised in BACKEND_STORAGE else "auto",
         "lora.rank": lora.rank,
         "lora.alpha": lora.alpha,
@@ -204,7 +189,7 @@ def _fields(prepared: Prepared) -> dict[str, Any]:
 
 
 def _stage_fields(config: Config) -> dict[str, Any]:
-    """Of what is not supervised fine-tuning; a checkpoint without them is of that."""
+    """The stage, unless it is supervised fine-tuning: checkpoints without these fields are of that."""
     stage = config.trainer.stage
     if stage == "sft":
         return {}

@@ -373,7 +373,9 @@ def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[str, str, 
         if count != rule.experts.sockets:
             yield f"rule.experts.sockets={count}", "same results to rounding", with_experts(sockets=count)
     gpus = len(hardware.gpus)
-    layouts = {(1, 1), (1, gpus), (gpus, 1), (max(1, gpus // 2), 2)} if gpus and not layout_is_auto(rule) else ()
+    layouts = (
+        {(1, 1), (1, gpus), (gpus, 1), (max(1, gpus // 2), 2)} if gpus and not layout_is_auto(rule) else ()
+    )
     for stages, replicas in sorted(layouts):
         if (stages, replicas) != (rule.stages, rule.replicas):
             text = f"rule.stages={stages} rule.replicas={replicas}" + (

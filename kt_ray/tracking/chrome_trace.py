@@ -92,8 +92,8 @@ def _pairs(
 ) -> Iterator[tuple[_Item, _Item]]:
     """(start, end) of every message of one kind; each inner list is one actor's, wave after wave."""
     if what == "request":
-        for sent, taken in itertools.product(senders, receivers):
-            yield from zip(sent, taken, strict=False)
+        for requests, calls in itertools.product(senders, receivers):
+            yield from zip(requests, calls, strict=False)
         return
     for replies in senders:
         for replica, waits in enumerate(receivers):

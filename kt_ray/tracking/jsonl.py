@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,6 +31,16 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
+
+
+def series(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
+    """(step, value) of one figure, in order of steps: finite values only, the last of a step counts."""
+    points: dict[int, float] = {}
+    for record in records:
+        step, value = record.get("step"), record.get(key)
+        if isinstance(step, int) and isinstance(value, int | float) and not isinstance(value, bool):
+            points[step] = float(value)
+    return sorted(points.items())
 
 
 def encode(step: int, metrics: Mapping[str, Value]) -> str:
@@ -66,7 +76,7 @@ class JsonlTracker:
         self._file.flush()
 
     def artifact(self, path: Path) -> None:
-        """Nothing: artifacts lie in the run directory already."""
+        """Nothing: artifacts are in the run directory already."""
 
     def finish(self, status: str) -> None:
         if self._file is not None:

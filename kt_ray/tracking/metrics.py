@@ -142,92 +142,69 @@ class MetricSpec:
         return ("run",) if self.tag is None else ("run", self.tag)
 
 
+def _gauge(
+    name: str, unit: str, description: str, fields: Mapping[str, str] | str = "", tag: str | None = None
+) -> MetricSpec:
+    """A gauge; `fields` may be the one record key, "" = the metric's name."""
+    if isinstance(fields, str):
+        fields = {fields or name: ""}
+    return MetricSpec(f"kt_ray_{name}", "gauge", unit, description, fields, tag)
+
+
+_TERMS = ("attention", "experts", "transport", "optimizer")
+_TFLOPS = ("forward", "backward", "forward_reference", "backward_reference")
+
 METRICS: tuple[MetricSpec, ...] = (
-    MetricSpec("kt_ray_step", "gauge", "steps", "Optimizer steps completed.", {"step": ""}),
-    MetricSpec("kt_ray_epoch", "gauge", "epochs", "Passes over the training data.", {"epoch": ""}),
-    MetricSpec("kt_ray_loss", "gauge", "nats/token", "Training loss of the step.", {"loss": ""}),
-    MetricSpec("kt_ray_eval_loss", "gauge", "nats/token", "Latest held-out loss.", {"eval_loss": ""}),
-    MetricSpec("kt_ray_grad_norm", "gauge", "1", "Global gradient norm before clipping.", {"grad_norm": ""}),
-    MetricSpec("kt_ray_learning_rate", "gauge", "1", "Learning rate of the step.", {"lr": ""}),
-    MetricSpec("kt_ray_tokens_per_second", "gauge", "tokens/s", "Training throughput.", {"tokens_per_s": ""}),
+    _gauge("step", "steps", "Optimizer steps completed."),
+    _gauge("epoch", "epochs", "Passes over the training data."),
+    _gauge("loss", "nats/token", "Training loss of the step."),
+    _gauge("eval_loss", "nats/token", "Latest held-out loss."),
+    _gauge("grad_norm", "1", "Global gradient norm before clipping."),
+    _gauge("learning_rate", "1", "Learning rate of the step.", "lr"),
+    _gauge("tokens_per_second", "tokens/s", "Training throughput.", "tokens_per_s"),
     MetricSpec(
         "kt_ray_tokens_total", "counter", "tokens", "Tokens trained on by this process.", {"tokens": ""}
     ),
-    MetricSpec(
-        "kt_ray_seconds",
-        "gauge",
+    _gauge(
+        "seconds",
         "s",
         "Seconds of the step, in total and by term.",
-        {
-            "seconds": "total",
-            "seconds_attention": "attention",
-            "seconds_experts": "experts",
-            "seconds_transport": "transport",
-            "seconds_optimizer": "optimizer",
-        },
+        {"seconds": "total", **{f"seconds_{term}": term for term in _TERMS}},
         "term",
     ),
-    MetricSpec(
-        "kt_ray_expert_tflops",
-        "gauge",
+    _gauge(
+        "expert_tflops",
         "TFLOPS",
         "Operations per second of the expert kernels while busy.",
-        {
-            "expert_tflops_forward": "forward",
-            "expert_tflops_backward": "backward",
-            "expert_tflops_forward_reference": "forward_reference",
-            "expert_tflops_backward_reference": "backward_reference",
-        },
+        {f"expert_tflops_{direction}": direction for direction in _TFLOPS},
         "direction",
     ),
-    MetricSpec(
-        "kt_ray_host_rss_bytes",
-        "gauge",
+    _gauge(
+        "host_rss_bytes",
         "bytes",
         "Resident host memory by kind of process.",
-        {"host_rss_bytes_*": ""},
+        "host_rss_bytes_*",
         "actor",
     ),
-    MetricSpec(
-        "kt_ray_gpu_memory_bytes",
-        "gauge",
-        "bytes",
-        "Peak allocated GPU memory of the step.",
-        {"gpu_memory_bytes_*": ""},
-        "device",
+    _gauge(
+        "gpu_memory_bytes", "bytes", "Peak allocated GPU memory of the step.", "gpu_memory_bytes_*", "device"
     ),
-    MetricSpec(
-        "kt_ray_expert_load_imbalance",
-        "gauge",
-        "1",
-        "Tokens of the fullest expert over the mean, averaged over layers.",
-        {"expert_load_imbalance": ""},
-    ),
-    MetricSpec(
-        "kt_ray_busy",
-        "gauge",
-        "1",
-        "Share of the step that an actor computed.",
-        {"busy_*": ""},
-        "actor",
-    ),
-    MetricSpec(
-        "kt_ray_queue_depth",
-        "gauge",
+    _gauge("expert_load_imbalance", "1", "Tokens of the fullest expert over the mean, averaged over layers."),
+    _gauge("busy", "1", "Share of the step that an actor computed.", "busy_*", "actor"),
+    _gauge(
+        "queue_depth",
         "requests",
         "Requests that lay ready when an expert actor took one up, mean of the step.",
-        {"queue_depth_*": ""},
+        "queue_depth_*",
         "actor",
     ),
-    MetricSpec(
-        "kt_ray_actor_load_imbalance",
-        "gauge",
+    _gauge(
+        "actor_load_imbalance",
         "1",
         "Tokens per thread of the fullest expert actor over the mean, averaged over layers.",
-        {"actor_load_imbalance": ""},
     ),
-    MetricSpec("kt_ray_recoveries", "gauge", "1", "Recoveries from lost actors.", {"recoveries": ""}),
-    MetricSpec("kt_ray_seconds_lost", "gauge", "s", "Wall time lost to them.", {"seconds_lost": ""}),
+    _gauge("recoveries", "1", "Recoveries from lost actors."),
+    _gauge("seconds_lost", "s", "Wall time lost to them."),
 )
 """Every exported metric."""
 

@@ -6,9 +6,8 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from kt_ray.tracking.jsonl import read_jsonl
+from kt_ray.tracking.jsonl import read_jsonl, series
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +18,7 @@ def plot_loss(metrics_file: Path, image: Path, *, title: str | None = None) -> b
     """Draw training loss (raw and smoothed) and held-out loss over steps.
 
     Args:
-        metrics_file: metrics.jsonl; lines without a finite loss are passed over.
+        metrics_file: metrics.jsonl; lines without a finite loss are skipped.
         image: the PNG to write; an older one is replaced when the new one is whole.
         title: None = the run's name, as its directory has it.
 
@@ -29,7 +28,7 @@ def plot_loss(metrics_file: Path, image: Path, *, title: str | None = None) -> b
     beside = image.with_name(f".{image.name}.part")
     try:
         records = read_jsonl(metrics_file)
-        train, held_out = _series(records, "loss"), _series(records, "eval_loss")
+        train, held_out = series(records, "loss"), series(records, "eval_loss")
         if not train and not held_out:
             log.info("no loss to plot yet in %s", metrics_file)
             return False
@@ -50,14 +49,6 @@ def smooth(values: Sequence[float], weight: float = 0.8) -> list[float]:
         seen = weight * seen + (1 - weight)
         smoothed.append(average / seen)
     return smoothed
-
-
-def _series(records: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]:
-    return [
-        (r["step"], float(r[key]))
-        for r in records
-        if isinstance(r.get("step"), int) and isinstance(r.get(key), int | float)
-    ]
 
 
 def _draw(train: list[tuple[int, float]], held_out: list[tuple[int, float]], file: Path, title: str) -> None:

@@ -8,24 +8,24 @@ import math
 import pytest
 
 from kt_ray.errors import UserError
-from kt_ray.evaluate.loss_sums import LossSum, perplexity, read_losses
-from kt_ray.evaluate.predictions import (
-    Prediction,
-    Predictions,
+from kt_ray.evaluate.answer_file import (
+    AnswerFile,
+    AnswerRow,
     check_complete,
     check_same_questions,
     find_answers,
     missing_answers,
-    read_predictions,
+    read_answers,
 )
+from kt_ray.evaluate.loss_sums import LossSum, perplexity, read_losses
 from kt_ray.evaluate.scores import score
 from kt_ray.evaluate.table import compare, spread
 from kt_ray.evaluate.text_metrics import text_scores
 
 
-def answers(*pairs: tuple[str, str], **more) -> Predictions:
-    return Predictions(
-        "file", tuple(Prediction(f"q{i}", p, label, **more) for i, (p, label) in enumerate(pairs))
+def answers(*pairs: tuple[str, str], **more) -> AnswerFile:
+    return AnswerFile(
+        "file", tuple(AnswerRow(f"q{i}", p, label, **more) for i, (p, label) in enumerate(pairs))
     )
 
 
@@ -46,10 +46,10 @@ def test_a_file_is_read_row_by_row(tmp_path):
     file.write_text(
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) + "\n", encoding="utf-8"
     )
-    read = read_predictions(file)
+    read = read_answers(file)
     assert read.source == str(file)
     assert [r.prompt for r in read.rows] == ["q", "q", "system: s\n\nuser: q"]
-    assert read.rows[0].prediction == "line\u2028separator" and read.rows[0].loss is None
+    assert read.rows[0].answer == "line\u2028separator" and read.rows[0].loss is None
     assert read.rows[2].option_logits == {"A": 1.0, "B": 2.5} and read.rows[2].loss == LossSum(6.0, 3)
 
 
@@ -72,7 +72,7 @@ def test_bad_lines_are_named_with_their_number(tmp_path, line, message):
     file = tmp_path / "p.jsonl"
     file.write_text('{"prediction": "x", "label": "x"}\n' + line + "\n")
     with pytest.raises(UserError, match=message) as caught:
-        read_predictions(file)
+        read_answers(file)
     assert f"{file}:2" in str(caught.value)
 
 
@@ -83,10 +83,10 @@ def test_missing_empty_and_unreadable_files(tmp_path):
         find_answers(tmp_path)
     (tmp_path / "empty").write_text("\n\n")
     with pytest.raises(UserError, match="no rows"):
-        read_predictions(tmp_path / "empty")
+        read_answers(tmp_path / "empty")
     (tmp_path / "latin").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="cannot be read"):
-        read_predictions(tmp_path / "latin")
+        read_answers(tmp_path / "latin")
 
 
 def written(file, *rows) -> None:
@@ -100,8 +100,8 @@ def test_answers_of_both_in_one_file_and_in_the_order_of_their_ids(tmp_path):
         file, row | {"id": 2, "predict": "two", "base": "b2"}, row | {"id": 1, "predict": "one", "base": "b1"}
     )
     base, adapter = find_answers(tmp_path)
-    assert [r.prediction for r in adapter.rows] == ["one", "two"] and adapter.rows[0].option_logits
-    assert [r.prediction for r in base.rows] == ["b1", "b2"] and not base.rows[0].option_logits
+    assert [r.answer for r in adapter.rows] == ["one", "two"] and adapter.rows[0].option_logits
+    assert [r.answer for r in base.rows] == ["b1", "b2"] and not base.rows[0].option_logits
     written(file, row | {"id": 1, "predict": "x", "base": "y", "base_option_logits": {"A": 2.0}})
     assert [side.rows[0].option_logits["A"] for side in find_answers(file)] == [2.0, 1.0]
     written(file, row | {"id": 1, "predict": "x", "base": "y"}, row | {"id": 2, "predict": "x"})
@@ -118,7 +118,7 @@ def test_messages_are_shown_where_they_end_in_the_question(tmp_path):
     turns = [{"role": "user", "content": "q"}]
     for messages in (turns, [*turns, {"role": "assistant", "content": "l"}], "text", []):
         written(file, row | {"messages": messages})
-        shown = read_predictions(file).rows[0].prompt
+        shown = read_answers(file).rows[0].prompt
         assert shown == ("q" if messages == turns else "<|user|>q")
 
 
@@ -144,13 +144,13 @@ def test_losses_beside_the_answers(tmp_path):
 def test_whose_answers_they_are(tmp_path):
     row = {"prompt": "q", "label": "l", "predict": "x"}
     written(tmp_path / "predictions.jsonl", row)
-    assert find_answers(tmp_path)[0] is None and find_answers(tmp_path)[1].rows[0].prediction == "x"
+    assert find_answers(tmp_path)[0] is None and find_answers(tmp_path)[1].rows[0].answer == "x"
     (tmp_path / "predictions.json").write_text('{"answers": ["base"]}')
-    assert find_answers(tmp_path)[0].rows[0].prediction == "x" and find_answers(tmp_path)[1] is None
+    assert find_answers(tmp_path)[0].rows[0].answer == "x" and find_answers(tmp_path)[1] is None
     (tmp_path / "predictions.json").unlink()
     written(tmp_path / "predictions_base.jsonl", row | {"predict": "y"})
     base, adapter = find_answers(tmp_path)
-    assert (base.rows[0].prediction, adapter.rows[0].prediction) == ("y", "x")
+    assert (base.rows[0].answer, adapter.rows[0].answer) == ("y", "x")
     assert find_answers(tmp_path / "predictions_base.jsonl")[1] is None
     (tmp_path / "predictions.jsonl").unlink()
     assert find_answers(tmp_path)[0] == base and find_answers(tmp_path)[1] is None
@@ -168,26 +168,26 @@ def test_scores_are_means_over_rows():
 
 def test_letter_accuracy_from_answers_and_from_logits():
     rows = (
-        Prediction("q", "The answer is B", "B", {"A": 2.0, "B": 1.0}),
-        Prediction("q", "Paris", "A. Paris", {"A": 2.0, "B": 1.0}),
-        Prediction("q", "C", "D", {"D": 2.0, "B": 1.0}),
-        Prediction("q", "(D)", "D", {"D": 2.0, "B": 1.0}),
+        AnswerRow("q", "The answer is B", "B", {"A": 2.0, "B": 1.0}),
+        AnswerRow("q", "Paris", "A. Paris", {"A": 2.0, "B": 1.0}),
+        AnswerRow("q", "C", "D", {"D": 2.0, "B": 1.0}),
+        AnswerRow("q", "(D)", "D", {"D": 2.0, "B": 1.0}),
     )
-    metrics = score(Predictions("f", rows)).metrics
+    metrics = score(AnswerFile("f", rows)).metrics
     assert metrics["letter_accuracy"] == 50 and metrics["letter_found"] == 75
     assert metrics["letter_accuracy_logits"] == 75
-    assert "letter_accuracy" not in score(Predictions("f", rows), choice="off").metrics
+    assert "letter_accuracy" not in score(AnswerFile("f", rows), choice="off").metrics
     with pytest.raises(UserError, match=r"no option.*row 3"):
-        score(Predictions("f", rows), choice="on", letters="ABC")
-    assert "letter_accuracy" not in score(Predictions("f", rows), letters="ABC").metrics
+        score(AnswerFile("f", rows), choice="on", letters="ABC")
+    assert "letter_accuracy" not in score(AnswerFile("f", rows), letters="ABC").metrics
 
 
 def test_loss_weighs_by_tokens_and_needs_every_row():
-    rows = (Prediction("q", "a", "a", loss=LossSum(10.0, 2)), Prediction("q", "a", "a", loss=LossSum(2.0, 8)))
-    metrics = score(Predictions("f", rows)).metrics
+    rows = (AnswerRow("q", "a", "a", loss=LossSum(10.0, 2)), AnswerRow("q", "a", "a", loss=LossSum(2.0, 8)))
+    metrics = score(AnswerFile("f", rows)).metrics
     assert metrics["loss"] == pytest.approx(1.2) and metrics["perplexity"] == pytest.approx(math.exp(1.2))
-    half = (rows[0], Prediction("q", "a", "a"))
-    assert "loss" not in score(Predictions("f", half)).metrics
+    half = (rows[0], AnswerRow("q", "a", "a"))
+    assert "loss" not in score(AnswerFile("f", half)).metrics
 
 
 def test_perplexity_of_large_and_no_losses():
@@ -198,7 +198,7 @@ def test_perplexity_of_large_and_no_losses():
 
 def test_the_table_before_and_after():
     base, adapter = answers(("a dog", "the cat"), ("x", "y")), answers(("the cat", "the cat"), ("y", "y"))
-    both = compare((base, score(base)), (adapter, score(adapter)), samples=1, losses={"base": {"loss": 3.0}})
+    both = compare(score(base), score(adapter), samples=1, losses={"base": {"loss": 3.0}})
     lines = {line.metric.name: line for line in both.lines}
     assert lines["exact_match"].change == 100 and lines["exact_match"].improved
     assert lines["loss"].base == 3.0 and lines["loss"].adapter is None and lines["loss"].improved is None
@@ -216,14 +216,14 @@ def test_the_table_before_and_after():
 
 def test_one_side_alone_has_no_change():
     adapter = answers(("the cat", "the cat"))
-    alone = compare(None, (adapter, score(adapter)))
+    alone = compare(None, score(adapter))
     assert alone.columns() == ["metric", "adapter"] and "change" not in alone.markdown()
     assert alone.to_dict()["base"] is None
 
 
 def test_a_lower_loss_is_better():
-    rows = {n: Predictions("f", (Prediction("q", "a", "a", loss=LossSum(n, 1)),)) for n in (2.0, 1.0)}
-    table = compare(*((rows[n], score(rows[n])) for n in (2.0, 1.0)))
+    rows = {n: AnswerFile("f", (AnswerRow("q", "a", "a", loss=LossSum(n, 1)),)) for n in (2.0, 1.0)}
+    table = compare(*(score(rows[n]) for n in (2.0, 1.0)))
     assert next(line for line in table.lines if line.metric.name == "loss").improved is True
 
 

@@ -33,7 +33,7 @@ def write(root: Path, name: str, text: str) -> Path:
 def verdict(check: Check, status: str, *words: str) -> None:
     assert check.status == status, check
     for word in words:
-        assert word in check.found + check.remedy, check
+        assert word in check.observed + check.remedy, check
     assert bool(check.remedy) == (status != PASS)
 
 
@@ -61,7 +61,7 @@ def test_a_broken_check_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     monkeypatch.setattr(machine, "swap", swap)
     checks = doctor.examine(compose(["mode=doctor", "cluster=local", f"run.root={tmp_path}"]))
-    assert [c for c in checks if c.status == FAIL and "RuntimeError: boom" in c.found]
+    assert [c for c in checks if c.status == FAIL and "RuntimeError: boom" in c.observed]
 
 
 def test_python() -> None:
@@ -168,7 +168,7 @@ def test_native() -> None:
     verdict(present, PASS, "chosen")
     everything = make_hardware(isa="amx")
     check = software.native(everything, AUTO)
-    assert check.status in (PASS, WARN) and (check.status == PASS) == ("amx" in check.found.split(";")[0])
+    assert check.status in (PASS, WARN) and (check.status == PASS) == ("amx" in check.observed.split(";")[0])
 
 
 def test_native_not_built(monkeypatch: pytest.MonkeyPatch) -> None:

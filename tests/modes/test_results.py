@@ -32,22 +32,22 @@ def test_eval_of_a_run(runs, capsys):
 
 
 def test_a_runs_own_losses_are_those_of_its_adapter(runs):
-    from kt_ray.modes.eval import _losses_of_run
+    from kt_ray.runs.evaluation import losses_of_run
 
     path = runs / "a" / "config.yaml"
     text = path.read_text()
     with (runs / "a" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 61, "eval_loss": 4.0}) + "\n")
-    assert _losses_of_run(runs / "a")["adapter"]["loss"] == 4.0
+    assert losses_of_run(runs / "a")["adapter"]["loss"] == 4.0
     with (runs / "a" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 62, "loss": 4.0}) + "\n")
-    assert "adapter" not in _losses_of_run(runs / "a")  # that of another state
+    assert "adapter" not in losses_of_run(runs / "a")  # that of another state
     path.write_text(text.replace("save_best: false", "save_best: true"))
-    assert "adapter" not in _losses_of_run(runs / "a")  # which was kept is not known
+    assert "adapter" not in losses_of_run(runs / "a")  # which was kept is not known
     (runs / "a" / "checkpoints" / "best").symlink_to("step_000060")
-    assert _losses_of_run(runs / "a")["adapter"]["loss"] == pytest.approx(0.2 + loss_at(60, 1.0))
+    assert losses_of_run(runs / "a")["adapter"]["loss"] == pytest.approx(0.2 + loss_at(60, 1.0))
     path.write_text(text.replace("stage: sft", "stage: dpo"))
-    assert _losses_of_run(runs / "a") == {}  # not in nats per token
+    assert losses_of_run(runs / "a") == {}  # not in nats per token
 
 
 def test_eval_of_files_into_another_directory(runs):
@@ -73,16 +73,16 @@ def test_eval_refuses_the_bases_answers_as_the_adapters(runs, capsys):
 
 
 def test_eval_sends_tables_to_wandb(runs, monkeypatch):
-    import kt_ray.tracking.wandb_tracker as module
+    from kt_ray.runs import evaluation
 
     calls = []
 
     class Recorder:
-        def __init__(self, config, run):
-            calls.append(("run", run.path.name))
+        def __init__(self, config):
+            pass
 
-        def start(self, *arguments, **named):
-            calls.append(("start",))
+        def start(self, run_dir, config):
+            calls.append(("run", run_dir.name))
 
         def table(self, name, columns, rows):
             calls.append(("table", name, columns, len(rows)))
@@ -90,7 +90,7 @@ def test_eval_sends_tables_to_wandb(runs, monkeypatch):
         def finish(self, status):
             calls.append(("finish", status))
 
-    monkeypatch.setattr(module, "WandbTracker", Recorder)
+    monkeypatch.setattr(evaluation, "WandbTracker", Recorder)
     assert cli.main(["mode=eval", "run.name=a", "tracking=wandb"]) == 0
     assert calls[0] == ("run", "a") and calls[-1] == ("finish", "finished")
     assert ("table", "eval/samples", ["row", "prompt", "label", "base", "adapter"], 3) in calls

@@ -1,4 +1,4 @@
-"""Fixtures for the run directory and the trackers: of a config only run, trainer, tracking matter."""
+"""Fixtures for the run directory: of a config only run and trainer matter."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from kt_ray.config.schema import (
     TrackingConfig,
     TrainerConfig,
 )
+from tests.report.conftest import make_run  # noqa: F401  (a fixture)
 
 
 def _make_config(

@@ -1,15 +1,18 @@
-"""predictions.jsonl: one answer per line, as mode=predict writes it (and LLaMA-Factory, much the same).
+"""Answers as predictions.jsonl holds them, one per line; LLaMA-Factory writes much the same.
 
     {"id": 7, "prompt": "…", "predict": "…", "label": "…"}
 
-`predict` (or `prediction`) and `label` are texts; `prompt` is a text or a list of messages; `messages`, if
-there, are the same before the chat template made them a text, and are shown instead. Optional:
-`id`, by which rows are put in order (they are written as answers come); `base`, the base model's
-answer to the same prompt; `option_logits` {"A": -1.2, …}, the logits of a multiple-choice question's
-options as the next token, and `base_option_logits`, the base model's; `loss_nats` and `loss_tokens`, the
-label's negative log-likelihood and its tokens. Further keys are left alone. A directory may also hold the
-base's answers as predictions_base.jsonl, or say in predictions.json ("answers": ["base"]) that its answers
-are the base's.
+`predict` (or `prediction`) and `label` are texts; `prompt` is a text or a list of messages. Optional keys:
+
+    messages            the prompt before the chat template; shown instead of it
+    id                  rows are sorted by it (they are written as answers come)
+    base                the base model's answer to the same prompt
+    option_logits       {"A": -1.2, …}: logits of a multiple-choice question's options as the next token
+    base_option_logits  the base model's
+    loss_nats, loss_tokens  the label's negative log-likelihood and its tokens
+
+Other keys are ignored. A directory may also hold the base's answers as predictions_base.jsonl, or say in
+predictions.json ("answers": ["base"]) that its answers are the base's.
 """
 
 from __future__ import annotations
@@ -24,26 +27,26 @@ from typing import Any
 from kt_ray.errors import UserError
 from kt_ray.evaluate.loss_sums import LossSum
 
-ADAPTER_FILE, BASE_FILE = "predictions.jsonl", "predictions_base.jsonl"
+ADAPTER_FILE, BASE_FILE, SETTINGS_FILE = "predictions.jsonl", "predictions_base.jsonl", "predictions.json"
 _WEIGHTS = "adapter_model.safetensors"  # as in kt_ray.adapter.adapter_dir, which imports torch
 _REMEDY = "write one JSON object per line with prompt, predict and label, as mode=predict does"
 
 
 @dataclass(frozen=True)
-class Prediction:
+class AnswerRow:
     """One answer.
 
     Attributes:
         prompt: what the model was asked, as text ("" when the file does not say).
-        prediction: what it answered.
+        answer: what it answered.
         label: what the data says.
         option_logits: option letter -> logit; empty = not measured.
         loss: of the label under the model; None = not measured.
-        failed: whether the row says that its answer, or another one to it, ended with an error.
+        failed: whether this answer, or another in the same row, ended with an error.
     """
 
     prompt: str
-    prediction: str
+    answer: str
     label: str
     option_logits: dict[str, float] = field(default_factory=dict)
     loss: LossSum | None = None
@@ -51,14 +54,14 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Predictions:
-    """A model's answers to a data set; `source` is the file that they were read from."""
+class AnswerFile:
+    """A model's answers to a data set; `source` is the file that holds them."""
 
     source: str
-    rows: tuple[Prediction, ...]
+    rows: tuple[AnswerRow, ...]
 
 
-def find_answers(path: Path) -> tuple[Predictions | None, Predictions | None]:
+def find_answers(path: Path) -> tuple[AnswerFile | None, AnswerFile | None]:
     """The answers in a file or directory, as (base's, adapter's); at least one of them.
 
     Raises:
@@ -68,10 +71,10 @@ def find_answers(path: Path) -> tuple[Predictions | None, Predictions | None]:
         base, adapter = _read_both(_existing(path, path))
         return (adapter, None) if adapter is not None and path.name == BASE_FILE else (base, adapter)
     if (path / BASE_FILE).is_file() and not (path / ADAPTER_FILE).is_file():
-        return read_predictions(path / BASE_FILE), None
+        return read_answers(path / BASE_FILE), None
     base, adapter = _read_both(_existing(path / ADAPTER_FILE, path))
     if base is None and (path / BASE_FILE).is_file():
-        base = read_predictions(path / BASE_FILE)
+        base = read_answers(path / BASE_FILE)
     return base, adapter
 
 
@@ -87,29 +90,29 @@ def _existing(file: Path, path: Path) -> Path:
     )
 
 
-def _read_both(file: Path) -> tuple[Predictions | None, Predictions | None]:
+def _read_both(file: Path) -> tuple[AnswerFile | None, AnswerFile | None]:
     """(base's, adapter's) of one file, by its `base` column and by what predictions.json says of it."""
     rows = _rows(file)
-    answers = Predictions(str(file), tuple(_row(value, where) for value, where in rows))
+    answers = AnswerFile(str(file), tuple(_row(value, where) for value, where in rows))
     if _of_base(file):
         return answers, None
-    told = [isinstance(value.get("base"), str) for value, _ in rows]
-    if not any(told):
+    has_base = [isinstance(value.get("base"), str) for value, _ in rows]
+    if not any(has_base):
         return None, answers
-    if not all(told):
-        value, where = rows[told.index(False)]
+    if not all(has_base):
+        value, where = rows[has_base.index(False)]
         raise _fault(where, "base", value, "a text in every row, or in none")
     # The row's loss is that of the first answer.
     base = tuple(
         replace(
             answer,
-            prediction=value["base"],
+            answer=value["base"],
             option_logits=_option_logits(value, "base_option_logits", where),
             loss=None,
         )
         for answer, (value, where) in zip(answers.rows, rows, strict=True)
     )
-    return Predictions(str(file), base), answers
+    return AnswerFile(str(file), base), answers
 
 
 def _of_base(file: Path) -> bool:
@@ -128,7 +131,7 @@ def _settings(file: Path) -> dict[str, Any]:
 
 
 def missing_answers(file: Path) -> int:
-    """Rows that mode=predict or mode=eval were to answer and have not; 0 for files of other programs."""
+    """Rows that mode=predict or mode=eval have yet to answer; 0 for files of other programs."""
     count = _settings(file).get("count")
     if not isinstance(count, int):
         return 0
@@ -137,7 +140,7 @@ def missing_answers(file: Path) -> int:
 
 
 def adapter_mark(adapter: Path) -> str | None:
-    """Tells an adapter from one that was written to the same directory later; None = there is none."""
+    """Changes when the adapter in a directory is written again; None = there is none."""
     try:
         state = (adapter / _WEIGHTS).stat()
     except OSError:
@@ -146,18 +149,18 @@ def adapter_mark(adapter: Path) -> str | None:
 
 
 def of_present_adapter(file: Path, adapter: Path) -> bool:
-    """Whether answers were given by an adapter as it is now; true where nothing is known of that.
+    """Whether the adapter that answered is still the one on disk; true where nothing is known of it.
 
     Args:
         file: of the answers.
-        adapter: directory of the run's own; the one that the answers were made with counts, if it is there.
+        adapter: directory of the run's adapter; counts if the one that the file names is gone.
     """
     settings = _settings(file)
-    mark, made_with = settings.get("adapter_file"), settings.get("adapter")
+    mark, own = settings.get("adapter_file"), settings.get("adapter")
     if not isinstance(mark, str):
         return True  # another program's, or the base model's
-    there = adapter_mark(Path(made_with)) if isinstance(made_with, str) else None
-    return mark == (there or adapter_mark(adapter))
+    current = adapter_mark(Path(own)) if isinstance(own, str) else None
+    return mark == (current or adapter_mark(adapter))
 
 
 def check_complete(path: Path) -> None:
@@ -174,13 +177,13 @@ def check_complete(path: Path) -> None:
         )
 
 
-def read_predictions(file: Path) -> Predictions:
-    """The (first) answers of a predictions file, in the order of their ids if all rows have one.
+def read_answers(file: Path) -> AnswerFile:
+    """The (first) answers of a file, in the order of their ids if all rows have one.
 
     Raises:
         UserError: the file cannot be read, is empty, or a line is not as described above; with its number.
     """
-    return Predictions(str(file), tuple(_row(value, where) for value, where in _rows(file)))
+    return AnswerFile(str(file), tuple(_row(value, where) for value, where in _rows(file)))
 
 
 def _rows(file: Path) -> list[tuple[dict[str, Any], str]]:
@@ -207,7 +210,7 @@ def _rows(file: Path) -> list[tuple[dict[str, Any], str]]:
     return rows
 
 
-def check_same_questions(base: Predictions, adapter: Predictions) -> None:
+def check_same_questions(base: AnswerFile, adapter: AnswerFile) -> None:
     """Raises UserError unless both answer the same prompts with the same labels, in the same order."""
     if len(base.rows) != len(adapter.rows):
         raise UserError(
@@ -246,14 +249,14 @@ def _object(line: str, where: str) -> dict[str, Any]:
     return value
 
 
-def _row(value: dict[str, Any], where: str) -> Prediction:
-    answer = "prediction" if "prediction" in value else "predict"
-    for key in (answer, "label"):
+def _row(value: dict[str, Any], where: str) -> AnswerRow:
+    answer_key = "prediction" if "prediction" in value else "predict"
+    for key in (answer_key, "label"):
         if not isinstance(value.get(key), str):
             raise _fault(where, key, value, "a text")
-    return Prediction(
+    return AnswerRow(
         prompt=_prompt(value["messages"] if _is_question(value) else value.get("prompt", ""), where),
-        prediction=value[answer],
+        answer=value[answer_key],
         label=value["label"],
         option_logits=_option_logits(value, "option_logits", where),
         loss=_loss(value, where),

@@ -1,0 +1,148 @@
+"""Held-out rows as questions: the prompt before the answer, and the options of a multiple-choice question."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from kt_ray.config.schema import Config
+from kt_ray.data.load import read_split
+from kt_ray.data.row_types import Conversation, Message
+from kt_ray.errors import UserError
+from kt_ray.evaluate.answer_file import AnswerFile, AnswerRow
+from kt_ray.evaluate.choice import option_answers
+from kt_ray.evaluate.scores import choice_labels
+from kt_ray.generate.generator import Answer
+from kt_ray.generate.requests import Request, Sampling
+from kt_ray.runs.generation import PreparedGeneration
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one question, as tokens.
+
+    Attributes:
+        prompt: token ids up to where the answers differ.
+        tokens: letter -> the token id there.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: dict[str, int]
+
+    def request(self, adapter: bool) -> Request:
+        """One step of generation that returns the options' log-probabilities."""
+        sampling = Sampling(max_new_tokens=1, logprobs=0, candidates=tuple(self.tokens.values()))
+        return Request(self.prompt, sampling, adapter)
+
+    def logits(self, answer: Answer) -> dict[str, float]:
+        """Letter -> log-probability, from the answer to `request`.
+
+        Raises:
+            UserError: the model's logits are not finite.
+        """
+        if not answer.logprobs:
+            raise UserError(
+                "the options of a multiple-choice question have no probabilities",
+                observed=answer.error or answer.finish,
+                remedy="look at the weights and the adapter (python -m kt_ray.tools inspect), or set "
+                "eval.choice=off",
+            )
+        by_id = dict(answer.logprobs[0].top)
+        return {letter: by_id[token] for letter, token in self.tokens.items()}
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row to answer.
+
+    Attributes:
+        id: index of the row in its source.
+        prompt: its text as the model sees it.
+        messages: the same before the template.
+        label: the answer that the row has.
+        ids: token ids of the prompt.
+        where: file and line.
+        options: of a multiple-choice question.
+    """
+
+    id: int
+    prompt: str
+    messages: tuple[Message, ...]
+    label: str
+    ids: tuple[int, ...]
+    where: str
+    options: Options | None = None
+
+
+def questions_of(generation: PreparedGeneration) -> list[Question]:
+    """The rows that `generate` names, checked.
+
+    Raises:
+        UserError: a row does not fit the model's context; eval.choice=on and a label is no option; the
+            first token does not tell the options apart.
+    """
+    rows = held_out_rows(generation.config)
+    config = generation.config.eval
+    labels = AnswerFile("the held-out rows", tuple(AnswerRow("", "", _label(row)) for row in rows))
+    is_choice = bool(rows) and choice_labels(labels, config.choice, config.letters) is not None
+    return [_question(generation, row, _options(generation, row) if is_choice else None) for row in rows]
+
+
+def held_out_rows(config: Config) -> list[Conversation]:
+    """The rows that generate.split names, as training sees them.
+
+    The label of a preference pair is the better answer; rows with an unwanted answer (KTO) are left out.
+
+    Raises:
+        UserError: rows without a question.
+    """
+    parts, _, held, _ = read_split(config.data, config.seed)
+    rows = held if config.generate.split == "eval" else [row for part in parts for row in part.rows]
+    raw_text = next((row for row in rows if row.text is not None), None)
+    if raw_text is not None:
+        raise UserError(
+            "raw text asks nothing that could be answered",
+            where=raw_text.where,
+            required="rows with a question and an answer",
+            remedy="name such rows in data.path, or set data.format if the format was not meant",
+        )
+    return [row for row in rows if row.label is not False][: config.generate.limit]
+
+
+def _question(generation: PreparedGeneration, row: Conversation, options: Options | None) -> Question:
+    messages = row.messages[:-1]
+    ids = generation.prompt(messages, row.tools)
+    generation.request(ids, row.where, adapter=False, seed=0)  # refused now, not after hours
+    prompt = generation.encoder.render(messages, prompt=True, tools=row.tools)
+    return Question(row.sample_id, prompt, messages, _label(row), ids, row.where, options)
+
+
+def _label(row: Conversation) -> str:
+    return row.messages[-1]["content"]
+
+
+def _options(generation: PreparedGeneration, row: Conversation) -> Options:
+    before, last = row.messages[:-1], row.messages[-1]
+    answers = option_answers(last["content"], generation.config.eval.letters)
+    ids = {
+        letter: _tokens(generation, replace(row, messages=(*before, {**last, "content": text})))
+        for letter, text in answers.items()
+    }
+    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*ids.values(), strict=False))
+    prompt = tuple(tokens[0] for tokens in same)
+    tokens = {letter: of_row[len(prompt)] for letter, of_row in ids.items() if len(of_row) > len(prompt)}
+    if len(set(tokens.values())) < len(answers) or not prompt:
+        raise UserError(
+            "the options of a multiple-choice question cannot be told apart by their first token",
+            where=row.where,
+            observed={letter: list(of_row[len(prompt) :][:4]) for letter, of_row in ids.items()},
+            required="another token for each option",
+            remedy="set eval.choice=off: the generated answers are then compared as text",
+        )
+    return Options(prompt, tokens)
+
+
+def _tokens(generation: PreparedGeneration, row: Conversation) -> list[int]:
+    """As training sees the row."""
+    ids, _ = generation.encoder.encode(row)
+    return [int(token) for token in ids]

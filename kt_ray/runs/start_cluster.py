@@ -1,0 +1,80 @@
+"""The cluster that a configuration names: made, started with progress, and ended with its mode."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+from kt_ray.actors.cluster import ActorCluster
+from kt_ray.actors.local_cluster import LocalCluster
+from kt_ray.actors.specs import actor_specs
+from kt_ray.runs.prepare import PreparedModel
+from kt_ray.tracking.console import say
+from kt_ray.tracking.progress import LoadProgress
+
+
+def make_cluster(
+    model: PreparedModel, name: str, progress: LoadProgress | None = None, run_dir: str | None = None
+) -> ActorCluster:
+    """The cluster that the configuration names, not started.
+
+    Args:
+        name: of the run; names the Ray namespace.
+        progress: told what every actor has loaded.
+        run_dir: of a training run.
+    """
+    config, plan = model.config, model.plan
+    specs = actor_specs(plan, config, model.model_dir, model.formulas, model.root)
+
+    def note(actor: str, layer: int, done: int, total: int) -> None:
+        if progress is not None:
+            progress.update(actor, done, total, layer)
+
+    if config.cluster.name == "local":
+        return LocalCluster(plan, specs, note)
+    from kt_ray.actors.ray.ray_cluster import RayCluster
+
+    return RayCluster(plan, specs, config.cluster, config.rule.ray, name, note, run_dir)
+
+
+@contextlib.contextmanager
+def started(
+    model: PreparedModel, name: str, connected: Callable[[], None] | None = None
+) -> Iterator[ActorCluster]:
+    """A started cluster, which ends with the block. Its LoRA has no effect yet: it is the base model.
+
+    Args:
+        name: as in `make_cluster`.
+        connected: called once Ray is there, before anything starts on it.
+    """
+    progress = LoadProgress(live=model.config.tracking.progress)
+    cluster = make_cluster(model, name, progress)
+    try:
+        for line in cluster.connect():
+            say(line)
+        if connected is not None:
+            connected()
+        with progress:
+            cluster.start()
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@contextlib.contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does: actors stopped, trackers told."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,58 @@
+"""What is remarked on in a run's figures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kt_ray.report.findings import findings
+from kt_ray.runs.rundata import read_run
+
+
+def rewrite(path, change) -> None:
+    """Applies `change` to every record of metrics.jsonl."""
+    file = path / "metrics.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(change(r) or r) + "\n" for r in records))
+
+
+def test_a_healthy_run_has_no_remarks(tmp_path, make_run):
+    path = make_run(tmp_path, "a")
+    assert findings(read_run(path)) == []
+    (path / "metrics.jsonl").unlink()
+    assert findings(read_run(path)) == []  # it has only begun
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "text"),
+    [
+        (lambda r: r | {"loss": None} if r["step"] == 7 else None, "bad", "not finite at step 7"),
+        (lambda r: r | {"loss": 3.0 + r["step"] / 100}, "bad", "did not fall"),
+        (
+            lambda r: r | {"eval_loss": 2 + abs(r["step"] - 20) / 50} if "eval_loss" in r else None,
+            "look",
+            "overfits",
+        ),
+        (
+            lambda r: r | {"grad_norm": 40.0} if r["step"] == 9 else None,
+            "look",
+            "spiked 1 time (up to 40 at step 9",
+        ),
+        (lambda r: r | {"expert_load_imbalance": 7.0}, "look", "7.0 times the mean"),
+        (lambda r: r | {"actor_load_imbalance": 1.6}, "look", "rule.experts.placement=balanced"),
+        (lambda r: r | {"seconds_transport": 1.2}, "look", "waits 75%"),
+        (lambda r: {k: 0.1 if k.startswith("busy") else v for k, v in r.items()}, "look", "more than 10%"),
+        (lambda r: r | {"loss_tokens": 20}, "look", "1.0% of the tokens"),
+        (
+            lambda r: r | {"recoveries": 2, "seconds_lost": 31.0},
+            "look",
+            "2 lost actors were brought back, 31 s",
+        ),
+    ],
+)
+def test_remarks(tmp_path, make_run, change, level, text):
+    path = make_run(tmp_path, "a")
+    rewrite(path, change)
+    (found,) = findings(read_run(path))
+    assert found.level == level and text in found.text
