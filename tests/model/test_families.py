@@ -31,8 +31,8 @@ from tests.helpers.stages import backward, forward, pass_spec
 HEAD = """# Families
 
 ## Pages
-What to know about a family: checkpoints and formats, what is trained, predicted memory and speed, templates,
-adapters, traps.
+Each page has a family's checkpoints and formats, the modules that kt_ray trains, predicted memory and
+speed, templates, adapters, and traps.
 
 [DeepSeek-V2](families/deepseek_v2.md) · [DeepSeek-V3, R1, V3.1, V3.2](families/deepseek_v3.md) ·
 [DeepSeek-V4](families/deepseek_v4.md) · [GLM-4.5 to GLM-5](families/glm.md) ·
@@ -42,12 +42,14 @@ adapters, traps.
 
 ## All of them
 
-Every MoE family whose experts transformers {version} dispatches, tried at a tiny size: built, loaded, run
-forward and backward through the layer loop, and compared with transformers' own class (loss, and the gradient
-of every LoRA matrix outside the experts). Refused families are named before any weight is read.
+Every MoE family whose experts transformers {version} dispatches. A test builds and loads each at a tiny size,
+runs it forward and backward through the layer loop, and compares it with transformers' own class (loss,
+and the gradient of every LoRA matrix outside the experts). kt_ray refuses a family by name before it
+reads any weight.
 
-"y kept" marks families whose layers are not affine in the experts' output: it is kept for the recomputation.
-A multimodal name trains its text part. Written by `python -m tests.model.test_families`, and checked.
+"y kept" marks families whose layers are not affine in the experts' output, which is therefore kept for the
+recomputation. A multimodal name trains its text part. `python -m tests.model.test_families` writes this
+page, and the test compares its rows.
 
 | model_type | | |
 |---|---|---|
