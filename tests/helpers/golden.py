@@ -208,7 +208,7 @@ class Record:
 def train(model_dir: Path, isa: str, *changes: str) -> Record:
     """The run on this machine; `changes` are further settings."""
     prepared = prepare(compose([*SETTINGS, f"model.path={model_dir}", f"rule.experts.isa={isa}", *changes]))
-    record = Record(batches=[_batches(prepared.schedule.train(step)) for step in range(STEPS)])
+    record = Record(batches=[_batches(prepared.batches.train(step)) for step in range(STEPS)])
     cluster = _WatchedCluster(prepared.plan, actor_specs(prepared.plan, prepared.config, str(model_dir)))
     cluster.record = record
     try:
@@ -220,7 +220,7 @@ def train(model_dir: Path, isa: str, *changes: str) -> Record:
             if ".experts." not in name or ".experts.5." in name
         }
         with _overruled_routers(cluster, record):
-            summary = Trainer(prepared.config, cluster, prepared.schedule, Events()).run()
+            summary = Trainer(prepared.config, cluster, prepared.batches, Events()).run()
     finally:
         cluster.shutdown()
     record.losses, record.norms = summary.losses, summary.grad_norms
