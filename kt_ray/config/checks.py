@@ -224,11 +224,3 @@ def _run(config: Config) -> None:
             "mode=plan",
             "set mode=plan, or plan.hardware=null",
         )
-    if config.plan.reference and config.mode != "plan":
-        raise fault(
-            "plan.reference",
-            True,
-            f"has no meaning with mode={config.mode}",
-            "mode=plan",
-            "set mode=plan, or plan.reference=false",
-        )
