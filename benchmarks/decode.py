@@ -44,9 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _child(args)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     about = common.quiet_machine(args.wait_quiet)
-    rounds: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    kinds = args.clusters.split(",")
+    rounds: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     for number in range(args.rounds):
-        for kind in KINDS if number % 2 == 0 else reversed(KINDS):
+        for kind in kinds if number % 2 == 0 else reversed(kinds):
             rounds[kind].append(_process(args, kind))
     records = summary(rounds)
     for record in records:
@@ -67,6 +68,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--warmup", type=int, default=16, help="tokens of each answer before")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clusters", default="local,ray")
     parser.add_argument("--note", help="kept in the file, about the machine")
     parser.add_argument("--child", choices=list(KINDS), help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", help="of the configuration")

@@ -5,7 +5,7 @@
     python benchmarks/load.py DIR --actors 2 --rounds 3 --conditions cold
 
 Every actor is a process of its own, as under Ray, and holds an equal share of the experts of every layer
-(`ExpertHost.load`, without LoRA). Rounds alternate `cat` and the actors, each under the same condition:
+(`LocalExperts.load`, without LoRA). Rounds alternate `cat` and the actors, each under the same condition:
 
     cold    the shards' pages are dropped from the page cache before
     warm    all of them are read before; what then lies in the cache is noted (`cached_before`): a checkpoint

@@ -39,11 +39,11 @@ def answer(question: Message) -> Message:
 def prepare(job: Message) -> Message:
     """Everything but reading: what an actor has done before `load` is called."""
     from kt_ray.config.compose import compose
-    from kt_ray.experts import ExpertHost, ExpertHostSpec
+    from kt_ray.experts import LocalExperts, LocalExpertsSpec
 
     config = compose(["lora.experts=false"])
-    _held["host"] = ExpertHost(
-        ExpertHostSpec(
+    _held["host"] = LocalExperts(
+        LocalExpertsSpec(
             rank=job["rank"],
             model_dir=job["model_dir"],
             experts=tuple(job["experts"]),

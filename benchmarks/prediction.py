@@ -2,7 +2,7 @@
 """Predicted against measured tokens per second, with rates measured in the same session.
 
     python benchmarks/prediction.py --scratch DIR --json out.json
-    python benchmarks/prediction.py --scratch DIR --cases demo_local,v2lite_2_bf16_local --quick
+    python benchmarks/prediction.py --scratch DIR --cases demo.local_1x1,v2lite_2_bf16.local_1x1
 
 Every case is a model, a layout and a batch (CASES). Rates are measured once per model's expert shape
 (mode=doctor's measurement, stored in --scratch), then each case runs in a process of its own and is
@@ -38,15 +38,14 @@ class Model:
     """What is trained: a built-in model, or a random checkpoint (model, layers, format, further options).
 
     rows: "demo", "nekoqa" (KT_RAY_TEST_DATA) or tokens per row of long ones.
-    warmup: steps at least before the measured ones; torch prepares its products anew for each length of row
-        that it has not seen.
+    warmup: steps before the measured ones; torch prepares its products anew for each new length of row.
     """
 
     options: tuple[str, ...]
     rows: str | int
     batch: int
     checkpoint: tuple[str, ...] = ()
-    warmup: int = 0
+    warmup: int = 2
 
 
 SMALL_VOCABULARY = ("--set", "vocab_size=4096")
@@ -117,19 +116,19 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--scratch", type=Path, required=True, help="for checkpoints, rows and rates")
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated model.layout")
     parser.add_argument("--quick", action="store_true", help="of each model only one core per side")
-    parser.add_argument("--rates", type=Path, help="measured rates to use instead of measuring")
+    parser.add_argument("--rates", type=Path, help="instead of measuring: a file of rates, or nominal")
     parser.add_argument("--steps", type=int, default=4, help="measured steps per round")
-    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--warmup", type=int, help="steps before them (default: 2, or what the model needs)")
     parser.add_argument("--rounds", type=int, default=1)
     add_common_arguments(parser)
     args = parser.parse_args(argv)
     args.cases = [case for case in args.cases.split(",") if case]
-    if args.quick:
-        args.cases = [case for case in args.cases if case.split(".")[1] in QUICK]
     for case in args.cases:
         model, _, layout = case.partition(".")
         if model not in MODELS or layout not in LAYOUTS:
             parser.error(f"unknown case {case}: models {', '.join(MODELS)}; layouts {', '.join(LAYOUTS)}")
+    if args.quick:
+        args.cases = [case for case in args.cases if case.split(".")[1] in QUICK]
     return args
 
 
@@ -139,6 +138,7 @@ def _options(model: Model, name: str, args: argparse.Namespace) -> list[str]:
         "optim=demo",
         "trainer.eval_every=0",
         "data.eval_fraction=0",
+        "eval.after_training=0",
         f"trainer.batch_size={model.batch}",
     ]
     options = [*model.options, *common, "trainer.micro_batch_size=1"]
@@ -178,7 +178,7 @@ def _rates(args: argparse.Namespace, name: str, options: Sequence[str]) -> Path:
 def _case(args: argparse.Namespace, case: str, options: Sequence[str], rates: Path) -> dict[str, Any]:
     name, _, layout = case.partition(".")
     impl, further = LAYOUTS[layout]
-    warmup = max(args.warmup, MODELS[name].warmup)
+    warmup = MODELS[name].warmup if args.warmup is None else args.warmup
     overrides = [*options, *further]
     results = []
     with tempfile.TemporaryDirectory() as scratch:

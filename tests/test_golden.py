@@ -143,7 +143,7 @@ def test_answers_are_added_in_rank_order() -> None:
         experts=4,
         number=1,
         timeout=1.0,
-        local_experts=lambda layer, rank: (),
+        experts_of=lambda layer, rank: (),
         num_experts=8,
     )
     ids = torch.zeros(3, 2, dtype=torch.int32)

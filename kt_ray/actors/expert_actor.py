@@ -24,7 +24,7 @@ from kt_ray.adapter.adapter_dir import write_tensors
 from kt_ray.adapter.from_peft import AdapterReader
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
-from kt_ray.experts import ExpertHost, ExpertHostSpec
+from kt_ray.experts import LocalExperts, LocalExpertsSpec
 from kt_ray.experts.parts import Alloc, new_memory
 from kt_ray.generate.requests import SessionSpec
 from kt_ray.optim.optimizers import gradient_norms, state_kinds, use_torch_threads
@@ -44,12 +44,12 @@ class ExpertActor(PlainActor):
         timeout: seconds to wait for a message before giving the pass up.
     """
 
-    def __init__(self, plan: Plan, spec: ExpertHostSpec, timeout: float) -> None:
+    def __init__(self, plan: Plan, spec: LocalExpertsSpec, timeout: float) -> None:
         self.plan = plan
         self.rank = spec.rank
         super().__init__(f"expert actor {spec.rank}", timeout)
         use_torch_threads(spec.threads)
-        self.host = ExpertHost(spec)
+        self.host = LocalExperts(spec)
 
     # -- life --------------------------------------------------------------------------------
 

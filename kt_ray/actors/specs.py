@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kt_ray.config.schema import Config, OptimConfig
-from kt_ray.experts import ExpertHostSpec
+from kt_ray.experts import LocalExpertsSpec
 from kt_ray.model.build import build_on_meta
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
@@ -24,7 +24,7 @@ class ActorSpecs:
     """
 
     stages: tuple[StageSpec, ...]
-    experts: tuple[ExpertHostSpec, ...]
+    experts: tuple[LocalExpertsSpec, ...]
     optim: OptimConfig
     timeout: float
     load_timeout: float
@@ -54,7 +54,7 @@ def actor_specs(
         formulas, root = built.formulas, built.root
     nodes = len(plan.hardware.on(0))
     experts = tuple(
-        ExpertHostSpec(
+        LocalExpertsSpec(
             rank=actor.rank,
             model_dir=model_dir,
             experts=actor.experts,

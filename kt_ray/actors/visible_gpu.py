@@ -11,7 +11,7 @@ import os
 import sys
 from dataclasses import replace
 
-from kt_ray.experts import ExpertHostSpec
+from kt_ray.experts import LocalExpertsSpec
 from kt_ray.model.stage_spec import StageSpec
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -22,7 +22,7 @@ def own_gpu(spec: StageSpec) -> StageSpec:
     return replace(spec, device="cuda:0") if spec.device.startswith("cuda") else spec
 
 
-def own_lane(spec: ExpertHostSpec, visible: str | None) -> ExpertHostSpec:
+def own_lane(spec: LocalExpertsSpec, visible: str | None) -> LocalExpertsSpec:
     """The spec for a process that sees the lane's GPU only, as its cuda:0.
 
     Args:
@@ -35,7 +35,7 @@ def own_lane(spec: ExpertHostSpec, visible: str | None) -> ExpertHostSpec:
     return replace(spec, lane=replace(spec.lane, device="cuda:0", visible=named))
 
 
-def show_own_gpu(spec: ExpertHostSpec) -> None:
+def show_own_gpu(spec: LocalExpertsSpec) -> None:
     """Let this process see the GPU of its lane, and no other.
 
     Raises:

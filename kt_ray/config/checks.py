@@ -635,7 +635,6 @@ def _run(config: Config) -> None:
             "a name without slashes",
             "set run.name=<name> and put the directory into run.root",
         )
-    for key, off in (("plan.hardware", None), ("plan.reference", False)):
-        if config.mode != "plan" and value_of(config, key) != off:
-            reason = f"has no meaning with mode={config.mode}"
-            raise fault(config, key, reason, "mode=plan", f"set mode=plan, or {key}={show(off)}")
+    if config.mode != "plan" and config.plan.hardware is not None:
+        reason = f"has no meaning with mode={config.mode}"
+        raise fault(config, "plan.hardware", reason, "mode=plan", "set mode=plan, or plan.hardware=null")

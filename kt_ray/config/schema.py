@@ -430,12 +430,10 @@ class PlanConfig:
         rates: JSON file with measured rates (mode=doctor writes it there); "auto" = what mode=doctor stored
             for this host, else nominal ones; "nominal" = as if nothing had been measured (mode=doctor then
             measures nothing).
-        reference: show the same terms under the reference system's schedule as well.
     """
 
     hardware: str | None = None
     rates: str = "auto"
-    reference: bool = False
 
 
 @dataclass(frozen=True)

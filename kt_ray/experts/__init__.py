@@ -1,6 +1,6 @@
-"""Routed experts in host memory: one `ExpertHost` per NUMA socket."""
+"""Routed experts in host memory: one `LocalExperts` per NUMA socket."""
 
-from kt_ray.experts.experts_spec import ExpertHostSpec, HostCounters
-from kt_ray.experts.local_experts import ExpertHost, bind_to_cpus
+from kt_ray.experts.experts_spec import ExpertCounters, LocalExpertsSpec
+from kt_ray.experts.local_experts import LocalExperts, bind_to_cpus
 
-__all__ = ["ExpertHost", "ExpertHostSpec", "HostCounters", "bind_to_cpus"]
+__all__ = ["ExpertCounters", "LocalExperts", "LocalExpertsSpec", "bind_to_cpus"]

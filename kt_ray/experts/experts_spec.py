@@ -1,4 +1,4 @@
-"""What an expert host is built from, and what it counts."""
+"""What `LocalExperts` is built from, and what it counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kt_ray.placement.plan_types import HoldsExperts, LanePlan
 
 
 @dataclass(frozen=True)
-class ExpertHostSpec(HoldsExperts):
+class LocalExpertsSpec(HoldsExperts):
     """One expert actor's share of the plan.
 
     Attributes:
@@ -54,7 +54,7 @@ class ExpertHostSpec(HoldsExperts):
 
 
 @dataclass
-class HostCounters:
+class ExpertCounters:
     """Since the last `take_counters`: seconds in the engine by direction, routed slots, FLOPs' inputs.
 
     lane_slots: slots of forward and backward that the lane computed, counted in the others as well.
@@ -69,13 +69,13 @@ class HostCounters:
     tokens_per_expert: dict[int, list[int]] = field(default_factory=dict)  # layer -> per expert held
     lane_slots: int = 0
 
-    def plus(self, other: HostCounters) -> HostCounters:
+    def plus(self, other: ExpertCounters) -> ExpertCounters:
         """Both together; of peaks the larger."""
         tokens = {layer: list(counts) for layer, counts in self.tokens_per_expert.items()}
         for layer, counts in other.tokens_per_expert.items():
             before = tokens.setdefault(layer, [0] * len(counts))
             tokens[layer] = [a + b for a, b in zip(before, counts, strict=True)]
-        return HostCounters(
+        return ExpertCounters(
             self.forward_seconds + other.forward_seconds,
             self.backward_seconds + other.backward_seconds,
             self.forward_slots + other.forward_slots,

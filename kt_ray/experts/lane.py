@@ -196,7 +196,7 @@ class DeviceLane:
         *,
         keep: bool,
     ) -> Future[LaneForward]:
-        """Start the forward of `experts` (of `choose`); arguments as `ExpertHost.forward`.
+        """Start the forward of `experts` (of `choose`); arguments as `LocalExperts.forward`.
 
         The tensors must not change before the result is there.
         """

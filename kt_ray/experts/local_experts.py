@@ -18,7 +18,7 @@ import torch
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, load_experts
 from kt_ray.checkpoint.load_experts import Target
-from kt_ray.experts.experts_spec import ExpertHostSpec, HostCounters
+from kt_ray.experts.experts_spec import ExpertCounters, LocalExpertsSpec
 from kt_ray.experts.lane import DeviceLane, LaneSaved
 from kt_ray.experts.parts import Alloc, Kept, as_adapter, first_experts, new_memory, shapes_of
 from kt_ray.experts.process_memory import PreferNode, available_memory
@@ -31,10 +31,10 @@ Progress = Callable[[int, int, int], None]  # (layer, bytes done, bytes in total
 _TARGETS: dict[str, Target] = {"AMXINT8": "int8", "AMXINT4": "int4"}
 
 
-class ExpertHost:
+class LocalExperts:
     """Load, forward, backward, LoRA and optimizer step of one socket's experts."""
 
-    def __init__(self, spec: ExpertHostSpec) -> None:
+    def __init__(self, spec: LocalExpertsSpec) -> None:
         self.spec = spec
         self.engine = Engine(
             isa=spec.isa,
@@ -53,7 +53,7 @@ class ExpertHost:
         # which come last, so that the engine's part of every stacked tensor is its beginning.
         self.order: dict[int, tuple[int, ...]] = {}
         self._local: dict[int, torch.Tensor] = {}  # layer -> global id to local one
-        self.counters = HostCounters()
+        self.counters = ExpertCounters()
         self.load_seconds = 0.0
         self.weight_bytes = 0
         self._grads: dict[int, ExpertLora] = {}
@@ -358,9 +358,9 @@ class ExpertHost:
         if self._optimizer is not None:
             self._optimizer.set_step(step)
 
-    def take_counters(self) -> HostCounters:
+    def take_counters(self) -> ExpertCounters:
         """The counters since the last call; they start again at zero."""
-        counters, self.counters = self.counters, HostCounters()
+        counters, self.counters = self.counters, ExpertCounters()
         return counters
 
     def close(self) -> None:

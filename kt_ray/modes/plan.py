@@ -21,7 +21,6 @@ from kt_ray.dims.model_dims import ModelDims
 from kt_ray.dims.weight_formats import plain_storage
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_for
-from kt_ray.modes.plan_reference import show_reference
 from kt_ray.placement.balance import without_load
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
@@ -59,8 +58,6 @@ def run(config: Config) -> int:
     _show_placement(console, plan)
     _show_memory(console, plan)
     show_time(console, config, plan, load)
-    if config.plan.reference:
-        show_reference(console, config, dims, hardware)
     if plan.fits:
         console.print(f"This plan fits {hardware.source}.", style="green")
         return FITS

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kt_ray.experts import HostCounters
+from kt_ray.experts import ExpertCounters
 from kt_ray.timeline import Activity
 
 
@@ -27,7 +27,7 @@ class ExpertPassReport:
     rank: int
     seconds: float
     seconds_waiting: float
-    counters: HostCounters
+    counters: ExpertCounters
     host_rss_bytes: int
     pid: int
     kernel_calls: int
@@ -106,7 +106,7 @@ def _add_experts(parts: Sequence[ExpertPassReport]) -> ExpertPassReport:
         parts[-1],  # kernel_calls count since the start
         seconds=sum(p.seconds for p in parts),
         seconds_waiting=sum(p.seconds_waiting for p in parts),
-        counters=reduce(HostCounters.plus, (p.counters for p in parts)),
+        counters=reduce(ExpertCounters.plus, (p.counters for p in parts)),
         activity=reduce(Activity.plus, (p.activity for p in parts)),
         host_rss_bytes=max(p.host_rss_bytes for p in parts),
     )

@@ -24,7 +24,7 @@ from kt_ray.transport.messages import Address, Lease, Mailbox, Message, Port
 
 ANSWERS = {"forward": ("y",), "backward": ("dx", "dw")}  # tensors of a reply, by direction
 
-LocalExperts = Callable[[int, int], Sequence[int]]
+ExpertsOf = Callable[[int, int], Sequence[int]]
 """(layer, rank of an expert actor) -> global ids of the experts that it computes there."""
 
 
@@ -45,7 +45,7 @@ class ExpertLink:
         experts: number of expert actors.
         number: of the pass; part of every tag.
         timeout: seconds to wait for an answer.
-        local_experts: which experts an actor computes, for those out of shared memory's reach.
+        experts_of: which experts an actor computes, for those out of shared memory's reach.
         num_experts: of a layer.
         device: where the stage computes; answers are brought there.
         overlap: False = `submit_*` waits for the answer, so that neither side works beside the other.
@@ -64,7 +64,7 @@ class ExpertLink:
         experts: int,
         number: int,
         timeout: float,
-        local_experts: LocalExperts,
+        experts_of: ExpertsOf,
         num_experts: int,
         device: torch.device | str = "cpu",
         overlap: bool = True,
@@ -79,7 +79,7 @@ class ExpertLink:
         self._sharing = [address for address in self._experts if port.shares(address)]
         self._number = number
         self._timeout = timeout
-        self._local_experts = local_experts
+        self._experts_of = experts_of
         self._num_experts = num_experts
         self._device = torch.device(device)
         self._leases: dict[tuple[str, int, int], list[Lease]] = {}
@@ -152,7 +152,7 @@ class ExpertLink:
         table = self._tables.get((layer, rank))
         if table is None:
             table = self._tables[layer, rank] = torch.zeros(self._num_experts + 1, dtype=torch.bool)
-            table[list(self._local_experts(layer, rank))] = True
+            table[list(self._experts_of(layer, rank))] = True
         return table
 
     def _submit(self, direction: str, layer: int, group: int, tensors: dict[str, Tensor]) -> None:

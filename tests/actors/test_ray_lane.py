@@ -13,7 +13,7 @@ from kt_ray.actors.ray.ray_cluster import RayCluster
 from kt_ray.actors.specs import actor_specs
 from kt_ray.actors.visible_gpu import VARIABLE, own_lane, show_own_gpu
 from kt_ray.config.schema import LoraConfig, OptimConfig
-from kt_ray.experts import ExpertHostSpec
+from kt_ray.experts import LocalExpertsSpec
 from kt_ray.placement.plan_types import LanePlan
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.ray_place import Place, ray_place
@@ -22,8 +22,10 @@ from tests.helpers.runs import config_for, local_cluster, plan_for, steps
 BATCHES = [random_rows(8, seed=s) for s in range(3)]
 
 
-def spec(lane: LanePlan | None) -> ExpertHostSpec:
-    return ExpertHostSpec(0, "", (0,), LoraConfig(), OptimConfig(), 0, "auto", 1, (), -1, "retain", lane=lane)
+def spec(lane: LanePlan | None) -> LocalExpertsSpec:
+    return LocalExpertsSpec(
+        0, "", (0,), LoraConfig(), OptimConfig(), 0, "auto", 1, (), -1, "retain", lane=lane
+    )
 
 
 def test_an_actor_sees_the_gpu_of_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:

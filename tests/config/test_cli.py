@@ -146,7 +146,6 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["cluster.dashboard_port=99999", "65535", "set cluster.dashboard_port=8265"],
     ),
     (["plan.hardware=box.yaml"], ["plan.hardware=box.yaml", "mode=train", "set mode=plan"]),
-    (["plan.reference=true"], ["plan.reference=true", "mode=train", "set mode=plan"]),
 ]
 
 

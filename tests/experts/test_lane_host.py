@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kt_ray.config.schema import LoraConfig, OptimConfig
-from kt_ray.experts import ExpertHost, ExpertHostSpec, HostCounters
+from kt_ray.experts import ExpertCounters, LocalExperts, LocalExpertsSpec
 from kt_ray.native import ExpertFormula
 from kt_ray.placement.plan_types import LanePlan
 from tests.helpers.hf_reference import build_checkpoint
@@ -32,13 +32,13 @@ LANES = {
 
 def results(
     path: Path, lane: LanePlan | None, dropout: float, activations: str, tokens: int = 40
-) -> tuple[dict[str, Tensor], ExpertHost]:
+) -> tuple[dict[str, Tensor], LocalExperts]:
     """Two groups forward and backward, with adapters that do something; gradients by name."""
     lora = LoraConfig(rank=4, dropout=dropout)
-    spec = ExpertHostSpec(
+    spec = LocalExpertsSpec(
         0, str(path), HELD, lora, OptimConfig(), 5, "auto", 1, (), -1, activations, lane=lane
     )
-    host = ExpertHost(spec)
+    host = LocalExperts(spec)
     host.load()
     for name, tensor in host.named("param"):
         if "lora_B" in name:
@@ -65,7 +65,7 @@ def results(
 
 
 @functools.cache
-def _plain(path: Path, dropout: float, activations: str) -> tuple[dict[str, Tensor], HostCounters]:
+def _plain(path: Path, dropout: float, activations: str) -> tuple[dict[str, Tensor], ExpertCounters]:
     found, host = results(path, None, dropout, activations)
     host.close()
     return found, host.take_counters()
@@ -144,7 +144,7 @@ def test_int4_experts_quantised_while_they_are_read(tmp_path: Path) -> None:
 
 
 def _sized(path: Path, lane: LanePlan | None, backend: str) -> dict[str, Tensor]:
-    spec = ExpertHostSpec(
+    spec = LocalExpertsSpec(
         0,
         str(path),
         HELD,
@@ -159,7 +159,7 @@ def _sized(path: Path, lane: LanePlan | None, backend: str) -> dict[str, Tensor]
         backend,
         lane=lane,
     )
-    host = ExpertHost(spec)
+    host = LocalExperts(spec)
     host.load()
     g = torch.Generator().manual_seed(9)
     layer = min(host.order)
@@ -179,11 +179,11 @@ def test_formulas_and_biases(tmp_path: Path) -> None:
     formula = ExpertFormula("swiglu_oai", 1.702, 7.0)
     made = []
     for lane in (None, LanePlan("cpu", ((0, (1,)),), ((0, 0.5),))):
-        spec = ExpertHostSpec(
+        spec = LocalExpertsSpec(
             0, str(path), (0, 1, 2, 3), LoraConfig(rank=4), OptimConfig(), 5, "auto", 1, (), -1, "retain",
             formulas={0: formula, 1: formula, 2: formula}, lane=lane,
         )  # fmt: skip
-        host = ExpertHost(spec)
+        host = LocalExperts(spec)
         host.load()
         g = torch.Generator().manual_seed(9)
         host.begin_pass(0, True)
@@ -206,11 +206,11 @@ def test_what_is_kept_is_the_host_s_own(checkpoint: tuple[Path, torch.dtype], ac
     made = []
     lanes = (None, LANES["all streamed"])
     for lane, used_again in itertools.product(lanes, (False, True)):
-        spec = ExpertHostSpec(
+        spec = LocalExpertsSpec(
             0, str(path), HELD, LoraConfig(rank=4, dropout=0.2), OptimConfig(), 5, "auto", 1, (), -1,
             activations, lane=lane,
         )  # fmt: skip
-        host = ExpertHost(spec)
+        host = LocalExperts(spec)
         host.load()
         g = torch.Generator().manual_seed(9)
         layer = min(host.order)

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from kt_ray.config.schema import LoraConfig, OptimConfig
-from kt_ray.experts import ExpertHost, ExpertHostSpec
+from kt_ray.experts import LocalExperts, LocalExpertsSpec
 from tests.helpers.hf_reference import build_checkpoint
 
 
-def host(path: Path, experts: tuple[int, ...], activations: str = "retain") -> ExpertHost:
+def host(path: Path, experts: tuple[int, ...], activations: str = "retain") -> LocalExperts:
     lora, optim = LoraConfig(rank=4), OptimConfig()
-    spec = ExpertHostSpec(0, str(path), experts, lora, optim, 0, "auto", 1, (), -1, activations)
-    made = ExpertHost(spec)
+    spec = LocalExpertsSpec(0, str(path), experts, lora, optim, 0, "auto", 1, (), -1, activations)
+    made = LocalExperts(spec)
     made.load()
     return made
 

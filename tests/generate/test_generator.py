@@ -186,13 +186,13 @@ def test_what_is_wrong_with_a_request_ends_that_request(model: Path, monkeypatch
 def test_an_error_in_an_actor_ends_the_session_but_not_the_cluster(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kt_ray.experts import ExpertHost
+    from kt_ray.experts import LocalExperts
 
     prompts, sampling = random_prompts(LENGTHS), Sampling(max_new_tokens=NEW)
-    forward = ExpertHost.forward
+    forward = LocalExperts.forward
     calls = []
 
-    def breaks(self: ExpertHost, *args: Any, **options: Any) -> torch.Tensor:
+    def breaks(self: LocalExperts, *args: Any, **options: Any) -> torch.Tensor:
         calls.append(1)
         if len(calls) == 20:
             raise RuntimeError("the engine is broken")
@@ -201,7 +201,7 @@ def test_an_error_in_an_actor_ends_the_session_but_not_the_cluster(
     with local_cluster(model, config_for(model, *TWO)) as cluster:
         random_adapter(cluster)
         expected = answers(cluster, prompts, sampling)
-        monkeypatch.setattr(ExpertHost, "forward", breaks)
+        monkeypatch.setattr(LocalExperts, "forward", breaks)
         with Generator(cluster) as generator:
             asked = [generator.submit(Request(p, sampling, adapter=n % 2 > 0)) for n, p in enumerate(prompts)]
             for answer in asked:

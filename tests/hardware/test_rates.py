@@ -273,8 +273,8 @@ def test_a_named_file_must_be_of_this_host_unless_hardware_is_described(tmp_path
 
 
 def test_plan_keys_keep_each_other(tmp_path: Path) -> None:
-    given = ["mode=plan", "plan.hardware=laptop_16gb", f"plan.rates={tmp_path}/r.json", "plan.reference=true"]
+    given = ["mode=plan", "plan.hardware=laptop_16gb", f"plan.rates={tmp_path}/r.json"]
     plan = compose(given).plan
-    assert plan.rates == f"{tmp_path}/r.json" and plan.reference and plan.hardware is not None
+    assert plan.rates == f"{tmp_path}/r.json" and plan.hardware is not None
     assert compose(["mode=plan", "plan.rates=nominal"]).plan.rates == "nominal"
     assert Figure(2, "a").scaled(2, "b") == Figure(4, "a; b")

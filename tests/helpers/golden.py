@@ -8,10 +8,10 @@ The run is the demo's, made so that it is a smooth function of its weights:
   weights still count; their own choices are noted beside;
 - AdamW divides by sqrt(v) + 1e-3 instead of 1e-8, which would make full steps of the rounding of zeros.
 
-Rounding then moves losses by no more than a change of the weights does that is as large as rounding. A
-float32 sum of n products is the exact sum for weights that are off by a relative n u at the most, in whatever
-order it is taken (u = 2**-24; Higham, Accuracy and Stability of Numerical Algorithms, 3.1). So the bound is
-measured: the same run with every weight off by n u, n its row's length, with random signs.
+Rounding then moves losses as a small change of the weights does. A float32 sum of n products, in whatever
+order, is the exact sum for weights that are off by a relative n u at the very most (u = 2**-24; Higham,
+Accuracy and Stability of Numerical Algorithms, 3.1) and by sqrt(n) u in practice (Higham and Mary 2019). So
+the bound is measured: the same run with every weight off by sqrt(n) u, n its row's length, with random signs.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def write_model(directory: Path, *, nudge: str = "") -> Path:
     """The demo's dimensions and tokenizer, with weights out of integers, all float32.
 
     Args:
-        nudge: a name for random signs: every weight is then off by a relative n u, n its row's length.
+        nudge: names random signs; every weight is then off by a relative sqrt(n) u, n its row's length.
     """
     source = Path(ensure_demo_model("demo"))
     shutil.copytree(source, directory)
@@ -174,7 +174,7 @@ def write_model(directory: Path, *, nudge: str = "") -> Path:
             value = uniform(name, old.shape, (3 / old.shape[-1]) ** 0.5)
         if nudge:
             sign = integers(f"{nudge} {name}", old.shape, 2) * 2 - 1
-            value = value * (1 + sign * (old.shape[-1] * UNIT)).to(torch.float32)
+            value = (value.double() * (1 + sign * (old.shape[-1] ** 0.5 * UNIT))).to(torch.float32)
         tensors[name] = value
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory

@@ -193,14 +193,6 @@ def test_needs_no_torch_and_no_ray() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_reference_stands_beside_the_plan_on_request(capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = ["model=deepseek_v3", "plan.hardware=2x4090_2x8488c", "data.max_length=512"]
-    _, text = output(capsys, *wanted, "plan.reference=true")
-    assert "KTransformers" in text and "overhead, not explained" in text and "40.4 tokens/s" in text
-    _, text = output(capsys, *wanted)
-    assert "overhead, not explained" not in text
-
-
 def test_time_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     """Every term with its rate's source, tokens/s, the limit, the run's length, what would help."""
     _, text = output(

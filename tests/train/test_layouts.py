@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kt_ray.experts import ExpertHost
+from kt_ray.experts import LocalExperts
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, one_pass, steps, waves_of
 
@@ -61,14 +61,14 @@ def test_without_overlap_waiting_is_the_experts_time(tmp_path: Path, monkeypatch
     """Tokens are submitted in the middle of a layer, and the answer is awaited there."""
     path = build_checkpoint(tmp_path, "deepseek_v3")
     config = config_for(path, "rule=cpu_1worker_1socket", "rule.overlap=false")
-    forward, calls = ExpertHost.forward, []
+    forward, calls = LocalExperts.forward, []
 
-    def slow(self: ExpertHost, layer: int, *args: Any, **more: Any) -> Any:
+    def slow(self: LocalExperts, layer: int, *args: Any, **more: Any) -> Any:
         calls.append(layer)
         time.sleep(0.5)
         return forward(self, layer, *args, **more)
 
-    monkeypatch.setattr(ExpertHost, "forward", slow)
+    monkeypatch.setattr(LocalExperts, "forward", slow)
     with local_cluster(path, config) as cluster:
         report = cluster.run_pass(one_pass(cluster, waves_of(BATCHES[0], config, cluster.plan), "eval"))
     (worker,) = report.workers

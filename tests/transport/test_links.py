@@ -128,7 +128,7 @@ def test_an_actor_without_a_row_still_gets_its_message() -> None:
         experts=2,
         number=7,
         timeout=5,
-        local_experts=lambda layer, rank: (2 * rank, 2 * rank + 1),
+        experts_of=lambda layer, rank: (2 * rank, 2 * rank + 1),
         num_experts=4,
     )
     x, ids = torch.randn(3, 8), torch.tensor([[0, 1], [1, 4], [4, 4]], dtype=torch.int32)

@@ -12,7 +12,7 @@ from kt_ray.actors.ray.ray_hosts import Hosts, Node, choose, own_cpus, unfit
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import OptimConfig
 from kt_ray.errors import UserError
-from kt_ray.experts import ExpertHostSpec
+from kt_ray.experts import LocalExpertsSpec
 from kt_ray.hardware.host_look import Shared, Sight, digest, look, versions
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.plan import make_plan
@@ -71,9 +71,9 @@ def test_every_reason() -> None:
     assert unfit(forced, 1, more, 8, OWN) is None
 
 
-def spec(actor: Any) -> ExpertHostSpec:
+def spec(actor: Any) -> LocalExpertsSpec:
     config = make_config()
-    return ExpertHostSpec(
+    return LocalExpertsSpec(
         rank=actor.rank, model_dir="m", experts=actor.experts, lora=config.lora, optim=config.optim, seed=0,
         isa="auto", threads=1, cpus=actor.cpus, node=actor.node, activations="retain", formulas={},
     )  # fmt: skip

@@ -6,6 +6,15 @@ import dataclasses
 
 import pytest
 
+from benchmarks.reference_schedule import (
+    UNEXPLAINED,
+    ReferenceTerm,
+    main,
+    published_for,
+    reference_seconds,
+    reference_table,
+    reference_terms,
+)
 from kt_ray.config.compose import compose
 from kt_ray.config.files import conf_dir
 from kt_ray.config.schema import Config
@@ -15,14 +24,6 @@ from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.hardware.rates import Figure, Rates
 from kt_ray.modes.plan import model_dims
-from kt_ray.placement.reference_schedule import (
-    UNEXPLAINED,
-    ReferenceTerm,
-    published_for,
-    reference_seconds,
-    reference_table,
-    reference_terms,
-)
 
 XEON, EPYC = "2x4090_2x8488c", "8x5090_2x9355"
 
@@ -118,3 +119,9 @@ def test_without_experts_lora_there_is_no_optimizer_term() -> None:
     plain = dataclasses.replace(config, lora=dataclasses.replace(config.lora, experts=False))
     assert "optimizer" in by_name(reference_terms(dims, config, hardware, rates))
     assert "optimizer" not in by_name(reference_terms(dims, plain, hardware, rates))
+
+
+def test_the_program_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=deepseek_v3", f"plan.hardware={XEON}", "data.max_length=512"]) == 0
+    text = capsys.readouterr().out
+    assert "KTransformers" in text and "overhead, not explained" in text and "40.4 tokens/s" in text

@@ -1,26 +1,42 @@
+#!/usr/bin/env python
 """The reference system's step on paper: KTransformers' schedule in terms, beside its published step times.
 
-Its schedule, as its technical notes and kt-kernel 0.7.2 have it: micro-batch after micro-batch through all
-layers, so that every micro-batch passes over the weights of every expert it touches, forward and backward;
-GPUs one after the other (model parallelism); around each layer's experts the GPU waits, only the shared
-expert runs beside them; pageable copies; layers recomputed on the GPU. Experts are INT8, with W and its
-transpose in memory. Terms add up because nothing overlaps. What they do not explain of a published step is
-"overhead, not explained": it is not fitted away.
+    python benchmarks/reference_schedule.py model=deepseek_v3 plan.hardware=2x4090_2x8488c \\
+        data.max_length=512 trainer.batch_size=16 trainer.micro_batch_size=1 --json out.json
+
+Takes the overrides of `mode=plan`; nothing is measured. KTransformers' technical notes and kt-kernel 0.7.2
+describe the schedule. Micro-batches pass all layers one after another, so each of them reads the weights of
+every expert it touches, forward and backward. GPUs take turns (model parallelism). A GPU waits for each
+layer's experts; only the shared expert runs beside them. Copies are pageable, layers are recomputed on the
+GPU. Experts are INT8, with W and its transpose in memory. Nothing overlaps, so the terms add up. What they do
+not explain of a published step stays "overhead, not explained".
 
 Legend: T tokens per step, H hidden, I intermediate, K experts per token, L MoE layers, B micro-batches.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kt_ray.config.compose import compose
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
+from kt_ray.hardware.describe import hardware_for
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.nominal import FORMAT_BYTES, defaults, peak
+from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import ENGINE_FORMAT, Rates
+from kt_ray.modes.plan import model_dims
 from kt_ray.placement.memory import expert_lora_params
 
 NOTES = "KTransformers' developer technical notes, speed tests"
@@ -157,7 +173,7 @@ def reference_seconds(terms: list[ReferenceTerm]) -> float:
 def reference_table(
     dims: ModelDims, config: Config, hardware: Hardware, rates: Rates
 ) -> tuple[str, list[tuple[str, str, str]], list[str]]:
-    """What mode=plan prints with plan.reference=true: title, rows (term, seconds, source), and notes."""
+    """Title, rows (term, seconds, source) and notes."""
     step, terms = published_for(dims, hardware), reference_terms(dims, config, hardware, rates)
     tokens = (step.tokens if step else 0) or config.trainer.batch_size * config.data.max_length
     total = reference_seconds(terms)
@@ -287,3 +303,40 @@ class _Work:
         seconds = self.counts * 2 * self.dims.routed_params * FORMAT_BYTES[self.fmt] / self._memory
         why = "kt-kernel 0.7.2 repacks instead of keeping the transpose: read and written once per backward"
         return ReferenceTerm("repacking the transpose", seconds, why, counted=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", help="model, hardware, batch: as for mode=plan")
+    parser.add_argument("--json", metavar="FILE", help="write the terms here")
+    args = parser.parse_args(argv)
+    config = compose(["mode=plan", *args.overrides])
+    hardware = hardware_for(config)
+    setting = (model_dims(config.model), config, hardware, rates_for(config, hardware))
+    show(*reference_table(*setting))
+    if args.json:
+        from common import machine, write_json
+
+        write_json(args.json, [term._asdict() for term in reference_terms(*setting)], machine())
+    return 0
+
+
+def show(title: str, rows: Sequence[tuple[str, str, str]], notes: Sequence[str]) -> None:
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False)
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    table.add_column("term")
+    table.add_column("seconds", justify="right")
+    table.add_column("source")
+    for name, seconds, source in rows[:-1]:
+        table.add_row(escape(name), seconds, escape(source))
+    table.add_section()
+    table.add_row(*rows[-1], style="bold")
+    console.print(table)
+    for note in notes:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
