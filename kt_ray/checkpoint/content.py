@@ -60,29 +60,24 @@ def _check_file(
     index: CheckpointIndex, file: Path, infos: list[TensorInfo], scales: Mapping[str, StoredMatrix]
 ) -> None:
     try:
-        fd = os.open(file, os.O_RDONLY)
+        with file.open("rb") as opened:
+            fd = opened.fileno()
+            infos.sort(key=lambda info: info.start)
+            _check_holes(fd, file, infos)
+            values = [i for i in infos if i.name not in scales and len(i.shape) > 1 and "bias" not in i.name]
+            zero = [i.name for i in _spread(values) if _value_fault(fd, i)]
+            # One matrix of zeros may be meant so (an expert that was cut out); most of a sample is not.
+            if zero and 2 * len(zero) > min(len(values), _TENSORS):
+                observed = f"zero throughout: {some(zero)}"
+                raise _unfinished("shard holds zeros instead of weights", file, observed, "weights")
+            for info in _spread([i for i in infos if i.name in scales]):
+                matrix = scales[info.name]
+                _check_scales(fd, info, matrix)
+                for key in matrix.keys:
+                    if key.endswith(".weight_shape"):
+                        _check_stated_shape(index.tensors[key], matrix)
     except OSError as error:
         raise _unfinished("safetensors file cannot be read", file, error) from error
-    try:
-        infos.sort(key=lambda info: info.start)
-        _check_holes(fd, file, infos)
-        values = [i for i in infos if i.name not in scales and len(i.shape) > 1 and "bias" not in i.name]
-        zero = [i.name for i in _spread(values) if _value_fault(fd, i)]
-        # One matrix of zeros may be meant so (an expert that was cut out); most of a sample is not.
-        if zero and 2 * len(zero) > min(len(values), _TENSORS):
-            raise _unfinished(
-                "shard holds zeros instead of weights", file, f"zero throughout: {some(zero)}", "weights"
-            )
-        for info in _spread([i for i in infos if i.name in scales]):
-            matrix = scales[info.name]
-            _check_scales(fd, info, matrix)
-            for key in matrix.keys:
-                if key.endswith(".weight_shape"):
-                    _check_stated_shape(index.tensors[key], matrix)
-    except OSError as error:
-        raise _unfinished("safetensors file cannot be read", file, error) from error
-    finally:
-        os.close(fd)
 
 
 def _spread(infos: list[TensorInfo]) -> list[TensorInfo]:

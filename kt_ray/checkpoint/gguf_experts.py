@@ -25,8 +25,7 @@ from torch import Tensor
 
 from kt_ray.checkpoint.check_experts import part_shapes
 from kt_ray.checkpoint.expert_layout import ExpertLayout
-from kt_ray.checkpoint.gguf_file import open_gguf
-from kt_ray.checkpoint.gguf_header import GgufHeader
+from kt_ray.checkpoint.gguf_file import GgufHeader, open_gguf
 from kt_ray.checkpoint.index import CheckpointIndex, sampled_bytes, some
 from kt_ray.checkpoint.load_experts import BytesRead, ReadJob, as_weights, check_experts_exist, run_jobs
 from kt_ray.checkpoint.names import gguf_expert_name, is_old_gguf_expert

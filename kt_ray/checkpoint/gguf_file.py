@@ -1,15 +1,98 @@
-"""A GGUF model: one file, or the files NAME-00001-of-0000N.gguf of a split set, each with its own header."""
+"""A GGUF model's headers: metadata and the place of every tensor.
+
+A model is one file, or the files NAME-00001-of-0000N.gguf of a split set, each with its own header. A file
+is a little-endian header (magic, version, counts), key-value metadata, one entry per tensor (name, sizes
+with the fastest first, type, offset) and the tensors, each on a multiple of the alignment
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The gguf package's reader makes several numpy
+views of every token of a vocabulary (seconds) and takes what lies beyond a truncated file's end for empty,
+hence this one: it skips arrays and checks every size against the file's.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from kt_ray.checkpoint.gguf_header import AGAIN, CHOOSE_GGUF, GgufHeader, read_gguf_header
 from kt_ray.checkpoint.index import some
+from kt_ray.checkpoint.safetensors_file import TensorInfo
 from kt_ray.errors import UserError
 
+# Number of a type in the file: its name, values in a block, bytes of a block. Those that no weight has
+# (I8 ... F64) are here for their sizes.
+GGML_TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
+}
+
 _SPLIT = re.compile(r"^(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf$")
+Scalar = int | float | bool | str
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_VERSIONS = (2, 3)
+_MAX_DIMS = 4
+_MAX_NAME = 1 << 16  # of a key; llama.cpp's tensor names have at most 64 bytes
+_AGAIN = "download or copy this file again"
+_CHOOSE = "set model.experts_path to a GGUF file, to a file of a split set, or to a directory that holds one"
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What one file, or all files of a split set, say about themselves.
+
+    Attributes:
+        path: the (first) file.
+        metadata: the values that are numbers, truth values or strings; arrays are left out.
+        tensors: name -> place; its dtype is the name of its type ("Q4_K"), or "type N" of one that is not
+            known here; its shape has the slowest dimension first, as torch has it (the file, last).
+        files: all of them, in order.
+    """
+
+    path: Path
+    metadata: dict[str, Scalar]
+    tensors: dict[str, TensorInfo]
+    files: tuple[Path, ...]
+
+    @property
+    def architecture(self) -> str:
+        """`general.architecture`, "" if there is none."""
+        return str(self.metadata.get("general.architecture", ""))
 
 
 def open_gguf(path: str | Path) -> GgufHeader:
@@ -44,7 +127,7 @@ def open_gguf(path: str | Path) -> GgufHeader:
                     where=str(header.path),
                     observed=f"{key} {header.metadata.get(key, 'missing')}",
                     required=f"{key} {required}",
-                    remedy=AGAIN,
+                    remedy=_AGAIN,
                 )
         twice = sorted(tensors.keys() & header.tensors.keys())
         if twice:
@@ -53,7 +136,7 @@ def open_gguf(path: str | Path) -> GgufHeader:
                 where=f"{header.path} and {tensors[twice[0]].file.name}",
                 observed=some(twice),
                 required="parts of one model",
-                remedy=AGAIN,
+                remedy=_AGAIN,
             )
         tensors |= header.tensors
     total = first.metadata.get("split.tensors.count")
@@ -72,7 +155,7 @@ def _files_of(path: Path) -> tuple[Path, ...]:
     if path.is_dir():
         path = _model_in(path)
     if not path.is_file():
-        raise UserError("no such GGUF file", where=str(path), remedy=CHOOSE_GGUF)
+        raise UserError("no such GGUF file", where=str(path), remedy=_CHOOSE)
     match = _SPLIT.match(path.name)
     if match is None:
         return (path,)
@@ -105,5 +188,200 @@ def _model_in(folder: Path) -> Path:
         where=str(folder),
         observed=some([file.name for file in models.values()]) if models else "no *.gguf",
         required="one file, or one split set",
-        remedy=CHOOSE_GGUF,
+        remedy=_CHOOSE,
     )
+
+
+# -- one file
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Parse and check one file's header against the file's size, without reading tensors.
+
+    Raises:
+        UserError: absent, truncated or damaged file; names the file and what was found and required.
+    """
+    try:
+        with path.open("rb", buffering=1 << 20) as stream:
+            return _parse(path, _Reader(stream, path, path.stat().st_size))
+    except OSError as error:
+        raise UserError("GGUF file cannot be read", where=str(path), observed=error, remedy=_AGAIN) from error
+
+
+class _Reader:
+    """Little-endian values in a row, never beyond the end of the file."""
+
+    def __init__(self, stream: BinaryIO, path: Path, size: int) -> None:
+        self._stream, self._path, self.size, self.at = stream, path, size, 0
+
+    def take(self, count: int) -> bytes:
+        self._advance(count)
+        raw = self._stream.read(count)
+        if len(raw) != count:  # it shrank since its size was asked for
+            raise self._truncated(self.at)
+        return raw
+
+    def skip(self, count: int) -> None:
+        self._advance(count)
+        self._stream.seek(count, 1)
+
+    def _advance(self, count: int) -> None:
+        if count > self.size - self.at:
+            raise self._truncated(self.at + count)
+        self.at += count
+
+    def _truncated(self, required: int) -> UserError:
+        return UserError(
+            "GGUF file is truncated or damaged (its header is incomplete)",
+            where=str(self._path),
+            observed=f"{self.size} bytes",
+            required=f"{required} bytes at least",
+            remedy=_AGAIN,
+        )
+
+    def number(self, code: str) -> int:
+        return int(self.value(code))
+
+    def value(self, code: str) -> int | float | bool:
+        value: int | float | bool
+        (value,) = struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))
+        return value
+
+    def name(self, what: str) -> str:
+        start, length = self.at, self.number("Q")
+        if length > _MAX_NAME:
+            raise self.damaged(
+                f"{what} at byte {start}", f"a name of {length} bytes", f"at most {_MAX_NAME} bytes"
+            )
+        return self._text(self.take(length), f"{what} at byte {start}")
+
+    def text(self, what: str) -> str:
+        return self._text(self.take(self.number("Q")), what)
+
+    def _text(self, raw: bytes, what: str) -> str:
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.damaged(what, error, "UTF-8") from error
+
+    def damaged(self, what: str, observed: object, required: object) -> UserError:
+        return UserError(
+            "GGUF header is damaged",
+            where=f"{self._path}, {what}",
+            observed=observed,
+            required=required,
+            remedy=_AGAIN,
+        )
+
+
+def _parse(path: Path, reader: _Reader) -> GgufHeader:
+    magic = reader.take(4)
+    if magic != b"GGUF":
+        raise UserError(
+            "not a GGUF file",
+            where=str(path),
+            observed=f"first bytes {magic!r}",
+            required="b'GGUF'",
+            remedy=_CHOOSE,
+        )
+    version = reader.number("I")
+    if version not in _VERSIONS:
+        swapped = int.from_bytes(struct.pack("<I", version), "big") in _VERSIONS
+        raise UserError(
+            "GGUF file is big-endian" if swapped else "GGUF file has a version that is not read",
+            where=str(path),
+            observed=f"version {version:#x}" if swapped else f"version {version}",
+            required=f"version {' or '.join(map(str, _VERSIONS))}, little-endian",
+            remedy="convert the model again with a current llama.cpp",
+        )
+    tensor_count, pairs = reader.number("Q"), reader.number("Q")
+    metadata = _metadata(reader, pairs)
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise reader.damaged("general.alignment", alignment, "a power of two")
+    entries = [_entry(reader) for _ in range(tensor_count)]  # a count of nonsense ends with the file
+    base = -(-reader.at // alignment) * alignment
+    tensors: dict[str, TensorInfo] = {}
+    for name, shape, kind, offset in entries:
+        if name in tensors:
+            raise reader.damaged(f"tensor {name}", "the name twice", "names that differ")
+        if offset % alignment:
+            raise reader.damaged(
+                f"tensor {name}", f"offset {offset}", f"a multiple of the alignment, {alignment}"
+            )
+        size = _size(reader, name, shape, kind)
+        dtype = GGML_TYPES.get(kind, (f"type {kind}", 0, 0))[0]
+        tensors[name] = TensorInfo(name, path, dtype, shape, base + offset, base + offset + size)
+    _check_places(path, reader, list(tensors.values()))
+    return GgufHeader(path, metadata, tensors, (path,))
+
+
+def _metadata(reader: _Reader, pairs: int) -> dict[str, Scalar]:
+    metadata: dict[str, Scalar] = {}
+    seen: set[str] = set()
+    for _ in range(pairs):
+        key = reader.name("key")
+        if key in seen:
+            raise reader.damaged(f"key {key}", "the key twice", "keys that differ")
+        seen.add(key)
+        kind = reader.number("I")
+        if kind in _SCALARS:
+            metadata[key] = reader.value(_SCALARS[kind])
+        elif kind == _STRING:
+            metadata[key] = reader.text(f"key {key}")
+        elif kind == _ARRAY:
+            _skip_array(reader, key)
+        else:
+            raise reader.damaged(f"key {key}", f"a value of type {kind}", "one of 0 .. 12")
+    return metadata
+
+
+def _skip_array(reader: _Reader, key: str) -> None:
+    kind, count = reader.number("I"), reader.number("Q")
+    if kind in _SCALARS:
+        reader.skip(count * struct.calcsize("<" + _SCALARS[kind]))
+    elif kind == _STRING:
+        for _ in range(count):
+            reader.skip(reader.number("Q"))
+    else:
+        raise reader.damaged(f"key {key}", f"an array of type {kind}", "numbers, truth values or strings")
+
+
+def _entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
+    """Name, shape (slowest first), type and offset of one tensor."""
+    name = reader.name("tensor")
+    dims = reader.number("I")
+    if not 1 <= dims <= _MAX_DIMS:
+        raise reader.damaged(f"tensor {name}", f"{dims} dimensions", f"1 .. {_MAX_DIMS}")
+    sizes = tuple(reader.number("Q") for _ in range(dims))
+    if 0 in sizes:
+        raise reader.damaged(f"tensor {name}", f"sizes {list(sizes)}", "sizes above 0")
+    return name, sizes[::-1], reader.number("I"), reader.number("Q")
+
+
+def _size(reader: _Reader, name: str, shape: tuple[int, ...], kind: int) -> int:
+    """Bytes of a tensor; 0 of a type that is not known here, which nobody reads."""
+    if kind not in GGML_TYPES:
+        return 0
+    named, values, nbytes = GGML_TYPES[kind]
+    if shape[-1] % values:
+        raise reader.damaged(f"tensor {name}", f"rows of {shape[-1]}", f"a multiple of {values}, for {named}")
+    return math.prod(shape) // values * nbytes
+
+
+def _check_places(path: Path, reader: _Reader, tensors: Sequence[TensorInfo]) -> None:
+    end = reader.at
+    for tensor in sorted(tensors, key=lambda t: (t.start, t.end)):
+        if tensor.start < end:
+            raise reader.damaged(
+                f"tensor {tensor.name}", f"bytes from {tensor.start}", f"from {end} or later"
+            )
+        end = tensor.end
+    if end > reader.size:
+        raise UserError(
+            "GGUF file is truncated",
+            where=str(path),
+            observed=f"{reader.size} bytes",
+            required=f"{end} bytes",
+            remedy=_AGAIN,
+        )

@@ -25,29 +25,12 @@ import torch
 from kt_ray.disk import content_of, content_of_file
 from kt_ray.errors import UserError
 
+_TYPES = (
+    *("F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"),
+    *("U16", "I16", "F16", "BF16", "U32", "I32", "F32", "U64", "I64", "F64", "C64"),
+)
 # Bits per element, by the dtype names of the format.
-BITS: dict[str, int] = {
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "U16": 16,
-    "I16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "U32": 32,
-    "I32": 32,
-    "F32": 32,
-    "U64": 64,
-    "I64": 64,
-    "F64": 64,
-    "C64": 64,
-}
+BITS = {"BOOL": 8} | {name: int(name.partition("_")[0].lstrip("BCFIU")) for name in _TYPES}
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

@@ -1,14 +1,14 @@
-"""Write a checkpoint shard by shard, in bounded memory, so that a stopped job goes on where it was.
+"""Write a checkpoint shard by shard, in bounded memory; an interrupted job resumes.
 
-Everything is laid out before a byte is computed: units (tensors that are produced together) with their
-keys, types and shapes are put into shards, each shard's header is known, and values are written into their
-places as they come, one expert at a time. A shard is written beside its name, flushed and renamed; a shard
-that is there with the right header and size is not made again.
+Everything is laid out before a byte is computed. A unit is a few tensors that are produced together; units
+with their keys, types and shapes fill the shards, so every header is known, and values are written into
+their places as they come, one expert at a time. A shard is written to a temporary name, flushed and
+renamed. A resumed job skips the shards that have the right header and size.
 
-    OUT/.job/job.json                what is being made: the command's parameters and a digest of the layout
+    OUT/.job/job.json                the job: the command's parameters and a digest of the layout
     OUT/.job/model-00003-....json    sums that a finished shard reports (errors, counts)
 
-The directory .job goes when the checkpoint is complete.
+The directory .job is removed when the checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Unit:
 
 
 def copied(info: TensorInfo) -> Unit:
-    """A tensor taken over byte by byte."""
+    """A tensor copied byte by byte."""
     width = info.nbytes // info.shape[0] if info.shape and info.shape[0] else info.nbytes
     rows = max(1, _CHUNK // max(1, width))
 
@@ -118,7 +118,7 @@ def write_shards(
     threads: int = 1,
     title: str = "writing",
 ) -> Notes:
-    """Write all units, or those that an interrupted run of the same job left.
+    """Write all units; a job that was interrupted resumes.
 
     Args:
         out: directory; new, empty, or begun by the same job.
@@ -196,7 +196,7 @@ def _unwritable(where: Path, error: OSError) -> UserError:
         "output cannot be written",
         where=str(where),
         observed=error,
-        remedy="free space and repeat the command: it goes on where it was",
+        remedy="free space and repeat the command: it resumes",
     )
 
 

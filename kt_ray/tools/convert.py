@@ -67,7 +67,7 @@ class Options:
 def convert(
     source: str | Path, out: str | Path, options: Options, *, shard_bytes: int = SHARD_BYTES, threads: int = 1
 ) -> dict[str, Any]:
-    """Write the converted checkpoint; an interrupted conversion goes on.
+    """Write the converted checkpoint; an interrupted conversion resumes.
 
     Returns:
         The report, also in OUT/convert_report.json: {"to", "group", "all_linear", "layers": [{"layer",

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,10 +74,7 @@ def export(
     if target.exists() and any(target.iterdir()):
         raise UserError("output directory is not empty", where=str(out), remedy="choose another directory")
     source = _base(lora, base)
-    linear = [
-        Item(p.module, p.rank, p.scale, _two(p.a.shape), _two(p.b.shape), p.factors)
-        for p in lora.linear.values()
-    ]
+    linear = [_item(pair) for pair in lora.linear.values()]
     config = {} if source is None else source.config
     if form == "peft-fused":
         experts = _fused_items(lora, family(config))
@@ -96,9 +93,11 @@ def export(
     return written
 
 
-def _two(shape: Sequence[int]) -> tuple[int, int]:
-    rows, columns = shape
-    return rows, columns
+def _item(pair: Pair, module: str = "", pattern: str = "") -> Item:
+    """A pair as it is; `module`: under another name."""
+    make: Callable[[], Factors] = lambda: (read_tensor(pair.a), read_tensor(pair.b))  # noqa: E731
+    a, b = (pair.a.shape[0], pair.in_features), (pair.out_features, pair.b.shape[1])
+    return Item(module or pair.module, pair.rank, pair.scale, a, b, make, pattern)
 
 
 def _base(lora: Lora, base: str | Path | None) -> CheckpointIndex | None:
@@ -124,15 +123,10 @@ def _fused_items(lora: Lora, model_type: str) -> list[Item]:
     items: list[Item] = []
     for (prefix, role), pair in lora.fused.items():
         module = f"{prefix}.base_layer" if role == "gate_up" and (prefix, "down") in lora.fused else prefix
-        items.append(_whole(pair, module, f"{prefix}.{role}_proj"))
+        items.append(_item(pair, module, f"{prefix}.{role}_proj"))
     for prefix in dict.fromkeys(p for p, _, _ in lora.experts):
         items += _fuse(lora, prefix, is_interleaved(model_type))
     return items
-
-
-def _whole(pair: Pair, module: str, pattern: str) -> Item:
-    make: Callable[[], Factors] = lambda: (read_tensor(pair.a), read_tensor(pair.b))  # noqa: E731
-    return Item(module, pair.rank, pair.scale, _two(pair.a.shape), _two(pair.b.shape), make, pattern)
 
 
 def _fuse(lora: Lora, prefix: str, interleaved: bool) -> list[Item]:
@@ -149,30 +143,28 @@ def _fuse(lora: Lora, prefix: str, interleaved: bool) -> list[Item]:
             remedy="export it as peft-per-expert",
         )
     rank, scale = settings.pop()
-    (r, H), (I, _) = _two(lora.experts[prefix, 0, "gate"].a.shape), lora.experts[prefix, 0, "gate"].b.shape
+    gate = lora.experts[prefix, 0, "gate"]
+    H, I = gate.in_features, gate.out_features
 
     def pairs(projection: str) -> list[Factors]:
         return [lora.experts[prefix, e, projection].factors() for e in range(count)]
 
-    gate_up = Item(
-        f"{prefix}.base_layer",
-        2 * rank,
-        scale,
-        (count * 2 * r, H),
-        (2 * I, 2 * r * count),
-        lambda: fuse_gate_up(pairs("gate"), pairs("up"), interleaved=interleaved),
-        f"{prefix}.gate_up_proj",
-    )
-    down = Item(
-        prefix,
-        rank,
-        scale,
-        (count * r, I),
-        (H, r * count),
-        lambda: fuse_down(pairs("down")),
-        f"{prefix}.down_proj",
-    )
-    return [gate_up, down]
+    def both() -> Factors:
+        return fuse_gate_up(pairs("gate"), pairs("up"), interleaved=interleaved)
+
+    a, b, base = (count * 2 * rank, H), (2 * I, 2 * rank * count), f"{prefix}.base_layer"
+    return [
+        Item(base, 2 * rank, scale, a, b, both, f"{prefix}.gate_up_proj"),
+        Item(
+            prefix,
+            rank,
+            scale,
+            (count * rank, I),
+            (H, rank * count),
+            lambda: fuse_down(pairs("down")),
+            f"{prefix}.down_proj",
+        ),
+    ]
 
 
 def _fused_config(lora: Lora, linear: list[Item], experts: list[Item]) -> dict[str, Any]:
@@ -203,10 +195,7 @@ def _fused_config(lora: Lora, linear: list[Item], experts: list[Item]) -> dict[s
 
 
 def _single_items(lora: Lora, source: CheckpointIndex | None) -> list[Item]:
-    items = [
-        Item(p.module, p.rank, p.scale, _two(p.a.shape), _two(p.b.shape), p.factors)
-        for p in lora.experts.values()
-    ]
+    items = [_item(pair) for pair in lora.experts.values()]
     if not lora.fused:
         return items
     assert source is not None, "an adapter with experts has a base"
@@ -260,9 +249,7 @@ def _single_config(lora: Lora, linear: list[Item], experts: list[Item], model_ty
     info = AdapterInfo(lora.base, model_type, rank, rank * scale)
     names = [f"{i.module}.lora_{half}.weight" for i in (*linear, *experts) for half in "AB"]
     config = adapter_config(names, info)
-    for item in linear:
-        if (item.rank, item.scale) != (rank, scale):
-            _add_pattern(config, item.module, (item.rank, item.scale))
+    _add_own_settings(config, linear, (rank, scale))
     return config
 
 
@@ -299,13 +286,17 @@ def _add_pattern(config: dict[str, Any], name: str, setting: tuple[int, float]) 
     config["alpha_pattern"][name] = _number(setting[0] * setting[1])
 
 
+def _add_own_settings(config: dict[str, Any], linear: list[Item], default: tuple[int, float]) -> None:
+    for item in linear:
+        if (item.rank, item.scale) != default:
+            _add_pattern(config, item.module, (item.rank, item.scale))
+
+
 def _plain_config(lora: Lora, linear: list[Item], default: tuple[int, float]) -> dict[str, Any]:
     rank, scale = default
     names = [f"{i.module}.lora_{half}.weight" for i in linear for half in "AB"]
     config = adapter_config(names, AdapterInfo(lora.base, "", rank, rank * scale))
-    for item in linear:
-        if (item.rank, item.scale) != default:
-            _add_pattern(config, item.module, (item.rank, item.scale))
+    _add_own_settings(config, linear, default)
     return config
 
 

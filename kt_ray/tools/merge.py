@@ -51,7 +51,7 @@ def merge(
     shard_bytes: int = SHARD_BYTES,
     threads: int = 1,
 ) -> dict[str, Any]:
-    """Write the merged checkpoint; an interrupted merge goes on.
+    """Write the merged checkpoint; an interrupted merge resumes.
 
     Args:
         base: the checkpoint's directory. adapter: the adapter's. out: a new directory.

@@ -37,7 +37,7 @@ def raw_keys(index: CheckpointIndex, name: str) -> tuple[str, ...]:
 
 
 def as_stored(index: CheckpointIndex, keys: Iterable[str]) -> list[Placed]:
-    """Tensors taken over byte by byte."""
+    """Tensors copied byte by byte."""
     infos = [index.tensors[key] for key in keys]
     return [((str(info.file), info.start), copied(info)) for info in infos]
 

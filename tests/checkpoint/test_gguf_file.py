@@ -9,8 +9,7 @@ import gguf
 import pytest
 import torch
 
-from kt_ray.checkpoint.gguf_file import open_gguf
-from kt_ray.checkpoint.gguf_header import GGML_TYPES, read_gguf_header
+from kt_ray.checkpoint.gguf_file import GGML_TYPES, open_gguf, read_gguf_header
 from kt_ray.errors import UserError
 from kt_ray.native.matrix import GGUF_BLOCKS
 from tests.helpers.gguf_files import Stacks, entry, header, pair, stack, text, write_gguf
