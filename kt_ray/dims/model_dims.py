@@ -98,6 +98,15 @@ class ModelDims:
         kept = plain * matrices(plain_storage(self.dtype)) if plain else 0
         return (layers - plain) * matrices(self.expert_storage) + kept + biases
 
+    def attention_flops(self, layer: int, rows: int, width: int) -> float:
+        """FLOP of the forward products of scores and values, for `rows` rows of `width` positions.
+
+        All pairs of positions count, also those that a causal mask or a window hides. Rates of attention are
+        measured on causal rows and count the same pairs (`DeviceRate.sdpa`), so a kernel that skips the upper
+        half has a higher rate, and the count need not know which kernel runs.
+        """
+        return 2.0 * rows * width**2 * self.pair_widths[layer][0]
+
     @property
     def routed_params(self) -> int:
         """Parameters of all routed experts of all layers."""

@@ -173,11 +173,8 @@ class LayerWork:
         return Work(normed=m * (2.0 * hidden + compressed), passes=m * passes, operations=LAYER_OPS[back])
 
     def _pairs(self, rows: int, width: int) -> Work:
-        """All pairs: a causal mask or a window spares torch's kernels little of them."""
-        per_key = self.dims.pair_widths[self.layer][0] if self.dims.pair_widths else sum(self.heads)
-        pairs = rows * float(width) ** 2
-        scores = pairs * self.dims.num_heads if self.unequal else 0.0
-        return Work(pairs=2.0 * pairs * per_key, scores=scores)
+        scores = rows * float(width) ** 2 * self.dims.num_heads if self.unequal else 0.0
+        return Work(pairs=self.dims.attention_flops(self.layer, rows, width), scores=scores)
 
     def _activation(self, m: int, back: int) -> Work:
         inner = sum(n_in for name, n_in, _, _, of in self.modules if not of and "down" in name)

@@ -65,15 +65,19 @@ class PlanDurations:
     # -- attention ---------------------------------------------------------------------------
 
     def attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
-        key = (kind, layer, group)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self.attention_seconds(kind, layer, group)
-        return found
+        key = (kind, self._alike[layer], group)
+        if key not in self._of_groups:
+            self._of_groups[key] = self.attention_seconds(kind, layer, group)
+        return self._of_groups[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[str, int, Group], tuple[float, float]]:
+    def _of_groups(self) -> dict[tuple[str, str, Group], tuple[float, float]]:
         return {}
+
+    @cached_property
+    def _alike(self) -> tuple[str, ...]:
+        """Of each layer the signature: equal layers are counted once."""
+        return tuple(map(layer_signature, self.layers))
 
     @cached_property
     def layers(self) -> tuple[LayerWork, ...]:
@@ -142,7 +146,7 @@ class PlanDurations:
     def _correction(self, kind: str, layer: int, m: Micro) -> float:
         """measured / counted, where the model's layers were measured on this machine."""
         if kind in KINDS:
-            return self._corrections(layer_signature(self.layers[layer]), layer, kind, m.rows * m.width)
+            return self._corrections(self._alike[layer], layer, kind, m.rows * m.width)
         if kind in ENDS and (m.trained or kind == "begin"):
             size = m.trained if kind == "loss" else m.rows * m.width
             return self._corrections(ends_signature(self.layers[0]), 0, kind, size)
@@ -151,7 +155,7 @@ class PlanDurations:
     @cached_property
     def corrected(self) -> bool:
         """Whether a layer of this model was measured."""
-        return any(self._corrections.knows(layer_signature(w)) for w in self.layers)
+        return any(map(self._corrections.knows, self._alike))
 
     @cached_property
     def _corrections(self) -> Corrections:
