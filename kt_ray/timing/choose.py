@@ -128,9 +128,7 @@ def _other_activations(best: _Candidate) -> Iterator[Config]:
     kept = best.plan.experts[0].activations
     whole = waves_of(micro_batches(best.config), best.plan.wave) == 1
     if rule.experts.activations == "auto" and not (kept == "retain" and whole):
-        yield _with_rule(
-            best.config, experts=replace(rule.experts, activations=_OTHER[kept])
-        )
+        yield _with_rule(best.config, experts=replace(rule.experts, activations=_OTHER[kept]))
 
 
 _OTHER = {"retain": "recompute", "recompute": "retain"}

@@ -1,6 +1,7 @@
 """What a step of a plan takes: seconds per term, tokens per second, the bottleneck, what would help most.
 
-Pure functions over the simulation (simulate.py) of the plan's own order with durations from rates (step_costs.py).
+Pure functions over the simulation (simulate.py) of the plan's own order with durations from rates
+(step_costs.py).
 Every term names the source of the rate that it was divided by.
 """
 
@@ -373,7 +374,9 @@ def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[str, str, 
         if count != rule.experts.sockets:
             yield f"rule.experts.sockets={count}", "same results to rounding", with_experts(sockets=count)
     gpus = len(hardware.gpus)
-    layouts = {(1, 1), (1, gpus), (gpus, 1), (max(1, gpus // 2), 2)} if gpus and not layout_is_auto(rule) else ()
+    layouts = (
+        {(1, 1), (1, gpus), (gpus, 1), (max(1, gpus // 2), 2)} if gpus and not layout_is_auto(rule) else ()
+    )
     for stages, replicas in sorted(layouts):
         if (stages, replicas) != (rule.stages, rule.replicas):
             text = f"rule.stages={stages} rule.replicas={replicas}" + (

@@ -25,18 +25,18 @@ from kt_ray.hardware.rates import DeviceRate, ExpertRate, Rates
 from kt_ray.placement.memory import expert_lora_params, held_format, home_node, logit_rows, lora_params
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.traffic import touched
-from kt_ray.timing.lane_seconds import LaneCall, LaneSeconds
+from kt_ray.timing.lane_seconds import LaneSeconds
 from kt_ray.timing.layer_rates import ENDS, KINDS, Corrections, ends_signature, layer_signature
 from kt_ray.timing.layer_work import (
     NORM_PASSES,
+    Counts,
     LayerWork,
-    Work,
     dispatch_seconds,
     head_seconds,
     layer_works,
     seconds,
 )
-from kt_ray.timing.simulate_types import Carriage, ExpertClass, Group, Leg, Machine, Micro, Phase
+from kt_ray.timing.simulate import Carriage, ExpertClass, Group, LaneCall, Leg, Machine, Micro, Phase
 
 # Operations of dispatch (rates: `operation`) beside the layers themselves.
 BEGIN_OPS = 90.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
@@ -125,7 +125,7 @@ class PlanDurations:
         plan, dtype, work = self.plan, self.plan.dtype, self.layers[layer]
         positions = m.rows * m.width
         if kind == "begin":
-            begun = Work(passes=BEGIN_PASSES * positions * plan.dims.hidden_size, operations=BEGIN_OPS)
+            begun = Counts(passes=BEGIN_PASSES * positions * plan.dims.hidden_size, operations=BEGIN_OPS)
             return seconds(begun, device, host, dtype, positions), 0.0
         if kind in ("forward", "recompute"):
             first, rest = work.forward(m.rows, m.width)
@@ -170,8 +170,8 @@ class PlanDurations:
         threads = 0 if self.on_gpu else self.plan.workers[0].threads
         return Corrections(self.rates.layers, threads, counted)
 
-    def _joined(self, positions: int) -> Work:
-        return Work(passes=5.0 * positions * self.plan.dims.hidden_size, operations=JOIN_OPS)
+    def _joined(self, positions: int) -> Counts:
+        return Counts(passes=5.0 * positions * self.plan.dims.hidden_size, operations=JOIN_OPS)
 
     def _submit(self, kind: str, tokens: int) -> float:
         """Host seconds to put a group's tokens (or their gradients, in float32) where experts read them."""
