@@ -57,7 +57,7 @@ class ExpertsRule:
             machine lacks is an error.
         threads: engine threads per expert actor; "auto" = the socket's physical cores.
         activations: "retain" keeps x, gate and up for backward; "recompute" keeps x only; "auto" =
-            retain where it fits, else recompute.
+            retain where a whole step fits, else the one whose step is simulated to be faster.
         placement: which experts a socket holds: "contiguous" (runs of expert ids), "balanced" (by observed
             load, per layer) or "auto" (balanced where a load is known, else contiguous).
         load: checkpoint directory whose histogram of tokens per expert tells the load; None = that of the

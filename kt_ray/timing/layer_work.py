@@ -15,7 +15,6 @@ Legend: M = b * s positions, H hidden size.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.dims.layer_params import WITHOUT_SDPA
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.rates import DeviceRate
+from kt_ray.placement.memory import adapts
 from kt_ray.placement.plan_types import Plan
 
 # Kernels that are dispatched, forward and backward, views not counted (torch.profiler).
@@ -93,17 +93,11 @@ class LayerWork:
     @cached_property
     def modules(self) -> tuple[tuple[str, int, int, bool, bool], ...]:
         """(name, in, out, whether it has LoRA, whether it is of attention)."""
-        found = []
+        modules = []
         for name, n_in, n_out in self.dims.lora_in_out[self.layer]:
             of_attention = "attn" in name or (name.startswith("mixer.") and name[6:7] in "qkvo")
-            found.append((name, n_in, n_out, self._adapted(name), of_attention))
-        return tuple(found)
-
-    def _adapted(self, module: str) -> bool:
-        targets, name = self.lora.target_modules, f"model.layers.{self.layer}.{module}"
-        if isinstance(targets, str):
-            return targets == "auto" or (targets != "none" and re.fullmatch(targets, name) is not None)
-        return any(name == t or name.endswith("." + t) for t in targets)
+            modules.append((name, n_in, n_out, adapts(self.lora, self.layer, name), of_attention))
+        return tuple(modules)
 
     @cached_property
     def heads(self) -> tuple[float, float]:
