@@ -15,8 +15,7 @@ from recorded import ANSWERED, Terms
 
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan_types import Plan
-from kt_ray.timing.simulate import simulate
-from kt_ray.timing.simulate_types import Carriage, ExpertClass, Group, Machine, Micro, Phase, Seat, Wave
+from kt_ray.timing.simulate import Carriage, ExpertClass, Group, Machine, Micro, Phase, Seat, Wave, simulate
 
 EMPTY = Micro(0, 0, 0, 0)
 

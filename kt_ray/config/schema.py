@@ -62,7 +62,7 @@ class ExpertsRule:
             machine lacks is an error.
         threads: engine threads per expert actor; "auto" = the socket's physical cores.
         activations: "retain" keeps x, gate and up for backward; "recompute" keeps x only; "auto" =
-            retain where it fits, else recompute.
+            retain where a whole step fits, else the one whose step is simulated to be faster.
         placement: which experts a socket holds: "contiguous" (runs of expert ids), "balanced" (by observed
             load, per layer) or "auto" (balanced where a load is known, else contiguous).
         load: checkpoint directory whose histogram of tokens per expert tells the load; None = that of the
@@ -111,14 +111,16 @@ class RuleConfig:
         device: "auto" (GPUs if there are any), "cpu" or "cuda".
         stages: pipeline stages per replica; "auto" = GPUs divided by replicas (1 on CPU).
         replicas: data-parallel copies of the attention side; all share the expert actors. "auto" = with
-            stages=auto as many as fit the GPUs and have micro-batches of their own, else 1.
+            stages=auto as many as fit the GPUs and have micro-batches of their own, unless a simulated step
+            of fewer replicas with more stages is faster; else 1.
         layers: how layers go to stages. None = balanced by memory (all GPUs equally full); a list
             of counts [16, 15, ...]; of ranges ["0-15", "16-30", ...] (inclusive); of ranges with devices
             {"layers": "0-15", "device": "cuda:0"}; or of {"match": regex over module names, "device":
             "cuda:i"} as the reference system's optimize rules have them. Stages that name the same device
             share it; a list of devices names one per replica.
         worker_threads: torch threads per attention worker; "auto".
-        groups: micro-batch groups in flight (ping-pong); "auto".
+        groups: micro-batch groups in flight (ping-pong); "auto" = two, or 1, 4 or 8 where simulated steps say
+            that they are 5 % faster.
         wave: micro-batches of a replica that pass the layers together, so that each pass over an expert's
             weights serves all their tokens; a step is as many waves as it takes; "auto" = as many as memory
             allows, up to the whole step.

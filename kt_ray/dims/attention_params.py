@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kt_ray.dims.config_keys import Keys, LayerParts
-from kt_ray.dims.kv_cache import CacheWidth
+from kt_ray.dims.model_dims import CacheWidth
 
 
 def attention(keys: Keys, layer: int, parts: LayerParts) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kt_ray.dims.kv_cache import CacheWidth
+from kt_ray.dims.model_dims import CacheWidth
 from kt_ray.errors import UserError
 
 # Other names that checkpoints give the same architecture.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from kt_ray.dims.attention_params import attention, grouped_query
 from kt_ray.dims.config_keys import Keys, LayerParts
-from kt_ray.dims.kv_cache import CacheWidth
+from kt_ray.dims.model_dims import CacheWidth
 
 # Families whose experts the engine does not compute, whatever their activation is called.
 UNCOMPUTED = {

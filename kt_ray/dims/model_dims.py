@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kt_ray.dims.kv_cache import CacheWidth
 from kt_ray.dims.weight_formats import Storage, plain_storage
 
 
@@ -18,6 +17,27 @@ class Quantised(NamedTuple):
     params: int = 0
     bytes: float = 0
     largest: int = 0
+
+
+class CacheWidth(NamedTuple):
+    """What one layer's key-value cache keeps of one row, in transformers' caches (`kt_ray/model/caches.py`).
+
+    Latent keys and values for multi-head latent attention, states instead of keys for linear attention.
+
+    token: elements per token. near: elements per token of the last ones, `window` of them. row: elements
+    besides. state: float32 values besides.
+    """
+
+    token: float = 0.0
+    near: int = 0
+    window: int = 0
+    row: int = 0
+    state: int = 0
+
+    def bytes(self, rows: int, tokens: int, element: int) -> float:
+        """Of `rows` rows with `tokens` tokens all together (padding included); element: bytes of a value."""
+        near = self.near * min(tokens, rows * self.window)
+        return element * (self.token * tokens + near + self.row * rows) + 4 * self.state * rows
 
 
 @dataclass(frozen=True)
@@ -97,6 +117,15 @@ class ModelDims:
             return layers * matrices(storage, streamed=True) + biases
         kept = plain * matrices(plain_storage(self.dtype)) if plain else 0
         return (layers - plain) * matrices(self.expert_storage) + kept + biases
+
+    def attention_flops(self, layer: int, rows: int, width: int) -> float:
+        """FLOP of the forward products of scores and values, for `rows` rows of `width` positions.
+
+        All pairs of positions count, also those that a causal mask or a window hides. Rates of attention are
+        measured on causal rows and count the same pairs (`DeviceRate.sdpa`), so a kernel that skips the upper
+        half has a higher rate, and the count need not know which kernel runs.
+        """
+        return 2.0 * rows * width**2 * self.pair_widths[layer][0]
 
     @property
     def routed_params(self) -> int:

@@ -14,6 +14,7 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 ROWS = (1, 4, 16, 64, 256)  # rows per expert at which experts are measured
 
@@ -208,7 +209,7 @@ class DeviceRate:
     operation: Figure
     blocks: BlockRate | None = None
 
-    @property
+    @cached_property
     def block(self) -> BlockRate:
         """`blocks`, or what memory and sdpa say."""
         return self.blocks or blocks_of(self.memory, self.sdpa)

@@ -20,7 +20,6 @@ from dataclasses import replace
 
 from kt_ray.config.limits import GENERATING
 from kt_ray.config.schema import Config
-from kt_ray.dims.kv_cache import cache_tokens
 from kt_ray.dims.model_dims import ModelDims
 
 
@@ -47,8 +46,12 @@ def after_training(config: Config) -> Config:
 
 
 def room(dims: ModelDims, config: Config) -> int:
-    """Tokens that the caches of one replica have room for."""
-    return cache_tokens(config, dims.context or None)
+    """Tokens that the caches of one replica have room for: generate.cache_tokens, "auto" worked out."""
+    generate = config.generate
+    if isinstance(generate.cache_tokens, int):
+        return generate.cache_tokens
+    row = config.data.max_length + generate.max_new_tokens
+    return generate.batch_size * (min(row, dims.context) if dims.context else row)
 
 
 def step_tokens(config: Config) -> int:

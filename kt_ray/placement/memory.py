@@ -118,18 +118,16 @@ def load_of(config: Config, wave: int, groups: int) -> Load:
 
 def lora_params(dims: ModelDims, lora: LoraConfig, layer: int) -> int:
     """LoRA parameters of layer `layer` outside the routed experts."""
-    targets = lora.target_modules
-    if targets == "none":
-        return 0
-    chosen = 0
-    for module, n_in, n_out in dims.lora_in_out[layer]:
-        name = f"model.layers.{layer}.{module}"
-        if isinstance(targets, str):
-            hit = targets == "auto" or re.fullmatch(targets, name) is not None
-        else:
-            hit = any(name == t or name.endswith("." + t) for t in targets)
-        chosen += n_in + n_out if hit else 0
-    return lora.rank * chosen
+    sizes = (n_in + n_out for module, n_in, n_out in dims.lora_in_out[layer] if adapts(lora, layer, module))
+    return lora.rank * sum(sizes)
+
+
+def adapts(lora: LoraConfig, layer: int, module: str) -> bool:
+    """Whether a module of a layer outside its routed experts gets LoRA."""
+    targets, name = lora.target_modules, f"model.layers.{layer}.{module}"
+    if isinstance(targets, str):
+        return targets == "auto" or (targets != "none" and re.fullmatch(targets, name) is not None)
+    return any(name == target or name.endswith("." + target) for target in targets)
 
 
 def expert_lora_params(dims: ModelDims, lora: LoraConfig) -> int:
@@ -200,9 +198,10 @@ def budgets(
 
     capacity = {socket_name(hardware, s.host, s.node): s.memory_bytes for s in hardware.sockets}
     capacity |= {f"cuda:{gpu.index}": gpu.memory_bytes for gpu in hardware.gpus}
-    found = [Budget(d, _merged(d, lines[d]), capacity.get(d, 0)) for d in lines]
-    found.sort(key=lambda b: (b.is_socket, b.host, b.device.partition(":")[0], _number(b.device)))
-    return tuple(found)
+    of_devices = [Budget(d, _merged(d, lines[d]), capacity.get(d, 0)) for d in lines]
+    return tuple(
+        sorted(of_devices, key=lambda b: (b.is_socket, b.host, b.device.partition(":")[0], _number(b.device)))
+    )
 
 
 def home_node(worker: WorkerPlan, hardware: Hardware) -> int:

@@ -1,8 +1,8 @@
 """rule.layers=null: the layers of each stage, so that all GPUs are equally full.
 
-The stages of a replica take turns (docs/schedule.md), so where the layers are cut does not change how long a
-step takes: DeepSeek-V3 on two GPUs is predicted at 28.8 s with 30 and 31 layers, and at 28.7 s with 10 and 51.
-Memory alone decides. Pure functions.
+The stages of a replica take turns (docs/schedule.md), so where the layers are cut does not change how long
+a step takes: DeepSeek-V3 on two GPUs is predicted at 28.8 s with 30 and 31 layers, and at 28.7 s with 10
+and 51. Memory alone decides. Pure functions.
 """
 
 from __future__ import annotations

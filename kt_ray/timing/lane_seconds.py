@@ -17,9 +17,7 @@ from kt_ray.placement.lane_plan import expert_sizes
 from kt_ray.placement.lane_share import ExpertSizes, lane_parts, whole_experts
 from kt_ray.placement.plan_types import ExpertActorPlan, Plan
 from kt_ray.timing.layer_work import dispatch_seconds
-from kt_ray.timing.simulate_types import LaneCall
-
-__all__ = ["LaneCall", "LaneSeconds"]
+from kt_ray.timing.simulate import LaneCall
 
 # Kernels per expert (kt_ray.experts.lane_math with LoRA, gate, up and down; views not counted).
 KERNELS = {"forward": 40.0, "backward": 80.0}

@@ -1,7 +1,7 @@
 """What the attention side of one decoder layer costs, counted from its dimensions and divided by rates.
 
 A micro-batch of b rows x s positions passes attention, norms, router and shared expert (or the dense MLP),
-all torch operations. Each is counted in kinds of work (`Work`) that have measured rates: products of
+all torch operations. Each is counted in kinds of work (`Counts`) that have measured rates: products of
 matrices, attention over pairs of positions, elements through LoRA, norms and other elementwise passes, and
 kernels, which cost their dispatch however small they are. On a CPU the kinds add up; on a GPU dispatch runs
 beside the device's work, so the larger counts.
@@ -15,7 +15,6 @@ Legend: M = b * s positions, H hidden size.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.dims.layer_params import WITHOUT_SDPA
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.rates import DeviceRate
+from kt_ray.placement.memory import adapts
 from kt_ray.placement.plan_types import Plan
 
 # Kernels that are dispatched, forward and backward, views not counted (torch.profiler).
@@ -48,7 +48,7 @@ ROUTER_PASSES = (120.0, 60.0)  # per token and expert in a router: scores, choic
 _FIRST = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "kv_proj", "qkv_proj", "in_proj")
 
 
-class Work(NamedTuple):
+class Counts(NamedTuple):
     """Amounts per micro-batch.
 
     products: FLOP in the layer's type. thin: FLOP in float32 (router). pairs: FLOP of attention forward.
@@ -65,16 +65,16 @@ class Work(NamedTuple):
     passes: float = 0.0
     operations: float = 0.0
 
-    def plus(self, other: Work) -> Work:
-        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: Counts) -> Counts:
+        return Counts(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def times(self, factor: float) -> Work:
-        return Work(*(a * factor for a in self))
+    def times(self, factor: float) -> Counts:
+        return Counts(*(a * factor for a in self))
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Work of one layer's attention side, as linear functions of M and of the pairs of positions.
+    """What one layer's attention side is counted as: linear functions of M and of the pairs of positions.
 
     Attributes:
         dims: the model. layer: index. lora: adapters. dtype: of the weights. attention: "sdpa" or "eager".
@@ -93,17 +93,11 @@ class LayerWork:
     @cached_property
     def modules(self) -> tuple[tuple[str, int, int, bool, bool], ...]:
         """(name, in, out, whether it has LoRA, whether it is of attention)."""
-        found = []
+        modules = []
         for name, n_in, n_out in self.dims.lora_in_out[self.layer]:
             of_attention = "attn" in name or (name.startswith("mixer.") and name[6:7] in "qkvo")
-            found.append((name, n_in, n_out, self._adapted(name), of_attention))
-        return tuple(found)
-
-    def _adapted(self, module: str) -> bool:
-        targets, name = self.lora.target_modules, f"model.layers.{self.layer}.{module}"
-        if isinstance(targets, str):
-            return targets == "auto" or (targets != "none" and re.fullmatch(targets, name) is not None)
-        return any(name == t or name.endswith("." + t) for t in targets)
+            modules.append((name, n_in, n_out, adapts(self.lora, self.layer, name), of_attention))
+        return tuple(modules)
 
     @cached_property
     def heads(self) -> tuple[float, float]:
@@ -125,10 +119,10 @@ class LayerWork:
             or abs(query - value) > 0.01 * query
         )
 
-    def forward(self, rows: int, width: int) -> tuple[Work, Work]:
-        """Work until the experts get their tokens, and after it (the shared expert)."""
+    def forward(self, rows: int, width: int) -> tuple[Counts, Counts]:
+        """What is counted until the experts get their tokens, and after it (the shared expert)."""
         m = rows * width
-        first, rest = Work(), Work()
+        first, rest = Counts(), Counts()
         for name, n_in, n_out, adapted, of_attention in self.modules:
             work = self._linear(n_in, n_out, adapted, m, 0)
             if of_attention or not self.moe or "latent" in name:
@@ -143,8 +137,8 @@ class LayerWork:
             first = first.plus(self._activation(m, 0))
         return first, rest
 
-    def backward(self, rows: int, width: int) -> Work:
-        """Work of autograd through the layer, after it was run under grad."""
+    def backward(self, rows: int, width: int) -> Counts:
+        """Counts of autograd through the layer, after it was run under grad."""
         m = rows * width
         total = self._between(m, 1).plus(self._pairs(rows, width)).plus(self._activation(m, 1))
         for name, n_in, n_out, adapted, _ in self.modules:
@@ -157,38 +151,35 @@ class LayerWork:
 
     # -- parts -------------------------------------------------------------------------------
 
-    def _linear(self, n_in: int, n_out: int, adapted: bool, m: int, back: int) -> Work:
+    def _linear(self, n_in: int, n_out: int, adapted: bool, m: int, back: int) -> Counts:
         product = 2.0 * m * n_in * n_out
         if not adapted:
-            return Work(products=product, operations=BARE_LINEAR_OPS[back])
+            return Counts(products=product, operations=BARE_LINEAR_OPS[back])
         elements = m * (n_in + n_out) * max(1.0, self.lora.rank / 8)
-        return Work(products=product, adapted=elements, operations=LINEAR_OPS[back])
+        return Counts(products=product, adapted=elements, operations=LINEAR_OPS[back])
 
-    def _between(self, m: int, back: int) -> Work:
+    def _between(self, m: int, back: int) -> Counts:
         """Norms, residuals, rotary embedding."""
         dims = self.dims
         hidden = dims.hidden_size * dims.hidden_streams
         compressed = sum(n_out for name, _, n_out, _, _ in self.modules if "_a_proj" in name)
         passes = hidden * HIDDEN_PASSES[back] + dims.attention_width * WIDTH_PASSES[back]
-        return Work(normed=m * (2.0 * hidden + compressed), passes=m * passes, operations=LAYER_OPS[back])
+        return Counts(normed=m * (2.0 * hidden + compressed), passes=m * passes, operations=LAYER_OPS[back])
 
-    def _pairs(self, rows: int, width: int) -> Work:
-        """All pairs: a causal mask or a window spares torch's kernels little of them."""
-        per_key = self.dims.pair_widths[self.layer][0] if self.dims.pair_widths else sum(self.heads)
-        pairs = rows * float(width) ** 2
-        scores = pairs * self.dims.num_heads if self.unequal else 0.0
-        return Work(pairs=2.0 * pairs * per_key, scores=scores)
+    def _pairs(self, rows: int, width: int) -> Counts:
+        scores = rows * float(width) ** 2 * self.dims.num_heads if self.unequal else 0.0
+        return Counts(pairs=self.dims.attention_flops(self.layer, rows, width), scores=scores)
 
-    def _activation(self, m: int, back: int) -> Work:
+    def _activation(self, m: int, back: int) -> Counts:
         inner = sum(n_in for name, n_in, _, _, of in self.modules if not of and "down" in name)
-        return Work(passes=m * inner * GATED_PASSES[back])
+        return Counts(passes=m * inner * GATED_PASSES[back])
 
-    def _router(self, m: int, back: int) -> Work:
+    def _router(self, m: int, back: int) -> Counts:
         """In float32, as most families have it; its weights are widened in every call."""
         dims = self.dims
         matrix = dims.hidden_size * dims.num_experts
         passes = 2.0 * (matrix + m * dims.hidden_size) + m * dims.num_experts * ROUTER_PASSES[back]
-        return Work(thin=2.0 * m * matrix, passes=passes, operations=ROUTER_OPS[back])
+        return Counts(thin=2.0 * m * matrix, passes=passes, operations=ROUTER_OPS[back])
 
 
 def layer_works(plan: Plan, config: Config) -> tuple[LayerWork, ...]:
@@ -200,7 +191,7 @@ def layer_works(plan: Plan, config: Config) -> tuple[LayerWork, ...]:
 
 
 def seconds(
-    work: Work,
+    work: Counts,
     rate: DeviceRate,
     host: DeviceRate,
     dtype: str,

@@ -1,6 +1,7 @@
 """What a step of a plan takes: seconds per term, tokens per second, the bottleneck, what would help most.
 
-Pure functions over the simulation (simulate.py) of the plan's own order with durations from rates (step_costs.py).
+Pure functions over the simulation (simulate.py) of the plan's own order with durations from rates
+(step_costs.py).
 Every term names the source of the rate that it was divided by.
 """
 

@@ -9,7 +9,7 @@ from kt_ray.config.schema import Config
 from kt_ray.hardware.hosts import socket_name
 from kt_ray.hardware.machine import Socket
 from kt_ray.placement.plan_types import ExpertActorPlan, Plan
-from kt_ray.timing.simulate_types import ExpertClass, Machine, Micro, Seat, Wave
+from kt_ray.timing.simulate import ExpertClass, Machine, Micro, Seat, Wave
 
 
 def machine_of(plan: Plan) -> Machine:

@@ -17,42 +17,188 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan_types import Plan
-from kt_ray.timing.simulate_parts import Actor, Node, Program, Resource, Stretch, Wait, Work
-from kt_ray.timing.simulate_types import (
-    Carriage,
-    Durations,
-    Event,
-    ExpertClass,
-    Group,
-    Leg,
-    Machine,
-    Micro,
-    Phase,
-    Seat,
-    Simulated,
-    Wave,
-)
 
-__all__ = [
-    "Carriage",
-    "Durations",
-    "Event",
-    "ExpertClass",
-    "Group",
-    "Leg",
-    "Machine",
-    "Micro",
-    "Phase",
-    "Seat",
-    "Simulated",
-    "Wave",
-    "simulate",
-]
+# -- what is given, and what comes out -----------------------------------------------------------
+
+
+class Micro(NamedTuple):
+    """A micro-batch: rows x width positions are computed, `tokens` of them are no padding, `trained` have
+    a loss."""
+
+    rows: int
+    width: int
+    tokens: int
+    trained: int
+
+
+Group = tuple[Micro, ...]  # the micro-batches of one group of one replica
+Wave = tuple[tuple[Group, ...], ...]  # per replica, per group: what one pass takes
+
+
+class Leg(NamedTuple):
+    """A part of a message's way: seconds on a resource of which it takes `width`."""
+
+    resource: str
+    seconds: float
+    width: float = 1.0
+
+
+class Carriage(NamedTuple):
+    """How a message travels: legs one after the other, then `latency` seconds that occupy nothing."""
+
+    legs: tuple[Leg, ...] = ()
+    latency: float = 0.0
+
+
+class Phase(NamedTuple):
+    """A part of a step in which all actors work side by side, and which ends when the last one does.
+
+    workers, experts: seconds of every attention worker and of every expert class; overhead: seconds of the
+    driver afterwards.
+    """
+
+    name: str
+    workers: tuple[float, ...]
+    experts: tuple[float, ...]
+    overhead: float = 0.0
+
+
+class Seat(NamedTuple):
+    """Where an actor computes: its resource and how much of it it takes."""
+
+    resource: str
+    width: float = 1.0
+
+
+class ExpertClass(NamedTuple):
+    """Expert actors that do the same work at the same time, simulated as one. far: on another host."""
+
+    actors: tuple[int, ...]
+    seat: Seat
+    far: bool = False
+
+
+class Machine(NamedTuple):
+    """Who shares what. capacity: of every resource that is not 1."""
+
+    capacity: Mapping[str, float]
+    workers: tuple[Seat, ...]
+    experts: tuple[ExpertClass, ...]
+
+
+class LaneCall(NamedTuple):
+    """What a GPU does of an expert actor's call, beside the CPU, in seconds alone on its resource.
+
+    device: "cuda:i". ahead: on the link before anything is computed. copies: on the link, products: on the
+    GPU, and dispatch: on a core of the actor's, all at the same time. back: on the link, afterwards.
+    """
+
+    device: str
+    ahead: float
+    copies: float
+    products: float
+    dispatch: float
+    back: float
+
+
+class Durations(Protocol):
+    """Seconds of everything, an actor alone on its resource.
+
+    Asked for in the order of every actor's own program, once for each operation, call and message.
+    """
+
+    def attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
+        """An operation of a worker program ("begin" before the first one): seconds before what it sends
+        leaves, and after that."""
+        ...
+
+    def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
+        """A call of expert actor `actor` (the first of its class) for `tokens` tokens of all replicas."""
+        ...
+
+    def lane(self, actor: int, layer: int, direction: str, tokens: int) -> LaneCall | None:
+        """The same call's part on a GPU, at the same time; None = there is none."""
+        ...
+
+    def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
+        """Tokens of one worker, or their gradients, on the way to a class of expert actors."""
+        ...
+
+    def reply(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
+        """The way back."""
+        ...
+
+    def stage(self, worker: int, to: int, tokens: int) -> Carriage:
+        """Hidden states or their gradients from stage to stage."""
+        ...
+
+    def pass_end(self) -> float:
+        """The driver's seconds between passes."""
+        ...
+
+    def phases(self) -> tuple[Phase, ...]:
+        """What follows the last pass of a step."""
+        ...
+
+
+class Event(NamedTuple):
+    """Something an actor or link did, in seconds from the step's start."""
+
+    actor: str
+    name: str
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A step.
+
+    Attributes:
+        seconds: wall time. pass_seconds: of all passes; the rest are the optimizer's phases.
+        work: seconds that every actor would compute alone on its resource, by its name ("worker 0",
+            "experts 3"; a class has its first actor's name).
+        busy: work / seconds.
+        used: resource -> share of its capacity used over the step.
+        idle: actor -> reason -> seconds.
+        path: seconds of the step's longest chain by what it went through: "attention", "experts", "call"
+            (latency), a link's name, or a phase's. They add up to `seconds`.
+        critical: the resource used most.
+        events: what every actor did, when asked for.
+    """
+
+    seconds: float
+    pass_seconds: float
+    work: Mapping[str, float]
+    busy: Mapping[str, float]
+    used: Mapping[str, float]
+    idle: Mapping[str, Mapping[str, float]]
+    path: Mapping[str, float]
+    critical: str
+    events: tuple[Event, ...] = ()
+
+    def chrome_trace(self) -> list[dict[str, Any]]:
+        """Events for chrome://tracing and Perfetto ("traceEvents"), microseconds."""
+        actors = {actor: i for i, actor in enumerate(dict.fromkeys(e.actor for e in self.events))}
+        names = [
+            {"ph": "M", "name": "process_name", "pid": i, "tid": 0, "args": {"name": actor}}
+            for actor, i in actors.items()
+        ]
+        return names + [
+            {"ph": "X", "name": e.name, "cat": e.kind, "pid": actors[e.actor], "tid": 0,
+             "ts": e.start * 1e6, "dur": (e.end - e.start) * 1e6}
+            for e in self.events
+        ]  # fmt: skip
+
+
+# -- the simulation ------------------------------------------------------------------------------
 
 
 def simulate(
@@ -101,6 +247,101 @@ def simulate(
     )
 
 
+@dataclass
+class Stretch:
+    """A part of the step that begins and ends with all actors together."""
+
+    seconds: float = 0.0
+    work: dict[str, float] = field(default_factory=dict)
+    used: dict[str, float] = field(default_factory=dict)
+    idle: dict[str, dict[str, float]] = field(default_factory=dict)
+    path: dict[str, float] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+    def add(self, other: Stretch) -> None:
+        self.seconds += other.seconds
+        for mine, theirs in ((self.work, other.work), (self.used, other.used), (self.path, other.path)):
+            for key, value in theirs.items():
+                mine[key] = mine.get(key, 0.0) + value
+        for actor, reasons in other.idle.items():
+            for reason, value in reasons.items():
+                self.wait(actor, reason, value)
+        self.events += other.events
+
+    def wait(self, actor: str, reason: str, seconds: float) -> None:
+        if seconds > 0:
+            reasons = self.idle.setdefault(actor, {})
+            reasons[reason] = reasons.get(reason, 0.0) + seconds
+
+
+class Node(NamedTuple):
+    """A stretch of an actor's or message's time and what it followed from."""
+
+    kind: str
+    start: float
+    end: float
+    parent: Node | None
+
+
+class Busy(NamedTuple):
+    """An actor computes: seconds alone on its resource."""
+
+    name: str
+    kind: str
+    seconds: float
+
+
+class Wait(NamedTuple):
+    """An actor waits for a message; reason: for whom."""
+
+    tag: tuple[Any, ...]
+    reason: str
+
+
+Program = Generator[Busy | Wait, None, None]
+
+
+class Resource:
+    """Tasks that share a capacity: all of them run at rate min(1, capacity / demand).
+
+    `served` is the work that a task present from the start would have got; a task ends when it has grown
+    by its seconds. One rate for all keeps the order of ends a heap's.
+    """
+
+    def __init__(self, capacity: float) -> None:
+        self.capacity = capacity
+        self.demand = 0.0
+        self.served = 0.0
+        self.since = 0.0
+        self.used = 0.0
+        self.version = 0
+        self.tasks: list[tuple[float, int, float, Callable[[], None]]] = []
+
+    @property
+    def rate(self) -> float:
+        return min(1.0, self.capacity / self.demand) if self.demand > self.capacity else 1.0
+
+    def advance(self, now: float) -> None:
+        step = (now - self.since) * self.rate if self.tasks else 0.0
+        self.served += step
+        self.used += step * self.demand
+        self.since = now
+
+    def next_end(self) -> float:
+        return self.since + max(0.0, self.tasks[0][0] - self.served) / self.rate
+
+
+class Actor:
+    """An actor in the middle of its program."""
+
+    def __init__(self, name: str, seat: Seat, program: Program) -> None:
+        self.name = name
+        self.seat = seat
+        self.program = program
+        self.node: Node | None = None
+        self.ended = 0.0
+
+
 class _Step:
     """The event loop, and the programs of the actors."""
 
@@ -125,7 +366,7 @@ class _Step:
 
     def phase(self, phase: Phase, offset: float) -> Stretch:
         def only(seconds: float) -> Program:
-            yield Work(phase.name, phase.name, seconds)
+            yield Busy(phase.name, phase.name, seconds)
 
         workers, experts = map(only, phase.workers), map(only, phase.experts)
         return self._play(list(workers), list(experts), offset, phase.overhead, "optimizer")
@@ -190,7 +431,7 @@ class _Step:
         groups = wave[replica]
         tokens = [sum(m.tokens for m in group) for group in groups]
         for group in groups:
-            yield Work("begin", "attention", sum(durations.attention("begin", here.layers[0], group)))
+            yield Busy("begin", "attention", sum(durations.attention("begin", here.layers[0], group)))
         for kind, layer, g in worker_program(plan, replica, stage, "train"):
             if kind.startswith("recv"):
                 yield Wait((kind[5:], replica, stage, g), "other stages")
@@ -200,7 +441,7 @@ class _Step:
                     yield Wait(("reply", direction, layer, g, c.actors[0], replica), "experts")
             before, after = durations.attention(kind, layer, groups[g])
             if before:
-                yield Work(f"{kind} {layer}.{g}", "attention", before)
+                yield Busy(f"{kind} {layer}.{g}", "attention", before)
             if layer in self.moe and kind in ("forward", "recompute"):
                 direction = "forward" if kind == "forward" else "backward"
                 for c in self.machine.experts:
@@ -213,7 +454,7 @@ class _Step:
                 to = stage + (1 if kind == "send_hidden" else -1)
                 self._send((kind[5:], replica, to, g), durations.stage(rank, rank + to - stage, tokens[g]))
             if after:
-                yield Work(f"{kind} {layer}.{g}", "attention", after)
+                yield Busy(f"{kind} {layer}.{g}", "attention", after)
 
     def _experts(self, c: ExpertClass, wave: Wave) -> Program:
         plan, actor = self.plan, c.actors[0]
@@ -232,7 +473,7 @@ class _Step:
             lane = self.durations.lane(actor, layer, direction, together)
             if lane is not None:
                 self._send(("lane", layer, direction, g, actor), Carriage())
-            yield Work(f"{direction} {layer}.{g}", "experts", seconds)
+            yield Busy(f"{direction} {layer}.{g}", "experts", seconds)
             if lane is not None:
                 yield Wait(("lane done", layer, direction, g, actor), "lane")
             for replica in range(plan.replicas):
@@ -255,7 +496,7 @@ class _Step:
             yield Wait(("lane ahead", *about), "transfer")
             self._send(("lane copies", *about), Carriage((Leg(into, call.copies),)))
             self._send(("lane kernels", *about), Carriage((Leg(c.seat.resource, call.dispatch),)))
-            yield Work(f"{direction} {layer}.{g}", "lane", call.products)
+            yield Busy(f"{direction} {layer}.{g}", "lane", call.products)
             yield Wait(("lane copies", *about), "transfer")
             yield Wait(("lane kernels", *about), "dispatch")
             self._send(("lane done", *about), Carriage((Leg(back, call.back),)))
@@ -270,7 +511,7 @@ class _Step:
             if item is None:
                 actor.ended = self.now
                 return
-            if isinstance(item, Work):
+            if isinstance(item, Busy):
                 if item.seconds <= 0:
                     continue
                 self.stretch.work[actor.name] += item.seconds
@@ -280,7 +521,7 @@ class _Step:
                 self.waiting[item.tag] = (actor, item.reason, self.now)
                 return
 
-    def _done(self, actor: Actor, item: Work) -> Callable[[], None]:
+    def _done(self, actor: Actor, item: Busy) -> Callable[[], None]:
         start = self.now
 
         def done() -> None:

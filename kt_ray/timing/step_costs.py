@@ -25,18 +25,18 @@ from kt_ray.hardware.rates import DeviceRate, ExpertRate, Rates
 from kt_ray.placement.memory import expert_lora_params, held_format, home_node, logit_rows, lora_params
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.traffic import touched
-from kt_ray.timing.lane_seconds import LaneCall, LaneSeconds
+from kt_ray.timing.lane_seconds import LaneSeconds
 from kt_ray.timing.layer_rates import ENDS, KINDS, Corrections, ends_signature, layer_signature
 from kt_ray.timing.layer_work import (
     NORM_PASSES,
+    Counts,
     LayerWork,
-    Work,
     dispatch_seconds,
     head_seconds,
     layer_works,
     seconds,
 )
-from kt_ray.timing.simulate_types import Carriage, ExpertClass, Group, Leg, Machine, Micro, Phase
+from kt_ray.timing.simulate import Carriage, ExpertClass, Group, LaneCall, Leg, Machine, Micro, Phase
 
 # Operations of dispatch (rates: `operation`) beside the layers themselves.
 BEGIN_OPS = 90.0  # the recording pass of a micro-batch: its embedding, masks, rotary table
@@ -65,15 +65,19 @@ class PlanDurations:
     # -- attention ---------------------------------------------------------------------------
 
     def attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
-        key = (kind, layer, group)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self.attention_seconds(kind, layer, group)
-        return found
+        key = (kind, self._alike[layer], group)
+        if key not in self._of_groups:
+            self._of_groups[key] = self.attention_seconds(kind, layer, group)
+        return self._of_groups[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[str, int, Group], tuple[float, float]]:
+    def _of_groups(self) -> dict[tuple[str, str, Group], tuple[float, float]]:
         return {}
+
+    @cached_property
+    def _alike(self) -> tuple[str, ...]:
+        """Of each layer the signature: equal layers are counted once."""
+        return tuple(map(layer_signature, self.layers))
 
     @cached_property
     def layers(self) -> tuple[LayerWork, ...]:
@@ -121,7 +125,7 @@ class PlanDurations:
         plan, dtype, work = self.plan, self.plan.dtype, self.layers[layer]
         positions = m.rows * m.width
         if kind == "begin":
-            begun = Work(passes=BEGIN_PASSES * positions * plan.dims.hidden_size, operations=BEGIN_OPS)
+            begun = Counts(passes=BEGIN_PASSES * positions * plan.dims.hidden_size, operations=BEGIN_OPS)
             return seconds(begun, device, host, dtype, positions), 0.0
         if kind in ("forward", "recompute"):
             first, rest = work.forward(m.rows, m.width)
@@ -142,7 +146,7 @@ class PlanDurations:
     def _correction(self, kind: str, layer: int, m: Micro) -> float:
         """measured / counted, where the model's layers were measured on this machine."""
         if kind in KINDS:
-            return self._corrections(layer_signature(self.layers[layer]), layer, kind, m.rows * m.width)
+            return self._corrections(self._alike[layer], layer, kind, m.rows * m.width)
         if kind in ENDS and (m.trained or kind == "begin"):
             size = m.trained if kind == "loss" else m.rows * m.width
             return self._corrections(ends_signature(self.layers[0]), 0, kind, size)
@@ -151,7 +155,7 @@ class PlanDurations:
     @cached_property
     def corrected(self) -> bool:
         """Whether a layer of this model was measured."""
-        return any(self._corrections.knows(layer_signature(w)) for w in self.layers)
+        return any(map(self._corrections.knows, self._alike))
 
     @cached_property
     def _corrections(self) -> Corrections:
@@ -166,8 +170,8 @@ class PlanDurations:
         threads = 0 if self.on_gpu else self.plan.workers[0].threads
         return Corrections(self.rates.layers, threads, counted)
 
-    def _joined(self, positions: int) -> Work:
-        return Work(passes=5.0 * positions * self.plan.dims.hidden_size, operations=JOIN_OPS)
+    def _joined(self, positions: int) -> Counts:
+        return Counts(passes=5.0 * positions * self.plan.dims.hidden_size, operations=JOIN_OPS)
 
     def _submit(self, kind: str, tokens: int) -> float:
         """Host seconds to put a group's tokens (or their gradients, in float32) where experts read them."""

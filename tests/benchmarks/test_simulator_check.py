@@ -17,8 +17,7 @@ from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan_types import Plan
 from kt_ray.runs.prepare import prepare
 from kt_ray.timeline import Activity, Event
-from kt_ray.timing.simulate import simulate
-from kt_ray.timing.simulate_types import Carriage, ExpertClass, Group, Phase, Simulated
+from kt_ray.timing.simulate import Carriage, ExpertClass, Group, Phase, Simulated, simulate
 from kt_ray.tracking.chrome_trace import chrome_trace
 from tests.timing.test_simulate import RULES, apart, plan_of, small, wave_of
 

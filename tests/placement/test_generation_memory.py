@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kt_ray.config.schema import Config, EvalConfig, GenerateConfig
-from kt_ray.dims.kv_cache import CacheWidth
+from kt_ray.dims.model_dims import CacheWidth
 from kt_ray.errors import UserError
 from kt_ray.placement.generation_memory import cache_bytes, room, step_tokens
 from kt_ray.placement.plan import make_plan

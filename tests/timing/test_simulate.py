@@ -13,6 +13,7 @@ from kt_ray.timing.simulate import (
     Carriage,
     ExpertClass,
     Group,
+    LaneCall,
     Leg,
     Machine,
     Micro,
@@ -22,7 +23,6 @@ from kt_ray.timing.simulate import (
     Wave,
     simulate,
 )
-from kt_ray.timing.simulate_types import LaneCall
 from tests.placement.configs import make_config, make_hardware, small_dims
 
 M = Micro(1, 8, 8, 8)

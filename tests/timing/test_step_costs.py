@@ -15,7 +15,7 @@ from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.hardware.rates import Rates, constant
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
-from kt_ray.timing.layer_work import LayerWork, Work, head_seconds, seconds
+from kt_ray.timing.layer_work import Counts, LayerWork, head_seconds, seconds
 from kt_ray.timing.seats import even_waves, machine_of, waves_of_rows
 from kt_ray.timing.simulate import Micro
 from kt_ray.timing.step_costs import PlanDurations
@@ -66,7 +66,7 @@ def test_the_shared_expert_comes_after_the_tokens_left() -> None:
     dims = small_dims("deepseek_v3")
     dense, moe = (LayerWork(dims, i, make_config().lora, "bfloat16") for i in (0, 1))
     assert moe.forward(1, 16)[1].products > 0
-    assert dense.forward(1, 16)[1] == Work()
+    assert dense.forward(1, 16)[1] == Counts()
 
 
 def test_without_lora_nothing_is_adapted() -> None:
@@ -89,18 +89,18 @@ def test_the_first_layer_needs_no_gradient_of_its_input() -> None:
 def test_seconds_are_amounts_over_rates() -> None:
     rate = nominal_rates(make_hardware()).cpu_one
     rate = dataclasses.replace(rate, gemm={"bfloat16": constant(1e9, "x"), "float32": constant(5e8, "x")})
-    assert seconds(Work(products=2e9, thin=5e8), rate, rate, "bfloat16", 64) == pytest.approx(3.0)
-    kernels = seconds(Work(operations=1000), rate, rate, "bfloat16", 64)
+    assert seconds(Counts(products=2e9, thin=5e8), rate, rate, "bfloat16", 64) == pytest.approx(3.0)
+    kernels = seconds(Counts(operations=1000), rate, rate, "bfloat16", 64)
     assert 1000 * rate.operation.value < kernels < 1000 * 10 * rate.operation.value
 
 
 def test_dispatch_runs_beside_a_gpu() -> None:
     rates = nominal_rates(make_hardware(gpus=1))
     assert rates.gpu is not None
-    few = seconds(Work(products=1e12), rates.gpu, rates.cpu_one, "bfloat16", 512)
-    assert seconds(Work(products=1e12, operations=1), rates.gpu, rates.cpu_one, "bfloat16", 512) == few
-    many = seconds(Work(products=1e6, operations=1e6), rates.gpu, rates.cpu_one, "bfloat16", 512)
-    assert many == seconds(Work(operations=1e6), rates.gpu, rates.cpu_one, "bfloat16", 512)
+    few = seconds(Counts(products=1e12), rates.gpu, rates.cpu_one, "bfloat16", 512)
+    assert seconds(Counts(products=1e12, operations=1), rates.gpu, rates.cpu_one, "bfloat16", 512) == few
+    many = seconds(Counts(products=1e6, operations=1e6), rates.gpu, rates.cpu_one, "bfloat16", 512)
+    assert many == seconds(Counts(operations=1e6), rates.gpu, rates.cpu_one, "bfloat16", 512)
 
 
 def test_the_head_costs_its_trained_positions() -> None:
