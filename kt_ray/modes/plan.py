@@ -35,7 +35,7 @@ from kt_ray.placement.render import (
     memory_table,
     worker_row,
 )
-from kt_ray.runs.rundir import known_load
+from kt_ray.runs.known_load import known_load
 from kt_ray.timing.lane_rates import lane_rates
 from kt_ray.timing.plan_time import show_time
 

@@ -14,7 +14,7 @@ from kt_ray.hardware.describe import hardware_for
 from kt_ray.modes.plan import model_dims
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.render import LAYOUT, layout_line
-from kt_ray.runs.rundir import known_load
+from kt_ray.runs.known_load import known_load
 from kt_ray.timing.lane_rates import lane_rates
 
 

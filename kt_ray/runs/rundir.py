@@ -22,11 +22,8 @@ from typing import Any
 import yaml
 
 from kt_ray.config.schema import Config
-from kt_ray.dims.model_dims import ModelDims
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
-from kt_ray.placement.expert_load import FILE as LOAD_FILE
-from kt_ray.placement.expert_load import ExpertLoad, read_load
 
 log = logging.getLogger(__name__)
 
@@ -154,38 +151,6 @@ def checkpoint_to_resume(config: Config) -> Path | None:
     if config.trainer.resume == "latest":
         return _latest_checkpoint(root, named, config.model.name)
     return _named_checkpoint(Path(config.trainer.resume).expanduser().absolute())
-
-
-def known_load(config: Config, dims: ModelDims) -> ExpertLoad | None:
-    """Tokens per expert to place experts by: of rule.experts.load, else of the resumed checkpoint.
-
-    Raises:
-        UserError: rule.experts.load names no checkpoint with a histogram; the histogram is damaged or another
-            model's; as `checkpoint_to_resume`.
-    """
-    if config.rule.experts.load is None:
-        return resumed_load(config, dims)
-    source = Path(config.rule.experts.load)
-    load = read_load(source, dims)
-    if load is None:
-        checkpoints = find_checkpoints(source)
-        name = checkpoints[-1] if checkpoints else "<run directory>/checkpoints/step_..."
-        raise UserError(
-            "there is no histogram of tokens per expert",
-            where=f"rule.experts.load={source}",
-            observed=f"no {LOAD_FILE}" if source.is_dir() else "no such directory",
-            required="a checkpoint directory that mode=train wrote",
-            remedy=f"set rule.experts.load={name}, or rule.experts.load=null",
-        )
-    # How that run was placed says nothing about this one; how the resumed one was does.
-    resumed = resumed_load(config, dims)
-    return dataclasses.replace(load, owners=resumed.owners if resumed else {})
-
-
-def resumed_load(config: Config, dims: ModelDims) -> ExpertLoad | None:
-    """The histogram in the checkpoint that a run resumes; None = a new run, or the checkpoint has none."""
-    checkpoint = checkpoint_to_resume(config)
-    return read_load(checkpoint, dims) if checkpoint is not None else None
 
 
 def dated_as_before(config: Config) -> Config:

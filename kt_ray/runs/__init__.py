@@ -1,0 +1,1 @@
+"""The run directory, the checks before any actor starts, and what several modes share."""
