@@ -294,6 +294,11 @@ def test_tests_mirror_the_packages() -> None:
     assert folders - others <= {path.name for path in PACKAGE.iterdir() if path.is_dir()}
 
 
+def test_every_package_says_what_it_is() -> None:
+    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
 def test_launch_imports_the_command_line_only() -> None:
     tree = ast.parse((REPO / "launch.py").read_text(encoding="utf-8"))
     assert set(imports(tree, "launch")) == {"sys", "kt_ray.cli.main"}

@@ -24,7 +24,7 @@ from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import shortage
 from kt_ray.placement.render import counted
-from kt_ray.runs.rundir import known_load
+from kt_ray.runs.known_load import known_load
 from kt_ray.timing.lane_rates import lane_rates
 
 _STYLES = {PASS: "green", WARN: "yellow", FAIL: "red"}

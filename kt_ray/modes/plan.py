@@ -34,7 +34,7 @@ from kt_ray.placement.render import (
     memory_table,
     worker_row,
 )
-from kt_ray.runs.rundir import known_load, resumed_choice
+from kt_ray.runs.known_load import known_load, resumed_choice
 from kt_ray.timing.choose import choose_plan
 from kt_ray.timing.plan_time import show_time
 

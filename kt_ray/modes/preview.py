@@ -13,7 +13,7 @@ from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_for
 from kt_ray.modes.plan import model_dims
 from kt_ray.placement.render import LAYOUT, layout_line
-from kt_ray.runs.rundir import known_load, resumed_choice
+from kt_ray.runs.known_load import known_load, resumed_choice
 from kt_ray.timing.choose import choose_plan
 
 

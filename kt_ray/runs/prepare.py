@@ -38,7 +38,7 @@ from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import room
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
-from kt_ray.runs.rundir import known_load, resumed_choice, resumed_load
+from kt_ray.runs.known_load import known_load, resumed_choice, resumed_load
 from kt_ray.timing.choose import choose_plan
 from kt_ray.train.preference_steps import check_units
 from kt_ray.train.trainer import StepBatches

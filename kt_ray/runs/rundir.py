@@ -22,12 +22,8 @@ from typing import Any
 import yaml
 
 from kt_ray.config.schema import Config
-from kt_ray.dims.model_dims import ModelDims
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
-from kt_ray.placement.expert_load import FILE as LOAD_FILE
-from kt_ray.placement.expert_load import ExpertLoad, read_load
-from kt_ray.placement.plan_types import Choice
 
 log = logging.getLogger(__name__)
 
@@ -155,38 +151,6 @@ def checkpoint_to_resume(config: Config) -> Path | None:
     if config.trainer.resume == "latest":
         return _latest_checkpoint(root, named, config.model.name)
     return _named_checkpoint(Path(config.trainer.resume).expanduser().absolute())
-
-
-def known_load(config: Config, dims: ModelDims) -> ExpertLoad | None:
-    """Tokens per expert to place experts by: of rule.experts.load, else of the resumed checkpoint.
-
-    Raises:
-        UserError: rule.experts.load names no checkpoint with a histogram; the histogram is damaged or another
-            model's; as `checkpoint_to_resume`.
-    """
-    if config.rule.experts.load is None:
-        return resumed_load(config, dims)
-    source = Path(config.rule.experts.load)
-    load = read_load(source, dims)
-    if load is None:
-        checkpoints = find_checkpoints(source)
-        name = checkpoints[-1] if checkpoints else "<run directory>/checkpoints/step_..."
-        raise UserError(
-            "there is no histogram of tokens per expert",
-            where=f"rule.experts.load={source}",
-            observed=f"no {LOAD_FILE}" if source.is_dir() else "no such directory",
-            required="a checkpoint directory that mode=train wrote",
-            remedy=f"set rule.experts.load={name}, or rule.experts.load=null",
-        )
-    # How that run was placed says nothing about this one; how the resumed one was does.
-    resumed = resumed_load(config, dims)
-    return dataclasses.replace(load, owners=resumed.owners if resumed else {})
-
-
-def resumed_load(config: Config, dims: ModelDims) -> ExpertLoad | None:
-    """The histogram in the checkpoint that a run resumes; None = a new run, or the checkpoint has none."""
-    checkpoint = checkpoint_to_resume(config)
-    return read_load(checkpoint, dims) if checkpoint is not None else None
 
 
 def dated_as_before(config: Config) -> Config:
@@ -372,29 +336,3 @@ def _resumed(checkpoint: Path, root: Path, named: Path | None, config: Config) -
             log.warning("resuming the newest run of %s: %s, %s", config.model.name, holder, checkpoint.name)
         return RunDir(holder, checkpoint, continued=True)
     return RunDir(_fresh(root, named, config), checkpoint)
-
-
-def resumed_choice(config: Config) -> Choice | None:
-    """Layout, groups, waves and activations of the resumed run, from its plan.json.
-
-    Returns:
-        None for a new run, or where no plan.json can be read.
-
-    Raises:
-        UserError: as `checkpoint_to_resume`.
-    """
-    checkpoint = checkpoint_to_resume(config)
-    if checkpoint is None:
-        return None
-    try:
-        plan = json.loads((checkpoint.parent.parent / "plan.json").read_text(encoding="utf-8"))
-        return Choice(
-            stages=int(plan["stages"]),
-            replicas=int(plan["replicas"]),
-            groups=int(plan["groups"]),
-            wave=int(plan["wave"]),
-            activations=str(plan["experts"][0]["activations"]),
-            seconds=0.0,
-        )
-    except (OSError, ValueError, LookupError, TypeError):
-        return None

@@ -1,0 +1,72 @@
+"""The histogram of tokens per expert that a run starts with: that of a checkpoint the configuration names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from kt_ray.config.schema import Config
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.errors import UserError
+from kt_ray.placement.expert_load import FILE, ExpertLoad, read_load
+from kt_ray.placement.plan_types import Choice
+from kt_ray.runs.rundir import checkpoint_to_resume, find_checkpoints
+
+
+def known_load(config: Config, dims: ModelDims) -> ExpertLoad | None:
+    """What to place experts by: the load of rule.experts.load, else of the resumed checkpoint; None = none.
+
+    Raises:
+        UserError: rule.experts.load names no checkpoint with a histogram; a histogram that cannot be read or
+            is another model's; as `checkpoint_to_resume`.
+    """
+    given = config.rule.experts.load
+    if given is None:
+        return resumed_load(config, dims)
+    load = read_load(Path(given), dims)
+    if load is None:
+        of_run = find_checkpoints(Path(given))
+        name = of_run[-1] if of_run else "<run directory>/checkpoints/step_..."
+        raise UserError(
+            "there is no histogram of tokens per expert",
+            where=f"rule.experts.load={given}",
+            observed=f"no {FILE}" if Path(given).is_dir() else "no such directory",
+            required="a checkpoint directory that mode=train wrote",
+            remedy=f"set rule.experts.load={name}, or rule.experts.load=null",
+        )
+    # How that run was placed says nothing about this one; how the resumed one was does.
+    resumed = resumed_load(config, dims)
+    return replace(load, owners=resumed.owners if resumed else {})
+
+
+def resumed_load(config: Config, dims: ModelDims) -> ExpertLoad | None:
+    """The histogram that a resumed run goes on with; None = a new run, or the checkpoint has none."""
+    checkpoint = checkpoint_to_resume(config)
+    return read_load(checkpoint, dims) if checkpoint is not None else None
+
+
+def resumed_choice(config: Config) -> Choice | None:
+    """Layout, groups, waves and activations of the resumed run, from its plan.json.
+
+    Returns:
+        None for a new run, or where no plan.json can be read.
+
+    Raises:
+        UserError: as `checkpoint_to_resume`.
+    """
+    checkpoint = checkpoint_to_resume(config)
+    if checkpoint is None:
+        return None
+    try:
+        plan = json.loads((checkpoint.parent.parent / "plan.json").read_text(encoding="utf-8"))
+        return Choice(
+            stages=int(plan["stages"]),
+            replicas=int(plan["replicas"]),
+            groups=int(plan["groups"]),
+            wave=int(plan["wave"]),
+            activations=str(plan["experts"][0]["activations"]),
+            seconds=0.0,
+        )
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
