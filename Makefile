@@ -10,7 +10,7 @@ CPP     = $(shell find kt_ray/native/src tests -name '*.cpp' -o -name '*.h' -o -
 TESTS  ?= tests
 PYTEST ?= -q
 
-.PHONY: help demo test check format bench docs clean
+.PHONY: help demo test quick check format bench docs clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
@@ -29,8 +29,11 @@ demo: $(STAMP)  ## set up, build, plan, fine-tune the demo model to the end, and
 	$(PY) launch.py mode=plan
 	$(PY) launch.py
 
-test: $(STAMP)  ## pass the tests
+test: $(STAMP)  ## all tests; PYTEST="-q -n 2" in two processes
 	$(PY) -m pytest $(PYTEST) $(TESTS)
+
+quick: $(STAMP)  ## the tests that take seconds, in two processes: what to run before each commit
+	$(PY) -m pytest -q -n 2 --dist worksteal -m "not slow and not ray and not bench" $(TESTS)
 
 check: $(STAMP)  ## formatting, lint, types
 	$(PY) -m ruff format --check kt_ray tests benchmarks launch.py

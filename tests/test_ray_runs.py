@@ -22,7 +22,7 @@ from tests.helpers.ray_place import REPO, Place, head_node, ray_place, until
 
 pytestmark = pytest.mark.ray
 
-RUN = ["trainer.max_steps=2", "data.limit=40", "run.name=a"]
+RUN = ["trainer.max_steps=2", "data.limit=40", "run.name=a", "eval.after_training=0"]
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_a_run_survives_a_killed_actor(place: Place, tmp_path: Path) -> None:
     """kill -9 from outside in mid-step: exit code 0, each step once, the adapter of an undisturbed run."""
     # So many steps that a loaded machine has not done them all by the time it looks.
     arguments = ["data.limit=40", "run.name=a", "trainer.max_steps=40", "trainer.save_every=5"]
-    arguments += ["trainer.eval_every=0", "trainer.batch_size=2"]
+    arguments += ["trainer.eval_every=0", "trainer.batch_size=2", "eval.after_training=0"]
     log = tmp_path / "output"
     process = place.launch(*arguments, log=log)
     run = place.path / "runs" / "a"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kt_ray.actors.actor import PlainActor, worker_of_layer
-from kt_ray.experts import ExpertHost
+from kt_ray.experts import LocalExperts
 from kt_ray.experts.parts import new_memory
 from kt_ray.generate.batcher import Batcher
 from kt_ray.generate.requests import SessionSpec, Step
@@ -185,7 +185,7 @@ class ExpertSession:
         host: its experts.
     """
 
-    def __init__(self, actor: PlainActor, spec: SessionSpec, plan: Plan, rank: int, host: ExpertHost) -> None:
+    def __init__(self, actor: PlainActor, spec: SessionSpec, plan: Plan, rank: int, host: LocalExperts) -> None:
         assert actor.port is not None
         self.actor = actor
         self.spec = spec

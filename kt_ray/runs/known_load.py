@@ -1,4 +1,4 @@
-"""The histogram of tokens per expert that a run starts with: that of a checkpoint the configuration names."""
+"""What a plan takes from the checkpoint that the configuration names: tokens per expert, and earlier choices."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ RUN = [
     "data.limit=20",
     "trainer.batch_size=4",
     "trainer.eval_every=0",
+    "eval.after_training=0",
     "trainer.max_steps=3",
     "trainer.save_every=1",
     "tracking.plot=false",
@@ -51,9 +52,17 @@ def full_at(step: int, file: str, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(saving, "begin_checkpoint", begin)
 
 
-def curve(name: str) -> list[tuple[Any, ...]]:
-    lines = Path("runs", name, "metrics.jsonl").read_text().splitlines()
+def curve(run: Path) -> list[tuple[Any, ...]]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
     return [(r["step"], r["loss"], r["grad_norm"]) for r in map(json.loads, lines)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the same run with room on the disk."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    assert cli.main([*RUN, "run.name=b", f"run.root={root}"]) == 0
+    return root / "b"
 
 
 @pytest.mark.parametrize(
@@ -66,8 +75,9 @@ def curve(name: str) -> list[tuple[Any, ...]]:
     ],
 )
 def test_a_full_disk_ends_the_run_with_a_checkpoint_that_resumes(
-    file: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    file: str, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    capfd.readouterr()
     with monkeypatch.context() as patch:
         full_at(2, file, patch)
         assert cli.main([*RUN, "run.name=a"]) == 2
@@ -79,9 +89,8 @@ def test_a_full_disk_ends_the_run_with_a_checkpoint_that_resumes(
     assert sorted(os.listdir(checkpoints)) == ["latest", "step_000001"]
 
     assert cli.main([*RUN, "run.name=a", "trainer.resume=latest"]) == 0
-    assert cli.main([*RUN, "run.name=b"]) == 0
-    assert curve("a") == curve("b") and len(curve("a")) == 3
-    own, other = (Path("runs", name, "adapter", "adapter_model.safetensors") for name in "ab")
+    assert curve(Path("runs/a")) == curve(undisturbed) and len(curve(undisturbed)) == 3
+    own, other = (run / "adapter" / "adapter_model.safetensors" for run in (Path("runs/a"), undisturbed))
     assert own.read_bytes() == other.read_bytes()
 
 
