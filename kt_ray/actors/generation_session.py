@@ -185,7 +185,9 @@ class ExpertSession:
         host: its experts.
     """
 
-    def __init__(self, actor: PlainActor, spec: SessionSpec, plan: Plan, rank: int, host: LocalExperts) -> None:
+    def __init__(
+        self, actor: PlainActor, spec: SessionSpec, plan: Plan, rank: int, host: LocalExperts
+    ) -> None:
         assert actor.port is not None
         self.actor = actor
         self.spec = spec
