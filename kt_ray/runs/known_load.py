@@ -1,4 +1,4 @@
-"""What a plan takes from the checkpoint that the configuration names: tokens per expert, and earlier choices."""
+"""What a plan takes from the checkpoint that the configuration names: tokens per expert, earlier choices."""
 
 from __future__ import annotations
 
