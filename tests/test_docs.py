@@ -83,7 +83,9 @@ def test_paths_and_modules_exist(page):
 
 
 def test_a_path_that_does_not_exist_is_found():
-    text = "`kt_ray/model/stage.py`, `kt_ray/actors/`, kt_ray.native.Engine, kt_ray.model.layer_calls.register()"
+    text = (
+        "`kt_ray/model/stage.py`, `kt_ray/actors/`, kt_ray.native.Engine, kt_ray.model.layer_calls.register()"
+    )
     assert missing_paths(text) == []
     wrong = ["kt_ray.model.layer_calls.unregister", "kt_ray.nothing", "kt_ray/model/stages.py", "tests/none"]
     assert missing_paths(f"`{'`, `'.join(wrong)}`") == wrong
