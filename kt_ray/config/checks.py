@@ -366,7 +366,8 @@ def _sources(config: Config, data: DataConfig) -> None:
         if not isinstance(source, Mapping):
             required = "{path: …, weight: …}"
             raise fault(config, place, "is no mapping", required, "write {path: <file>}", value=source)
-        for name, value in source.items():
+        entry: Mapping[str, Any] = source
+        for name, value in entry.items():
             where = f"{place}.{name}"
             if name not in SOURCE_KEYS:
                 match = closest(str(name), tuple(SOURCE_KEYS))
@@ -375,7 +376,7 @@ def _sources(config: Config, data: DataConfig) -> None:
             if isinstance(value, bool) or not isinstance(value, SOURCE_KEYS[name]):
                 types = " or ".join(kind.__name__.lower() for kind in SOURCE_KEYS[name])
                 raise fault(config, where, "has the wrong type", types, f"correct {where}", value=value)
-            if name in ("weight", "limit") and not value > 0:
+            if name in ("weight", "limit") and not entry[name] > 0:
                 raise fault(config, where, "is out of range", "more than 0", "delete it", value=value)
             words = WORDS["data.format"]
             if name == "format" and value not in words:

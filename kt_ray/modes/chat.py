@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from kt_ray.config.schema import Config
-from kt_ray.data.row_types import Message
+from kt_ray.data.row_types import Turn
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.runs.generation import Setup, generating, setup
@@ -63,7 +63,7 @@ class Chat:
         self.generator = generator
         self.out = out
         self.adapter = made.adapter is not None
-        self.messages: list[Message] = []
+        self.messages: list[Turn] = []
         self._turns = 0
         self.reset()
 
@@ -102,7 +102,7 @@ class Chat:
 
     def ask(self, text: str) -> None:
         """One question and its answer, streamed."""
-        messages: tuple[Message, ...] = (*self.messages, {"role": "user", "content": text})
+        messages: tuple[Turn, ...] = (*self.messages, {"role": "user", "content": text})
         seed = self.made.config.seed + self._turns
         self._turns += 1
         try:

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from kt_ray.config.schema import Config
 from kt_ray.data.load import read_split
-from kt_ray.data.row_types import Conversation, Message
+from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.errors import UserError
 from kt_ray.evaluate.predictions import adapter_mark
@@ -49,7 +49,7 @@ class Question:
 
     id: int
     prompt: str
-    messages: tuple[Message, ...]
+    messages: tuple[Turn, ...]
     label: str
     ids: tuple[int, ...]
     where: str

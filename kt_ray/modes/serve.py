@@ -11,7 +11,7 @@ from kt_ray.config.schema import Config
 from kt_ray.runs.generation import Setup, generator_on, setup, started, take_adapter
 from kt_ray.serve.access import VARIABLE, bare, check_address, digest
 from kt_ray.serve.completions import Served, now
-from kt_ray.serve.run import check_port, make_engine, run_server
+from kt_ray.serve.run import check_port, make_service, run_server
 
 
 def run(config: Config) -> int:
@@ -82,7 +82,7 @@ def _serve(made: Setup, served: Served, cluster: ActorCluster, ready: Callable[[
     serve = made.config.serve
     if made.config.cluster.name == "local":
         with generator_on(made, cluster) as generator:
-            run_server(make_engine(served, generator), serve.host, serve.port, ready)
+            run_server(make_service(served, generator), serve.host, serve.port, ready)
         return
     from kt_ray.actors.ray.ray_cluster import RayCluster
     from kt_ray.actors.ray.serve_app import run_on_serve
