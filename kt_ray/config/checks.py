@@ -366,7 +366,8 @@ def _sources(config: Config, data: DataConfig) -> None:
         if not isinstance(source, Mapping):
             required = "{path: …, weight: …}"
             raise fault(config, place, "is no mapping", required, "write {path: <file>}", value=source)
-        for name, value in source.items():
+        entry: Mapping[str, Any] = source
+        for name, value in entry.items():
             where = f"{place}.{name}"
             if name not in SOURCE_KEYS:
                 match = closest(str(name), tuple(SOURCE_KEYS))

@@ -135,8 +135,8 @@ def show(value: Any) -> str:
 def closest(word: str, options: Iterable[str]) -> str | None:
     """The option that `word` is most likely a misspelling of, or None."""
     by_lower = {option.lower(): option for option in options}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return by_lower[found[0]] if found else None
+    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[matches[0]] if matches else None
 
 
 def closest_key(key: str) -> str | None:
@@ -145,18 +145,18 @@ def closest_key(key: str) -> str | None:
     Looks in the same group first (trainer.max_step), then for the same last part in any group
     (rank → lora.rank), then for the whole dotted name (trianer.max_steps).
     """
-    known = list(fields()) + list(groups())
+    keys = list(fields()) + list(groups())
     group, _, last = key.rpartition(".")
-    siblings = [k for k in known if k.rpartition(".")[0] == group]
+    siblings = [k for k in keys if k.rpartition(".")[0] == group]
     match = closest(last, [k.rpartition(".")[2] for k in siblings])
     if match:
         return f"{group}.{match}" if group else match
-    same = [k for k in known if k.rpartition(".")[2] == last]
+    same = [k for k in keys if k.rpartition(".")[2] == last]
     if len(same) == 1:
         return same[0]
     if same:
         return closest(key, same) or same[0]
-    whole = closest(key, fields() if group else known)
+    whole = closest(key, fields() if group else keys)
     if whole and group not in groups():
         return whole
     match = closest(last, [k.rpartition(".")[2] for k in fields()])

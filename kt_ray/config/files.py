@@ -47,5 +47,5 @@ def option_names(group: str) -> list[str]:
 
 def hardware_file(name: str) -> Path | None:
     """The file of conf/hardware that `name` stands for ("laptop_16gb"), or None."""
-    found = conf_dir() / "hardware" / f"{name}.yaml"
-    return found if found.is_file() else None
+    path = conf_dir() / "hardware" / f"{name}.yaml"
+    return path if path.is_file() else None

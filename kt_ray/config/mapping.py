@@ -1,8 +1,7 @@
 """From a plain mapping to the frozen configuration and back.
 
-`load` is what the command line calls: types (`from_dict`), then cross-field checks (`check`), then
-the names and absolute paths that follow from them (`settle`). Errors name the command-line key, the
-value found, what was required and what to write instead.
+The command line calls `load`: types (`from_dict`), then checks (`check`), then derived names and absolute
+paths (`settle`). Errors name the command-line key, its value, what is required and what to write instead.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from kt_ray.config.checks import check
+from kt_ray.config.checks import check, value_of
 from kt_ray.config.fields import closest_key, default_of, groups, hints, show, type_name
 from kt_ray.config.files import hardware_file
 from kt_ray.config.schema import Config
@@ -63,74 +62,49 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
     Raises:
         UserError: a multirun resumes the latest checkpoint without saying of which run.
     """
-    model, data, plan, trainer = config.model, config.data, config.plan, config.trainer
+    for key in _PATHS:
+        if value := value_of(config, key):
+            config = _with(config, key, absolute(value))
+    model, data, hardware, adapters = config.model, config.data, config.plan.hardware, config.serve.adapters
     if model.path is not None:
-        path = absolute(model.path)
-        name = Path(path).name if model.build is not None or model.name == "custom" else model.name
-        model = dataclasses.replace(model, path=path, name=name, build=None)
-    model = dataclasses.replace(
-        model,
-        tokenizer=_absolute(model.tokenizer),
-        chat_template=_absolute(model.chat_template),
-        experts_path=_absolute(model.experts_path),
-    )
-    if data.path is not None:
-        paths = _paths(data.path)
-        first = paths if isinstance(paths, str) else paths[0]
-        name = Path(first).stem if data.builtin is not None or data.name == "jsonl" else data.name
-        data = dataclasses.replace(data, path=paths, name=name, builtin=None)
-    if data.sources is not None:
-        sources = [{**source, "path": _paths(source["path"])} for source in data.sources]
-        first = sources[0]["path"] if isinstance(sources[0]["path"], str) else sources[0]["path"][0]
-        name = Path(first).stem if data.builtin is not None or data.name == "jsonl" else data.name
-        data = dataclasses.replace(data, sources=sources, name=name, builtin=None)
-    if data.eval_path is not None:
-        data = dataclasses.replace(data, eval_path=_paths(data.eval_path))
-    if plan.hardware is not None:
-        known = hardware_file(plan.hardware) if "/" not in plan.hardware else None
-        plan = dataclasses.replace(plan, hardware=str(known) if known else absolute(plan.hardware))
-    if plan.rates not in ("auto", "nominal"):
-        plan = dataclasses.replace(plan, rates=absolute(plan.rates))
-    if trainer.resume not in (None, "latest"):
-        trainer = dataclasses.replace(trainer, resume=_absolute(trainer.resume))
-    experts = dataclasses.replace(config.rule.experts, load=_absolute(config.rule.experts.load))
-    rule = dataclasses.replace(config.rule, experts=experts)
-    generate = dataclasses.replace(config.generate, adapter=_absolute(config.generate.adapter))
-    adapters = config.serve.adapters
+        name = Path(model.path).name if model.build is not None or model.name == "custom" else model.name
+        config = _with(config, "model", dataclasses.replace(model, name=name, build=None))
+    sources = data.sources and [{**source, "path": _paths(source["path"])} for source in data.sources]
+    path = data.path and _paths(data.path)
+    eval_path = data.eval_path and _paths(data.eval_path)
+    builtin = None if path or sources else data.builtin
+    data = dataclasses.replace(data, path=path, sources=sources, eval_path=eval_path, builtin=builtin)
+    config = _with(config, "data", data)
+    if hardware is not None:
+        file = hardware_file(hardware) if "/" not in hardware else None
+        config = _with(config, "plan.hardware", str(file) if file else absolute(hardware))
+    if config.plan.rates not in ("auto", "nominal"):
+        config = _with(config, "plan.rates", absolute(config.plan.rates))
+    if config.trainer.resume not in (None, "latest"):
+        config = _with(config, "trainer.resume", absolute(str(config.trainer.resume)))
     if adapters is not None:
-        adapters = {name: absolute(path) if path else path for name, path in adapters.items()}
-    serve = dataclasses.replace(config.serve, adapters=adapters)
-    config = dataclasses.replace(
-        config, model=model, rule=rule, data=data, plan=plan, trainer=trainer, generate=generate, serve=serve
-    )
-    config = _settle_results(config)
-    run = dataclasses.replace(config.run, root=absolute(config.run.root), name=_run_name(config, job, now))
-    return dataclasses.replace(config, run=run)
+        adapters = {name: absolute(directory) for name, directory in adapters.items()}
+        config = _with(config, "serve.adapters", adapters)
+    return _with(config, "run.name", _run_name(config, job, now))
 
 
-def _settle_results(config: Config) -> Config:
-    """Absolute paths of what eval, report and compare read and write; compare.runs may be bare names."""
-    result, report, comparison = config.eval, config.report, config.compare
-    return dataclasses.replace(
-        config,
-        eval=dataclasses.replace(
-            result,
-            adapter=_absolute(result.adapter),
-            base=_absolute(result.base),
-            out=_absolute(result.out),
-        ),
-        report=dataclasses.replace(report, run=_absolute(report.run), out=_absolute(report.out)),
-        compare=dataclasses.replace(comparison, out=_absolute(comparison.out)),
-    )
+# Keys that hold a path, or null.
+_PATHS = (
+    *("model.path", "model.tokenizer", "model.chat_template", "model.experts_path", "rule.experts.load"),
+    *("generate.adapter", "eval.adapter", "eval.base", "eval.out", "report.run", "report.out", "compare.out"),
+    "run.root",
+)
+
+
+def _with(group: Any, key: str, value: Any) -> Any:
+    """A configuration (or group) with another value of a dotted key."""
+    name, _, rest = key.partition(".")
+    return dataclasses.replace(group, **{name: _with(getattr(group, name), rest, value) if rest else value})
 
 
 def absolute(path: str) -> str:
     """`path` with ~ expanded, from the current directory; links stay as the user wrote them."""
     return os.path.abspath(os.path.expanduser(path))
-
-
-def _absolute(path: str | None) -> str | None:
-    return absolute(path) if path else path
 
 
 def _paths(path: str | list[str]) -> str | list[str]:
@@ -175,12 +149,12 @@ def unknown_key(key: str, value: Any) -> UserError:
     """The error for a key that does not exist, with the closest one that does."""
     match = closest_key(key)
     group = key.rpartition(".")[0]
-    known = list(hints(groups().get(group, Config)))
+    names = list(hints(groups().get(group, Config)))
     within = f"{group} has" if group in groups() else "the keys are"
     what = f"unknown key {key}" + (f"; did you mean {match}?" if match else "")
     # A group takes an option name, not the value that was meant for a key.
     remedy = f"write {match}={show(value)}; " if match and match not in groups() else ""
-    return UserError(what, observed=f"{key}={show(value)}", remedy=f"{remedy}{within} {', '.join(known)}")
+    return UserError(what, observed=f"{key}={show(value)}", remedy=f"{remedy}{within} {', '.join(names)}")
 
 
 def _build(cls: type, mapping: Any, group: str) -> Any:

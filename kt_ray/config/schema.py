@@ -32,8 +32,8 @@ class ModelConfig:
         experts_path: GGUF file (the first, where there are several) that the routed experts are read
             from instead of the checkpoint; None = the checkpoint's own. rule.experts.backend=llamafile
             needs it.
-        keep_quantized: weights outside the experts stay FP8 or INT in memory, as the checkpoint has
-            them, and are dequantised when used; false = once, when they are loaded.
+        keep_quantized: true = weights outside the experts stay FP8 or INT in memory and are dequantised at
+            each use; false = they are dequantised once, while loading.
     """
 
     name: str = "custom"
@@ -64,15 +64,15 @@ class ExpertsRule:
         activations: "retain" keeps x, gate and up for backward; "recompute" keeps x only; "auto" =
             retain where a whole step fits, else the one whose step is simulated to be faster.
         placement: which experts a socket holds: "contiguous" (runs of expert ids), "balanced" (by observed
-            load, per layer) or "auto" (balanced where a load is known, else contiguous).
-        load: checkpoint directory whose histogram of tokens per expert tells the load; None = that of the
-            checkpoint resumed from, if any.
-        gpu_resident: experts of each MoE layer, the most used ones, that stay in GPU memory and are computed
-            and trained there; 0 = none.
-        stream: "off"; "auto" = where the plan says that it pays, part of each layer's experts is carried
-            to the GPU for each large call and computed there; or that part as a share of the experts.
-        lane_device: where resident and streamed experts are computed: "auto" (the first GPU), "cuda:i", or
-            "cpu" (a stand-in with the same numerics).
+            load, per layer) or "auto" (balanced if the load is known, else contiguous).
+        load: checkpoint directory with a histogram of tokens per expert; None = the checkpoint that the run
+            resumes from, if any.
+        gpu_resident: how many of the most used experts of each MoE layer stay in GPU memory and train there;
+            0 = none.
+        stream: "off"; "auto" = copy part of each layer's experts to the GPU for large calls where the plan
+            expects a gain; or that part as a share of the experts.
+        lane_device: device of resident and streamed experts: "auto" (the first GPU), "cuda:i", or "cpu" (a
+            stand-in with the same numerics).
     """
 
     sockets: int | str = "auto"
@@ -125,11 +125,11 @@ class RuleConfig:
             weights serves all their tokens; a step is as many waves as it takes; "auto" = as many as memory
             allows, up to the whole step.
         overlap: attention and experts work at the same time; false = each waits for the other (to measure
-            what it brings).
+            the gain).
         transport: how tensors travel between actors: "auto" (shared memory within a node, the faster of the
             others between nodes), "arena" (shared memory; one node only), "ray" or "gloo".
-        nodes: hosts whose sockets hold experts, all like this one; attention stays on the driver's. More than
-            one needs a running Ray cluster, and model and run directories that all of them see.
+        nodes: number of identical hosts whose sockets hold experts; attention stays on the driver's host.
+            Several need a running Ray cluster, and model and run directories that every host can read.
     """
 
     name: str = "auto"
@@ -157,7 +157,6 @@ class DataConfig:
     """Training and held-out rows.
 
     Attributes:
-        name: label; "jsonl" is replaced by the file's name.
         path: file (jsonl, json, parquet, csv, tsv, arrow; txt and md are raw text), directory of such files,
             hf://owner/name[@revision] of the Hugging Face hub, or a list of them; None with `builtin`.
         builtin: "demo" = the data set inside the package.
@@ -168,30 +167,29 @@ class DataConfig:
             system and limit are as below, each for its source.
         format: "auto" (by the keys of the rows), "alpaca", "sharegpt", "messages", "prompt_completion",
             "preference" (chosen and rejected), "kto" or "text"; docs/data.md shows a row of each.
-        columns: the files' names of columns that are called otherwise there: {instruction: question}; null =
-            a column that is not read, though the files have it: {input: null}.
+        columns: columns that have another name in the files: {instruction: question}; null hides a column:
+            {input: null}.
         template: chat template by name (kt_ray/data/templates), or "plain" (no turns: question and answer
             are one text); None = the tokenizer's own, or model.chat_template.
-        date: YYYY-MM-DD, for templates that write the date (strftime_now); None = the day on which the run
-            begins, kept in its config.yaml, so that it goes on with the same tokens.
-        train_on: "all" answers of a conversation, or the "last" one (all answers after the last question).
+        date: YYYY-MM-DD, for templates that write the date (strftime_now); None = the day the run starts,
+            which its config.yaml keeps so that a resumed run has the same tokens.
+        train_on: "all" answers of a conversation, or the "last" one (every answer after the last question).
         eval_path: file, directory or hub data set of held-out rows; None = `eval_fraction` of `path`.
-        eval_split: split of `eval_path`, as `split`; None = of several its validation or else its test rows.
+        eval_split: split of `eval_path`; None = its validation split, else its test split.
         eval_fraction: share of rows held out when `eval_path` is None (0 = no evaluation).
         max_length: tokens per row; longer rows are truncated and reported, or dropped.
         overflow: "truncate" or "drop" for rows longer than max_length.
-        pad_to_multiple_of: width of micro-batches; 8 spares a CPU (bfloat16) new products per length of row.
-        system: system prompt put before rows that have none; None = none.
+        pad_to_multiple_of: micro-batches are padded to a multiple of this; 8 lets a CPU reuse its bfloat16
+            kernels for rows of similar length.
+        system: system prompt of rows that have none; None = none.
         shuffle: shuffle rows each epoch (by the run's seed).
         limit: use the first N rows only; None = all.
-        packing: fill rows up to max_length with several short ones, each in attention and positions alone.
-            trainer.batch_size then counts filled rows.
-        group_by_length: rows of a batch have similar lengths, which saves padding where
-            trainer.micro_batch_size > 1.
+        packing: put several short rows into one of up to max_length tokens; they do not attend to each other.
+            trainer.batch_size then counts packed rows.
+        group_by_length: batch rows of similar length, which saves padding if trainer.micro_batch_size > 1.
         cache_gb: size limit of the cache of tokenised rows ($KT_RAY_CACHE/tokens); 0 = no cache.
     """
 
-    name: str = "jsonl"
     path: str | list[str] | None = None
     split: str | None = None
     subset: str | None = None
@@ -231,7 +229,7 @@ class LoraConfig:
         experts: train LoRA on gate, up and down of every routed expert.
         init: how adapters begin: "default" (A uniform as PEFT draws it, B zero), "gaussian" (A normal with
             deviation 1 / rank, B zero), or "pissa" (the largest singular values and vectors of the weight,
-            which keeps the rest; Meng et al. 2024; "pissa_niter_16" finds them by iteration). PiSSA needs
+            which keeps the rest; Meng et al. 2024; "pissa_niter_16" computes them iteratively). PiSSA needs
             lora.experts=false.
     """
 
@@ -289,8 +287,8 @@ class TrainerConfig:
     """The loop.
 
     Attributes:
-        stage: what is learned: "sft" (answers), "pt" (continued pre-training: every token), or
-            from preferences "dpo", "orpo" (pairs) or "kto" (rows, wanted or not); see PreferenceConfig.
+        stage: "sft" (learn answers), "pt" (continued pre-training: learn every token), "dpo" or "orpo"
+            (preference pairs) or "kto" (answers labelled good or bad); see PreferenceConfig.
         epochs: passes over the data; ignored when max_steps is set.
         max_steps: optimizer steps; None = from epochs.
         batch_size: rows per optimizer step, over all replicas.
@@ -300,30 +298,29 @@ class TrainerConfig:
         keep_checkpoints: newest checkpoints kept; 0 = all.
         resume: None; "latest" = go on where the run stopped (run.name, else the newest run); or a
             checkpoint directory.
-        preview: decode and print this many rows with the trained tokens marked, before training.
+        preview: print this many rows before training, trained tokens marked.
         loss_chunk: rows of logits per cross-entropy chunk; "auto" = only when logits would
             dominate, 0 = never.
-        step_timeout: seconds without progress after which a step is given up with a report.
+        step_timeout: seconds without progress after which a step fails with a report.
         log_every: steps between log lines on a terminal without a progress bar.
-        recoveries: how often a run starts lost actors again and repeats from its last committed state; 0 =
-            a death ends the run.
+        recoveries: how often a run restarts lost actors and repeats from its last committed state; 0 = the
+            loss of an actor ends the run.
         timeline_every: steps between timelines (Chrome trace of all actors, under timelines/ of the run
             directory); 0 = never.
         aux_loss: coefficient of the routers' load-balancing loss, as transformers computes it over the whole
-            step; costs a forward pass more. Routers stay frozen: its gradient reaches the LoRA before them;
+            step; costs one more forward pass. Routers stay frozen: the gradient reaches the LoRA before them;
             0 = off.
-        max_hours: the run stops with a checkpoint before this many hours have passed since the command
-            began; null = no limit.
-        early_stopping: evaluations in a row without a lower held-out loss after which the run stops; 0 =
-            never.
+        max_hours: stop with a checkpoint before this many hours have passed since the command started; null =
+            no limit.
+        early_stopping: stop after this many evaluations in a row without a lower held-out loss; 0 = never.
         early_stopping_threshold: by how much the held-out loss must fall to count as lower.
-        save_best: keep the checkpoint with the lowest held-out loss (checkpoints/best), and write the
-            adapter from it.
-        spike: a step whose loss (of sft, pt and orpo) or gradient norm is more than this many times the
-            median of the last 16 steps is not applied; 0 = only steps that are not finite.
-        bad_steps: what follows a step that is not applied: "stop", or "skip" (go on with the next one).
-        profile_steps: numbers of the steps of which attention workers write a torch.profiler trace, under
-            profile/ of the run directory.
+        save_best: keep the checkpoint with the lowest held-out loss (checkpoints/best) and write the adapter
+            from it.
+        spike: reject a step whose loss (sft, pt, orpo) or gradient norm exceeds the median of the last 16
+            steps by this factor; 0 = reject only steps that are not finite.
+        bad_steps: after a rejected step: "stop", or "skip" (go on with the next step).
+        profile_steps: steps of which attention workers write a torch.profiler trace to profile/ in the run
+            directory.
     """
 
     stage: str = "sft"
@@ -356,11 +353,11 @@ class PreferenceConfig:
     """Losses of trainer.stage=dpo, orpo and kto, as trl defines them.
 
     Attributes:
-        loss: of dpo: "sigmoid", "hinge", "ipo" or "robust".
+        loss: dpo: "sigmoid", "hinge", "ipo" or "robust".
         beta: dpo and kto: strength of the reference (ipo: its tau); orpo: weight of the odds ratio.
-        label_smoothing: of dpo's sigmoid and robust: share of pairs taken to be the wrong way round.
-        desirable_weight: of kto: weight of wanted rows.
-        undesirable_weight: of kto: weight of unwanted rows.
+        label_smoothing: dpo with sigmoid or robust: the assumed share of pairs with swapped labels.
+        desirable_weight: kto: weight of good answers.
+        undesirable_weight: kto: weight of bad answers.
     """
 
     loss: str = "sigmoid"
@@ -406,7 +403,7 @@ class ClusterConfig:
         namespace: Ray namespace of the named actors; None = one per run.
         dashboard: start the dashboard with a local cluster.
         dashboard_host: address the dashboard listens on.
-        dashboard_port: port of the dashboard (the next free one is taken).
+        dashboard_port: port of the dashboard, or the next free one.
         start_timeout: seconds to wait for resources before giving up with `ray status`.
         load_timeout: seconds allowed for loading the model.
     """
@@ -423,7 +420,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """`mode=plan`; `rates` for `mode=doctor` and the prediction of `mode=train`, too.
+    """`mode=plan`; `rates` also counts for `mode=doctor` and for the prediction of `mode=train`.
 
     Attributes:
         hardware: YAML file describing other hardware to plan for, or the name of one in
@@ -440,21 +437,21 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """`mode=eval`: metrics of predictions, base model against adapter. Predictions that are not there yet are
-    generated as `generate` says: name the adapter by generate.adapter or, if it is a run's, by run.name.
+    """`mode=eval`: metrics of predictions, base model against adapter. Missing predictions are generated as
+    `generate` says, with the adapter of generate.adapter or of the run run.name.
 
     Attributes:
         adapter: the fine-tuned model's answers (its adapter is generate.adapter): a predictions.jsonl, or a
-            run directory that holds one; None = those of the run run.name, unless `base` is given.
-        base: the base model's answers to the same prompts, likewise; None = those beside the adapter's
-            (column "base", or predictions_base.jsonl), if there are any.
-        choice: "on" = the labels are option letters, and letter accuracy is measured; "off"; "auto" = on if
-            every label is one.
+            run directory with one; None = the answers of the run run.name, unless `base` is given.
+        base: the base model's answers to the same prompts, likewise; None = the ones beside the adapter's
+            (column "base", or predictions_base.jsonl), if any.
+        choice: "on" = labels are option letters, measure letter accuracy; "off"; "auto" = on if every label
+            is a letter.
         letters: the options' letters.
         samples: prompts shown with both answers.
-        out: directory for eval.json and eval.md; None = where the answers lie.
-        after_training: `mode=train`: held-out rows that base and adapter answer at the end, in the cluster
-            that has just trained, for the same table; 0 = none.
+        out: directory for eval.json and eval.md; None = the directory of the answers.
+        after_training: `mode=train`: number of held-out rows that base and adapter answer at the end of the
+            run, for the same table; 0 = none.
     """
 
     adapter: str | None = None
@@ -504,7 +501,7 @@ class RunConfig:
     Attributes:
         name: directory name under root; None = "<model>-<date>-<time>".
         root: directory that holds runs (made absolute).
-        overwrite: allow a run directory that already holds a run (never needed with trainer.resume).
+        overwrite: delete a run of the same name and start again (never needed with trainer.resume).
     """
 
     name: str | None = None
@@ -521,22 +518,21 @@ class GenerateConfig:
             the base model.
         answer: who answers in mode=predict: "adapter", "base" (adapter off), "both" (for a table before and
             after), or "auto" = the adapter if one is named, else the base model.
-        max_new_tokens: tokens of one answer at the most.
-        min_new_tokens: no end of the answer before so many tokens.
-        temperature: 0 = the most probable token always.
-        top_p: share of the probability that is kept; 1 = all.
-        top_k: most probable tokens that are kept; 0 = all.
-        min_p: least probability kept, as a share of the most probable token's; 0 = all.
-        repetition_penalty: more than 1 makes tokens that were there already less probable.
+        max_new_tokens: maximum tokens per answer.
+        min_new_tokens: minimum tokens per answer.
+        temperature: 0 = always the most probable token.
+        top_p: sample from the most probable tokens with this total probability; 1 = all.
+        top_k: sample from this many most probable tokens; 0 = all.
+        min_p: minimum probability, relative to the most probable token's; 0 = all tokens.
+        repetition_penalty: above 1 = tokens that occurred already become less probable.
         stop: strings that end an answer, besides the model's own end tokens.
-        batch_size: answers of one replica that are generated at the same time; others wait.
-        prefill_tokens: prompt tokens (padding included) that one step reads in at the most; a single prompt
-            may be longer.
-        cache_tokens: tokens, padding included, that the key-value caches of one replica have room for, which
-            the plan's memory counts; rows wait while their longest answers would not fit. "auto" = for each
-            of batch_size rows data.max_length and max_new_tokens, or the model's context where that is less.
-        split: rows of mode=predict: "eval" (the held-out ones, as in training) or "all".
-        limit: of mode=predict: rows at the most; None = all.
+        batch_size: answers that one replica generates at a time; others wait.
+        prefill_tokens: maximum prompt tokens (padding included) per step; a single prompt may be longer.
+        cache_tokens: size of one replica's key-value caches in tokens, padding included; counted in the
+            plan's memory. Rows wait while their longest answers would not fit. "auto" = batch_size times
+            data.max_length + max_new_tokens, or the model's context if that is less.
+        split: rows of mode=predict: "eval" (held out, as in training) or "all".
+        limit: mode=predict: maximum number of rows; None = all.
         system: system prompt of mode=chat; None = none.
     """
 
@@ -563,18 +559,18 @@ class ServeConfig:
     """The OpenAI-compatible server: `mode=serve`.
 
     Attributes:
-        host: address to listen on; beyond this machine (0.0.0.0, an address of its network) only with a key.
-        port: to listen on.
-        api_key: what clients send as "Authorization: Bearer ..."; None = the variable KT_RAY_API_KEY, and
-            without one no key is asked for. Prefer the variable: other users of a machine see command lines.
-        name: of the base model in requests; None = model.name.
+        host: address to listen on; other machines can reach it (0.0.0.0, a network address) only with a key.
+        port: port to listen on.
+        api_key: key that clients send as "Authorization: Bearer ..."; None = the variable KT_RAY_API_KEY,
+            else no key. Prefer the variable: other users of a machine can see command lines.
+        name: name of the base model in requests; None = model.name.
         adapters: name in requests -> adapter directory (of kt_ray or PEFT), or a run directory that holds
             one.
-        max_batch: answers of one replica that are generated at the same time.
-        max_queue: answers that wait beside them; beyond, requests are refused (429).
-        max_tokens: tokens of one answer at the most, and of a chat answer whose request names no limit;
-            None = what is left of the model's context.
-        max_body: bytes of a request at the most.
+        max_batch: answers that one replica generates at a time.
+        max_queue: answers that may wait; further requests are refused (429).
+        max_tokens: maximum tokens per answer, and the limit of chat requests that name none; None = the rest
+            of the model's context.
+        max_body: maximum bytes of a request.
     """
 
     host: str = "127.0.0.1"

@@ -95,13 +95,13 @@ def mismatched(rows: Sequence[Row], max_length: int) -> list[Row]:
     """
     if len(rows) < 2:
         return []
-    made = []
+    result = []
     for row, other in zip(rows, [rows[-1], *rows[:-1]], strict=True):
         begin, theirs = (int(np.argmax(r.labels != IGNORE)) for r in (row, other))
         ids = np.concatenate([row.input_ids[:begin], other.input_ids[theirs:]])[:max_length]
         labels = np.concatenate([np.full(begin, IGNORE), other.labels[theirs:]])[:max_length]
-        made.append(Row(ids, labels.astype(np.int64), row.sample_id))
-    return made
+        result.append(Row(ids, labels.astype(np.int64), row.sample_id))
+    return result
 
 
 def wave(

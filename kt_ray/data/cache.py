@@ -1,8 +1,8 @@
-"""Tokenised rows kept between runs, under a name made from all that they depend on.
+"""A cache of tokenised rows, keyed by a hash of everything that the tokens depend on.
 
 The key covers the rows as read (so files, columns, limits and system prompts), the template, the
-tokenizer and what is trained. Nothing is ever outdated: another content has another name. A file is
-written beside its place and renamed, so that runs at the same time read whole files or none.
+tokenizer and what is trained, so an entry never goes stale. A file is written under a temporary name and then
+renamed, so concurrent runs read whole files or none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kt_ray.data.row_types import Conversation
 if TYPE_CHECKING:
     from kt_ray.data.template import ChatEncoder
 
-VERSION = 2  # of the encoding: raise it when the same input is to give other tokens
+VERSION = 2  # of the encoding: raise it when the same input gives other tokens
 WORTH = 2_000  # fewer rows are tokenised in about a second
 Tokens = list[tuple[np.ndarray, np.ndarray]]  # ids and labels of each row
 
@@ -63,12 +63,12 @@ def rows_key(rows: Sequence[Conversation], encoder: bytes) -> str:
 
 
 class TokenCache:
-    """A directory of encoded data sets, the longest unused deleted when it outgrows its limit.
+    """A directory of encoded data sets; above the limit the least recently used are deleted.
 
     Args:
-        directory: made when first written.
+        directory: created by the first write.
         limit_gb: size limit; 0 = nothing is read or written.
-        worth: rows below which nothing is cached.
+        worth: smaller data sets are not cached.
     """
 
     def __init__(self, directory: Path, limit_gb: float, worth: int = WORTH) -> None:
@@ -76,15 +76,15 @@ class TokenCache:
         self.limit = int(limit_gb * 1e9)
         self.worth = worth
 
-    def read(self, key: str, rows: int) -> Tokens | None:
-        """(ids, labels) of each row, or None when they are not here (or no longer readable)."""
+    def read(self, key: str, rows: int) -> tuple[Tokens, list[str]] | None:
+        """((ids, labels) of each row, notes), or None where the rows are not here or no longer readable."""
         path = self.directory / f"{key}.npz"
         if not self.limit or not path.is_file():
             return None
         try:
             # opened here: np.load leaves a file open that is no archive
             with path.open("rb") as handle, np.load(handle, allow_pickle=False) as file:
-                ids, trained, lengths = file["ids"], file["trained"], file["lengths"]
+                ids, trained, lengths, notes = (file[k] for k in ("ids", "trained", "lengths", "notes"))
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             return None
         if len(lengths) != rows or int(lengths.sum()) != len(ids) or len(trained) != len(ids):
@@ -95,19 +95,10 @@ class TokenCache:
         ids = ids.astype(np.int64)
         labels = np.where(trained, ids, IGNORE)
         bounds = zip(stops - lengths, stops, strict=True)
-        return [(ids[start:stop], labels[start:stop]) for start, stop in bounds]
-
-    def notes(self, key: str) -> list[str]:
-        """What encoding these rows gave to say; of rows that `read` has found."""
-        try:
-            path = self.directory / f"{key}.npz"
-            with path.open("rb") as handle, np.load(handle, allow_pickle=False) as file:
-                return [str(note) for note in file["notes"]]
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            return []  # deleted just now by another run
+        return [(ids[start:stop], labels[start:stop]) for start, stop in bounds], list(map(str, notes))
 
     def write(self, key: str, encoded: Tokens, notes: Sequence[str] = ()) -> None:
-        """Keep these rows and notes; a full or read-only disk costs the cache, not the run."""
+        """Store rows and notes. A full or read-only disk is no error: the rows are just not cached."""
         if not self.limit or len(encoded) < self.worth:
             return
         with contextlib.suppress(OSError):

@@ -14,7 +14,7 @@ from kt_ray.data.template import ChatEncoder
 from kt_ray.data.token_counts import SplitReport
 from kt_ray.errors import UserError
 
-Taken = Sequence[tuple[Conversation, int]]  # rows and the sample ids that they are trained under
+Samples = Sequence[tuple[Conversation, int]]  # rows and the sample ids that they are trained under
 Tokens = tuple[np.ndarray, np.ndarray]  # ids and labels, int64 [s] each
 
 
@@ -31,19 +31,18 @@ class Encoded:
     def __init__(self, rows: Sequence[Conversation], encoder: ChatEncoder, cache: TokenCache) -> None:
         sides = [side for row in rows for side in _sides(row)]
         key = ""
-        found = None
+        entry: tuple[list[Tokens], list[str]] | None = None
         if cache.limit and len(sides) >= cache.worth:
             key = rows_key(sides, encoder_key(encoder))
-            found = cache.read(key, len(sides))
-        self.cached = found is not None
-        if found is None:
-            known = len(encoder.notes)
-            found = [encoder.encode(side) for side in sides]
+            entry = cache.read(key, len(sides))
+        self.cached = entry is not None
+        if entry is None:
+            before = len(encoder.notes)
+            entry = [encoder.encode(side) for side in sides], []
             if key:
-                cache.write(key, found, encoder.notes[known:])
-        else:
-            encoder.notes += [note for note in cache.notes(key) if note not in encoder.notes]
-        tokens = iter(found)
+                cache.write(key, entry[0], encoder.notes[before:])
+        encoder.notes += [note for note in entry[1] if note not in encoder.notes]
+        tokens = iter(entry[0])
         # by identity: equal rows of two sources may have other system prompts
         self._tokens = {id(row): [next(tokens) for _ in _sides(row)] for row in rows}
         self._rows = list(rows)  # keeps the identities alive
@@ -60,7 +59,7 @@ def _sides(row: Conversation) -> list[Conversation]:
 
 
 def encode_rows(
-    taken: Taken, encoded: Encoded, data: DataConfig, report: SplitReport, spare: Iterator[int]
+    samples: Samples, encoded: Encoded, data: DataConfig, report: SplitReport, spare: Iterator[int]
 ) -> Dataset:
     """Rows of at most data.max_length tokens, counted into `report`.
 
@@ -72,9 +71,8 @@ def encode_rows(
     Raises:
         UserError: a row without a trained token before cutting, or nothing left after it.
     """
-    _check(data)
-    kept: Dataset = []
-    for conversation, sample in taken:
+    rows: Dataset = []
+    for conversation, sample in samples:
         ((ids, labels),) = encoded(conversation)
         sign = 0 if conversation.label is None else 1 if conversation.label else -1
         full = Row(ids, labels, sample, sign=sign)
@@ -100,20 +98,19 @@ def encode_rows(
                 continue
             _count(report, piece, row)
             report.rows += 1
-            kept.append(row)
-    _check_left(bool(taken), bool(kept), data, report)
-    return kept
+            rows.append(row)
+    _check_left(bool(samples), bool(rows), data, report)
+    return rows
 
 
-def encode_pairs(taken: Taken, encoded: Encoded, data: DataConfig, report: SplitReport) -> list[Pair]:
+def encode_pairs(samples: Samples, encoded: Encoded, data: DataConfig, report: SplitReport) -> list[Pair]:
     """Preference pairs; both sides are cut at the end, and a pair that loses an answer is dropped.
 
     Raises:
         UserError: as `encode_rows`.
     """
-    _check(data)
-    kept: list[Pair] = []
-    for conversation, sample in taken:
+    pairs: list[Pair] = []
+    for conversation, sample in samples:
         # Sample ids of their own, so that the sides' dropout differs.
         sides = [
             Row(ids, labels, 2 * sample + i, sign=1 - 2 * i)
@@ -135,9 +132,9 @@ def encode_pairs(taken: Taken, encoded: Encoded, data: DataConfig, report: Split
         for side, row in zip(sides, rows, strict=True):
             _count(report, side, row)
         report.rows += 1
-        kept.append(Pair(rows[0], rows[1]))
-    _check_left(bool(taken), bool(kept), data, report)
-    return kept
+        pairs.append(Pair(rows[0], rows[1]))
+    _check_left(bool(samples), bool(pairs), data, report)
+    return pairs
 
 
 def _pieces(row: Row, length: int, spare: Iterator[int]) -> list[Row]:
@@ -162,25 +159,6 @@ def _count(report: SplitReport, whole: Row, row: Row) -> None:
     report.trained += row.trained
     report.tokens_lost += len(whole.input_ids) - len(row.input_ids)
     report.trained_lost += whole.trained - row.trained
-
-
-def _check(data: DataConfig) -> None:
-    if data.max_length < 2:
-        raise UserError(
-            "data.max_length is too small",
-            where="data.max_length",
-            observed=data.max_length,
-            required="at least 2 tokens",
-            remedy="set data.max_length=512",
-        )
-    if data.overflow not in ("truncate", "drop"):
-        raise UserError(
-            "unknown way to treat long rows",
-            where="data.overflow",
-            observed=data.overflow,
-            required="truncate or drop",
-            remedy="set data.overflow=truncate",
-        )
 
 
 def _check_trained(row: Row, conversation: Conversation) -> None:

@@ -1,7 +1,7 @@
 """Turn source rows of a known format into conversations, and refuse what is none of them.
 
-Each format's keys are in FORMATS (detect.py). `detect` goes by keys alone; a row whose keys fit two
-formats is refused rather than guessed: the wrong one would train on the wrong text without a word.
+FORMATS shows the keys of each. `detect` goes by keys alone; a row whose keys fit two formats is refused, not
+guessed: the wrong guess would train on the wrong text without a word.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from kt_ray.data.detect import ALPACA, COLUMNS, FORMATS, ambiguous, detect, unknown, verdict
-from kt_ray.data.row_types import Conversation, Message
+from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.turns import (
+    FILL,
     OPENAI,
     ROLES,
     SHAREGPT,
     answer_of,
+    bad_row,
     kind,
     missing,
     require_answer,
@@ -27,6 +28,23 @@ from kt_ray.data.turns import (
 )
 from kt_ray.errors import UserError
 
+ALPACA = '{"instruction": …, "output": …[, "input", "system", "history"]}'
+MESSAGES = '{"messages": [{"role": …, "content": …}, …][, "tools"]}'
+# What a row of each format looks like, for messages and documentation.
+FORMATS: dict[str, str] = {
+    "alpaca": ALPACA,
+    "sharegpt": '{"conversations": [{"from": …, "value": …}, …][, "system", "tools"]}',
+    "messages": MESSAGES,
+    "prompt_completion": '{"prompt": …, "completion": …}',
+    "preference": '{"chosen": …, "rejected": …, "prompt" or "messages" or "instruction": …}',
+    "kto": '{"label": true or false, "prompt": …, "completion": …} (or messages)',
+    "text": '{"text": …}',
+}
+# Columns that data.columns may name. "role" and "content" are the keys inside a list of turns.
+COLUMNS = (
+    *("instruction", "input", "output", "system", "history", "messages", "conversations", "tools"),
+    *("prompt", "completion", "chosen", "rejected", "label", "text", "role", "content"),
+)
 _LISTS = ("messages", "conversations", "history")
 
 
@@ -46,14 +64,6 @@ class Parser:
     def __init__(
         self, format: str = "auto", system: str | None = None, columns: Mapping[str, str | None] | None = None
     ) -> None:
-        if format != "auto" and format not in FORMATS:
-            raise UserError(
-                "unknown data format",
-                where="data.format",
-                observed=format,
-                required="auto or " + ", ".join(FORMATS),
-                remedy="set data.format=auto",
-            )
         self.format = format
         self.guessed = format == "auto"
         self.system = system
@@ -84,13 +94,13 @@ class Parser:
             )
         row = self._renamed(row, where)
         if self.guessed:
-            found = detect(row)
-            if len(found) > 1:
-                raise ambiguous(row, found, where)
+            formats = detect(row)
+            if len(formats) > 1:
+                raise ambiguous(row, formats, where)
             if self.format == "auto":
-                if not found:
+                if not formats:
                     raise unknown(row, where)
-                self.format = found[0]
+                self.format = formats[0]
         return _PARSE[self.format](row, where, sample_id, self.system)
 
     def _renamed(self, row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -121,6 +131,76 @@ class Parser:
         return result
 
 
+def detect(row: Mapping[str, Any]) -> list[str]:
+    """The formats that the keys of a row fit: one, or the row is unknown (none) or ambiguous."""
+
+    def has(*names: str) -> bool:
+        return all(row.get(name) not in (None, "") for name in names)
+
+    plain = [
+        name
+        for name, fits in (
+            ("messages", has("messages")),
+            ("sharegpt", has("conversations")),
+            ("alpaca", "instruction" in row or "output" in row),
+            ("prompt_completion", has("prompt", "completion")),
+            ("text", isinstance(row.get("text"), str) and has("text")),
+        )
+        if fits
+    ]
+    judged = verdict(row) is not None
+    if has("chosen", "rejected"):
+        # the rest of the row is the prompt, unless it holds an answer of its own
+        answered = [
+            name
+            for name in plain
+            if name in ("prompt_completion", "text")
+            or (name == "alpaca" and has("output"))
+            or (name in ("messages", "sharegpt") and _answered(row))
+        ]
+        return ["preference", *answered, *(["kto"] if judged else [])]
+    if judged and plain and plain != ["text"]:
+        return ["kto"] if len(plain) == 1 else ["kto", *plain]
+    return plain
+
+
+def _answered(row: Mapping[str, Any]) -> bool:
+    given = row.get("messages") or row.get("conversations")
+    last = given[-1] if isinstance(given, list) and given else {}
+    return isinstance(last, dict) and ROLES.get(str(last.get("role", last.get("from")))) == "assistant"
+
+
+def verdict(row: Mapping[str, Any]) -> bool | None:
+    """true or false of a KTO row; None = none."""
+    value = row.get("label", row.get("kto_tag"))
+    if isinstance(value, str) and value.lower() in ("true", "false"):  # csv has no booleans
+        return value.lower() == "true"
+    return value if isinstance(value, bool) else None
+
+
+def unknown(row: Mapping[str, Any], where: str) -> UserError:
+    """The row fits no format."""
+    return UserError(
+        "unknown data format",
+        where=where,
+        observed="keys " + (", ".join(map(str, row)) or "(none)"),
+        required=" or ".join(f"{name} {shape}" for name, shape in FORMATS.items()),
+        remedy="name the columns in data.columns (data.columns={instruction: question, output: answer}), "
+        "rename the keys, or convert the file to one of these formats",
+    )
+
+
+def ambiguous(row: Mapping[str, Any], formats: list[str], where: str) -> UserError:
+    """The row fits several formats."""
+    return UserError(
+        "the row fits several data formats",
+        where=where,
+        observed="keys " + ", ".join(map(str, row)),
+        required=f"one of {', '.join(formats)}",
+        remedy=f"set data.format={formats[0]} (or {', '.join(formats[1:])})",
+    )
+
+
 def conversations(
     rows: Iterable[tuple[str, Any]],
     format: str = "auto",
@@ -147,10 +227,22 @@ def _inner_keys(given: Any, inner: Mapping[str, str]) -> Any:
     return [_inner_keys(part, inner) for part in given] if isinstance(given, list) else given
 
 
-def _with_system(found: list[Message], system: str | None) -> list[Message]:
-    if system and found[0]["role"] != "system":
-        found.insert(0, Message(role="system", content=system))
-    return found
+def _with_system(messages: list[Turn], system: str | None) -> list[Turn]:
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, Turn(role="system", content=system))
+    return messages
+
+
+def _conversation(
+    messages: list[Turn],
+    row: dict[str, Any],
+    where: str,
+    number: int,
+    system: str | None,
+    label: bool | None = None,
+) -> Conversation:
+    tools = tools_of(row.get("tools"), where)
+    return Conversation(tuple(_with_system(messages, system)), number, where, tools, label=label)
 
 
 def _alpaca(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
@@ -158,27 +250,22 @@ def _alpaca(row: dict[str, Any], where: str, number: int, system: str | None) ->
         raise missing("instruction", row, where, ALPACA)
     if "output" not in row:
         raise missing("output", row, where, ALPACA)
-    found = _alpaca_prompt(row, where)
-    found.append(turn("assistant", _text(row, "output", where), where, "output"))
-    return Conversation(tuple(_with_system(found, system)), number, where, tools_of(row.get("tools"), where))
+    messages = _alpaca_prompt(row, where)
+    messages.append(turn("assistant", _text(row, "output", where), where, "output"))
+    return _conversation(messages, row, where, number, system)
 
 
-def _alpaca_prompt(row: dict[str, Any], where: str) -> list[Message]:
+def _alpaca_prompt(row: dict[str, Any], where: str) -> list[Turn]:
     instruction = _text(row, "instruction", where, optional=True)
     extra = _text(row, "input", where, optional=True)
     question = "\n".join(part for part in (instruction, extra) if part.strip())
     if not question.strip():
-        raise UserError(
-            "the question is empty",
-            where=where,
-            observed="instruction and input without text",
-            required="text in one of them",
-            remedy="fill or delete that row",
-        )
-    found: list[Message] = []
+        observed = "instruction and input without text"
+        raise bad_row("the question is empty", where, observed, "text in one of them", FILL)
+    messages: list[Turn] = []
     system = _text(row, "system", where, optional=True)
     if system:
-        found.append(Message(role="system", content=system))
+        messages.append(Turn(role="system", content=system))
     history = row.get("history")
     if not (history is None or isinstance(history, list)):
         raise wrong("history", history, where, "a list of [user, assistant] pairs")
@@ -187,9 +274,9 @@ def _alpaca_prompt(row: dict[str, Any], where: str) -> list[Message]:
         strings = isinstance(pair, list) and all(isinstance(text, str) for text in pair)
         if not (strings and len(pair) == 2):
             raise wrong(place, pair, where, "a [user, assistant] pair of strings")
-        found += [turn("user", pair[0], where, place), turn("assistant", pair[1], where, place)]
-    found.append(turn("user", question, where, "instruction"))
-    return found
+        messages += [turn("user", pair[0], where, place), turn("assistant", pair[1], where, place)]
+    messages.append(turn("user", question, where, "instruction"))
+    return messages
 
 
 def _chat(
@@ -197,19 +284,19 @@ def _chat(
 ) -> Conversation:
     if name not in row or row[name] is None:
         raise missing(name, row, where, FORMATS["messages" if name == "messages" else "sharegpt"])
-    found = _turns_with_system(row, where, name, keys)
-    require_answer(found, where)
-    return Conversation(tuple(_with_system(found, system)), number, where, tools_of(row.get("tools"), where))
+    messages = _turns_with_system(row, where, name, keys)
+    require_answer(messages, where)
+    return _conversation(messages, row, where, number, system)
 
 
-def _turns_with_system(row: dict[str, Any], where: str, name: str, keys: tuple[str, str]) -> list[Message]:
+def _turns_with_system(row: dict[str, Any], where: str, name: str, keys: tuple[str, str]) -> list[Turn]:
     given = row[name]
     first = given[0] if isinstance(given, list) and given else None
     if keys == SHAREGPT and isinstance(first, dict) and "from" not in first and "role" in first:
         keys = OPENAI  # "conversations" of role and content are common
-    found = turns(given, where, name, keys)
+    messages = turns(given, where, name, keys)
     own = row.get("system")
-    return _with_system(found, own if isinstance(own, str) and own.strip() else None)
+    return _with_system(messages, own if isinstance(own, str) and own.strip() else None)
 
 
 def _messages(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
@@ -220,7 +307,7 @@ def _sharegpt(row: dict[str, Any], where: str, number: int, system: str | None) 
     return _chat(row, where, "conversations", SHAREGPT, number, system)
 
 
-def _prompt_of(row: dict[str, Any], where: str, format: str) -> list[Message]:
+def _prompt_of(row: dict[str, Any], where: str, format: str) -> list[Turn]:
     """The turns before the answer, from whichever keys the row has them under."""
     if row.get("messages") is not None:
         return _turns_with_system(row, where, "messages", OPENAI)
@@ -232,11 +319,11 @@ def _prompt_of(row: dict[str, Any], where: str, format: str) -> list[Message]:
         if "instruction" in row or "input" in row:
             return _alpaca_prompt(row, where)
         raise missing("prompt", row, where, FORMATS[format])
-    found = []
+    messages = []
     system = _text(row, "system", where, optional=True)
     if system:
-        found.append(Message(role="system", content=system))
-    return [*found, turn("user", _text(row, "prompt", where), where, "prompt")]
+        messages.append(Turn(role="system", content=system))
+    return [*messages, turn("user", _text(row, "prompt", where), where, "prompt")]
 
 
 def _prompt_completion(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
@@ -245,8 +332,8 @@ def _prompt_completion(row: dict[str, Any], where: str, number: int, system: str
     if row.get("prompt") is None:
         raise missing("prompt", row, where, FORMATS["prompt_completion"])
     prompt = _prompt_of({k: v for k, v in row.items() if k not in _LISTS}, where, "prompt_completion")
-    found = answer_of(row["completion"], prompt, where, "completion")
-    return Conversation(tuple(_with_system(found, system)), number, where, tools_of(row.get("tools"), where))
+    messages = answer_of(row["completion"], prompt, where, "completion")
+    return _conversation(messages, row, where, number, system)
 
 
 def _preference(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
@@ -264,21 +351,12 @@ def _preference(row: dict[str, Any], where: str, number: int, system: str | None
             break
         shared += 1
     if shared == len(chosen) == len(rejected):
-        raise UserError(
-            "chosen and rejected are the same",
-            where=where,
-            observed=repr(chosen[-1]["content"][:60]),
-            required="two different answers",
-            remedy="delete that row",
-        )
+        observed = repr(chosen[-1]["content"][:60])
+        raise bad_row("chosen and rejected are the same", where, observed, "two different answers")
     if shared < max(i for i, m in enumerate(chosen) if m["role"] == "user") + 1:
-        raise UserError(
-            "chosen and rejected answer different questions",
-            where=where,
-            observed=f"they differ from message {shared + 1} on",
-            required="one prompt, two answers",
-            remedy="correct or delete that row",
-        )
+        observed = f"they differ from message {shared + 1} on"
+        required = "one prompt, two answers"
+        raise bad_row("chosen and rejected answer different questions", where, observed, required)
     tools = tools_of(row.get("tools"), where)
     return Conversation(tuple(chosen), number, where, tools, rejected=tuple(rejected))
 
@@ -293,21 +371,20 @@ def _opens(value: Any) -> bool:
 
 
 def _kto(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
-    wanted = verdict(row)
-    if wanted is None:
+    label = verdict(row)
+    if label is None:
         given = row.get("label", row.get("kto_tag"))
         if given is None:
             raise missing("label", row, where, FORMATS["kto"])
         raise wrong("label", given, where, "true or false")
     if row.get("completion") is not None:
-        found = answer_of(row["completion"], _prompt_of(row, where, "kto"), where, "completion")
+        messages = answer_of(row["completion"], _prompt_of(row, where, "kto"), where, "completion")
     elif row.get("output") is not None:
-        found = answer_of(row["output"], _alpaca_prompt(row, where), where, "output")
+        messages = answer_of(row["output"], _alpaca_prompt(row, where), where, "output")
     else:
-        found = _prompt_of(row, where, "kto")
-    require_answer(found, where)
-    tools = tools_of(row.get("tools"), where)
-    return Conversation(tuple(_with_system(found, system)), number, where, tools, label=wanted)
+        messages = _prompt_of(row, where, "kto")
+    require_answer(messages, where)
+    return _conversation(messages, row, where, number, system, label)
 
 
 def _raw(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
@@ -315,13 +392,7 @@ def _raw(row: dict[str, Any], where: str, number: int, system: str | None) -> Co
         raise missing("text", row, where, FORMATS["text"])
     text = _text(row, "text", where)
     if not text.strip():
-        raise UserError(
-            "the text is empty",
-            where=where,
-            observed=repr(text[:20]),
-            required="text",
-            remedy="fill or delete that row",
-        )
+        raise bad_row("the text is empty", where, repr(text[:20]), "text", FILL)
     return Conversation((), number, where, text=text)
 
 

@@ -15,9 +15,9 @@ def split(
 ) -> tuple[list[Conversation], list[Conversation]]:
     """(train, held out), both in source order.
 
-    Prompts that differ in case, spacing or the form of their characters only are one prompt. Groups of
-    rows with one prompt are taken in the order of hash(seed, prompt) as long as they fit, so
-    the choice does not depend on the order of rows in the file, and at least one row is held out.
+    Prompts count as equal if they differ only in case, spacing or Unicode form. Groups of rows with one
+    prompt are held out in the order of hash(seed, prompt) while they fit, so the choice does not depend on
+    the order of rows in the file. At least one row is held out.
 
     Args:
         rows: all rows.
@@ -25,16 +25,8 @@ def split(
         seed: decides which.
 
     Raises:
-        UserError: fraction out of range, or no group can be held out without emptying the other side.
+        UserError: no group can be held out without emptying the other side.
     """
-    if not 0 <= fraction < 1:
-        raise UserError(
-            "the held-out share is out of range",
-            where="data.eval_fraction",
-            observed=fraction,
-            required="0 <= eval_fraction < 1",
-            remedy="set data.eval_fraction=0.05, or 0 for no evaluation",
-        )
     if fraction == 0:
         return list(rows), []
     groups = _groups(rows)
@@ -48,24 +40,24 @@ def split(
         )
     target = max(1, round(fraction * len(rows)))
     order = sorted(groups, key=lambda prompt: hashlib.sha256(f"{seed}:{prompt}".encode()).digest())
-    held: set[int] = set()
+    held_out: set[int] = set()
     for prompt in order:
-        if len(held) + len(groups[prompt]) <= min(target, len(rows) - 1):
-            held.update(groups[prompt])
-    if not held:  # every group is larger than the share asked for: the smallest is nearest to it
-        held.update(groups[min(order, key=lambda prompt: len(groups[prompt]))])
-    train = [row for index, row in enumerate(rows) if index not in held]
-    return train, [row for index, row in enumerate(rows) if index in held]
+        if len(held_out) + len(groups[prompt]) <= min(target, len(rows) - 1):
+            held_out.update(groups[prompt])
+    if not held_out:  # every group is larger than the share asked for: the smallest is nearest to it
+        held_out.update(groups[min(order, key=lambda prompt: len(groups[prompt]))])
+    train = [row for index, row in enumerate(rows) if index not in held_out]
+    return train, [row for index, row in enumerate(rows) if index in held_out]
 
 
 def same_prompt(prompt: str) -> str:
-    """What two prompts have in common that are one question."""
+    """A normal form that equal questions share."""
     return " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
 
 
 def _groups(rows: Sequence[Conversation]) -> dict[str, list[int]]:
     """Indices of the rows of each prompt, under the least spelling of it in the rows."""
-    found: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
-        found.setdefault(same_prompt(row.prompt_key), []).append(index)
-    return {min(rows[i].prompt_key for i in indices): indices for indices in found.values()}
+        groups.setdefault(same_prompt(row.prompt_key), []).append(index)
+    return {min(rows[i].prompt_key for i in indices): indices for indices in groups.values()}

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from kt_ray.config.schema import Config, DataConfig
 from kt_ray.data.cache import TokenCache, default_token_cache
-from kt_ray.data.dates import dated
-from kt_ray.data.encode_rows import Encoded, Taken, encode_pairs, encode_rows
+from kt_ray.data.encode_rows import Encoded, Samples, encode_pairs, encode_rows
 from kt_ray.data.held_out_split import same_prompt, split
 from kt_ray.data.pack_rows import pack
 from kt_ray.data.row_types import KINDS, Conversation, Pair
 from kt_ray.data.sources import SourceRows, eval_source, read_sources, sources_of, weighted
-from kt_ray.data.template import ChatEncoder, check_vocabulary, load_tokenizer
+from kt_ray.data.template import ChatEncoder, check_vocabulary, dated, load_tokenizer
 from kt_ray.data.token_counts import DataReport, SplitReport
 from kt_ray.errors import UserError
 
@@ -75,9 +74,9 @@ def load_data(
         UserError: any fault in files, rows, tokenizer or template, with file and line.
     """
     data = config.data
-    parts, train, held, notes = read_split(data, seed)
+    parts, train, held_out, notes = read_split(data, seed)
     rows = sum(len(part.rows) for part in parts)
-    everything = [*train, *held]
+    everything = [*train, *held_out]
     kind = _kind(everything, kinds, data)
 
     tokenizer = load_tokenizer(
@@ -93,19 +92,19 @@ def load_data(
     encoded = Encoded(everything, encoder, cache or TokenCache(default_token_cache(), data.cache_gb))
     report = DataReport(data.max_length, template=encoder.source, sources=[part.line() for part in parts])
     report.cached = encoded.cached
-    taken = _mixed(parts, train, rows, seed)
-    held_out = [(row, row.sample_id) for row in held]
-    if held:
+    samples = _mixed(parts, train, rows, seed)
+    eval_samples = [(row, row.sample_id) for row in held_out]
+    if held_out:
         report.eval = SplitReport()
-    spare = count(1 + max(sample for _, sample in (*taken, *held_out)))
+    spare = count(1 + max(sample for _, sample in (*samples, *eval_samples)))
 
-    def rows_of(chosen: Taken, counts: SplitReport) -> list[Any]:
+    def rows_of(chosen: Samples, counts: SplitReport) -> list[Any]:
         if kind == "pairs":
             return list(encode_pairs(chosen, encoded, data, counts))
         return list(encode_rows(chosen, encoded, data, counts, spare))
 
-    train_rows = rows_of(taken, report.train)
-    eval_rows = [] if report.eval is None else rows_of(held_out, report.eval)
+    train_rows = rows_of(samples, report.train)
+    eval_rows = [] if report.eval is None else rows_of(eval_samples, report.eval)
     sides = [
         row
         for unit in (*train_rows, *eval_rows)
@@ -125,7 +124,7 @@ def load_data(
         report=report,
         pad_id=int(pad or 0),
         kind=kind,
-        eval_conversations=list(held),
+        eval_conversations=list(held_out),
         dated=dated(encoder.template),
     )
 
@@ -138,19 +137,19 @@ def read_split(
     Raises:
         UserError: a fault of a file or row.
     """
-    parts = read_sources(sources_of(data), _limit(data))
+    parts = read_sources(sources_of(data), data.limit)
     rows = [row for part in parts for row in part.rows]
     if data.eval_path is None:
-        train, held = split(rows, data.eval_fraction, seed)
-        return parts, train, held, []
+        train, held_out = split(rows, data.eval_fraction, seed)
+        return parts, train, held_out, []
     (other,) = read_sources([eval_source(data)])
-    known = {same_prompt(row.prompt_key) for row in rows}
-    shared = sum(same_prompt(row.prompt_key) in known for row in other.rows)
+    prompts = {same_prompt(row.prompt_key) for row in rows}
+    shared = sum(same_prompt(row.prompt_key) in prompts for row in other.rows)
     notes = [f"{shared} of {len(other.rows)} held-out rows ask a question that training rows ask too"]
     return parts, rows, other.rows, notes if shared else []
 
 
-def _mixed(parts: Sequence[SourceRows], train: Sequence[Conversation], total: int, seed: int) -> Taken:
+def _mixed(parts: Sequence[SourceRows], train: Sequence[Conversation], total: int, seed: int) -> Samples:
     """The training rows of an epoch with their sample ids; of one source with weight 1, as they are."""
     if len(parts) == 1 and parts[0].source.weight == 1:
         return [(row, row.sample_id) for row in train]
@@ -191,15 +190,3 @@ def _kind(rows: Sequence[Conversation], kinds: Sequence[str], data: DataConfig) 
             remedy="set data.packing=false",
         )
     return kind
-
-
-def _limit(data: DataConfig) -> int | None:
-    if data.limit is not None and data.limit < 1:
-        raise UserError(
-            "data.limit must be at least 1",
-            where="data.limit",
-            observed=data.limit,
-            required="a number of rows, or null for all",
-            remedy="set data.limit=null",
-        )
-    return data.limit

@@ -1,4 +1,7 @@
-"""Read rows from files, directories and the hub; every fault is named by file and line or row."""
+"""Read rows from files, directories and the Hugging Face hub; every fault names file and line or row.
+
+pyarrow reads parquet and arrow files, the package `datasets` the hub.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kt_ray.data.tables import clip, hub_splits, is_hub, read_arrow, read_hub, read_parquet
 from kt_ray.errors import UserError
 
+HUB = "hf://"
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
 TEXT_SUFFIXES = (".txt", ".md")
 
@@ -100,7 +103,7 @@ def files_of(path: Path, key: str = "data.path", split: str | None = None) -> li
 def _data_files(path: Path, key: str) -> list[Path]:
     """Files with known suffixes in a directory and those inside it, by name."""
     # Hidden files, and what only describes data, are not rows.
-    found = sorted(
+    files = sorted(
         p
         for p in path.rglob("*")
         if p.is_file()
@@ -108,7 +111,7 @@ def _data_files(path: Path, key: str) -> list[Path]:
         and not any(part.startswith(".") for part in p.relative_to(path).parts)
         and p.name.lower() not in ("readme.md", "license.txt", "dataset_info.json", "dataset_infos.json")
     )
-    if not found:
+    if not files:
         inside = ", ".join(sorted(p.name for p in path.iterdir())[:5])
         raise UserError(
             "the directory holds no data file",
@@ -117,7 +120,7 @@ def _data_files(path: Path, key: str) -> list[Path]:
             required=_kinds(),
             remedy=f"correct {key}, or put data files there",
         )
-    return found
+    return files
 
 
 # Words of file and directory names that name a split.
@@ -145,10 +148,10 @@ def _of_split(files: list[Path], root: Path, split: str, key: str) -> list[Path]
 
     Files whose names tell no split are training rows.
     """
-    wanted = _SPLITS.get(split, split)
+    name = _SPLITS.get(split, split)
     names = {path: _split_named(path, root) for path in files}
     if split in _SPLITS:
-        chosen = [path for path in files if names[path] == wanted or (wanted == "train" and not names[path])]
+        chosen = [path for path in files if names[path] == name or (name == "train" and not names[path])]
     else:
         chosen = [path for path in files if split.lower() in str(path.relative_to(root)).lower()]
     if not chosen:
@@ -185,9 +188,9 @@ def held_out_split(name: str | Path, key: str, subset: str | None = None) -> str
     if len(splits) == 1:
         return splits[0] or None
     for split in ("validation", "test"):
-        found = next((known for known in splits if _SPLITS.get(known, known) == split), None)
-        if found is not None:
-            return found
+        match = next((name for name in splits if _SPLITS.get(name, name) == split), None)
+        if match is not None:
+            return match
     raise UserError(
         "which of its splits is held out is not known",
         where=f"{key}={name}",
@@ -329,3 +332,121 @@ def _read_csv(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, Any]
 
 def _keys(row: dict[str, Any]) -> str:
     return "keys " + (", ".join(map(str, list(row)[:8])) or "(none)")
+
+
+def is_hub(name: str) -> bool:
+    """Whether a path names a data set of the Hugging Face hub: hf://owner/name[@revision]."""
+    return name.startswith(HUB)
+
+
+def read_hub(
+    name: str, key: str = "data.path", split: str | None = None, subset: str | None = None
+) -> Iterator[tuple[str, Any]]:
+    """(where, row) of a data set of the hub, downloaded into the cache of `datasets` where it is not there.
+
+    Args:
+        name: hf://owner/name, hf://datasets/owner/name, with @revision at the end if one is meant; a local
+            directory after hf:// is read by the same code.
+        split: None = "train". subset: named configuration; None = the only one.
+
+    Raises:
+        UserError: `datasets` is not installed, or it cannot load this.
+    """
+    chosen = split or "train"
+    rows = _from_hub(name, key, subset, chosen)
+    for number, row in enumerate(rows, start=1):
+        yield f"{name} [{chosen}], row {number}", dict(row)
+
+
+def hub_splits(name: str, key: str = "data.eval_path", subset: str | None = None) -> list[str]:
+    """Names of the splits of a data set of the hub.
+
+    Raises:
+        UserError: as `read_hub`.
+    """
+    return [str(split) for split in _from_hub(name, key, subset, None)]
+
+
+def _from_hub(name: str, key: str, subset: str | None, split: str | None) -> Any:
+    """The rows of a split, or without one the names of all splits."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            "data sets of the hub need the package datasets",
+            where=f"{key}={name}",
+            remedy="pip install 'kt_ray[hub]', or download its files and name them",
+        ) from error
+    target = name.removeprefix(HUB).removeprefix("datasets/")
+    revision = None
+    if "@" in target:
+        target, _, revision = target.rpartition("@")
+    option = "data.eval_split" if key == "data.eval_path" else "data.split"
+    try:
+        if split is None:
+            return datasets.get_dataset_split_names(target, subset, revision=revision)
+        return datasets.load_dataset(target, subset, split=split, revision=revision)
+    except Exception as error:  # network, authorisation, unknown names and loading scripts: many kinds
+        raise UserError(
+            "the data set cannot be loaded from the hub",
+            where=f"{key}={name}",
+            observed=f"{type(error).__name__}: {clip(str(error), 200)}",
+            required="a public data set, or one your HF_TOKEN may read"
+            + (f", with split {split}" if split else ""),
+            remedy=f"check the name, {option} and data.subset; without a network, download its files and "
+            "name their directory",
+        ) from error
+
+
+def read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    """(where, row) of a parquet file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable("parquet", path, number, error) from error
+
+
+def read_arrow(path: Path) -> Iterator[tuple[str, Any]]:
+    """(where, row) of an arrow file, as a stream (what `datasets` writes) or with a footer (Feather 2)."""
+    import pyarrow as pa
+
+    number = 0
+    try:
+        with pa.memory_map(str(path)) as source:
+            footer = source.read(6) == b"ARROW1"
+            source.seek(0)
+            if footer:
+                reader = pa.ipc.open_file(source)
+                batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            else:
+                batches = iter(pa.ipc.open_stream(source))
+            for batch in batches:
+                for start in range(0, batch.num_rows, 1024):
+                    for row in batch.slice(start, 1024).to_pylist():
+                        number += 1
+                        yield f"{path}, row {number}", row
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _unreadable("arrow", path, number, error) from error
+
+
+def _unreadable(kind: str, path: Path, number: int, error: Exception) -> UserError:
+    return UserError(
+        f"the {kind} file cannot be read",
+        where=f"{path}, after row {number}",
+        observed=clip(str(error)),
+        remedy="write it again, or convert it to .jsonl",
+    )
+
+
+def clip(text: str, width: int = 80) -> str:
+    """Text on one line, cut to a width."""
+    flat = " ".join(text.split())
+    return flat if len(flat) <= width else flat[: width - 1] + "…"

@@ -13,7 +13,7 @@ from kt_ray.batch import IGNORE
 KINDS = ("sft", "pairs", "kto")
 
 
-class Message(TypedDict):
+class Turn(TypedDict):
     """One turn.
 
     role is "system", "user", "assistant" or "tool". tool_calls (assistant), name and tool_call_id (tool)
@@ -42,11 +42,11 @@ class Conversation:
         text: raw text of a row without turns; None = a conversation.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[Turn, ...]
     sample_id: int
     where: str
     tools: tuple[dict[str, Any], ...] | None = None
-    rejected: tuple[Message, ...] | None = None
+    rejected: tuple[Turn, ...] | None = None
     label: bool | None = None
     text: str | None = None
 

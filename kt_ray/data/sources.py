@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from kt_ray.config.files import builtin_data
 from kt_ray.config.schema import DataConfig
 from kt_ray.data.formats import Parser
-from kt_ray.data.readers import HELD_OUT, read_rows
+from kt_ray.data.readers import HELD_OUT, files_of, is_hub, read_rows
 from kt_ray.data.row_types import Conversation
 from kt_ray.errors import UserError
 
@@ -187,3 +188,41 @@ def _some(rows: Sequence[Conversation], count: int, seed: int) -> list[Conversat
 
     chosen = sorted(sorted(range(len(rows)), key=rank)[:count])
     return [rows[i] for i in chosen]
+
+
+def count_rows(data: DataConfig) -> int | None:
+    """Training rows of `data` per epoch: those of its sources by their weights, less what is held out.
+
+    Rows that later turn out too long (data.overflow=drop) are counted, and packed ones one by one. None
+    when no data are named, or they are on the hub: planning downloads nothing.
+
+    Raises:
+        UserError: a file is missing or cannot be read.
+    """
+    if data.builtin is None and data.path is None and data.sources is None:
+        return None
+    rows = 0.0
+    for source in sources_of(data):
+        paths = [source.path] if isinstance(source.path, str) else source.path
+        if any(is_hub(path) for path in paths):
+            return None
+        files = (f for path in paths for f in files_of(Path(path).expanduser(), source.key, source.split))
+        count = sum(_count(file, source.key) for file in files)
+        rows += source.weight * (count if source.limit is None else min(count, source.limit))
+    total = round(rows)
+    if data.limit is not None:
+        total = min(total, data.limit)
+    if data.eval_path is None:
+        total -= round(total * data.eval_fraction)
+    return total
+
+
+def _count(path: Path, key: str) -> int:
+    if path.suffix.lower() == ".parquet":
+        import pyarrow.parquet as parquet
+
+        return int(parquet.ParquetFile(path).metadata.num_rows)
+    if path.suffix.lower() == ".jsonl":
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    return sum(1 for _ in read_rows(path, key))

@@ -9,6 +9,7 @@ exactly what apply_chat_template gives, and the mask never depends on which ids 
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from collections.abc import Sequence
@@ -19,15 +20,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from kt_ray.batch import IGNORE
-from kt_ray.data.answers import answers_wanted, arguments_as_text, plain_turns
-from kt_ray.data.dates import with_date
-from kt_ray.data.row_types import Conversation, Message
+from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.templates import named_template
 from kt_ray.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_DATE_CALL = re.compile(r"""strftime_now\(\s*(?:"([^"\\]*)"|'([^'\\]*)')\s*\)""")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]  # characters of the rendering, half-open
 
@@ -189,7 +189,7 @@ class ChatEncoder:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Turn],
         *,
         prompt: bool = False,
         tools: Sequence[dict[str, Any]] | None = None,
@@ -231,11 +231,11 @@ class ChatEncoder:
         spans = self._with_end(text, spans)
         if not any(stop > start for start, stop in spans):
             raise self._lost(conversation, "no character of the rendering is marked as an answer")
-        wanted = answers_wanted(conversation, self.train_on)
-        if not all(wanted):
-            if len(spans) != len(wanted):
-                raise self._lost(conversation, f"{len(spans)} marked spans for {len(wanted)} answers")
-            spans = [span for span, want in zip(spans, wanted, strict=True) if want]
+        trained = answers_wanted(conversation, self.train_on)
+        if not all(trained):
+            if len(spans) != len(trained):
+                raise self._lost(conversation, f"{len(spans)} marked spans for {len(trained)} answers")
+            spans = [span for span, keep in zip(spans, trained, strict=True) if keep]
         return text, spans
 
     def _check_rendered(self, conversation: Conversation, text: str) -> None:
@@ -300,10 +300,10 @@ class ChatEncoder:
                     conversation,
                     f"the prompt before messages[{i + 1}] is no prefix of what is rendered with it",
                 )
-            said = through[len(before) :]
-            stop = len(before) + len(said)
-            if text[len(before) : stop] != said:
-                stop = self._later(text, len(before), said, message["content"].strip())
+            answer = through[len(before) :]
+            stop = len(before) + len(answer)
+            if text[len(before) : stop] != answer:
+                stop = self._later(text, len(before), answer, message["content"].strip())
                 if stop < 0:
                     raise self._lost(
                         conversation,
@@ -313,14 +313,14 @@ class ChatEncoder:
         return text, spans
 
     @staticmethod
-    def _later(text: str, start: int, said: str, content: str) -> int:
+    def _later(text: str, start: int, answer: str, content: str) -> int:
         """Where an answer ends whose scaffold (an empty <think> block) went as turns followed; -1: not so."""
-        at = said.rfind(content)
+        at = answer.rfind(content)
         if at < 0 or not content:
             return -1
-        scaffold, rest = said[:at], said[at:]
-        found = text.find(rest, start)
-        return found + len(rest) if found >= 0 and scaffold.endswith(text[start:found]) else -1
+        scaffold, rest = answer[:at], answer[at:]
+        begin = text.find(rest, start)
+        return begin + len(rest) if begin >= 0 and scaffold.endswith(text[start:begin]) else -1
 
     def _with_end(self, text: str, spans: list[Span]) -> list[Span]:
         """Let each span end with the special token that ends the turn: taken in, and nothing after it.
@@ -332,8 +332,8 @@ class ChatEncoder:
         tokens = sorted(self._special, key=len, reverse=True)
         if spans:
             start, stop = spans[-1]
-            said = text[start:stop].rstrip()
-            ending = next((t for t in tokens if said.endswith(t)), "")
+            answer = text[start:stop].rstrip()
+            ending = next((t for t in tokens if answer.endswith(t)), "")
             if not ending:
                 ending = next((t for t in tokens if text[stop:].lstrip().startswith(t)), "")
         if not ending:
@@ -345,9 +345,9 @@ class ChatEncoder:
             return spans
         result: list[Span] = []
         for start, stop in spans:
-            said = text[start:stop].rstrip()
-            if said.endswith(ending):
-                stop = start + len(said)
+            answer = text[start:stop].rstrip()
+            if answer.endswith(ending):
+                stop = start + len(answer)
             else:
                 gap = len(text[stop:]) - len(text[stop:].lstrip())
                 if text.startswith(ending, stop + gap):
@@ -363,6 +363,62 @@ class ChatEncoder:
             required="a template whose rendering grows with the conversation, or {% generation %} blocks",
             remedy="give model.chat_template a template with {% generation %} blocks around answers",
         )
+
+
+def with_date(template: str, day: str) -> str:
+    """A template in which every strftime_now("...") is what it gives at 0:00 of a day, YYYY-MM-DD.
+
+    Without a fixed day the tokens of the same rows would be others after midnight, and a run could not be
+    resumed. Calls with a format that is no literal stay as they are.
+    """
+    at = datetime.datetime.fromisoformat(day)  # 0:00
+    return _DATE_CALL.sub(lambda call: json.dumps(at.strftime(call[1] or call[2] or "")), template)
+
+
+def dated(template: str) -> bool:
+    """Whether a template depends on the date."""
+    return "strftime_now(" in template
+
+
+def plain_turns(messages: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Messages as templates take them."""
+    return [{key: value for key, value in m.items() if key != "weight"} for m in messages]
+
+
+def answers_wanted(conversation: Conversation, train_on: str) -> list[bool]:
+    """For each answer of a conversation, in order, whether it is trained.
+
+    Of pairs and verdicts only what follows the prompt is: the rest is the same in both, or not judged.
+    """
+    messages = conversation.messages
+    questions = [i for i, m in enumerate(messages) if m["role"] == "user"]
+    after = -1
+    if train_on == "last" or conversation.kind != "sft":
+        after = questions[-1]
+    if conversation.rejected is not None:
+        same = zip(messages, conversation.rejected, strict=False)
+        after = next((i for i, (a, b) in enumerate(same) if a != b), len(messages)) - 1
+    return [i > after and m.get("weight", 1) != 0 for i, m in enumerate(messages) if m["role"] == "assistant"]
+
+
+def arguments_as_text(messages: Sequence[Turn]) -> tuple[Turn, ...]:
+    """The same messages with the arguments of tool calls as JSON text."""
+    result: list[Turn] = []
+    for message in messages:
+        changed = message.copy()
+        if "tool_calls" in message:
+            changed["tool_calls"] = [
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                    },
+                }
+                for call in message["tool_calls"]
+            ]
+        result.append(changed)
+    return tuple(result)
 
 
 def check_vocabulary(largest: int, model_dir: str) -> None:

@@ -1,4 +1,4 @@
-"""Turns of a row: messages of OpenAI's and sharegpt's shape, checked and brought to one form."""
+"""Turns of a row: messages in OpenAI's or sharegpt's form, checked and normalised."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from kt_ray.data.row_types import Message
+from kt_ray.data.row_types import Turn
 from kt_ray.errors import UserError
 
 JSON_KINDS = {
@@ -34,12 +34,13 @@ ROLES = {
     "function_response": "tool",
     "ipython": "tool",
 }
+FILL = "fill or delete that row"
 # key of the role, key of the text
 OPENAI = ("role", "content")
 SHAREGPT = ("from", "value")
 
 
-def turns(given: Any, where: str, name: str, keys: tuple[str, str] = OPENAI) -> list[Message]:
+def turns(given: Any, where: str, name: str, keys: tuple[str, str] = OPENAI) -> list[Turn]:
     """Checked turns of one conversation: [system,] user, assistant[, tool, assistant], user, …
 
     Args:
@@ -52,13 +53,13 @@ def turns(given: Any, where: str, name: str, keys: tuple[str, str] = OPENAI) -> 
     """
     if not isinstance(given, list) or not given:
         raise wrong(name, given, where, f'a non-empty list of {{"{keys[0]}", "{keys[1]}"}} objects')
-    found: list[Message] = []
+    result: list[Turn] = []
     for number, message in enumerate(given, start=1):
-        _append(found, message, where, f"{name}[{number}]", keys)
-    return found
+        _append(result, message, where, f"{name}[{number}]", keys)
+    return result
 
 
-def answer_of(given: Any, prompt: Sequence[Message], where: str, name: str) -> list[Message]:
+def answer_of(given: Any, prompt: Sequence[Turn], where: str, name: str) -> list[Turn]:
     """`prompt` continued by an answer: a string, one message, or a list of messages.
 
     A list that begins with a question is taken as the whole conversation, prompt included.
@@ -69,30 +70,30 @@ def answer_of(given: Any, prompt: Sequence[Message], where: str, name: str) -> l
         keys = SHAREGPT if SHAREGPT[0] in given[0] else OPENAI
         role = ROLES.get(str(given[0].get(keys[0])))
         whole = role in ("system", "user")
-        found = [] if whole else list(prompt)
+        result = [] if whole else list(prompt)
         for number, message in enumerate(given, start=1):
-            _append(found, message, where, f"{name}[{number}]", keys)
+            _append(result, message, where, f"{name}[{number}]", keys)
     else:
         if not isinstance(given, str):
             raise wrong(name, given, where, "a string or a list of messages")
-        found = [*prompt, turn("assistant", given, where, name)]
-    require_answer(found, where)
-    return found
+        result = [*prompt, turn("assistant", given, where, name)]
+    require_answer(result, where)
+    return result
 
 
-def require_answer(found: Sequence[Message], where: str) -> None:
+def require_answer(messages: Sequence[Turn], where: str) -> None:
     """Refuse a conversation without a question, or whose last turn is no answer."""
-    if found[-1]["role"] != "assistant":
+    if messages[-1]["role"] != "assistant":
         raise UserError(
             "a conversation does not end with an answer",
             where=where,
-            observed=f"last role {found[-1]['role']}",
+            observed=f"last role {messages[-1]['role']}",
             required="assistant",
             remedy="add the answer, or delete the trailing question",
         )
 
 
-def _append(found: list[Message], message: Any, where: str, place: str, keys: tuple[str, str]) -> None:
+def _append(before: list[Turn], message: Any, where: str, place: str, keys: tuple[str, str]) -> None:
     role_key, text_key = keys
     if not isinstance(message, dict):
         raise wrong(place, message, where, f'an object with "{role_key}" and "{text_key}"')
@@ -102,7 +103,7 @@ def _append(found: list[Message], message: Any, where: str, place: str, keys: tu
             raise missing(f"{place}.{key}", message, where, f'{{"{role_key}": …, "{text_key}": …}}')
     given = message[role_key]
     role = ROLES.get(given, "") if isinstance(given, str) else ""
-    expected = _expected(found)
+    expected = _expected(before)
     if role not in expected:
         raise UserError(
             "roles are out of order" if role else "unknown role",
@@ -128,13 +129,13 @@ def _append(found: list[Message], message: Any, where: str, place: str, keys: tu
         if weight not in (0, 1):
             raise wrong(f"{place}.weight", weight, where, "0 (not trained) or 1")
         result["weight"] = int(weight)
-    found.append(result)
+    before.append(result)
 
 
-def _expected(found: Sequence[Message]) -> tuple[str, ...]:
-    if not found:
+def _expected(before: Sequence[Turn]) -> tuple[str, ...]:
+    if not before:
         return ("system", "user")
-    last = found[-1]
+    last = before[-1]
     if last["role"] == "assistant":
         return ("tool",) if last.get("tool_calls") else ("user",)
     return {"system": ("user",), "user": ("assistant",), "tool": ("assistant", "tool")}[last["role"]]
@@ -163,19 +164,13 @@ def _content(value: Any, where: str, label: str, *, empty: bool) -> str:
     return value
 
 
-def turn(role: str, content: str, where: str, place: str, *, calls: bool = False) -> Message:
+def turn(role: str, content: str, where: str, place: str, *, calls: bool = False) -> Turn:
     """A message whose content may not be empty, unless it calls tools, is one's result or a system prompt."""
     if role in ("user", "assistant") and not calls and not content.strip():
-        raise UserError(
-            "an answer is empty: nothing in it can be trained"
-            if role == "assistant"
-            else "a question is empty",
-            where=f"{where}, {place}",
-            observed=repr(content),
-            required="text",
-            remedy="fill or delete that row",
-        )
-    return Message(role=role, content=content)
+        answer = "an answer is empty: nothing in it can be trained"
+        what = answer if role == "assistant" else "a question is empty"
+        raise bad_row(what, f"{where}, {place}", repr(content), "text", FILL)
+    return Turn(role=role, content=content)
 
 
 def _listed(calls: Any, where: str, place: str) -> list[Any]:
@@ -228,13 +223,14 @@ def _decoded(text: str, where: str, place: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise UserError(
-            f"{place} is not valid JSON",
-            where=where,
-            observed=f"{error}: {text[:60]}",
-            required="JSON",
-            remedy="correct or delete that row",
-        ) from error
+        raise bad_row(f"{place} is not valid JSON", where, f"{error}: {text[:60]}", "JSON") from error
+
+
+def bad_row(
+    what: str, where: str, observed: object, required: str, remedy: str = "correct or delete that row"
+) -> UserError:
+    """A fault of one row."""
+    return UserError(what, where=where, observed=observed, required=required, remedy=remedy)
 
 
 def missing(key: str, row: dict[str, Any], where: str, required: str) -> UserError:
@@ -250,13 +246,7 @@ def missing(key: str, row: dict[str, Any], where: str, required: str) -> UserErr
 
 def wrong(key: str, value: Any, where: str, required: str) -> UserError:
     """A value of the wrong type."""
-    return UserError(
-        f"{key} has the wrong type",
-        where=where,
-        observed=kind(value),
-        required=required,
-        remedy="correct or delete that row",
-    )
+    return bad_row(f"{key} has the wrong type", where, kind(value), required)
 
 
 def kind(value: Any) -> str:

@@ -1,6 +1,6 @@
-"""Put a small DeepSeek-V3 checkpoint into a cache directory, once.
+"""Put a small DeepSeek-V3 checkpoint into the cache directory, once.
 
-demo_base is copied from the package, where it lies as benchmarks/pretrain made it. The others are random:
+demo_base is copied from the package; benchmarks/pretrain made it. The others are random:
 every tensor is drawn from its own generator, seeded by (seed, name), and the checkpoint is written by
 transformers' save_pretrained: per-expert keys in safetensors, BF16, as the family is released.
 """
@@ -109,20 +109,20 @@ def _ensure_base(root: Path, seed: int, tokenizer_dir: str | Path | None) -> str
                 observed=given,
                 remedy=f"leave {key} out, or take random weights: model=demo_random",
             )
-    known = json.loads((base_path() / "pretrain.json").read_text(encoding="utf-8"))["sha256"]
-    digest = hashlib.sha256("".join(known[name] for name in sorted(known)).encode()).hexdigest()[:12]
-    return _once(root / "models" / f"{BASE}-{digest}", lambda scratch: _copy_base(known, scratch))
+    digests = json.loads((base_path() / "pretrain.json").read_text(encoding="utf-8"))["sha256"]
+    digest = hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()[:12]
+    return _once(root / "models" / f"{BASE}-{digest}", lambda scratch: _copy_base(digests, scratch))
 
 
-def _copy_base(known: dict[str, str], out: Path) -> None:
+def _copy_base(digests: dict[str, str], out: Path) -> None:
     for source in sorted(base_path().iterdir()):
         data = source.read_bytes()
-        if source.name in known and hashlib.sha256(data).hexdigest() != known[source.name]:
+        if source.name in digests and hashlib.sha256(data).hexdigest() != digests[source.name]:
             raise UserError(
                 "the demo's base model is damaged",
                 where=str(source),
                 observed=f"{len(data)} bytes with another SHA-256",
-                required=known[source.name],
+                required=digests[source.name],
                 remedy="install kt_ray again",
             )
         (out / source.name).write_bytes(data)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import TextIO
 
 from kt_ray.config.schema import Config
-from kt_ray.data.row_types import Message
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.runs.generation import PreparedGeneration, generating, prepare_generation
@@ -63,7 +62,7 @@ class Chat:
         self.generator = generator
         self.out = out
         self.adapter = generation.adapter is not None
-        self.messages: list[Message] = []
+        self.messages: list[Turn] = []
         self._turns = 0
         self.reset()
 
@@ -102,7 +101,7 @@ class Chat:
 
     def ask(self, text: str) -> None:
         """One question and its answer, streamed."""
-        messages: tuple[Message, ...] = (*self.messages, {"role": "user", "content": text})
+        messages: tuple[Turn, ...] = (*self.messages, {"role": "user", "content": text})
         seed = self.generation.config.seed + self._turns
         self._turns += 1
         try:

@@ -150,7 +150,7 @@ _OTHER_GROUPS: dict[str, object] = {
     "mode": "plan",
     "seed": 0,
     "model": {"name": "any"},
-    "data": {"name": "any"},
+    "data": {},
     "lora": {},
     "optim": {},
     "trainer": {},

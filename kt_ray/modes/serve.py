@@ -12,7 +12,7 @@ from kt_ray.runs.generation import PreparedGeneration, generator_on, load_adapte
 from kt_ray.runs.start_cluster import interrupted_by_sigterm, started
 from kt_ray.serve.access import VARIABLE, bare, check_address, digest
 from kt_ray.serve.completions import Served, now
-from kt_ray.serve.run import check_port, make_engine, run_server
+from kt_ray.serve.run import check_port, make_service, run_server
 from kt_ray.tracking.console import say
 
 
@@ -84,7 +84,7 @@ def _serve(
     serve = generation.config.serve
     if generation.config.cluster.name == "local":
         with generator_on(generation, cluster) as generator:
-            run_server(make_engine(served, generator), serve.host, serve.port, ready)
+            run_server(make_service(served, generator), serve.host, serve.port, ready)
         return
     from kt_ray.actors.ray.ray_cluster import RayCluster
     from kt_ray.actors.ray.serve_app import run_on_serve

@@ -2,8 +2,8 @@
 
     python launch.py recipe=FILE.yaml [recipe.devices=N] [recipe.accelerate=FILE] [KEY=VALUE ...]
 
-It works before Hydra composes, on text and files alone: no torch, no Ray, no data are loaded. What the
-command line says itself goes before the recipe. docs/recipes.md lists the fields.
+It runs before Hydra composes and reads text files only: no torch, no Ray, no data. The command line overrules
+the recipe. docs/recipes.md lists the fields.
 """
 
 from kt_ray.recipe.command import with_recipe

@@ -21,7 +21,7 @@ _ROWS = (
     "data.columns",
     "data.limit",
 )
-# What a key on the command line takes the place of, beside itself ("rule." = everything below).
+# The recipe's options that a command-line key overrides, besides its own ("rule." = everything below).
 REPLACES: dict[str, tuple[str, ...]] = {
     "model": ("model.path",),
     "data": (*_ROWS, "data.eval_path", "data.eval_split"),
@@ -103,47 +103,47 @@ def _devices(text: str | None) -> int | None:
 
 
 def _refuse(reading: Reading, given: Sequence[str]) -> None:
-    """One error with every field that is not mapped, but for those whose options the command line gives."""
-    left = [r for r in reading.refused if not set(r.keys) & set(given)]
-    if not left:
+    """One error that lists every field without a mapping, except where the command line gives the option."""
+    refusals = [r for r in reading.refused if not set(r.keys) & set(given)]
+    if not refusals:
         return
-    lifting = sorted({key for r in left for key in r.keys[:2]})
+    lifting = sorted({key for r in refusals for key in r.keys[:2]})
     remedy = "delete or change these fields"
     if lifting:
-        remedy += f", or say on the command line what kt_ray shall do instead ({', '.join(lifting)})"
+        remedy += f", or say on the command line what kt_ray should do instead ({', '.join(lifting)})"
     raise UserError(
-        f"{len(left)} field{'s' * (len(left) > 1)} of the recipe cannot be mapped: "
-        + "; ".join(f"{r.field} ({r.reason})" for r in left),
+        f"{len(refusals)} field{'s' * (len(refusals) > 1)} of the recipe cannot be mapped: "
+        + "; ".join(f"{r.field} ({r.reason})" for r in refusals),
         where=str(reading.path),
         remedy=f"{remedy}; docs/recipes.md lists what is mapped",
     )
 
 
 def _chosen(reading: Reading, given: Sequence[str]) -> tuple[list[Override], list[Override]]:
-    """Overrides that stay, groups' options first, and those that the command line takes the place of."""
+    """(overrides of the recipe, groups' options first; those that the command line overrules)."""
     replaced = set(given)
     for key in given:
         replaced |= set(REPLACES.get(key, ()))
-    stay: list[Override] = []
-    gone: list[Override] = []
+    chosen: list[Override] = []
+    overruled: list[Override] = []
     for o in reading.overrides.values():
         below = any(prefix.endswith(".") and o.key.startswith(prefix) for prefix in replaced)
-        (gone if o.key in replaced or below else stay).append(o)
-    if any(o.key.startswith("data.") for o in stay) and "data" not in given:
-        stay.insert(0, Override("data", "jsonl", "recipe"))
-    return sorted(stay, key=lambda o: "." in o.key), gone
+        (overruled if o.key in replaced or below else chosen).append(o)
+    if any(o.key.startswith("data.") for o in chosen) and "data" not in given:
+        chosen.insert(0, Override("data", "jsonl", "recipe"))
+    return sorted(chosen, key=lambda o: "." in o.key), overruled
 
 
-def _print(reading: Reading, chosen: list[Override], gone: list[Override], out: TextIO) -> None:
+def _print(reading: Reading, chosen: list[Override], overruled: list[Override], out: TextIO) -> None:
     lines = [f"recipe {reading.path} becomes:"]
     texts = [override(o.key, o.value) for o in chosen]
     width = min(48, max(map(len, texts), default=0))
     for o, text in zip(chosen, texts, strict=True):
         note = f"  ({o.note})" if o.note else ""
         lines.append(f"  {text:<{width}}  ← {o.source}{note}")
-    if gone:
-        lines.append("the command line goes before the recipe:")
-        lines += [f"  {override(o.key, o.value)}  ← {o.source}" for o in gone]
+    if overruled:
+        lines.append("the command line overrules the recipe:")
+        lines += [f"  {override(o.key, o.value)}  ← {o.source}" for o in overruled]
     if reading.ignored:
         lines.append("ignored:")
         by_reason: dict[str, list[str]] = {}

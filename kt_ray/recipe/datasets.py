@@ -85,14 +85,14 @@ def map_data(reading: Reading, stage: str) -> None:
     info, folder = _info(reading)
     sources = [_source(reading, info, folder, name, stage, "dataset") for name in names]
     evals = [_source(reading, info, folder, n, stage, "eval_dataset") for n in reading.names("eval_dataset")]
-    known = [source for source in sources if source is not None]
-    if len(known) != len(names):
+    mapped = [source for source in sources if source is not None]
+    if len(mapped) != len(names):
         return
-    first = known[0]
+    first = mapped[0]
     reading.set("data.format", first.format, "dataset")
     if first.columns:
         reading.set("data.columns", first.columns, "dataset")
-    if len(known) == 1:
+    if len(mapped) == 1:
         reading.set("data.path", first.path, "dataset", "dataset_dir")
         for key in ("split", "subset", "limit"):
             if getattr(first, key) is not None:
@@ -100,8 +100,8 @@ def map_data(reading: Reading, stage: str) -> None:
                     f"data.{key}", getattr(first, key), "max_samples" if key == "limit" else "dataset"
                 )
     else:
-        weights = _weights(reading, known)
-        entries = [source.entry(weight) for source, weight in zip(known, weights, strict=True)]
+        weights = _weights(reading, mapped)
+        entries = [source.entry(weight) for source, weight in zip(mapped, weights, strict=True)]
         used = [n for n in ("mix_strategy", "interleave_probs", "max_samples") if reading.given(n)]
         reading.set("data.sources", entries, "dataset", "dataset_dir", *used)
     _eval(reading, first, evals)
@@ -132,108 +132,113 @@ def _info(reading: Reading) -> tuple[dict[str, Any] | None, Path]:
     return info, path
 
 
+@dataclass
+class _Entry:
+    """One data set's entry while it is read.
+
+    Attributes:
+        name: of the data set. fields: the entry.
+        keys: options that lift a refusal when the command line gives them.
+    """
+
+    reading: Reading
+    name: str
+    fields: Mapping[str, Any]
+    keys: tuple[str, ...]
+    _refusals: int = 0
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        return self.fields.get("columns") or {}
+
+    def refuse(self, key: str, reason: str, value: Any = None) -> None:
+        """Records a field of the entry ("columns.prompt") that is not mapped."""
+        self.reading.refuse(f"{INFO}: {self.name}.{key}", reason, *self.keys, value=value)
+        self._refusals += 1
+
+    def failed(self) -> bool:
+        """Whether a field was refused."""
+        return self._refusals > 0
+
+
 def _source(
     reading: Reading, info: dict[str, Any] | None, folder: Path, name: str, stage: str, asked_by: str
 ) -> Source | None:
+    """The data set `name`; None = it cannot be mapped, which `reading` then holds."""
     keys = _NAMED if asked_by == "dataset" else ("data.eval_path",)
-    if info is None:
-        entry: Any = {"hf_hub_url": name}
-    elif name not in info:
+    if info is not None and name not in info:
         if info:
             reading.refuse(asked_by, f"is not in {folder / INFO}", *keys, value=name)
         return None
-    else:
-        entry = info[name]
-    where = f"{INFO}: {name}."
-    before = len(reading.refused)
-    for key in set(entry) - KNOWN:
-        reading.refuse(where + key, "is not known", *keys, value=entry[key])
-    source = _placed(reading, entry, folder, name, where, keys)
-    if source is None or len(reading.refused) > before:
-        return None
-    source.limit = _limit(reading, entry)
-    format = str(entry.get("formatting", "alpaca"))
+    entry = _Entry(reading, name, {"hf_hub_url": name} if info is None else info[name], keys)
+    for key in set(entry.fields) - KNOWN:
+        entry.refuse(key, "is not known", entry.fields[key])
+    source = _placed(entry, folder)
+    format = str(entry.fields.get("formatting", "alpaca"))
     if format not in ("alpaca", "sharegpt", "openai"):
-        reading.refuse(where + "formatting", "is none of alpaca, sharegpt, openai", *keys, value=format)
+        entry.refuse("formatting", "is none of alpaca, sharegpt, openai", format)
+    if source is None or entry.failed():
         return None
-    columns = entry.get("columns") or {}
-    allowed = {*SHARED, *(ALPACA if format == "alpaca" else ("messages",))}
-    for key in set(columns) - allowed:
-        reading.refuse(
-            f"{where}columns.{key}", "is not read: only text is trained", *keys, value=columns[key]
-        )
-    ranking = bool(entry.get("ranking"))
+    limits = [n for n in (entry.fields.get("num_samples"), reading.get("max_samples")) if n is not None]
+    source.limit = min(map(int, limits)) if limits else None
+    for key in set(entry.columns) - {*SHARED, *(ALPACA if format == "alpaca" else ("messages",))}:
+        entry.refuse(f"columns.{key}", "is not read: only text is trained", entry.columns[key])
+    ranking = bool(entry.fields.get("ranking"))
     if ranking != (stage in ("dpo", "orpo")):
-        reading.refuse(where + "ranking", f"does not go with stage {stage}", *keys, value=ranking)
-    if len(reading.refused) > before:
+        entry.refuse("ranking", f"does not go with stage {stage}", ranking)
+    if entry.failed():
         return None
     if stage == "pt":
-        _text(reading, source, columns, where, keys)
+        _text(entry, source)
     elif format == "alpaca":
-        _alpaca(source, columns, ranking)
+        _alpaca(entry, source, ranking)
     else:
-        _chat(reading, source, entry, format, ranking, where, keys)
-    if len(reading.refused) > before:
+        _chat(entry, source, format, ranking)
+    if entry.failed():
         return None
     if stage == "kto" and source.format != "kto":
-        reading.refuse(where + "columns.kto_tag", "is needed for stage kto", *keys, value="null")
+        entry.refuse("columns.kto_tag", "is needed for stage kto")
     _hide_others(source)
     return source
 
 
-def _placed(
-    reading: Reading, entry: Mapping[str, Any], folder: Path, name: str, where: str, keys: tuple[str, ...]
-) -> Source | None:
+def _placed(entry: _Entry, folder: Path) -> Source | None:
     """Where the rows are. Downloading goes before a file, as LLaMA-Factory has it."""
-    split = entry.get("split")
-    if entry.get("hf_hub_url"):
-        revision = f"@{entry['revision']}" if entry.get("revision") else ""
-        path = f"hf://{entry['hf_hub_url']}{revision}"
-        return Source(name, path, "", split=split, subset=entry.get("subset"), file=False)
+    fields, split = entry.fields, entry.fields.get("split")
+    if fields.get("hf_hub_url"):
+        revision = f"@{fields['revision']}" if fields.get("revision") else ""
+        path = f"hf://{fields['hf_hub_url']}{revision}"
+        return Source(entry.name, path, "", split=split, subset=fields.get("subset"), file=False)
     for key in ("ms_hub_url", "om_hub_url"):
-        if entry.get(key):
-            reading.refuse(where + key, "is another hub than Hugging Face's", *keys, value=entry[key])
+        if fields.get(key):
+            entry.refuse(key, "is another hub than Hugging Face's", fields[key])
             return None
-    if not entry.get("file_name"):
-        reading.refuse(where + "file_name", "is missing", *keys, value="null")
+    if not fields.get("file_name"):
+        entry.refuse("file_name", "is missing")
         return None
-    if entry.get("subset"):
-        reading.refuse(where + "subset", "a file has none", *keys, value=entry["subset"])
-    return Source(name, str(folder / entry["file_name"]), "", split=split)
+    if fields.get("subset"):
+        entry.refuse("subset", "a file has none", fields["subset"])
+    return Source(entry.name, str(folder / fields["file_name"]), "", split=split)
 
 
-def _limit(reading: Reading, entry: Mapping[str, Any]) -> int | None:
-    limits = [n for n in (entry.get("num_samples"), reading.get("max_samples")) if n is not None]
-    return min(map(int, limits)) if limits else None
-
-
-def _alpaca(source: Source, columns: Mapping[str, str], ranking: bool) -> None:
+def _alpaca(entry: _Entry, source: Source, ranking: bool) -> None:
     # Where columns are named, those that are not named are not read: so LLaMA-Factory has it.
-    named = dict(columns) if columns else {"prompt": "instruction", "query": "input", "response": "output"}
+    default = {"prompt": "instruction", "query": "input", "response": "output"}
+    named = dict(entry.columns) or default
     source.format = "preference" if ranking else "kto" if named.get("kto_tag") else "alpaca"
-    ours = {**ALPACA, **SHARED}
     if ranking:
         named.pop("response", None)
-    _rename(source, {ours[key]: column for key, column in named.items() if column})
+    ours = {**ALPACA, **SHARED}
+    source.columns = {ours[key]: column for key, column in named.items() if column}
 
 
-def _chat(
-    reading: Reading,
-    source: Source,
-    entry: Mapping[str, Any],
-    format: str,
-    ranking: bool,
-    where: str,
-    keys: tuple[str, ...],
-) -> None:
-    columns = entry.get("columns") or {}
-    tags = entry.get("tags") or {}
+def _chat(entry: _Entry, source: Source, format: str, ranking: bool) -> None:
+    columns, tags = entry.columns, entry.fields.get("tags") or {}
     for key in set(tags) - {"role_tag", "content_tag", *TAGS}:
-        reading.refuse(f"{where}tags.{key}", "is not known", *keys, value=tags[key])
+        entry.refuse(f"tags.{key}", "is not known", tags[key])
     for key, (_, words) in TAGS.items():
         if tags.get(key) and tags[key] not in words:
-            text = f"is no word for that role here ({', '.join(words)})"
-            reading.refuse(f"{where}tags.{key}", text, *keys, value=tags[key])
+            entry.refuse(f"tags.{key}", f"is no word for that role here ({', '.join(words)})", tags[key])
     default = ("from", "value") if format == "sharegpt" else ("role", "content")
     role, content = tags.get("role_tag", default[0]), tags.get("content_tag", default[1])
     shape = "conversations" if (role, content) == ("from", "value") else "messages"
@@ -242,30 +247,23 @@ def _chat(
         source.format = "preference"
     elif columns.get("kto_tag"):
         source.format = "kto"
-    named = {SHARED[key]: column for key, column in columns.items() if key in SHARED and column}
+    named: dict[str, str | None] = {
+        SHARED[key]: column for key, column in columns.items() if key in SHARED and column
+    }
     named[shape] = columns.get("messages") or "conversations"
     if shape == "messages":
         named |= {"role": role, "content": content}
-    _rename(source, named)
+    source.columns = named
 
 
-def _text(
-    reading: Reading, source: Source, columns: Mapping[str, str], where: str, keys: tuple[str, ...]
-) -> None:
+def _text(entry: _Entry, source: Source) -> None:
     """Raw text. LLaMA-Factory takes the prompt's column."""
     source.format = "text"
     for key in ("query", "history", "messages"):
-        if columns.get(key):
-            reading.refuse(
-                f"{where}columns.{key}", "stage pt reads one column of text", *keys, value=columns[key]
-            )
+        if entry.columns.get(key):
+            entry.refuse(f"columns.{key}", "stage pt reads one column of text", entry.columns[key])
     if Path(source.path).suffix not in (".txt", ".md"):
-        _rename(source, {"text": columns.get("prompt") or "instruction"})
-
-
-def _rename(source: Source, named: Mapping[str, str]) -> None:
-    """Columns that are called otherwise, and those that are read under their own name (see _hide_others)."""
-    source.columns = dict(named)
+        source.columns = {"text": entry.columns.get("prompt") or "instruction"}
 
 
 def _hide_others(source: Source) -> None:
@@ -306,7 +304,7 @@ def _rows(path: Path) -> list[Any]:
 
 def _weights(reading: Reading, sources: list[Source]) -> list[float]:
     """How often a row of each source is taken per epoch."""
-    strategies = {name: name for name in ("concat", "interleave_under", "interleave_over")}
+    strategies = ("concat", "interleave_under", "interleave_over")
     strategy = reading.word("mix_strategy", strategies, "concat", "data.sources")
     even = [1.0] * len(sources)
     if strategy == "concat":
@@ -345,10 +343,10 @@ def _count(source: Source) -> int:
 
 def _eval(reading: Reading, first: Source, evals: list[Source | None]) -> None:
     """data.eval_path or data.eval_fraction; without either nothing is held out."""
-    known = [source for source in evals if source is not None]
-    if len(known) != len(evals):
+    mapped = [source for source in evals if source is not None]
+    if len(mapped) != len(evals):
         return
-    if not known:
+    if not mapped:
         share = reading.number("val_size", 0.0, "data.eval_fraction", "data.eval_path")
         if share >= 1:
             reading.refuse("val_size", "is a number of rows; kt_ray takes a share", "data.eval_fraction")
@@ -357,13 +355,13 @@ def _eval(reading: Reading, first: Source, evals: list[Source | None]) -> None:
         return
     if reading.number("val_size", 0.0):
         reading.refuse("val_size", "has no meaning beside eval_dataset", "data.eval_path")
-    for source in known:
+    for source in mapped:
         same = (source.format, source.columns) == (first.format, first.columns)
         if not same or (source.split or "train") != "train" or source.subset:
             text = f"{source.name} has another format, columns or split than {first.name}"
             reading.refuse("eval_dataset", text, "data.eval_path")
-    if any(not source.file for source in known):
+    if any(not source.file for source in mapped):
         reading.set("data.eval_split", "train", "eval_dataset", note="what is read of it there")
-    paths = [source.path for source in known]
+    paths = [source.path for source in mapped]
     note = "max_samples does not cut it" if reading.given("max_samples") else ""
     reading.set("data.eval_path", paths[0] if len(paths) == 1 else paths, "eval_dataset", note=note)

@@ -1,9 +1,9 @@
 """Every field of a LLaMA-Factory training YAML that is known here, and what becomes of it.
 
-Three kinds: mapped (to options of kt_ray), ignored (with the reason), and fixed (only some values can be
-had, usually "off"; the reason is shown where another one is asked for). What is in no row is refused by
-name. Names and meanings are those of LLaMA-Factory's argument classes, of transformers' TrainingArguments
-and of the KTransformers fine-tuning configuration, as published. docs/recipes.md is made from this table.
+A field is mapped (to options of kt_ray), ignored (with the reason) or fixed (only some values are accepted,
+usually "off"; the reason is part of the error). A field in no row is refused by name. Names and meanings come
+from LLaMA-Factory's argument classes, transformers' TrainingArguments and the KTransformers fine-tuning
+configuration, as published. docs/recipes.md is made from this table.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Field:
         name: in the YAML.
         section: heading under which the documentation lists it.
         kind: "mapped", "ignored" or "fixed".
-        keys: options that it becomes (mapped), or that lift the refusal when given on the command line.
+        keys: options that it becomes (mapped).
         text: how it is mapped, why it is ignored, or why other values are refused.
-        values: those a fixed field may have.
+        values: what a fixed field may be.
     """
 
     name: str

@@ -146,8 +146,8 @@ def _rule_file(reading: Reading, layers: int | None) -> str | None:
             backends.add(str(kwargs.get("backend", "llamafile")).lower())
     _devices(reading, entries, layers)
     if len(backends) != 1 or not backends <= set(BACKENDS):
-        found = ", ".join(sorted(backends)) or "no"
-        reading.refuse("kt_optimize_rule", f"has {found} expert backend", "rule", "rule.experts.backend")
+        names = ", ".join(sorted(backends)) or "no"
+        reading.refuse("kt_optimize_rule", f"has {names} expert backend", "rule", "rule.experts.backend")
         return None
     return BACKENDS[backends.pop()]
 
@@ -188,12 +188,12 @@ def _devices(reading: Reading, entries: list[Any], layers: int | None) -> None:
             *_PLACEMENT,
         )
         return
-    found: list[str | None] = []
+    devices: list[str | None] = []
     for layer in range(layers):
         name = f"model.layers.{layer}.self_attn"
-        found.append(next((device for pattern, device in rules if pattern.search(name)), None))
-    starts = [i for i in range(layers) if i == 0 or found[i] != found[i - 1]]
-    if None in found or len({found[i] for i in starts}) != len(starts):
+        devices.append(next((device for pattern, device in rules if pattern.search(name)), None))
+    starts = [i for i in range(layers) if i == 0 or devices[i] != devices[i - 1]]
+    if None in devices or len({devices[i] for i in starts}) != len(starts):
         reading.refuse("kt_optimize_rule", "does not give each device one run of layers", *_PLACEMENT)
         return
     if len(starts) == 1:

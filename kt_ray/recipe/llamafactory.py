@@ -1,6 +1,6 @@
 """A LLaMA-Factory training YAML as options of kt_ray.
 
-What LLaMA-Factory takes where a field is absent is set as well: its defaults are not kt_ray's.
+Absent fields are set, too, to LLaMA-Factory's defaults, which are not kt_ray's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kt_ray.errors import UserError
 from kt_ray.recipe.datasets import map_data
 from kt_ray.recipe.field_table import FIELDS
 from kt_ray.recipe.ktransformers import map_kt, merge_kt_config
-from kt_ray.recipe.reading import Reading
+from kt_ray.recipe.reading import Reading, masked
 from kt_ray.recipe.templates import map_template
 
 # Hub names whose dimensions conf/model has: enough to plan.
@@ -109,8 +109,6 @@ def _table(reading: Reading) -> None:
 
 
 def _short(name: str, value: Any) -> str:
-    from kt_ray.recipe.reading import masked
-
     text = masked(name, value)
     return text if len(text) <= 60 else text[:59] + "…"
 
@@ -145,8 +143,7 @@ def _model(reading: Reading) -> tuple[Path | None, str | None]:
 
 def _method(reading: Reading) -> str:
     """LoRA and the stage, which is returned."""
-    stages = {name: name for name in ("sft", "pt", "dpo", "kto")}
-    stage = str(reading.word("stage", stages, "sft"))
+    stage = str(reading.word("stage", ("sft", "pt", "dpo", "kto"), "sft"))
     names = ["stage"]
     if stage == "dpo" and reading.get("pref_loss") == "orpo":
         stage, names = "orpo", ["stage", "pref_loss"]
@@ -175,11 +172,11 @@ def _targets(reading: Reading) -> None:
         note = "routers stay frozen"
         reading.set("lora.target_modules", "auto", "lora_target", note=note)
     else:
-        wanted = next((names for names in _EXPERTS if names & set(targets)), set())
-        if "all" in targets or not wanted <= set(targets):
+        projections = next((names for names in _EXPERTS if names & set(targets)), set())
+        if "all" in targets or not projections <= set(targets):
             text = "names only part of the experts' projections, whose adapters are computed together"
             reading.refuse("lora_target", text, "lora.target_modules", "lora.experts")
-        experts = bool(wanted)
+        experts = bool(projections)
         reading.set("lora.target_modules", targets, "lora_target")
     source = reading.frozen_experts or "lora_target"
     reading.set("lora.experts", experts and not reading.frozen_experts, source)
@@ -187,7 +184,7 @@ def _targets(reading: Reading) -> None:
 
 def _preference(reading: Reading, stage: str) -> None:
     if stage in ("dpo", "orpo"):
-        losses = {name: name for name in ("sigmoid", "hinge", "ipo", "orpo")}
+        losses = ("sigmoid", "hinge", "ipo", "orpo")
         loss = reading.word("pref_loss", losses, "sigmoid", "preference.loss")
         if stage == "dpo":
             reading.set("preference.loss", loss, "pref_loss")
@@ -223,17 +220,17 @@ def _batch(reading: Reading, devices: int | None, launcher: Mapping[str, Any]) -
     micro = reading.integer("per_device_train_batch_size", 8, "trainer.batch_size")
     steps = reading.integer("gradient_accumulation_steps", 1, "trainer.batch_size")
     if devices is not None:
-        count, said = devices, f"recipe.devices={devices}"
+        count, origin = devices, f"recipe.devices={devices}"
     elif launcher.get("num_processes"):
         count = int(launcher["num_processes"])
-        said = f"num_processes={count} of the accelerate file"
+        origin = f"num_processes={count} of the accelerate file"
     elif reading.given("ray_num_workers"):
-        count, said = reading.integer("ray_num_workers", 1), "ray_num_workers"
+        count, origin = reading.integer("ray_num_workers", 1), "ray_num_workers"
     else:
-        count, said = 1, "1 data-parallel worker assumed; recipe.devices=N says otherwise"
+        count, origin = 1, "1 data-parallel worker assumed; recipe.devices=N says otherwise"
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     reading.set("trainer.micro_batch_size", micro, names[0])
-    note = f"{micro} × {steps} × {count} ({said})"
+    note = f"{micro} × {steps} × {count} ({origin})"
     reading.set("trainer.batch_size", micro * steps * count, *names, note=note)
     reading.set("trainer.epochs", reading.number("num_train_epochs", 3.0), "num_train_epochs")
     if (limit := reading.integer("max_steps", -1)) > 0:
@@ -373,10 +370,10 @@ def _evaluation(reading: Reading) -> None:
     every = _every(reading, "eval", "trainer.eval_every", default, "no")
     if not every and reading.given("do_eval") and reading.flag("do_eval"):
         reading.refuse("do_eval", "needs eval_strategy: steps", "trainer.eval_every")
-    held = "data.eval_path" in reading.overrides or bool(
+    held_out = "data.eval_path" in reading.overrides or bool(
         (share := reading.overrides.get("data.eval_fraction")) and share.value
     )
-    if every and not held:
+    if every and not held_out:
         text = "evaluates, but neither eval_dataset nor val_size holds rows out"
         name = "eval_strategy" if reading.given("eval_strategy") else "evaluation_strategy"
         reading.refuse(name, text, "data.eval_path", "data.eval_fraction", "trainer.eval_every")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Refusal:
 
 @dataclass
 class Reading:
-    """What became of a recipe so far.
+    """A recipe and what it has been mapped to so far.
 
     Attributes:
         path: the YAML file.
@@ -51,7 +51,7 @@ class Reading:
         overrides: options set, in order; a later one of the same key replaces the earlier.
         ignored: (field=value, reason).
         refused: all fields that are not mapped.
-        frozen_experts: the field that leaves the routed experts without adapters; "" = none does.
+        frozen_experts: the field that leaves the routed experts without adapters; "" = none.
     """
 
     path: Path
@@ -112,13 +112,13 @@ class Reading:
             return default
         return value
 
-    def word(self, name: str, words: Mapping[str, Any], default: str, *keys: str) -> Any:
-        """What `words` has for a field, which must be one of them."""
+    def word(self, name: str, words: Mapping[str, Any] | Sequence[str], default: str, *keys: str) -> Any:
+        """A field that must be one of `words`: what they map it to, or the word itself."""
         value = str(self.get(name, default))
         if value not in words:
             self.refuse(name, "is none of " + ", ".join(words), *keys)
-            return words[default]
-        return words[value]
+            value = default
+        return words[value] if isinstance(words, Mapping) else value
 
     def names(self, name: str) -> list[str]:
         """A field that lists names: a YAML list, or text with commas."""

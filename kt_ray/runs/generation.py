@@ -15,7 +15,7 @@ from typing import Any
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.adapter.from_peft import AdapterReader, adapter_directory, settings_of
 from kt_ray.config.schema import Config, LoraConfig
-from kt_ray.data.row_types import Conversation, Message
+from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.template import ChatEncoder, load_tokenizer
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
@@ -61,7 +61,7 @@ class PreparedGeneration(PreparedModel):
         return room(self.plan.dims, self.config)
 
     def prompt(
-        self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None = None
+        self, messages: tuple[Turn, ...], tools: tuple[dict[str, Any], ...] | None = None
     ) -> tuple[int, ...]:
         """Token ids of a conversation with the header of the answer to come."""
         text = self.encoder.render(messages, prompt=True, tools=tools)
@@ -167,7 +167,7 @@ def _end_tokens(model_dir: str, encoder: ChatEncoder) -> tuple[int, ...]:
             tokens.update(stated if isinstance(stated, list) else [stated] if isinstance(stated, int) else [])
     if encoder.tokenizer.eos_token_id is not None:
         tokens.add(int(encoder.tokenizer.eos_token_id))
-    messages: tuple[Message, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    messages: tuple[Turn, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
     ids, labels = encoder.encode(Conversation(messages, 0, "a conversation of two turns"))
     last = next(
         (int(token) for token, label in zip(ids[::-1], labels[::-1], strict=True) if label >= 0), None

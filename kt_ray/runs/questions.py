@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from kt_ray.config.schema import Config
 from kt_ray.data.load import read_split
-from kt_ray.data.row_types import Conversation, Message
+from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.errors import UserError
 from kt_ray.evaluate.answer_file import AnswerFile, AnswerRow
 from kt_ray.evaluate.choice import option_answers
@@ -67,7 +67,7 @@ class Question:
 
     id: int
     prompt: str
-    messages: tuple[Message, ...]
+    messages: tuple[Turn, ...]
     label: str
     ids: tuple[int, ...]
     where: str

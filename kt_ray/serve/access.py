@@ -1,4 +1,4 @@
-"""Who may ask: the key, the name asked by, how much of a request is read. One ASGI layer around the app."""
+"""Access control as ASGI middleware: the API key, the Host header, the size of a body."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ class Gate:
         given = _header(scope, b"authorization").strip()
         scheme, _, key = given.partition(b" ")
         # Clients send what is not ASCII as UTF-8 or, the older way, as Latin-1.
-        found = [digest(key), digest(key.decode("latin-1"))]
-        right = [hmac.compare_digest(one, self._key) for one in found]
+        digests = [digest(key), digest(key.decode("latin-1"))]
+        right = [hmac.compare_digest(one, self._key) for one in digests]
         if scheme.lower() != b"bearer" or not any(right):
             what = "incorrect API key provided" if given else "no API key provided"
             raise ApiError(

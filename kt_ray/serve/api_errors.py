@@ -1,4 +1,4 @@
-"""What goes wrong, as OpenAI's API says it: an HTTP code and {"error": {message, type, param, code}}."""
+"""Errors in the format of OpenAI's API: an HTTP code and {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 

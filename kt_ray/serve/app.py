@@ -17,53 +17,55 @@ from starlette.responses import JSONResponse, Response
 from kt_ray.errors import UserError
 from kt_ray.serve.access import Gate
 from kt_ray.serve.api_errors import ApiError, of_user_error, of_validation
-from kt_ray.serve.completions import Engine, Job
+from kt_ray.serve.completions import CompletionService, Job
 from kt_ray.serve.replies import ChatReplies, Choice, CompletionReplies
 from kt_ray.serve.schemas import ChatRequest, CompletionRequest
 
 
-def make_app(engine: Engine) -> FastAPI:
-    """The application of one engine."""
-    served = engine.served
+def make_app(service: CompletionService) -> FastAPI:
+    """The application of one service."""
+    served = service.served
     app = FastAPI(title="kt_ray", docs_url=None, redoc_url=None)
     app.add_middleware(Gate, key=served.key, max_body=served.max_body)
     _add_errors(app)
 
     @app.get("/health")
     async def health() -> Response:
-        return JSONResponse({"status": "ok" if engine.healthy else "stopped"}, 200 if engine.healthy else 503)
+        return JSONResponse(
+            {"status": "ok" if service.healthy else "stopped"}, 200 if service.healthy else 503
+        )
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [_model(engine, name) for name in engine.models]})
+        return JSONResponse({"object": "list", "data": [_model(service, name) for name in service.models]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        engine.adapter_of(name)
-        return JSONResponse(_model(engine, name))
+        service.adapter_of(name)
+        return JSONResponse(_model(service, name))
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        engine.adapter_of(body.model)
-        engine.check_room(body.n or 1)
-        prompt = await engine.chat_prompt(body.messages)
+        service.adapter_of(body.model)
+        service.check_room(body.n or 1)
+        prompt = await service.chat_prompt(body.messages)
         replies = ChatReplies(
-            engine.encoder.tokenizer,
+            service.encoder.tokenizer,
             secrets.token_hex(12),
             body.model,
             served.fingerprint,
             len(prompt),
             bool(body.logprobs),
         )
-        return await _respond(engine, body, [prompt], replies, request)
+        return await _respond(service, body, [prompt], replies, request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        engine.adapter_of(body.model)
-        engine.check_room(len(body.prompts) * (body.n or 1))
-        prompts = [await engine.completion_prompt(prompt) for prompt in body.prompts]
+        service.adapter_of(body.model)
+        service.check_room(len(body.prompts) * (body.n or 1))
+        prompts = [await service.completion_prompt(prompt) for prompt in body.prompts]
         replies = CompletionReplies(
-            engine.encoder.tokenizer,
+            service.encoder.tokenizer,
             secrets.token_hex(12),
             body.model,
             served.fingerprint,
@@ -72,47 +74,47 @@ def make_app(engine: Engine) -> FastAPI:
         )
         if body.echo:
             texts = [
-                p if isinstance(p, str) else str(engine.encoder.tokenizer.decode(p)) for p in body.prompts
+                p if isinstance(p, str) else str(service.encoder.tokenizer.decode(p)) for p in body.prompts
             ]
             replies.echoes = [text for text in texts for _ in range(body.n or 1)]
-        return await _respond(engine, body, prompts, replies, request)
+        return await _respond(service, body, prompts, replies, request)
 
     return app
 
 
-def _model(engine: Engine, name: str) -> dict[str, Any]:
-    served = engine.served
-    found: dict[str, Any] = {
+def _model(service: CompletionService, name: str) -> dict[str, Any]:
+    served = service.served
+    card: dict[str, Any] = {
         "id": name,
         "object": "model",
         "created": served.created,
         "owned_by": "kt_ray",
         "max_model_len": served.context,
     }
-    return found if name == served.name else {**found, "parent": served.name}
+    return card if name == served.name else {**card, "parent": served.name}
 
 
 async def _respond(
-    engine: Engine,
+    service: CompletionService,
     body: ChatRequest | CompletionRequest,
     prompts: list[tuple[int, ...]],
     replies: ChatReplies | CompletionReplies,
     request: Request,
 ) -> Response:
-    job = engine.start(engine.requests(body, prompts))
-    choices = [Choice(engine.served.eos) for _ in job.answers]
+    job = service.start(service.requests(body, prompts))
+    choices = [Choice(service.served.eos) for _ in job.answers]
     if body.stream:
         return EventStream(_chunks(job, choices, replies, body.include_usage), job)
     work = asyncio.ensure_future(_collect(job, choices))
-    gone = asyncio.ensure_future(_disconnected(request.receive))
+    disconnect = asyncio.ensure_future(_disconnected(request.receive))
     try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             return Response(status_code=499)  # nobody reads it
         await work
     finally:
         job.cancel()  # before anything is awaited: this task may be cancelled itself, and twice
-        await _end(work, gone)
+        await _end(work, disconnect)
     return JSONResponse(replies.whole(choices))
 
 
@@ -153,14 +155,14 @@ class EventStream(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         writer = asyncio.ensure_future(self._write(send))
-        gone = asyncio.ensure_future(_disconnected(receive))
+        disconnect = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait({writer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({writer, disconnect}, return_when=asyncio.FIRST_COMPLETED)
             if writer.done() and not isinstance(writer.exception(), OSError):
                 await writer  # OSError: the client left between two chunks
         finally:
             self._job.cancel()
-            await _end(writer, gone)
+            await _end(writer, disconnect)
 
     async def _write(self, send: Any) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -1,4 +1,4 @@
-"""Requests of the protocol to requests of the generator, and their pieces back onto the event loop."""
+"""API requests become generator requests; the generated pieces come back onto the event loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kt_ray.data.row_types import Message
+from kt_ray.data.row_types import Turn
 from kt_ray.data.template import ChatEncoder
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Answer, Piece
@@ -58,7 +58,7 @@ class Served:
 
 
 class Submits(Protocol):
-    """What the engine needs of a generator (kt_ray.generate.generator.Generator)."""
+    """What the service needs of a generator (kt_ray.generate.generator.Generator)."""
 
     @property
     def error(self) -> BaseException | None: ...
@@ -83,19 +83,19 @@ class Job:
         """Until every answer has ended.
 
         Raises:
-            ApiError: the engine failed, or is being shut down.
+            ApiError: the service failed, or is being shut down.
         """
-        left = len(self.answers)
-        while left:
+        running = len(self.answers)
+        while running:
             number, piece = await self._queue.get()
             if isinstance(piece, BaseException):
-                raise ApiError(503, f"the engine has stopped: {_line(piece)}", code="engine_stopped")
+                raise ApiError(503, f"generation has stopped: {_line(piece)}", code="engine_stopped")
             if piece.token.finish == "error":
                 raise ApiError(500, f"this answer failed: {piece.token.error}", code="answer_failed")
             if piece.token.finish == "cancelled":
                 raise ApiError(503, "the server is shutting down", code="shutting_down")
             if piece.token.finish:
-                left -= 1
+                running -= 1
             yield number, piece
 
     def cancel(self) -> None:
@@ -105,7 +105,7 @@ class Job:
                 answer.cancel()
 
 
-class Engine:
+class CompletionService:
     """Checks requests and hands them to a generator.
 
     Args:
@@ -166,7 +166,7 @@ class Engine:
     async def chat_prompt(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
         """Token ids of a conversation with the header of the answer to come."""
         roles = {"developer": "system"}
-        turns: list[Message] = [{"role": roles.get(m.role, m.role), "content": m.text} for m in messages]
+        turns: list[Turn] = [{"role": roles.get(m.role, m.role), "content": m.text} for m in messages]
         try:
             text = self.encoder.render(tuple(turns), prompt=True)
         except UserError:
@@ -194,8 +194,8 @@ class Engine:
 
     async def _tokens(self, text: str, *, special: bool) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
-            found = self.encoder.tokenizer(text, add_special_tokens=special, verbose=False)
-            return tuple(found["input_ids"])
+            encoding = self.encoder.tokenizer(text, add_special_tokens=special, verbose=False)
+            return tuple(encoding["input_ids"])
 
         return encode() if len(text) < _LONG else await asyncio.to_thread(encode)
 
@@ -207,19 +207,19 @@ class Engine:
         """n requests per prompt, each with a seed of its own."""
         adapter = self.adapter_of(body.model)
         seed = (secrets.randbits(62) if body.seed is None else body.seed) % 2**63
-        found: list[Request] = []
+        requests: list[Request] = []
         for prompt in prompts:
             limit = self._limit(body, len(prompt))
             for _ in range(body.n or 1):
-                found.append(
+                requests.append(
                     Request(
                         prompt,
-                        self._sampling(body, limit, (seed + len(found)) % 2**63),
+                        self._sampling(body, limit, (seed + len(requests)) % 2**63),
                         adapter,
                         body.stops,
                     )
                 )
-        return found
+        return requests
 
     def _sampling(self, body: ChatRequest | CompletionRequest, limit: int, seed: int) -> Sampling:
         return Sampling(
@@ -239,8 +239,8 @@ class Engine:
         """Tokens of an answer at the most."""
         context, most = self.served.context, self.served.max_tokens
         asked = body.limit if isinstance(body, ChatRequest | CompletionRequest) else None
-        left = context - prompt
-        if left < 1 or (asked is not None and asked > left):
+        room = context - prompt
+        if room < 1 or (asked is not None and asked > room):
             field = "messages" if isinstance(body, ChatRequest) else "prompt"
             completion = f" and {asked} in the completion" if asked is not None else ""
             raise ApiError(
@@ -260,8 +260,8 @@ class Engine:
                 )
             return asked
         if isinstance(body, CompletionRequest):
-            return min(left, _COMPLETION_TOKENS, most or left)
-        return min(left, most or left)
+            return min(room, _COMPLETION_TOKENS, most or room)
+        return min(room, most or room)
 
     def check_room(self, answers: int) -> None:
         """Before work is put into a request: refuse it if it could not be taken now.
@@ -270,13 +270,13 @@ class Engine:
             answers: prompts, times answers to each.
 
         Raises:
-            ApiError: too many wait already, or there are never so many (429); the engine has stopped (503).
+            ApiError: too many wait already, or there are never so many (429); generation has stopped (503).
         """
         if self._stopping:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         if self.generator.error is not None:
             raise ApiError(
-                503, f"the engine has stopped: {_line(self.generator.error)}", code="engine_stopped"
+                503, f"generation has stopped: {_line(self.generator.error)}", code="engine_stopped"
             )
         most, outstanding = self.served.running + self.served.max_queue, self._outstanding
         if outstanding + answers > most:
@@ -294,7 +294,7 @@ class Engine:
         """Hand requests in, all or none. On the event loop that will read the answers.
 
         Raises:
-            ApiError: too many wait already (429), the generator refuses one (400), or the engine has
+            ApiError: too many wait already (429), the generator refuses one (400), or the service has
                 stopped (503).
         """
         with self._lock:
@@ -310,7 +310,7 @@ class Engine:
             job.cancel()
             if isinstance(error, UserError) and (self.generator.error is not None or self._stopping):
                 raise ApiError(
-                    503, f"the engine has stopped: {_line(error)}", code="engine_stopped"
+                    503, f"generation has stopped: {_line(error)}", code="engine_stopped"
                 ) from error
             if isinstance(error, UserError):
                 raise of_user_error(error) from error

@@ -1,4 +1,4 @@
-"""Answers as clients read them. One accumulator serves both ways, so a stream adds up to the whole answer."""
+"""Response bodies. One accumulator serves streams and whole answers, so a stream adds up to the answer."""
 
 from __future__ import annotations
 
@@ -136,12 +136,12 @@ class ChatReplies(Replies):
         return self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
 
     def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        found = []
+        chunks = []
         if delta.text or delta.scored:
-            found.append(self._chunk(index, {"content": delta.text}, self._scores(delta.scored)))
+            chunks.append(self._chunk(index, {"content": delta.text}, self._scores(delta.scored)))
         if delta.finish:
-            found.append(self._chunk(index, {}, finish=delta.finish))
-        return found
+            chunks.append(self._chunk(index, {}, finish=delta.finish))
+        return chunks
 
     def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
         return {**self._body("chat.completion.chunk", []), "usage": self.usage(choices)}
@@ -208,7 +208,7 @@ class CompletionReplies(Replies):
     def _scores(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        found: dict[str, list[Any]] = {
+        scores: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
             "top_logprobs": [],
@@ -218,11 +218,11 @@ class CompletionReplies(Replies):
             assert one.token.logprob is not None
             text, own = self._shown(one.token.token), max(one.token.logprob, _LEAST)
             top = {self._shown(token): max(logprob, _LEAST) for token, logprob in one.token.top}
-            found["tokens"].append(text)
-            found["token_logprobs"].append(own)
-            found["top_logprobs"].append({**top, text: own})
-            found["text_offset"].append(one.at)
-        return found
+            scores["tokens"].append(text)
+            scores["token_logprobs"].append(own)
+            scores["top_logprobs"].append({**top, text: own})
+            scores["text_offset"].append(one.at)
+        return scores
 
     def _shown(self, token: int) -> str:
         """A token as a key: parts of characters as their bytes, which would look alike otherwise."""

@@ -15,16 +15,18 @@ from kt_ray.data.template import ChatEncoder, load_tokenizer
 from kt_ray.errors import UserError
 from kt_ray.serve.access import bare
 from kt_ray.serve.app import make_app
-from kt_ray.serve.completions import FAREWELL, Engine, Served, Submits
+from kt_ray.serve.completions import FAREWELL, CompletionService, Served, Submits
 
-_LOOK = 0.5  # seconds between looks at the engine
+_LOOK = 0.5  # seconds between looks at the service
 
 
-def make_engine(served: Served, generator: Submits) -> Engine:
+def make_service(served: Served, generator: Submits) -> CompletionService:
     """With a tokenizer of its own: the generator decodes with its own in other threads."""
     tokenizer = load_tokenizer(served.tokenizer)
     tokenizer("a")  # drops what the file says about padding and truncation, once and not beside others
-    return Engine(served, ChatEncoder(tokenizer, served.template, name=served.template_name), generator)
+    return CompletionService(
+        served, ChatEncoder(tokenizer, served.template, name=served.template_name), generator
+    )
 
 
 def check_port(host: str, port: int) -> None:
@@ -44,31 +46,31 @@ def check_port(host: str, port: int) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Ends the engine beside its connections, so that streams end with an event and not in their middle."""
+    """Ends the service beside its connections, so that streams end with an event and not in their middle."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+    def __init__(self, config: uvicorn.Config, service: CompletionService) -> None:
         super().__init__(config)
-        self._engine = engine
+        self._service = service
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        ending = asyncio.ensure_future(asyncio.to_thread(self._engine.close))
+        ending = asyncio.ensure_future(asyncio.to_thread(self._service.close))
         await super().shutdown(sockets)
         await ending
 
 
-def run_server(engine: Engine, host: str, port: int, ready: Callable[[], None]) -> None:
-    """Serve until Ctrl-C, SIGTERM or the engine's end.
+def run_server(service: CompletionService, host: str, port: int, ready: Callable[[], None]) -> None:
+    """Serve until Ctrl-C, SIGTERM or the service's end.
 
     Args:
-        engine: that answers.
+        service: that answers.
         host, port: to listen on.
         ready: called once requests are answered.
 
     Raises:
-        BaseException: what ended the engine.
+        BaseException: what ended the service.
     """
     config = uvicorn.Config(
-        make_app(engine),
+        make_app(service),
         host=bare(host),
         port=port,
         log_level=logging.WARNING,
@@ -76,15 +78,15 @@ def run_server(engine: Engine, host: str, port: int, ready: Callable[[], None]) 
         lifespan="off",
         timeout_graceful_shutdown=int(2 * FAREWELL),  # clients that do not read what they are sent
     )
-    server = _Server(config, engine)
-    with _watched(engine, server, ready), contextlib.suppress(KeyboardInterrupt):
+    server = _Server(config, service)
+    with _watched(service, server, ready), contextlib.suppress(KeyboardInterrupt):
         server.run()  # uvicorn takes the signals, ends, and raises them again
-    if engine.generator.error is not None:
-        raise engine.generator.error
+    if service.generator.error is not None:
+        raise service.generator.error
 
 
 @contextlib.contextmanager
-def _watched(engine: Engine, server: uvicorn.Server, ready: Callable[[], None]) -> Iterator[None]:
+def _watched(service: CompletionService, server: uvicorn.Server, ready: Callable[[], None]) -> Iterator[None]:
     over = threading.Event()
 
     def watch() -> None:
@@ -93,7 +95,7 @@ def _watched(engine: Engine, server: uvicorn.Server, ready: Callable[[], None]) 
             if server.started and not told:
                 told = True
                 ready()
-            if engine.generator.error is not None:
+            if service.generator.error is not None:
                 server.should_exit = True
 
     thread = threading.Thread(target=watch, name="kt-serve-watch", daemon=True)

@@ -1,4 +1,4 @@
-"""Requests as clients send them. What is not supported is refused by name, unless it asks for nothing."""
+"""Request bodies. An unsupported parameter is refused by name, unless its value changes nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Stops = Annotated[list[Stop], Field(max_length=16)]
 
 
 def unsupported(name: str, why: str = "is not supported by this server; leave it out") -> PydanticCustomError:
-    """The error for a parameter, which `faults.of_validation` turns into the answer."""
+    """The error for a parameter, which `api_errors.of_validation` turns into the answer."""
     # The text goes in as a value: braces in it are not a template's.
     return PydanticCustomError("unsupported_parameter", "{text}", {"param": name, "text": f"{name} {why}"})
 

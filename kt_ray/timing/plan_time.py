@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kt_ray.batch import MicroBatch
 from kt_ray.config.schema import Config
-from kt_ray.data.count import count_rows
+from kt_ray.data.sources import count_rows
 from kt_ray.errors import UserError
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates

@@ -15,7 +15,7 @@ from kt_ray.errors import UserError
 
 DEMO: dict[str, Any] = {
     "model": {"name": "demo", "build": "demo"},
-    "data": {"name": "demo", "builtin": "demo"},
+    "data": {"builtin": "demo"},
 }
 
 

@@ -128,7 +128,7 @@ def test_paths_choose_the_generic_options() -> None:
     config = compose(["model.path=some/model", "data.path=rows/my.jsonl"])
     assert config.model.path == str(Path("some/model").absolute())
     assert (config.model.name, config.model.build) == ("model", None)
-    assert (config.data.name, config.data.builtin) == ("my", None)
+    assert config.data.builtin is None
     assert config.optim == Config().optim  # not the demo's learning rate
     assert expand(["model=deepseek_v3", "model.path=x"]) == ["model=deepseek_v3", "model.path=x"]
     assert expand(["experiment=smoke", "data.path=x"]) == ["experiment=smoke", "data.path=x"]

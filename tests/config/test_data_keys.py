@@ -17,7 +17,7 @@ def test_columns_and_sources_from_the_command_line(monkeypatch: pytest.MonkeyPat
     assert config.data.path == f"{tmp_path}/faq.csv"
     config = compose([*DEMO, "data=jsonl", "data.sources=[{path:a.jsonl,weight:2},{path:'hf://o/n'}]"])
     assert config.data.sources == [{"path": f"{tmp_path}/a.jsonl", "weight": 2}, {"path": "hf://o/n"}]
-    assert config.data.builtin is None and config.data.name == "a"
+    assert config.data.builtin is None
 
 
 BAD = [

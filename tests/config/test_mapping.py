@@ -141,7 +141,7 @@ def test_paths_become_absolute_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     at = str(tmp_path)
     assert config.model.path == f"{at}/m/DeepSeek" and config.model.name == "DeepSeek"
     assert config.model.tokenizer == f"{at}/t" and config.model.chat_template == f"{at}/c.jinja"
-    assert config.data.path == [f"{at}/a.jsonl", f"{at}/b.jsonl"] and config.data.name == "a"
+    assert config.data.path == [f"{at}/a.jsonl", f"{at}/b.jsonl"]
     assert config.data.eval_path == f"{at}/e.jsonl"
     assert config.trainer.resume == f"{at}/runs/x/checkpoints/step_000010"
     assert config.rule.experts.load == f"{at}/runs/y/checkpoints/latest"
@@ -166,12 +166,7 @@ def test_path_overrules_build_and_builtin() -> None:
             "data": {"builtin": "demo", "path": "r.jsonl"},
         }
     )
-    assert (config.model.build, config.model.name, config.data.builtin, config.data.name) == (
-        None,
-        "y",
-        None,
-        "r",
-    )
+    assert (config.model.build, config.model.name, config.data.builtin) == (None, "y", None)
 
 
 def test_multirun_jobs_get_names_of_their_own() -> None:

@@ -98,7 +98,7 @@ def config(tokenizer_dir: str) -> Callable[..., Config]:
             seed=0,
             model=replace(base, **(model or {})),
             rule=RuleConfig("test"),
-            data=DataConfig("test", **{"eval_fraction": 0.0, **data}),
+            data=DataConfig(**{"eval_fraction": 0.0, **data}),
             lora=LoraConfig(),
             optim=OptimConfig(),
             trainer=TrainerConfig(),

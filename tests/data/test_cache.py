@@ -18,14 +18,12 @@ from kt_ray.config.schema import Config
 from kt_ray.data.cache import TokenCache, encoder_key, rows_key
 from kt_ray.data.encode_rows import Encoded
 from kt_ray.data.load import load_data
-from kt_ray.data.row_types import Conversation, Message
+from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.template import ChatEncoder
 from tests.data.conftest import MARKED, make_tokenizer
 
 Build = Callable[..., Config]
-TALK = Conversation(
-    (Message(role="user", content="q"), Message(role="assistant", content="a")), 0, "f, line 1"
-)
+TALK = Conversation((Turn(role="user", content="q"), Turn(role="assistant", content="a")), 0, "f, line 1")
 
 
 def cache(path: Path, limit: float = 1.0) -> TokenCache:
@@ -49,10 +47,10 @@ def same(a: Any, b: Any) -> bool:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     rows = random_rows(20)
-    cache(tmp_path).write("key", rows)
-    found = cache(tmp_path).read("key", 20)
-    assert found is not None and same(found, rows)
-    assert found[0][0].dtype == found[0][1].dtype == np.int64
+    cache(tmp_path).write("key", rows, ["a note"])
+    entry = cache(tmp_path).read("key", 20)
+    assert entry is not None and same(entry[0], rows) and entry[1] == ["a note"]
+    assert entry[0][0][0].dtype == entry[0][0][1].dtype == np.int64
     assert cache(tmp_path).read("other", 20) is None
     assert cache(tmp_path).read("key", 19) is None, "not these rows"
 
@@ -66,7 +64,7 @@ def test_the_key_covers_everything_that_tokens_depend_on() -> None:
         key(),
         key(template=MARKED),
         key(train_on="last"),
-        key(replace(TALK, messages=(*TALK.messages[:1], Message(role="assistant", content="b")))),
+        key(replace(TALK, messages=(*TALK.messages[:1], Turn(role="assistant", content="b")))),
         key(replace(TALK, tools=({"type": "function", "function": {"name": "f"}},))),
         key(replace(TALK, messages=(), text="q")),
         key(replace(TALK, label=True)),
@@ -99,8 +97,8 @@ def test_runs_at_the_same_time_read_whole_files_or_none(tmp_path: Path) -> None:
 
     def work(number: int) -> bool:
         cache(tmp_path).write("key", rows)
-        found = cache(tmp_path).read("key", 200)
-        return found is not None and same(found, rows)
+        entry = cache(tmp_path).read("key", 200)
+        return entry is not None and same(entry[0], rows)
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(24)))

@@ -12,8 +12,7 @@ import yaml
 
 from kt_ray.config.checks import SOURCE_KEYS
 from kt_ray.config.compose import compose
-from kt_ray.data.detect import FORMATS
-from kt_ray.data.formats import Parser
+from kt_ray.data.formats import FORMATS, Parser
 from kt_ray.data.templates import TOKENS
 from kt_ray.modes import preview
 

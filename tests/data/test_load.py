@@ -133,10 +133,6 @@ def test_the_demo_data_set_is_built_in(config: Build) -> None:
 BAD = {
     "nothing named": ({}, "no training data is named"),
     "unknown builtin": ({"builtin": "poems"}, r"no such built-in data set.*poems"),
-    "max_length": ({"builtin": "demo", "max_length": 1}, r"data\.max_length is too small"),
-    "overflow": ({"builtin": "demo", "overflow": "wrap"}, r"data\.overflow.*found wrap.*truncate or drop"),
-    "limit": ({"builtin": "demo", "limit": 0}, r"data\.limit must be at least 1"),
-    "fraction": ({"builtin": "demo", "eval_fraction": 1.0}, r"data\.eval_fraction.*found 1\.0"),
     "tokenizer": (
         {"builtin": "demo", "model": {"tokenizer": "/absent"}},
         "tokenizer directory does not exist",

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from kt_ray.config.limits import WORDS
-from kt_ray.data.row_types import Conversation, Message
+from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.template import ChatEncoder
 from kt_ray.data.templates import TOKENS
 from kt_ray.errors import UserError
 from tests.data.conftest import MARKED, PLAIN, TEMPLATES, make_tokenizer, trained_texts
 
 TURNS = (
-    Message(role="system", content="Be brief."),
-    Message(role="user", content="One?"),
-    Message(role="assistant", content="First."),
-    Message(role="user", content="Two?"),
-    Message(role="assistant", content="Second."),
+    Turn(role="system", content="Be brief."),
+    Turn(role="user", content="One?"),
+    Turn(role="assistant", content="First."),
+    Turn(role="user", content="Two?"),
+    Turn(role="assistant", content="Second."),
 )
 TALK = Conversation(TURNS, 0, "f.jsonl, line 1")
 ONE = replace(TALK, messages=TURNS[:3])
@@ -96,8 +96,6 @@ def test_a_tokenizer_without_the_templates_tokens_is_refused() -> None:
         ChatEncoder(tokenizer_for("chatml"), name="llama3")
     with pytest.raises(UserError, match="an end-of-sequence token"):
         ChatEncoder(make_tokenizer(template=None, eos_token=None), name="mistral")
-    with pytest.raises(UserError, match=r"unknown chat template.*data\.template.*found vicuna"):
-        ChatEncoder(make_tokenizer(), name="vicuna")
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -112,7 +110,7 @@ def test_loss_on_the_last_answer_only(template: str) -> None:
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_an_answer_of_weight_zero_is_context(template: str) -> None:
     tokenizer = make_tokenizer(template)
-    silent = Message(role="assistant", content="First.", weight=0)
+    silent = Turn(role="assistant", content="First.", weight=0)
     talk = replace(TALK, messages=(*TURNS[:2], silent, *TURNS[3:]))
     ids, labels = ChatEncoder(tokenizer).encode(talk)
     assert "First." in tokenizer.decode(ids)
@@ -121,7 +119,7 @@ def test_an_answer_of_weight_zero_is_context(template: str) -> None:
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_of_pairs_and_verdicts_only_what_follows_the_prompt_is_trained(template: str) -> None:
-    worse = (*TURNS[:4], Message(role="assistant", content="Worse."))
+    worse = (*TURNS[:4], Turn(role="assistant", content="Worse."))
     tokenizer = make_tokenizer(template)
     encoder = ChatEncoder(tokenizer)
     pair = replace(TALK, rejected=worse)
@@ -142,10 +140,10 @@ CALL: dict[str, Any] = {"type": "function", "function": {"name": "add", "argumen
 TOOLS = ({"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}},)
 TOOL_TALK = Conversation(
     (
-        Message(role="user", content="1 + 2?"),
-        Message(role="assistant", content="", tool_calls=[CALL]),
-        Message(role="tool", content="3", name="add"),
-        Message(role="assistant", content="Three."),
+        Turn(role="user", content="1 + 2?"),
+        Turn(role="assistant", content="", tool_calls=[CALL]),
+        Turn(role="tool", content="3", name="add"),
+        Turn(role="assistant", content="Three."),
     ),
     0,
     "f.jsonl, line 4",

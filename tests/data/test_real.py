@@ -11,7 +11,7 @@ import pytest
 
 from kt_ray.config.schema import Config
 from kt_ray.data import load_data
-from kt_ray.data.row_types import Conversation, Message
+from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.template import ChatEncoder, load_tokenizer
 
 from .conftest import trained_texts
@@ -43,7 +43,7 @@ def test_multi_turn(name: str, shared_data: Path) -> None:
     encoder = ChatEncoder(tokenizer)
     assert not encoder.marked, "these templates have no generation blocks"
     contents = ("你好", "喵呜~", "Where?", "On the\n\nrock.", "再见", "See you!")
-    messages = tuple(Message(role=("user", "assistant")[i % 2], content=c) for i, c in enumerate(contents))
+    messages = tuple(Turn(role=("user", "assistant")[i % 2], content=c) for i, c in enumerate(contents))
     ids, labels = encoder.encode(Conversation(messages, 0, "here"))
     assert trained_texts(tokenizer, ids, labels) == [f"{answer}{END}" for answer in contents[1::2]]
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kt_ray.batch import IGNORE
-from kt_ray.data.row_types import Conversation, Message
+from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.template import ChatEncoder, load_tokenizer
 from kt_ray.errors import UserError
 
@@ -24,13 +24,13 @@ ANSWER = f"{END}\n<|im_start|>assistant\n"
 THOUGHT = "<think>\n\n</think>\n\n"  # the empty one that minimind's template puts before every answer
 
 
-def turns(*contents: str, system: str | None = None) -> tuple[Message, ...]:
+def turns(*contents: str, system: str | None = None) -> tuple[Turn, ...]:
     """User and assistant in turn."""
-    found = [Message(role=("user", "assistant")[i % 2], content=text) for i, text in enumerate(contents)]
-    return (*([] if system is None else [Message(role="system", content=system)]), *found)
+    found = [Turn(role=("user", "assistant")[i % 2], content=text) for i, text in enumerate(contents)]
+    return (*([] if system is None else [Turn(role="system", content=system)]), *found)
 
 
-def pieces_of(messages: Sequence[Message], thought: str = "") -> list[Piece]:
+def pieces_of(messages: Sequence[Turn], thought: str = "") -> list[Piece]:
     """ChatML of plain turns: each answer and the token that ends it are trained; `thought` stands before."""
     pieces: list[Piece] = []
     for message in messages:
@@ -58,7 +58,7 @@ def encoded(encoder: ChatEncoder, conversation: Conversation) -> tuple[list[int]
     return ids.tolist(), labels.tolist()
 
 
-def released(folder: Path, name: str, messages: Sequence[Message], tools: Any = None) -> list[int]:
+def released(folder: Path, name: str, messages: Sequence[Turn], tools: Any = None) -> list[int]:
     """The ids that the tokenizer's own template gives, by nothing but transformers."""
     tokenizer = load_tokenizer(str(folder / "tokenizers" / name))
     plain = [dict(message) for message in messages]
@@ -102,10 +102,10 @@ def test_a_named_template_adds_no_system_prompt(name: str, shared_data: Path) ->
     assert encoded(encoder, Conversation(filled, 0, "here"))[0] == released(shared_data, "qwen2", bare)
 
 
-def thinking(messages: Sequence[Message]) -> tuple[Message, ...]:
+def thinking(messages: Sequence[Turn]) -> tuple[Turn, ...]:
     """The same turns with the empty thought written into the answers."""
     return tuple(
-        Message(**{**message, "content": THOUGHT + message["content"]})
+        Turn(**{**message, "content": THOUGHT + message["content"]})
         if message["role"] == "assistant"
         else message
         for message in messages
@@ -149,16 +149,16 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
 SUNNY = '{"city": "北京", "days": 2}'
 TOOL_TALK = Conversation(
     (
-        Message(role="system", content="Use the tools."),
-        Message(role="user", content="北京?"),
-        Message(role="assistant", content="Let me see.", tool_calls=[call("weather", city="北京", days=2)]),
-        Message(role="tool", content="sunny", name="weather"),
-        Message(role="assistant", content="Sunny."),
-        Message(role="user", content="Both?"),
-        Message(role="assistant", content="", tool_calls=[call("weather", city="北京", days=2), call("now")]),
-        Message(role="tool", content="sunny", name="weather"),
-        Message(role="tool", content="12:00", name="now"),
-        Message(role="assistant", content="Sunny, noon."),
+        Turn(role="system", content="Use the tools."),
+        Turn(role="user", content="北京?"),
+        Turn(role="assistant", content="Let me see.", tool_calls=[call("weather", city="北京", days=2)]),
+        Turn(role="tool", content="sunny", name="weather"),
+        Turn(role="assistant", content="Sunny."),
+        Turn(role="user", content="Both?"),
+        Turn(role="assistant", content="", tool_calls=[call("weather", city="北京", days=2), call("now")]),
+        Turn(role="tool", content="sunny", name="weather"),
+        Turn(role="tool", content="12:00", name="now"),
+        Turn(role="assistant", content="Sunny, noon."),
     ),
     0,
     "here",

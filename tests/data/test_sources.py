@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from kt_ray.config.schema import Config, DataConfig
-from kt_ray.data.count import count_rows
-from kt_ray.data.row_types import Conversation, Message
-from kt_ray.data.sources import read_sources, sources_of, weighted
+from kt_ray.data.row_types import Conversation, Turn
+from kt_ray.data.sources import count_rows, read_sources, sources_of, weighted
 from kt_ray.errors import UserError
 
 Build = Callable[..., Config]
@@ -29,7 +28,7 @@ def alpaca(name: str, count: int) -> list[Any]:
 
 def talks(name: str, count: int, first: int = 0) -> list[Conversation]:
     return [
-        Conversation((Message(role="user", content=f"{name}{i}"),), first + i, f"{name}, line {i}")
+        Conversation((Turn(role="user", content=f"{name}{i}"),), first + i, f"{name}, line {i}")
         for i in range(count)
     ]
 

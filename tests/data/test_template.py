@@ -10,7 +10,7 @@ import pytest
 
 from kt_ray.batch import IGNORE
 from kt_ray.data.cache import encoder_key
-from kt_ray.data.row_types import Conversation, Message
+from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.template import ChatEncoder, check_vocabulary, load_tokenizer
 from kt_ray.errors import UserError
 
@@ -41,9 +41,9 @@ def test_the_date_of_a_template_is_that_of_the_run(marked: bool) -> None:
 
 
 def conversation(*contents: str, system: str | None = None) -> Conversation:
-    messages = [Message(role=("user", "assistant")[i % 2], content=text) for i, text in enumerate(contents)]
+    messages = [Turn(role=("user", "assistant")[i % 2], content=text) for i, text in enumerate(contents)]
     if system is not None:
-        messages.insert(0, Message(role="system", content=system))
+        messages.insert(0, Turn(role="system", content=system))
     return Conversation(tuple(messages), 5, "f.jsonl, line 6")
 
 

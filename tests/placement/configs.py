@@ -228,7 +228,7 @@ def make_config(
     """A whole configuration with defaults; `groups` overrides keys of lora, trainer, data, model, ..."""
     defaults: dict[str, dict[str, Any]] = {
         "model": {"name": "small"},
-        "data": {"name": "rows", "max_length": 16},
+        "data": {"max_length": 16},
         "lora": {},
         "optim": {},
         "trainer": {},

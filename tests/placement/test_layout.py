@@ -32,7 +32,7 @@ def host(gpus: int, gib: float, sockets: int = 2, memory: int = 2048 * GIB) -> H
 def v3(gpus: int, gib: float, rule: dict[str, Any] | None = None, **trainer: Any) -> Plan:
     config = make_config(
         rule=rule,
-        data={"name": "rows", "max_length": 512},
+        data={"max_length": 512},
         trainer={"batch_size": 16, "micro_batch_size": 1, **trainer},
     )
     return make_plan(V3, config, host(gpus, gib))

@@ -7,7 +7,7 @@ from pathlib import Path
 import kt_ray.recipe
 from kt_ray.batch import IGNORE
 from kt_ray.config.limits import WORDS
-from kt_ray.data.row_types import Conversation, Message
+from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.template import ChatEncoder
 from kt_ray.demo.builder import ensure_demo_model
 from kt_ray.recipe.templates import TEMPLATES
@@ -28,7 +28,7 @@ def test_the_default_template() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ensure_demo_model())
     encoder = ChatEncoder(tokenizer, str(FOLDER / "default.jinja"))
     turns = [("system", "S"), ("user", "Q"), ("assistant", "A"), ("user", "R"), ("assistant", "B")]
-    messages = [Message(role=role, content=text) for role, text in turns]
+    messages = [Turn(role=role, content=text) for role, text in turns]
     end = tokenizer.eos_token
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     assert text == (f"System: S{end}\nHuman: Q{end}\nAssistant:A{end}\nHuman: R{end}\nAssistant:B{end}\n")

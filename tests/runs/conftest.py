@@ -39,7 +39,7 @@ def _make_config(
         seed=0,
         model=ModelConfig(name=model),
         rule=RuleConfig(name="auto"),
-        data=DataConfig(name="demo"),
+        data=DataConfig(builtin="demo"),
         lora=LoraConfig(),
         optim=OptimConfig(),
         trainer=TrainerConfig(resume=resume),

@@ -20,7 +20,7 @@ from kt_ray.generate.requests import Request, Token
 from kt_ray.serve.access import bare, check_address, digest, is_loopback
 from kt_ray.serve.api_errors import ApiError
 from kt_ray.serve.app import make_app
-from kt_ray.serve.completions import Engine, Served
+from kt_ray.serve.completions import CompletionService, Served
 from kt_ray.serve.replies import spell
 from kt_ray.serve.run import check_port
 from kt_ray.serve.schemas import CompletionRequest
@@ -94,8 +94,8 @@ class Bench:
 
     def __init__(self, encoder: ChatEncoder, **changes: Any) -> None:
         self.generator = Scripted(encoder.tokenizer)
-        self.engine = Engine(served(**changes), encoder, self.generator)
-        self.app = make_app(self.engine)
+        self.service = CompletionService(served(**changes), encoder, self.generator)
+        self.app = make_app(self.service)
         self.http = httpx2.AsyncClient(
             transport=httpx2.ASGITransport(app=self.app, raise_app_exceptions=False),
             base_url="http://127.0.0.1:8000",
@@ -373,7 +373,7 @@ def test_a_full_queue_refuses_all_of_a_request_or_none(encoder: ChatEncoder) -> 
         with pytest.raises(openai.RateLimitError, match="3 answers are running"):
             await made.client.completions.create(model="base", prompt="a")
         # Refused before any of it is tokenized or looked into further.
-        made.engine._tokens = made.engine.chat_prompt = lambda *_, **__: pytest.fail("tokenized")  # type: ignore[method-assign]
+        made.service._tokens = made.service.chat_prompt = lambda *_, **__: pytest.fail("tokenized")  # type: ignore[method-assign]
         for path, body in (
             ("completions", {**PLAIN, "prompt": ["a"] * 300, "max_tokens": 10**9}),
             ("completions", {**PLAIN, "prompt": [[10**9]] * 2, "n": 128}),
@@ -383,7 +383,7 @@ def test_a_full_queue_refuses_all_of_a_request_or_none(encoder: ChatEncoder) -> 
             assert response.status_code == 429 and response.json()["error"]["code"] == "queue_full"
         for answer in made.generator.answers[3:]:
             answer.take(Token(answer.number, 5, finish="length"))
-        assert (await running).status_code == 200 and made.engine.outstanding == 0
+        assert (await running).status_code == 200 and made.service.outstanding == 0
 
     run(bench)
 
@@ -431,12 +431,12 @@ def test_who_leaves_stops_paying(encoder: ChatEncoder, stream: bool, after: int)
         made = Bench(encoder)
         made.generator.waits = True
         await leave(made.app, {**PLAIN, "n": 2, "stream": stream}, after)
-        assert made.generator.cancelled == [0, 1] and made.engine.outstanding == 0
+        assert made.generator.cancelled == [0, 1] and made.service.outstanding == 0
 
     run(bench)
 
 
-def test_an_engine_that_ends(encoder: ChatEncoder) -> None:
+def test_a_service_whose_generation_ends(encoder: ChatEncoder) -> None:
     async def bench() -> None:
         made = Bench(encoder)
         made.generator.waits = True
@@ -459,7 +459,7 @@ def test_an_engine_that_ends(encoder: ChatEncoder) -> None:
         assert (await whole).status_code == 503
         assert (await made.post("/v1/completions", PLAIN)).status_code == 503
         assert (await made.http.get("/health")).status_code == 503
-        assert made.engine.outstanding == 0
+        assert made.service.outstanding == 0
 
     run(bench)
 
@@ -474,15 +474,15 @@ def test_a_request_that_the_generator_refuses(encoder: ChatEncoder) -> None:
         made.generator.submit = refuses  # type: ignore[method-assign]
         response = await made.post("/v1/completions", {**PLAIN, "n": 2})
         assert response.status_code == 400 and "vocabulary" in response.json()["error"]["message"]
-        assert made.engine.outstanding == 0
+        assert made.service.outstanding == 0
 
         def ends(request: Request, listener: Any = None) -> Answer:
             made.generator.error = RuntimeError("an actor died meanwhile")
             raise UserError("this session of generation has ended")
 
         made.generator.submit = ends  # type: ignore[method-assign]
-        with pytest.raises(ApiError, match="engine has stopped") as stopped:
-            made.engine.start(made.engine.requests(CompletionRequest(**PLAIN), [(1, 2)]))
+        with pytest.raises(ApiError, match="generation has stopped") as stopped:
+            made.service.start(made.service.requests(CompletionRequest(**PLAIN), [(1, 2)]))
         assert stopped.value.status == 503
 
     run(bench)
@@ -498,7 +498,7 @@ def test_one_answer_that_fails_is_an_error_of_its_own(encoder: ChatEncoder) -> N
         made.generator.answers[0].take(Token(0, -1, finish="error", error="logits are not finite"))
         response = await whole
         assert response.status_code == 500 and "not finite" in response.json()["error"]["message"]
-        made.engine.stop()
+        made.service.stop()
         assert (await made.post("/v1/completions", PLAIN)).json()["error"]["code"] == "shutting_down"
 
     run(bench)

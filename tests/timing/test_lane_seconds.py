@@ -29,7 +29,7 @@ def configured(tokens: int, **experts: Any) -> Config:
     return make_config(
         rule={"experts": experts},
         model={"name": "v3", "config": DEEPSEEK_V3},
-        data={"name": "rows", "max_length": min(512, tokens)},
+        data={"max_length": min(512, tokens)},
         trainer={"batch_size": max(1, tokens // 512), "micro_batch_size": 1},
     )
 

@@ -23,7 +23,7 @@ V3 = dims_from_config(DEEPSEEK_V3, "DeepSeek-V3")
 TWO_GPUS = hardware_from_file(Path(__file__).parents[2] / "conf/hardware/2x4090_2x8488c.yaml")
 STEP: dict[str, Any] = {
     "model": {"name": "v3", "path": "/models/v3"},
-    "data": {"name": "rows", "max_length": 512},
+    "data": {"max_length": 512},
     "trainer": {"batch_size": 16, "micro_batch_size": 1},
 }
 

@@ -26,14 +26,14 @@ from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request
 from kt_ray.placement.plan_types import Plan
 from kt_ray.serve.app import make_app
-from kt_ray.serve.completions import FAREWELL, Engine, Served
-from kt_ray.serve.run import make_engine
+from kt_ray.serve.completions import FAREWELL, CompletionService, Served
+from kt_ray.serve.run import make_service
 from kt_ray.transport.messages import Address
 
 APPLICATION = "kt_ray"
 LOOK = 2.0  # seconds between looks at the deployment
 PATIENCE = 60.0  # seconds that it gets to answer one
-ONGOING = 100_000  # requests inside the deployment: the engine counts and refuses by itself
+ONGOING = 100_000  # requests inside the deployment: the service counts and refuses by itself
 QUIET: dict[str, Any] = {"log_level": "WARNING", "enable_access_log": False}
 
 
@@ -82,23 +82,23 @@ class Server:
         served: what is served.
     """
 
-    engine: Engine | None = None  # of this process: there is one replica in it
+    service: CompletionService | None = None  # of this process: there is one replica in it
 
     def __init__(self, to: Attachment, served: Served) -> None:
         self.generator = Generator(AttachedCluster(to), _tokenizer(served), **served.session)
-        Server.engine = make_engine(served, self.generator)
+        Server.service = make_service(served, self.generator)
 
     def look(self) -> UserError | None:
-        """What ended the engine; None while it runs."""
+        """What ended the service; None while it runs."""
         error = self.generator.error
         if error is None or isinstance(error, UserError):
             return error
-        return UserError("the engine has ended", observed=f"{type(error).__name__}: {error}")
+        return UserError("generation has ended", observed=f"{type(error).__name__}: {error}")
 
     def stop(self) -> None:
         """Refuse new requests, give running ones a moment, end the session."""
-        assert Server.engine is not None
-        Server.engine.close()
+        assert Server.service is not None
+        Server.service.close()
 
 
 def _tokenizer(served: Served) -> Any:
@@ -109,14 +109,14 @@ def _tokenizer(served: Served) -> Any:
 
 def _build() -> Any:
     """The ASGI application, in the replica, after `Server.__init__`."""
-    assert Server.engine is not None
-    return make_app(Server.engine)
+    assert Server.service is not None
+    return make_app(Server.service)
 
 
 def run_on_serve(
     cluster: RayCluster, served: Served, host: str, port: int, ready: Callable[[], None]
 ) -> None:
-    """Serve until an interrupt (which passes), or until the engine ends.
+    """Serve until an interrupt (which passes), or until the service ends.
 
     Args:
         cluster: started, adapters loaded.
@@ -125,7 +125,7 @@ def run_on_serve(
         ready: called once requests are answered.
 
     Raises:
-        UserError: the deployment did not start, or the engine ended.
+        UserError: the deployment did not start, or the service ended.
     """
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -195,7 +195,7 @@ def refuse_company() -> None:
 
 
 def _watch(handle: Any) -> None:
-    """Until the engine ends or the deployment does not answer."""
+    """Until the service ends or the deployment does not answer."""
     while True:
         time.sleep(LOOK)
         try:

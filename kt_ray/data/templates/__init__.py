@@ -29,19 +29,11 @@ _ENDED_BY_EOS = ("mistral", "olmoe", "plain")
 
 
 def named_template(name: str, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The Jinja text of a template.
+    """The Jinja text of a template, a key of TOKENS.
 
     Raises:
-        UserError: no such template, or the tokenizer lacks a token that it uses.
+        UserError: the tokenizer lacks a token that it uses.
     """
-    if name not in TOKENS:
-        raise UserError(
-            "unknown chat template",
-            where="data.template",
-            observed=name,
-            required=", ".join(TOKENS),
-            remedy="set data.template=null for the tokenizer's own, or model.chat_template to a Jinja file",
-        )
     vocabulary = tokenizer.get_vocab()
     lacking = [token for token in TOKENS[name] if token not in vocabulary]
     if name in _ENDED_BY_EOS and tokenizer.eos_token is None:
