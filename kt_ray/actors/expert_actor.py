@@ -22,7 +22,7 @@ from kt_ray.adapter.from_peft import AdapterReader
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.experts import LocalExperts, LocalExpertsSpec
-from kt_ray.experts.parts import Alloc, new_memory
+from kt_ray.experts.local_experts import Alloc, new_memory
 from kt_ray.generate.requests import SessionSpec
 from kt_ray.optim.optimizers import gradient_norms, state_kinds, use_torch_threads
 from kt_ray.placement.order import expert_order

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kt_ray.experts.parts import new_memory
+from kt_ray.experts.local_experts import new_memory
 from kt_ray.generate.requests import SessionSpec, Step
 from kt_ray.generate.schedule import Schedule
 from kt_ray.timeline import Recorder
