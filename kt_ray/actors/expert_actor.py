@@ -25,7 +25,7 @@ from kt_ray.adapter.from_peft import AdapterReader
 from kt_ray.batch import PassSpec
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.experts import LocalExperts, LocalExpertsSpec
-from kt_ray.experts.parts import Alloc, new_memory
+from kt_ray.experts.local_experts import Alloc, new_memory
 from kt_ray.generate.requests import SessionSpec
 from kt_ray.optim.optimizers import gradient_norms, state_kinds, use_torch_threads
 from kt_ray.placement.order import expert_order
@@ -49,46 +49,46 @@ class ExpertActor(PlainActor):
         self.rank = spec.rank
         super().__init__(f"expert actor {spec.rank}", timeout)
         use_torch_threads(spec.threads)
-        self.host = LocalExperts(spec)
+        self.experts = LocalExperts(spec)
 
     # -- life --------------------------------------------------------------------------------
 
     def load(self) -> dict[str, Any]:
         """Read weights, make LoRA. Returns facts about this actor for env.json."""
         name_thread(f"kt-experts-{self.rank}")
-        use_torch_threads(self.host.spec.threads)
+        use_torch_threads(self.experts.spec.threads)
         self.doing = "loading"
 
         def note(layer: int, done: int, total: int) -> None:
             self.load_progress = (layer, done, total)
 
-        self.host.load(note)
+        self.experts.load(note)
         self.doing = "idle"
         return self.info()
 
     def info(self) -> dict[str, Any]:
-        host = self.host
-        lane = host.lane
+        experts = self.experts
+        lane = experts.lane
         return {
             **({} if lane is None else {"lane": lane.facts(), "notes": lane.notes}),
             "actor": f"experts-{self.rank}",
             "pid": os.getpid(),
             "host": sockets.gethostname(),
-            "isa": host.engine.isa,
-            "isa_reason": host.engine.isa_reason,
-            "threads": host.engine.threads,
+            "isa": experts.engine.isa,
+            "isa_reason": experts.engine.isa_reason,
+            "threads": experts.engine.threads,
             "cpus": sorted(os.sched_getaffinity(0)),
-            "experts": max(host.spec.counts(self.plan.dims.moe_layers)),
-            "weight_bytes": host.weight_bytes,
-            "load_seconds": host.load_seconds,
-            "kernel_calls": host.engine.calls,
-            "kernel_busy_seconds": host.engine.busy_seconds,
+            "experts": max(experts.spec.counts(self.plan.dims.moe_layers)),
+            "weight_bytes": experts.weight_bytes,
+            "load_seconds": experts.load_seconds,
+            "kernel_calls": experts.engine.calls,
+            "kernel_busy_seconds": experts.engine.busy_seconds,
         }
 
     def close(self) -> None:
         if self.port is not None:
             self.port.close()
-        self.host.close()
+        self.experts.close()
 
     # -- a pass ------------------------------------------------------------------------------
 
@@ -101,9 +101,9 @@ class ExpertActor(PlainActor):
         use_torch_threads(1)
         self.port.release_all()
         self.mailbox.seconds_waited = 0.0
-        self.host.begin_pass(spec.step, spec.dropout, spec.adapters)
+        self.experts.begin_pass(spec.step, spec.dropout, spec.adapters)
         leases: dict[tuple[int, int], Lease] = {}  # (replica, group) -> the last reply
-        engine = self.host.engine
+        engine = self.experts.engine
         start, busy = time.monotonic(), engine.busy_seconds
         recorder = SpanRecorder(full=spec.timeline)
         for layer, direction, group in expert_order(self.plan, spec.kind):
@@ -138,7 +138,7 @@ class ExpertActor(PlainActor):
             rank=self.rank,
             seconds=time.monotonic() - start,
             seconds_waiting=self.mailbox.seconds_waited,
-            counters=self.host.take_counters(),
+            counters=self.experts.take_counters(),
             host_rss_bytes=resident_bytes(),
             pid=os.getpid(),
             kernel_calls=engine.calls,
@@ -156,10 +156,10 @@ class ExpertActor(PlainActor):
         shared = self.plan.replicas == 1 and self.port.shares(worker_of_layer(self.plan, layer, 0))
         alloc: Alloc = self.port.alloc if shared else new_memory
         if direction == "backward":
-            dx_TH, dw_TK = self.host.backward(layer, group, inputs["dy"], alloc=alloc)
+            dx_TH, dw_TK = self.experts.backward(layer, group, inputs["dy"], alloc=alloc)
             return {"dx": dx_TH, "dw": dw_TK}
-        ids_TK = self.host.local_ids(layer, inputs["ids"], self.plan.dims.num_experts)
-        y_TH = self.host.forward(
+        ids_TK = self.experts.local_ids(layer, inputs["ids"], self.plan.dims.num_experts)
+        y_TH = self.experts.forward(
             layer, group, inputs["x"], ids_TK, inputs["weights"], inputs["keys"], keep=keep, alloc=alloc
         )
         return {"y": y_TH}
@@ -173,7 +173,7 @@ class ExpertActor(PlainActor):
         use_torch_threads(1)  # as in a pass
         assert self.port is not None
         self.port.release_all()
-        report = ExpertSession(self, spec, self.plan, self.rank, self.host).run()
+        report = ExpertSession(self, spec, self.plan, self.rank, self.experts).run()
         self.doing = "idle"
         return report
 
@@ -182,39 +182,39 @@ class ExpertActor(PlainActor):
     def prepare(self, step: int, token: int) -> float:
         """Phase one: the squared norm of this actor's gradients (float64)."""
         del token  # nothing travels here
-        use_torch_threads(self.host.spec.threads)
-        return self.host.gradient_norm_squared()
+        use_torch_threads(self.experts.spec.threads)
+        return self.experts.gradient_norm_squared()
 
     def commit(self, step: int, lr: float, clip: float, token: int) -> float:
         """Phase two, idempotent: apply the gradients of `step`. Returns seconds spent."""
         del token  # nothing travels here
         if step <= self._committed:
             return 0.0
-        use_torch_threads(self.host.spec.threads)
+        use_torch_threads(self.experts.spec.threads)
         start = time.monotonic()
-        self.host.apply_gradients(lr, clip)
+        self.experts.apply_gradients(lr, clip)
         self._committed = step
         return time.monotonic() - start
 
     def discard(self) -> None:
         """Forget gradients, messages and counts of a failed step."""
         self.mailbox.clear()
-        self.host.discard_gradients()
-        self.host.take_counters()  # else a failed pass would count in the next report
+        self.experts.discard_gradients()
+        self.experts.take_counters()  # else a failed pass would count in the next report
 
     def skip(self, step: int) -> None:
         """Forget a step's gradients; the step counts as taken."""
         self.discard()
-        self.host.set_step(step + 1)
+        self.experts.set_step(step + 1)
         self._committed = step
 
     def largest_gradients(self, count: int) -> list[tuple[float, str]]:
         """Norm and name of this actor's largest gradients."""
-        return gradient_norms(self.host.named("grad"), count)
+        return gradient_norms(self.experts.named("grad"), count)
 
     def restart(self) -> None:
         """Back to before the first step: initial LoRA, no moments."""
-        self.host.restart_lora()
+        self.experts.restart_lora()
         self.discard()
         self._committed = -1
         self.reborn = False
@@ -222,18 +222,18 @@ class ExpertActor(PlainActor):
     # -- by name -----------------------------------------------------------------------------
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.host.named("param")}
+        return {name: tuple(tensor.shape) for name, tensor in self.experts.named("param")}
 
     def gradients(self) -> dict[str, Tensor]:
         """LoRA gradients by name (tests: a copy of what the next commit would apply)."""
-        return {name: tensor.clone() for name, tensor in self.host.named("grad")}
+        return {name: tensor.clone() for name, tensor in self.experts.named("grad")}
 
     def parameters(self) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self.host.named("param")}
+        return {name: tensor.clone() for name, tensor in self.experts.named("param")}
 
     def set_parameters(self, values: dict[str, Tensor]) -> None:
         """Overwrite LoRA parameters by name; names of other actors are ignored."""
-        for name, tensor in self.host.named("param"):
+        for name, tensor in self.experts.named("param"):
             if name in values:
                 tensor.copy_(values[name])
 
@@ -241,34 +241,36 @@ class ExpertActor(PlainActor):
         """Write this actor's parameters and moments. None when it trains nothing."""
         tensors = {
             f"{what}/{name}": tensor
-            for what in ("param", *state_kinds(self.host.spec.optim))
-            for name, tensor in self.host.named(what)
+            for what in ("param", *state_kinds(self.experts.spec.optim))
+            for name, tensor in self.experts.named(what)
         }
         return write_shard(directory, f"experts-{self.rank}.safetensors", tensors) if tensors else None
 
     def restore(self, directory: str, step: int) -> None:
         """Take parameters and moments by name from a checkpoint; `step` updates were taken so far."""
-        for what in ("param", *state_kinds(self.host.spec.optim)):
+        for what in ("param", *state_kinds(self.experts.spec.optim)):
             # Straight into place: a copy of one kind would be gigabytes for a large model.
-            read_named_into(directory, {f"{what}/{name}": tensor for name, tensor in self.host.named(what)})
-        self.host.set_step(step)
+            read_named_into(
+                directory, {f"{what}/{name}": tensor for name, tensor in self.experts.named(what)}
+            )
+        self.experts.set_step(step)
         self.discard()
         self._committed = step - 1
         self.reborn = False
 
     def load_adapter(self, directory: str, one_of_several: bool = False) -> int:
         """Take this actor's experts' LoRA from a PEFT adapter. Returns the number of tensors."""
-        return AdapterReader(directory, self.host.spec.model_dir).read_into(
-            self.host.named("param"), self.host.spec.lora.scale, one_of_several=one_of_several
+        return AdapterReader(directory, self.experts.spec.model_dir).read_into(
+            self.experts.named("param"), self.experts.spec.lora.scale, one_of_several=one_of_several
         )
 
     def keep_adapter(self, name: str, copy: bool) -> None:
         """Keep this actor's present LoRA for requests that name it."""
-        self.host.keep(name, copy=copy)
+        self.experts.keep(name, copy=copy)
 
     def write_adapter(self, directory: str, layout: Any) -> int:
         """Write this actor's byte ranges of the adapter file. Returns the number of tensors."""
-        tensors = dict(self.host.named("param"))
+        tensors = dict(self.experts.named("param"))
         write_tensors(directory, layout, tensors)
         return len(tensors)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kt_ray.actors.actor import PlainActor, worker_of_layer
 from kt_ray.experts import LocalExperts
-from kt_ray.experts.parts import new_memory
+from kt_ray.experts.local_experts import new_memory
 from kt_ray.generate.batcher import Batcher
 from kt_ray.generate.requests import SessionSpec, Step
 from kt_ray.model.decode import Decoder
@@ -182,17 +182,17 @@ class ExpertSession:
         actor: whose mailbox and port, and who tells what it is doing.
         spec: of the session.
         plan, rank: the whole plan, and which actor this is.
-        host: its experts.
+        experts: its experts.
     """
 
     def __init__(
-        self, actor: PlainActor, spec: SessionSpec, plan: Plan, rank: int, host: LocalExperts
+        self, actor: PlainActor, spec: SessionSpec, plan: Plan, rank: int, experts: LocalExperts
     ) -> None:
         assert actor.port is not None
         self.actor = actor
         self.spec = spec
         self.plan = plan
-        self.host = host
+        self.experts = experts
         self.port = actor.port
         self.report = GenerationReport(rank)
         # (worker, group) -> the reply that its next request of the group proves read
@@ -201,7 +201,7 @@ class ExpertSession:
     def run(self) -> GenerationReport:
         """Until all workers have left."""
         workers = len(self.plan.workers)
-        self.host.begin_pass(0, dropout=False)
+        self.experts.begin_pass(0, dropout=False)
         while workers:
             self.actor.doing = "generating"
             start = time.monotonic()
@@ -218,22 +218,22 @@ class ExpertSession:
             self.report.add("engine", time.monotonic() - start)
             self.report.steps += 1
         self.port.release_all()
-        self.host.take_counters()
+        self.experts.take_counters()
         return self.report
 
     def _answer(self, message: Message) -> None:
-        host, port = self.host, self.port
+        experts, port = self.experts, self.port
         _, number, layer, group, replica = message.tag
         worker = worker_of_layer(self.plan, layer, replica)
         lease = self._leases.pop((worker, group), None)
         if lease is not None:
             port.release(lease)
         tensors = message.tensors
-        y_TH = host.forward(
+        y_TH = experts.forward(
             layer,
             group,
             tensors["x"],
-            host.local_ids(layer, tensors["ids"], self.plan.dims.num_experts),
+            experts.local_ids(layer, tensors["ids"], self.plan.dims.num_experts),
             tensors["weights"],
             tensors["keys"],
             keep=False,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kt_ray.experts.lane_device import LaneDevice, PageLock
+from kt_ray.experts.lane_device import LaneDevice, PinnedWeights
 from kt_ray.experts.lane_math import Masks, backward, project_in, project_out
 from kt_ray.experts.lane_routing import Routed, add_rows, route
 from kt_ray.experts.lane_weights import LayerKind, expert_tensors, lora_tensors, pack
@@ -120,7 +120,7 @@ class DeviceLane:
         self._recompute = recompute
         self._layers: dict[int, _Layer] = {}
         self._resident = dict(plan.resident)
-        self._locked = PageLock(self.device)
+        self._locked = PinnedWeights(self.device)
         self._buffers = (_Buffer(), _Buffer())
         self._turn = 0
         # Built on its own thread: torch's thread count is a property of the calling thread.

@@ -93,7 +93,7 @@ class LaneDevice:
         return host.copy_(tensor, non_blocking=True)
 
 
-class PageLock:
+class PinnedWeights:
     """Memory that the GPU reads directly: registered with CUDA, given back at the end.
 
     Registration may be refused (a limit on locked memory, a kernel that does not allow it); the rest then

@@ -1,8 +1,9 @@
-"""What one socket holds: its routed experts, their LoRA, gradients and optimizer.
+"""What one socket computes: its routed experts, their LoRA, gradients and optimizer.
 
-Weights stay in the checkpoint's type and are computed by the native engine; LoRA masters,
-gradients and moments are float32. Everything is addressed by global expert ids from outside and
-by local ids (0..n-1) inside.
+Weights stay in the checkpoint's type and the native engine computes from them; LoRA masters, gradients and
+moments are float32. Callers name experts by global id; inside they have local ids, 0..n-1.
+
+Legend: T tokens, H hidden size, K experts per token, E local experts.
 """
 
 from __future__ import annotations
@@ -10,25 +11,45 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, load_experts
 from kt_ray.checkpoint.load_experts import Target
 from kt_ray.experts.experts_spec import ExpertCounters, LocalExpertsSpec
-from kt_ray.experts.lane import DeviceLane, LaneSaved
-from kt_ray.experts.parts import Alloc, Kept, as_adapter, first_experts, new_memory, shapes_of
+from kt_ray.experts.lane import DeviceLane, LaneForward, LaneSaved
 from kt_ray.experts.process_memory import PreferNode, available_memory
 from kt_ray.model.lora import init_lora_a, initial_lora
 from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights, Saved
 from kt_ray.optim.optimizers import LoraOptimizer, squared_norm, state_kinds
 
 Progress = Callable[[int, int, int], None]  # (layer, bytes done, bytes in total)
-# What a backend of the rule quantises experts to while they are read; the others take them as stored.
+Alloc = Callable[[Sequence[int], torch.dtype], Tensor]  # memory for a result, any content
+# What a backend of the rule quantises experts to while it reads them; the others take them as stored.
 _TARGETS: dict[str, Target] = {"AMXINT8": "int8", "AMXINT4": "int4"}
+
+
+def new_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What one forward left for its backward: the engine's part, the lane's, routed slots, shape of ids."""
+
+    engine: Saved | None
+    lane: LaneSaved | None
+    slots: int
+    shape: torch.Size
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in (self.engine, self.lane) if part is not None)
 
 
 class LocalExperts:
@@ -49,22 +70,20 @@ class LocalExperts:
         self.weights: dict[int, ExpertWeights] = {}
         self.lora: dict[int, ExpertLora] = {}
         self.names: dict[int, list[dict[str, str]]] = {}  # layer -> local expert -> projection -> name prefix
-        # layer -> global id of every local one: ascending, but for those that stay on the lane's device,
-        # which come last, so that the engine's part of every stacked tensor is its beginning.
+        # layer -> global id of every local expert: ascending, except that those on the lane's device come
+        # last, so that the engine's part of every stacked tensor is its beginning.
         self.order: dict[int, tuple[int, ...]] = {}
-        self._local: dict[int, torch.Tensor] = {}  # layer -> global id to local one
         self.counters = ExpertCounters()
         self.load_seconds = 0.0
         self.weight_bytes = 0
+        self._local_ids: dict[int, Tensor] = {}  # layer -> local id by global one
         self._grads: dict[int, ExpertLora] = {}
-        self._kept: dict[str, dict[int, ExpertLora]] = {}  # adapters for generation, by name
-        # (layer, group) -> what its backward needs, and its routed slots
-        self._saved: dict[tuple[int, int], Kept] = {}
+        self._adapters: dict[str, dict[int, ExpertLora]] = {}  # for generation, by name
+        self._kept: dict[tuple[int, int], _Kept] = {}  # by layer and group
         self._dropout: DropoutSpec | None = None
-        self._adapters = True
+        self._lora_on = True
         self._optimizer: LoraOptimizer | None = None
         self._parameters: dict[int, dict[str, torch.nn.Parameter]] = {}
-        self._shapes: dict[int, dict[str, tuple[int, int]]] = {}  # layer -> projection -> outputs, inputs
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -80,36 +99,37 @@ class LocalExperts:
         if spec.experts_path is not None:
             gguf = GgufExperts.open(spec.experts_path, index, layout)
             layout, read, file_bytes = gguf.layout, gguf.load, gguf.file_bytes
-        held = {layer: spec.experts_of(layer) for layer in layout.moe_layers}
-        outside = sorted({e for ids in held.values() for e in ids if e >= layout.num_experts})
+        experts = {layer: spec.experts_of(layer) for layer in layout.moe_layers}
+        outside = sorted({e for ids in experts.values() for e in ids if e >= layout.num_experts})
         if outside:
             raise ValueError(
                 f"expert actor {spec.rank}: experts {outside} but the checkpoint has {layout.num_experts}"
             )
-        total = sum(len(ids) * layout.expert_bytes[layer] for layer, ids in held.items())
-        # Where file and experts do not fit in memory together, the file's pages must not push others out.
-        drop_cache = total + file_bytes > available_memory()
-        # Two keep a disk busy while one waits for pages; beyond the cores they hold each other up.
-        readers = min(8, max(2, spec.threads))
+        total = sum(len(ids) * layout.expert_bytes[layer] for layer, ids in experts.items())
+        # Two readers keep a disk busy while one waits for pages; beyond the cores they hold each other up.
+        read = functools.partial(
+            read,
+            threads=min(8, max(2, spec.threads)),
+            # Where file and experts do not fit in memory together, the file's pages must not push others out.
+            drop_cache=total + file_bytes > available_memory(),
+        )
         done = 0
+        shapes: dict[int, dict[str, tuple[int, int]]] = {}  # layer -> projection -> outputs, inputs
         with PreferNode(spec.node):
-            for layer, ids in held.items():
-                stay = () if self.lane is None else self.lane.resident_of(layer)
-                others = tuple(e for e in ids if e not in stay)
-                made = [
-                    read(
-                        layer, some, formula=spec.formulas.get(layer), threads=readers, drop_cache=drop_cache
-                    )
-                    if some
-                    else None
-                    for some in (others, stay)
+            for layer, ids in experts.items():
+                resident = () if self.lane is None else self.lane.resident_of(layer)
+                others = tuple(e for e in ids if e not in resident)
+                stored = [
+                    read(layer, some, formula=spec.formulas.get(layer)) if some else None
+                    for some in (others, resident)
                 ]
-                if made[0] is not None:
-                    self.weights[layer] = made[0]
-                self.order[layer] = (*others, *stay)
+                if stored[0] is not None:
+                    self.weights[layer] = stored[0]
+                self.order[layer] = (*others, *resident)
                 if self.lane is not None:
-                    self.lane.add_layer(layer, self.order[layer], *made)
-                self._shapes[layer] = shapes_of(next(weights for weights in made if weights is not None))
+                    self.lane.add_layer(layer, self.order[layer], *stored)
+                matrices = next(weights for weights in stored if weights is not None).projections()
+                shapes[layer] = {name: (int(m.shape[1]), int(m.shape[2])) for name, m in matrices.items()}
                 self.names[layer] = [layout.names(layer, e, spec.root) for e in self.order[layer]]
                 done += len(ids) * layout.expert_bytes[layer]
                 if progress is not None:
@@ -117,31 +137,29 @@ class LocalExperts:
             self.weight_bytes = sum(weights.bytes for weights in self.weights.values())
             self.load_seconds = time.monotonic() - start
             if spec.lora.experts:
-                self._make_lora()
+                self._make_lora(shapes)
 
-    def _make_lora(self) -> None:
+    def _make_lora(self, shapes: Mapping[int, Mapping[str, tuple[int, int]]]) -> None:
         spec, rank = self.spec, self.spec.lora.rank
-        parameters: list[torch.nn.Parameter] = []
-        for layer, named in self.names.items():
-            matrices: dict[str, torch.nn.Parameter] = {}
-            for projection in named[0]:
-                experts, (out_features, in_features) = len(named), self._shapes[layer][projection]
+        for layer, experts in self.names.items():
+            matrices = self._parameters[layer] = {}
+            for projection in experts[0]:
+                out_features, in_features = shapes[layer][projection]
                 # float32 by name: in one process a worker that builds its model changes the default type.
-                a = torch.empty(experts, rank, in_features, dtype=torch.float32)
-                for i, names in enumerate(named):
+                a = torch.empty(len(experts), rank, in_features, dtype=torch.float32)
+                for i, names in enumerate(experts):
                     name = f"{names[projection]}.lora_A.weight"
                     a[i] = init_lora_a(spec.seed, name, (rank, in_features), spec.lora.init)
                 matrices[f"{projection}_a"] = torch.nn.Parameter(a)
-                b = torch.zeros(experts, out_features, rank, dtype=torch.float32)
+                b = torch.zeros(len(experts), out_features, rank, dtype=torch.float32)
                 matrices[f"{projection}_b"] = torch.nn.Parameter(b)
-            self._parameters[layer] = matrices
-            parameters.extend(matrices.values())
-        sides = [key[-1].upper() for matrices in self._parameters.values() for key in matrices]
-        self._optimizer = LoraOptimizer(parameters, spec.optim, sides)
+        named = [item for matrices in self._parameters.values() for item in matrices.items()]
+        sides = [key[-1].upper() for key, _ in named]
+        self._optimizer = LoraOptimizer([parameter for _, parameter in named], spec.optim, sides)
         for layer, matrices in self._parameters.items():
-            self.lora[layer] = as_adapter({k: p.data for k, p in matrices.items()}, spec.lora.scale)
+            self.lora[layer] = _adapter({k: p.data for k, p in matrices.items()}, spec.lora.scale)
             grads = {k: p.grad for k, p in matrices.items() if p.grad is not None}
-            self._grads[layer] = as_adapter(grads, spec.lora.scale)
+            self._grads[layer] = _adapter(grads, spec.lora.scale)
             if self.lane is not None:
                 self.lane.lock(self.lora[layer])
 
@@ -161,8 +179,8 @@ class LocalExperts:
 
     def begin_pass(self, step: int, dropout: bool, adapters: bool = True) -> None:
         """Forget kept activations. dropout: whether LoRA's is on. adapters: False = without LoRA."""
-        self._saved.clear()
-        self._adapters = adapters
+        self._kept.clear()
+        self._lora_on = adapters
         p = self.spec.lora.dropout
         self._dropout = (
             DropoutSpec(p=p, seed=self.spec.seed, step=step) if dropout and p > 0 and self.lora else None
@@ -170,138 +188,156 @@ class LocalExperts:
 
     def keep(self, name: str, *, copy: bool) -> None:
         """Keep the LoRA as it is now as an adapter for generation; `copy` if it will be changed."""
-        kept = {layer: lora.map(torch.Tensor.clone) if copy else lora for layer, lora in self.lora.items()}
+        adapter = {layer: lora.map(torch.Tensor.clone) if copy else lora for layer, lora in self.lora.items()}
         if copy and self.lane is not None:
-            for lora in kept.values():
+            for lora in adapter.values():
                 self.lane.lock(lora)
-        self._kept[name] = kept
+        self._adapters[name] = adapter
 
-    def local_ids(self, layer: int, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-        """Global expert ids [T, K] of a layer to local ones; experts held elsewhere become n (no expert)."""
-        table = self._local.get(layer)
+    def local_ids(self, layer: int, ids_TK: Tensor, num_experts: int) -> Tensor:
+        """Global expert ids [T, K] of a layer to local ones; other actors' experts become E (no expert)."""
+        table = self._local_ids.get(layer)
         if table is None:  # made once: for a single token it would cost as much as the experts
-            held = self.order[layer]
-            table = self._local[layer] = torch.full((num_experts + 1,), len(held), dtype=torch.int64)
-            table[list(held)] = torch.arange(len(held))
-        return table[ids.long().clamp(max=num_experts)]
+            own = self.order[layer]
+            table = self._local_ids[layer] = torch.full((num_experts + 1,), len(own), dtype=torch.int64)
+            table[list(own)] = torch.arange(len(own))
+        return table[ids_TK.long().clamp(max=num_experts)]
 
     def forward(
         self,
         layer: int,
         group: int,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        router_weights: torch.Tensor,
-        keys: torch.Tensor,
+        x_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        keys_T: Tensor,
         *,
         keep: bool,
         alloc: Alloc = new_memory,
         adapter: bool | str | None = None,
-    ) -> torch.Tensor:
-        """Weighted sum over this host's experts.
+    ) -> Tensor:
+        """Weighted sum over the local experts.
 
         Args:
-            x: [T, H] float32 or bfloat16. ids: [T, K] local ids. router_weights: [T, K] float32.
-            keys: [T] int64 dropout keys. keep: a backward of (layer, group) follows.
-            alloc: where y is to lie. adapter: with LoRA or without; a name = with what `keep` kept under it;
+            x_TH: float32 or bfloat16. ids_TK: local ids. weights_TK: float32 router weights.
+            keys_T: int64 dropout keys. keep: a backward of (layer, group) follows.
+            alloc: where y is to lie. adapter: with LoRA or without; a name = what `keep` stored under it;
                 None = as begin_pass said.
 
         Returns:
             y [T, H] float32.
         """
         start = time.monotonic()
-        held = len(self.order[layer])
-        counts = torch.bincount(ids.reshape(-1), minlength=held + 1)[:held].tolist()
-        which = self._adapters if adapter is None else adapter
-        lora = None
+        experts = len(self.order[layer])
+        counts = torch.bincount(ids_TK.reshape(-1), minlength=experts + 1)[:experts].tolist()
+        which = self._lora_on if adapter is None else adapter
+        lora: ExpertLora | None = None
         if which is not False:
-            lora = (self.lora if which is True else self._kept[which]).get(layer)
-        engine_ids, pending = ids, None
+            lora = (self.lora if which is True else self._adapters[which]).get(layer)
+        engine_ids_TK, pending = ids_TK, None
         if self.lane is not None:
-            chosen = self.lane.choose(layer, counts, len(x))
-            engine_ids = self._without(layer, ids, chosen)
+            chosen = self.lane.choose(layer, counts, len(x_TH))
+            engine_ids_TK = self._without(layer, ids_TK, chosen)
             if chosen:
                 pending = self.lane.forward(
-                    layer, chosen, x, ids, router_weights, lora, self._dropout, keys, keep=keep
+                    layer, chosen, x_TH, ids_TK, weights_TK, lora, self._dropout, keys_T, keep=keep
                 )
                 self.counters.lane_slots += sum(counts[e] for e in chosen)
         saved: Saved | None = None
         try:
+            y_TH = alloc(x_TH.shape, torch.float32)
             if layer in self.weights:
                 save: bool | Literal["recompute"] = keep
                 if keep and self.spec.activations == "recompute":
                     save = "recompute"
                 weights = self.weights[layer]
-                y, saved = self.engine.forward(
+                y_TH, saved = self.engine.forward(
                     weights,
-                    x,
-                    engine_ids,
-                    router_weights,
-                    lora=first_experts(lora, weights.E),
+                    x_TH,
+                    engine_ids_TK,
+                    weights_TK,
+                    lora=_first(lora, weights.E),
                     dropout=self._dropout,
-                    keys=keys,
+                    keys=keys_T,
                     save=save,
-                    out=alloc(x.shape, torch.float32),
+                    out=y_TH,
                 )
             else:
-                y = alloc(x.shape, torch.float32).zero_()
+                y_TH.zero_()
         finally:
             if pending is not None:
                 wait([pending])  # it reads the caller's tensors
+        self._finish_forward(layer, group, counts, ids_TK, y_TH, saved, pending, keep=keep)
+        self.counters.forward_seconds += time.monotonic() - start
+        return y_TH
+
+    def _finish_forward(
+        self,
+        layer: int,
+        group: int,
+        counts: Sequence[int],
+        ids_TK: Tensor,
+        y_TH: Tensor,
+        saved: Saved | None,
+        pending: Future[LaneForward] | None,
+        *,
+        keep: bool,
+    ) -> None:
+        """Add the lane's part to y, keep what backward needs, and count."""
         lane_saved: LaneSaved | None = None
         if pending is not None:
             part = pending.result()
-            y.index_add_(0, part.tokens, part.y)
+            y_TH.index_add_(0, part.tokens, part.y)
             lane_saved = part.saved
-        self.counters.forward_slots += sum(counts)
+        counters = self.counters
+        counters.forward_slots += sum(counts)
         if keep:
-            self._saved[layer, group] = Kept(saved, lane_saved, sum(counts), ids.shape)
-            kept = sum(k.bytes for k in self._saved.values())
-            self.counters.kept_bytes_peak = max(self.counters.kept_bytes_peak, kept)
-        seen = self.counters.tokens_per_expert.setdefault(layer, [0] * held)
-        place = {e: i for i, e in enumerate(self.spec.experts_of(layer))}
+            self._kept[layer, group] = _Kept(saved, lane_saved, sum(counts), ids_TK.shape)
+            kept_bytes = sum(kept.bytes for kept in self._kept.values())
+            counters.kept_bytes_peak = max(counters.kept_bytes_peak, kept_bytes)
+        tokens = counters.tokens_per_expert.setdefault(layer, [0] * len(counts))
+        position = {e: i for i, e in enumerate(self.spec.experts_of(layer))}
         for expert, count in zip(self.order[layer], counts, strict=True):
-            seen[place[expert]] += count
-        self.counters.forward_seconds += time.monotonic() - start
-        return y
+            tokens[position[expert]] += count
 
     def backward(
-        self, layer: int, group: int, dy: torch.Tensor, *, alloc: Alloc = new_memory
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, layer: int, group: int, dy_TH: Tensor, *, alloc: Alloc = new_memory
+    ) -> tuple[Tensor, Tensor]:
         """Gradients of the forward of (layer, group): dx [T, H] and d(router weights) [T, K], float32.
 
-        LoRA gradients are added to the ones kept here.
+        LoRA gradients are added to those of the passes before.
 
         Args:
             alloc: where dx and dw are to lie.
         """
         start = time.monotonic()
-        kept, lora, grads = self._saved.pop((layer, group)), self.lora.get(layer), self._grads.get(layer)
-        out = alloc(dy.shape, torch.float32), alloc(kept.shape, torch.float32)
+        kept, lora, grads = self._kept.pop((layer, group)), self.lora.get(layer), self._grads.get(layer)
+        dx_TH, dw_TK = alloc(dy_TH.shape, torch.float32), alloc(kept.shape, torch.float32)
         pending = None
         if self.lane is not None and kept.lane is not None:
-            pending = self.lane.backward(layer, kept.lane, dy, lora)
+            pending = self.lane.backward(layer, kept.lane, dy_TH, lora)
             self.counters.lane_slots += len(kept.lane.routed.slots)
         try:
             if kept.engine is not None:
                 weights = self.weights[layer]
-                dx, dw = self.engine.backward(
+                self.engine.backward(
                     weights,
                     kept.engine,
-                    dy,
-                    lora=first_experts(lora, weights.E),
-                    lora_grads=first_experts(grads, weights.E),
-                    out=out,
+                    dy_TH,
+                    lora=_first(lora, weights.E),
+                    lora_grads=_first(grads, weights.E),
+                    out=(dx_TH, dw_TK),
                 )
             else:
-                dx, dw = out[0].zero_(), out[1].zero_()
+                dx_TH.zero_()
+                dw_TK.zero_()
         finally:
             if pending is not None:
                 wait([pending])
         if pending is not None:
             part = pending.result()
-            dx.index_add_(0, part.tokens, part.dx)
-            dw.view(-1)[part.slots] = part.dw
+            dx_TH.index_add_(0, part.tokens, part.dx)
+            dw_TK.view(-1)[part.slots] = part.dw
             # Only now: the engine may touch the gradients of all its experts.
             for expert, own in part.lora:
                 assert grads is not None
@@ -311,19 +347,19 @@ class LocalExperts:
         if self.spec.activations == "recompute":
             self.counters.recomputed_slots += kept.slots
         self.counters.backward_seconds += time.monotonic() - start
-        return dx, dw
+        return dx_TH, dw_TK
 
-    def _without(self, layer: int, ids: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
+    def _without(self, layer: int, ids_TK: Tensor, chosen: Sequence[int]) -> Tensor:
         """Local ids for the engine: experts that the lane computes become "no expert"."""
         engine = self.weights[layer].E if layer in self.weights else 0
         table = torch.arange(len(self.order[layer]) + 1).clamp(max=engine)
         table[list(chosen)] = engine
-        return table[ids]
+        return table[ids_TK]
 
     # -- optimizer ---------------------------------------------------------------------------
 
     def gradient_norm_squared(self) -> float:
-        """Sum of squares of this host's LoRA gradients, in float64."""
+        """Sum of squares of the LoRA gradients, in float64."""
         return squared_norm(self._optimizer.gradients()) if self._optimizer is not None else 0.0
 
     def apply_gradients(self, lr: float, clip: float) -> None:
@@ -337,7 +373,7 @@ class LocalExperts:
 
     # -- by name -----------------------------------------------------------------------------
 
-    def named(self, what: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def named(self, what: str) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, live view) for what = "param", "grad", or one of the optimizer's `state_kinds`."""
         for layer, matrices in self._parameters.items():
             for key, parameter in matrices.items():
@@ -364,7 +400,7 @@ class LocalExperts:
         return counters
 
     def close(self) -> None:
-        self._saved.clear()
+        self._kept.clear()
         if self.lane is not None:
             self.lane.close()
         self.engine.close()
@@ -375,3 +411,13 @@ def bind_to_cpus(cpus: tuple[int, ...]) -> None:
     allowed = set(cpus) & os.sched_getaffinity(0)
     if allowed:
         os.sched_setaffinity(0, allowed)
+
+
+def _first(lora: ExpertLora | None, experts: int) -> ExpertLora | None:
+    """The engine's part of all experts' matrices, as views."""
+    return None if lora is None else lora.map(lambda tensor: tensor[:experts])
+
+
+def _adapter(matrices: Mapping[str, Tensor], scale: float) -> ExpertLora:
+    """Experts without a gate have no matrices for it."""
+    return ExpertLora(**{"gate_a": None, "gate_b": None, **matrices}, scale=scale)

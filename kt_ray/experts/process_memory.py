@@ -6,8 +6,11 @@ import ctypes
 import os
 import platform
 
+import psutil
+
 _MPOL_DEFAULT = 0
 _MPOL_PREFERRED = 1
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 
 
@@ -18,9 +21,6 @@ def node_count() -> int:
     except OSError:
         return 1
     return max(1, len(nodes))
-
-
-_M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 class PreferNode:
@@ -55,15 +55,8 @@ def _set_mempolicy(mode: int, mask: int) -> bool:
 
 
 def available_memory() -> int:
-    """Bytes that processes can still take without swapping; 0 where the system does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
+    """Bytes that processes can still take without swapping."""
+    return int(psutil.virtual_memory().available)
 
 
 def give_back_freed_memory() -> bool:

@@ -4,7 +4,7 @@ TensorArg = tuple[str, int, str, tuple[int, ...], bool]
 """(name, address, dtype, shape, contiguous on the CPU)"""
 MatrixArg = tuple[str, str, int, int, int, int, int, int, int, str, int, int, int, int, int]
 """One projection of all experts, W[e][n][k]:
-(name, format, E, N, K, address, bytes between experts, rows, columns,
+(name, format, E, N, K, address, bytes between experts, rows, columns (0 where elements have no address),
 scale type or "none", address of the scales, bytes between experts' and rows' scales,
 rows and columns that one scale covers)"""
 WeightsArg = tuple[

@@ -66,11 +66,8 @@ def _result(name: str, given: Tensor | None, shape: Sequence[int]) -> Tensor:
 
 
 def _check_per_channel_int8(weights: ExpertWeights) -> None:
-    """What `int8_products` takes."""
-    for name in ("gate", "up", "down"):
-        projection = getattr(weights, name)
-        if projection is None:
-            continue
+    """`int8_products` takes no other weights."""
+    for name, projection in weights.projections().items():
         if isinstance(projection, Tensor):
             seen = f"a {PLAIN[projection.dtype]} tensor"
         elif projection.format != "int8":
@@ -104,10 +101,8 @@ def _weights_arg(weights: ExpertWeights) -> _native.WeightsArg:
 def _adapter_arg(prefix: str, adapter: ExpertLora, gated: bool) -> _native.LoraArg:
     for name in ("gate_a", "gate_b"):
         if (getattr(adapter, name) is not None) != gated:
-            seen, wanted = ("None", "a tensor") if gated else ("given", "None")
-            raise ValueError(
-                f"{prefix}.{name}: {seen}, required {wanted}: the experts have {'a' if gated else 'no'} gate"
-            )
+            seen = "None, required a tensor" if gated else "given, required None"
+            raise ValueError(f"{prefix}.{name}: {seen}: the experts have {'a' if gated else 'no'} gate")
     gate_a, gate_b = (_optional_arg(f"{prefix}.{n}", getattr(adapter, n)) for n in LORA_FIELDS[:2])
     up_a, up_b, down_a, down_b = (_arg(f"{prefix}.{n}", getattr(adapter, n)) for n in LORA_FIELDS[2:])
     return gate_a, gate_b, up_a, up_b, down_a, down_b, adapter.scale

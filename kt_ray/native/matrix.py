@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-MatrixArg = tuple[str, str, int, int, int, int, int, int, int, str, int, int, int, int, int]
-"""Name, format, E, N, K; address of the data, bytes between experts, rows, columns (0 where elements have
-no address of their own); type of the scales or "none", their address, bytes between experts and rows;
-rows and columns that one scale covers."""
+if TYPE_CHECKING:
+    from kt_ray.native._native import MatrixArg
 
 GGUF_BLOCKS = {
     "q8_0": (32, 34),
@@ -177,8 +176,8 @@ class ExpertMatrix:
         _check_tensor("data", self.data)
         if self.data.dtype != dtype:
             raise ValueError(f"data: {self.data.dtype}, required {dtype} for format {self.format}")
-        held = self.data.shape[2:].numel() if self.data.dim() >= 3 else 0
-        if self.data.dim() < 3 or tuple(self.data.shape[:2]) != (experts, rows) or held != row:
+        elements_of_row = self.data.shape[2:].numel() if self.data.dim() >= 3 else 0
+        if self.data.dim() < 3 or tuple(self.data.shape[:2]) != (experts, rows) or elements_of_row != row:
             raise ValueError(
                 f"data: shape {list(self.data.shape)}, required [{experts}, {rows}, {row} in all] "
                 f"for format {self.format} and shape {self.shape}"

@@ -1,4 +1,4 @@
-"""Makes quantised expert weights: round to nearest, no calibration. For tests, benchmarks and first steps.
+"""Quantises expert weights: round to nearest, no calibration.
 
 Shapes: E experts, N rows and K columns of one projection.
 """

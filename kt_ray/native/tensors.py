@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -26,11 +26,6 @@ ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 CLAMPED = ("silu", "swiglu_oai")
 PLAIN = {torch.float32: "f32", torch.bfloat16: "bf16"}
 FORMATS: tuple[str, ...] = (*PLAIN.values(), *QUANTISED)
-
-
-def format_of(projection: Projection) -> str:
-    """The name of a projection's storage format, one of FORMATS."""
-    return PLAIN[projection.dtype] if isinstance(projection, Tensor) else projection.format
 
 
 def plain_arg(name: str, tensor: Tensor) -> MatrixArg:
@@ -179,9 +174,7 @@ class ExpertWeights:
 
     def _check_projections(self) -> None:
         """Formats that go together, and shapes that agree with the first projection's."""
-        args = [projection_arg("up", self.up), projection_arg("down", self.down)]
-        if self.gate is not None:
-            args.insert(0, projection_arg("gate", self.gate))
+        args = [projection_arg(name, projection) for name, projection in self.projections().items()]
         first, kind, e, i, h = args[0][:5]
         if i < 1 or h < 1:
             raise ValueError(f"{first}: shape {[e, i, h]} has no elements per expert, required at least one")
@@ -193,10 +186,10 @@ class ExpertWeights:
                     f"{named.get(kind, f'format {kind}')}, required float32 for all projections or for "
                     f"none; convert float32 ones with .bfloat16()"
                 )
-            wanted = [e, h, i] if name == "down" else [e, i, h]
-            if shape != wanted:
+            required = [e, h, i] if name == "down" else [e, i, h]
+            if shape != required:
                 raise ValueError(
-                    f"{name}: shape {shape}, required {wanted} to go with {first}; "
+                    f"{name}: shape {shape}, required {required} to go with {first}; "
                     f"gate and up are [experts, intermediate, hidden], down [experts, hidden, intermediate]"
                 )
 
@@ -217,8 +210,10 @@ class ExpertWeights:
         if bias.shape != (self.E, size):
             raise ValueError(f"{name}: shape {list(bias.shape)}, required {[self.E, size]}")
 
-    def _named(self) -> tuple[tuple[str, Projection | None], ...]:
-        return ("gate", self.gate), ("up", self.up), ("down", self.down)
+    def projections(self) -> dict[str, Projection]:
+        """gate (if there is one), up and down by name."""
+        named = {"gate": self.gate, "up": self.up, "down": self.down}
+        return {name: projection for name, projection in named.items() if projection is not None}
 
     @property
     def E(self) -> int:
@@ -238,14 +233,16 @@ class ExpertWeights:
     @property
     def formats(self) -> tuple[str, ...]:
         """Storage formats of gate (if there is one), up and down."""
-        return tuple(format_of(p) for _, p in self._named() if p is not None)
+        return tuple(
+            PLAIN[p.dtype] if isinstance(p, Tensor) else p.format for p in self.projections().values()
+        )
 
     @property
     def bytes(self) -> int:
         """Memory of the weights, their scales and the biases; views count what they show."""
-        matrices = [p.bytes for p in (self.gate, self.up, self.down) if isinstance(p, ExpertMatrix)]
-        tensors = (self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
-        return sum(matrices) + sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+        biases = [bias for bias in (self.gate_bias, self.up_bias, self.down_bias) if bias is not None]
+        stored = [*self.projections().values(), *biases]
+        return sum(s.nbytes if isinstance(s, Tensor) else s.bytes for s in stored)
 
 
 @dataclass(frozen=True)
@@ -288,8 +285,8 @@ class ExpertLora:
 
     def named(self) -> dict[str, Tensor]:
         """The matrices by name, in the order of the fields: six, or four without a gate."""
-        found = {name: getattr(self, name) for name in LORA_FIELDS}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        matrices = {name: getattr(self, name) for name in LORA_FIELDS}
+        return {name: matrix for name, matrix in matrices.items() if matrix is not None}
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The matrices in the order of the fields: six, or four without a gate."""
@@ -301,26 +298,14 @@ class ExpertLora:
         Raises:
             ValueError: gate of an adapter without one.
         """
-        a, b = (
-            (self.gate_a, self.gate_b),
-            (self.up_a, self.up_b),
-            (self.down_a, self.down_b),
-        )[projection]
+        a, b = (getattr(self, name) for name in LORA_FIELDS[2 * projection : 2 * projection + 2])
         if a is None or b is None:
             raise ValueError("lora: has no gate matrices, required for experts with a gate")
         return a, b
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ExpertLora:
-        """An adapter of the function's results, with the same scale."""
-        return ExpertLora(
-            None if self.gate_a is None else function(self.gate_a),
-            None if self.gate_b is None else function(self.gate_b),
-            function(self.up_a),
-            function(self.up_b),
-            function(self.down_a),
-            function(self.down_b),
-            self.scale,
-        )
+        """The adapter with `function` applied to every matrix."""
+        return replace(self, **{name: function(matrix) for name, matrix in self.named().items()})
 
     def zeros_like(self) -> ExpertLora:
         """An adapter of zeros of the same shape: where gradients are gathered."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kt_ray.experts.lane_device import LaneDevice, PageLock
+from kt_ray.experts.lane_device import LaneDevice, PinnedWeights
 from kt_ray.native import allocate
 from tests.experts.test_lane_host import LANES, close_to, results
 from tests.experts.test_lane_math import expected, run_in_lane
@@ -49,7 +49,7 @@ def test_a_lane_changes_nothing_but_rounding(
 
 def test_weights_are_page_locked_once() -> None:
     device = LaneDevice("cuda:0")
-    weights, lock = allocate((4 << 20,), torch.uint8), PageLock(device)
+    weights, lock = allocate((4 << 20,), torch.uint8), PinnedWeights(device)
     lock.add([weights[:10], weights[20:]])
     assert lock.refusal is None and lock.bytes == weights.untyped_storage().nbytes() and weights.is_pinned()
     lock.release()

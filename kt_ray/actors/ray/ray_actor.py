@@ -68,7 +68,7 @@ class RayActor:
         if isinstance(self.actor, AttentionWorker):
             start, stop = self.actor.here.layers
             return f"layers {start}-{stop - 1}" if stop - start > 1 else f"layer {start}"
-        return f"{held_per_layer(self.actor.plan, self.actor.host.spec)} experts per layer"
+        return f"{held_per_layer(self.actor.plan, self.actor.experts.spec)} experts per layer"
 
     @ray.method(concurrency_group="control")
     def place(self) -> tuple[str, DoorbellAddress | None]:
