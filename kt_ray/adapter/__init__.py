@@ -1,1 +1,1 @@
-"""The adapter: how PEFT stores it, read, written, taken apart and put together."""
+"""LoRA adapters in PEFT's format: written, read, loaded into a model; the fused form and back."""

@@ -1,7 +1,8 @@
-"""A PEFT adapter as parameters of kt_ray: which LoRA settings it needs, and its tensors by our names.
+"""Load a PEFT adapter into a model: the LoRA settings that it needs, and its tensors by parameter name.
 
-Every actor reads its own tensors from the file; DeepSeek-V3's adapter of 13 GB never meets in one process.
-Pairs of a smaller rank get zeros, and B takes up a scale that differs, so PEFT's patterns work, too.
+Every actor reads its own tensors from the file: DeepSeek-V3's adapter of 13 GB never meets in one process.
+Pairs of a smaller rank are padded with zeros, and another scale is folded into B, so PEFT's rank and alpha
+patterns work.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A look into the shards before a run: what headers cannot show.
+"""Sample the shards before a run, for damage that headers do not show.
 
-An interrupted download often has its full size: programs reserve the space first, and what never arrived
-reads as zeros. Some places of every shard are read, a few kilobytes each, and the file system is asked
-for holes. 163 shards take about a second on a local disk.
+An interrupted download often has its full size: programs reserve the space first, and bytes that never
+arrived read as zeros. A few kilobytes are read at several places of every shard, and the file system is
+asked for holes. 163 shards take about a second on a local disk.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Quantised weights on their way into a checkpoint: the inverse of stored.py.
+"""Quantise weights for a checkpoint: the inverse of stored.py.
 
-An `Encoding` says under which keys, types and shapes a matrix W [N, K] (or a stack [E, N, K]) is written,
-before any value exists, so that a shard can be laid out first and filled one expert at a time:
+An `Encoding` gives the keys, types and shapes of a matrix W [N, K] (or a stack [E, N, K]) before any value
+exists, so that a shard can be laid out first and filled one expert at a time:
 
     fp8          X.weight F8_E4M3, X.weight_scale_inv F32 [N/128, K/128]  (DeepSeek, Qwen, MiniMax)
     fp8-row      X.weight F8_E4M3, X.weight_scale BF16 [N, 1]             (compressed-tensors float-quantized)
@@ -12,8 +12,8 @@ before any value exists, so that a shard can be laid out first and filled one ex
     mxfp4-blocks X_blocks U8 [E, N, K/32, 16], X_scales U8 [E, N, K/32]   (gpt-oss)
     fp4          X.weight I8 [N, K/2], X.scale F8_E8M0 [N, K/32]          (DeepSeek-V4)
 
-`Encoding.like` follows a matrix that a checkpoint holds: its keys, types, block and, where the scales are
-powers of two, powers of two again. Rounding is to nearest, without calibration.
+`Encoding.like` copies the keys, types and block of a checkpoint's matrix, and keeps scales powers of two
+where they are. Rounding is to nearest, without calibration.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Routed experts from a GGUF file beside a Hugging Face directory, which has everything else.
+"""Routed experts from a GGUF file; everything else comes from the Hugging Face directory beside it.
 
-llama.cpp keeps the experts of layer N as stacks of all experts: blk.N.ffn_{gate,up,down}_exps.weight (or
-ffn_gate_up_exps.weight, rows of gate, then rows of up) and, in gpt-oss, .bias. A row is a row of blocks as
-the engine computes from them, and experts follow each other, so they are read straight into place. Types
-may differ from tensor to tensor and from layer to layer, as llama-quantize mixes them. float16, which the
-engine does not compute with, becomes bfloat16 while it is read (of a model that was released in bfloat16
-these are its own values again; others lose three bits).
+llama.cpp stacks the experts of a layer (names.py) and, where they have biases, those. A row is a row of
+blocks in the engine's own format, and experts follow each other, so they are read straight into place.
+Types may differ from tensor to tensor and from layer to layer, as llama-quantize mixes them. The engine
+does not compute with float16, so it is rounded to bfloat16 on load: exact for a model that was released in
+bfloat16, a loss of three bits for others.
 
 Legend: E experts, I intermediate size of one expert, H hidden size; n is the number of experts asked for.
 """

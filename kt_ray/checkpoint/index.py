@@ -2,7 +2,7 @@
 
 `CheckpointIndex.open` checks everything that can be checked without reading tensors (config.json,
 the index, every shard's presence, header and size), so that a damaged 600 GB checkpoint is refused
-in seconds and not at layer 44.
+within seconds, not at layer 44.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CheckpointIndex:
         config: config.json as parsed.
         tensors: name -> place, dtype ("BF16", "F32", ...) and shape.
         files: the shards, sorted.
-        notes: what is odd and does no harm, one line each.
+        notes: harmless oddities, one line each.
     """
 
     path: Path

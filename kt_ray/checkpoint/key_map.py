@@ -1,7 +1,7 @@
-"""Which tensor of a model each key of a checkpoint becomes: transformers' own conversion mapping, applied.
+"""Which tensor of a model each key of a checkpoint becomes, by transformers' own conversion mapping.
 
-Keys of a multimodal checkpoint are also tried under the names they would have if the language model stood
-alone; where its experts lie shows where the language model does.
+Keys of a multimodal checkpoint are also tried under the names that its language model has on its own; the
+prefix of its experts tells where the language model is.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 No file is mapped and nothing is repacked: each expert's bytes go from the file to their final place, in
 huge pages where the machine has them; the halves of fused projections are views. The reading threads touch
-the memory first, so it comes from the node that the caller's memory policy says. Only a backend that asks
-for another format than the checkpoint's puts one expert at a time through scratch memory.
+the memory first, so the caller's memory policy decides its NUMA node. Only a backend with another format
+than the checkpoint's needs scratch memory, for one expert at a time.
 Legend: E experts, I intermediate size of one expert, H hidden size; n is the number of experts asked for.
 """
 

@@ -5,8 +5,8 @@ The mapping from checkpoint keys to module names is transformers' own
 converters that split or join tensors), so that a family loads here as it does there. So are the
 parameters that stay in float32 whatever the dtype (`e_score_correction_bias`).
 
-Quantised weights are dequantised one at a time, on the device they go to; or kept, as `QuantizedLinear`.
-Keys of a multimodal checkpoint that lie outside its language model are passed over and reported.
+Quantised weights are dequantised one at a time, on their device, or stay quantised as `QuantizedLinear`.
+Keys of a multimodal checkpoint outside its language model are skipped and reported.
 """
 
 from __future__ import annotations

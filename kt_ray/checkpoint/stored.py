@@ -1,8 +1,8 @@
 """Quantised weights of a checkpoint: which tensors make one matrix, and in which format.
 
-Each convention stores a matrix W [N, K] (or a stack [E, N, K]) as values and scales under names of its
-own. They are found by names, types and shapes, and named after what they stand for
-("...mlp.gate_proj.weight", "...experts.gate_up_proj"):
+Each convention stores a matrix W [N, K] (or a stack [E, N, K]) as values and scales under its own names.
+Names, types and shapes tell which; the matrix gets the name of its parameter ("...mlp.gate_proj.weight",
+"...experts.gate_up_proj"):
 
     fp8    X.weight F8_E4M3 with X.weight_scale_inv or X.scale [N/128, K/128]: DeepSeek, Qwen, MiniMax
            X.weight F8_E4M3 with X.weight_scale [N, 1], [N], [1], [] or blocks: compressed-tensors, fbgemm

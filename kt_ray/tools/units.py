@@ -1,4 +1,4 @@
-"""One parameter of a checkpoint on its way into another: as stored, merged, or dequantised to BF16."""
+"""How one parameter of a checkpoint is written into another: copied, changed, or dequantised to BF16."""
 
 from __future__ import annotations
 

@@ -81,6 +81,18 @@ def fused(
     return tensors
 
 
+def granite() -> dict[str, Tensor]:
+    """The values of `fused` under Granite's names."""
+    names = {
+        ".mlp.experts.gate_up_proj": ".block_sparse_moe.input_linear.weight",
+        ".mlp.experts.down_proj": ".block_sparse_moe.output_linear.weight",
+    }
+    return {
+        next((key.replace(old, new) for old, new in names.items() if old in key), key): value
+        for key, value in fused().items()
+    }
+
+
 def encoded(tensors: dict[str, Tensor], convention: str, **options: Any) -> dict[str, tuple[str, Tensor]]:
     """Expert weights in a convention: key -> (type as safetensors names it, values); the rest as it is."""
     result: dict[str, tuple[str, Tensor]] = {}

@@ -16,7 +16,7 @@ from kt_ray.native import ExpertFormula, ExpertMatrix
 from kt_ray.tools.__main__ import main
 from kt_ray.tools.convert import Options, convert
 from tests.helpers.tiny_families import tiny_family
-from tests.helpers.tiny_moe import E, encoded, fused, per_expert, save
+from tests.helpers.tiny_moe import E, encoded, fused, granite, per_expert, save
 
 BOUNDS = {"fp8": 0.03, "int8": 0.01, "int4": 0.11, "mxfp4": 0.14}
 MIXTRAL: dict[str, Any] = {"moe": "block_sparse_moe", "leaves": ("w1", "w3", "w2")}
@@ -86,15 +86,7 @@ def test_training_reads_the_result(tmp_path: Path, layout: str, to: str) -> None
             fused(transposed=True, interleaved=True, biases=True),
             {"model_type": "gpt_oss"},
         ),
-        "granite": (
-            {
-                key.replace(".mlp.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight").replace(
-                    ".mlp.experts.down_proj", ".block_sparse_moe.output_linear.weight"
-                ): value
-                for key, value in fused().items()
-            },
-            {"model_type": "granitemoe"},
-        ),
+        "granite": (granite(), {"model_type": "granitemoe"}),
         "without gate": (single, {"model_type": "nemotron_h"}),
         "fused without gate": (
             {k: v for k, v in single.items() if ".experts." not in k}
