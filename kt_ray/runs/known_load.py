@@ -1,4 +1,4 @@
-"""What a plan takes from the checkpoint that the configuration names: tokens per expert, and its run's choices."""
+"""What a plan takes from the checkpoint that the configuration names: tokens per expert, its run's choice."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from kt_ray.config.schema import Config
+from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
 from kt_ray.placement.expert_load import FILE, ExpertLoad, read_load
-from kt_ray.dims.model_dims import ModelDims
 from kt_ray.placement.plan_types import Choice
 from kt_ray.runs.rundir import checkpoint_to_resume, find_checkpoints
 
@@ -47,8 +47,8 @@ def resumed_load(config: Config, dims: ModelDims) -> ExpertLoad | None:
 
 
 def resumed_choice(config: Config) -> Choice | None:
-    """Groups, waves and activations of the run that is resumed, as its plan.json has them; None = a new run, or
-    no plan.json that can be read.
+    """Layout, groups and activations of the run that is resumed, by its plan.json; None = a new run, or no
+    plan.json that can be read.
 
     Raises:
         UserError: as `checkpoint_to_resume`.
