@@ -420,4 +420,5 @@ def _first(lora: ExpertLora | None, experts: int) -> ExpertLora | None:
 
 def _adapter(matrices: Mapping[str, Tensor], scale: float) -> ExpertLora:
     """Experts without a gate have no matrices for it."""
-    return ExpertLora(**{"gate_a": None, "gate_b": None, **matrices}, scale=scale)
+    without_gate: dict[str, Any] = {"gate_a": None, "gate_b": None}
+    return ExpertLora(**(without_gate | dict(matrices)), scale=scale)

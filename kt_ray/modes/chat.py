@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from kt_ray.config.schema import Config
+from kt_ray.data.row_types import Turn
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.runs.generation import PreparedGeneration, generating, prepare_generation

@@ -50,8 +50,8 @@ def choose_plan(
     Args:
         load: tokens per expert of this model, as for `make_plan`.
         rates: the host's; None = those of `rates_for`.
-        before: the choice of the run that is resumed. Where the layout is the same and it fits it stays, so
-            that the run continues bit for bit.
+        before: the choice of the run that is resumed. Where the layout is the same and they fit, its groups
+            and activations stay, so that the run continues bit for bit.
 
     Returns:
         The plan; `Plan.compared` has what was simulated, the chosen one first, and a note says so.
@@ -63,30 +63,30 @@ def choose_plan(
     plan = make_plan(dims, config, hardware, load, lane)
     if generates(config) or dims.refusal or not plan.fits:
         return plan
-    known = rates or rates_for(config, hardware)
+    host_rates = rates or rates_for(config, hardware)
 
-    def candidates(configs: Iterator[Config]) -> list[_Candidate]:
+    def simulate_fitting(configs: Iterator[Config]) -> list[_Candidate]:
         """Those of the configurations that fit, simulated."""
         plans = [(changed, make_plan(dims, changed, hardware, load, lane)) for changed in configs]
-        return [_Candidate(c, p, step_seconds(p, c, known)) for c, p in plans if p.fits]
+        return [_Candidate(c, p, step_seconds(p, c, host_rates)) for c, p in plans if p.fits]
 
-    best = _Candidate(config, plan, step_seconds(plan, config, known))
-    tried = [best]
+    best = _Candidate(config, plan, step_seconds(plan, config, host_rates))
+    simulations = [best]
     choices = layouts(dims, config, hardware)
     if choices:
-        others = candidates(with_layout(config, other) for other in _fewer_replicas(choices, plan))
-        tried += others
+        others = simulate_fitting(with_layout(config, other) for other in _fewer_replicas(choices, plan))
+        simulations += others
         best = _faster(best, others)
         best = replace(best, config=with_layout(config, (best.plan.stages, best.plan.replicas)))
     if before is not None and before[:2] == best.choice[:2]:
-        kept = candidates(_as_before(best.config, before))
-        if kept:
-            return _explained(kept[0], tried, "groups, waves and activations as in the run that is resumed")
+        earlier = simulate_fitting(_as_before(best.config, before))
+        if earlier:
+            return _explained(earlier[0], simulations[:1], None)
     for alternatives in (_other_activations, _other_groups):
-        others = candidates(alternatives(best))
-        tried += others
+        others = simulate_fitting(alternatives(best))
+        simulations += others
         best = _faster(best, others)
-    return _explained(best, tried, f"rates: {known.source}")
+    return _explained(best, simulations, host_rates.source)
 
 
 def step_seconds(plan: Plan, config: Config, rates: Rates) -> float:
@@ -125,10 +125,10 @@ def _fewer_replicas(choices: tuple[tuple[int, int], ...], plan: Plan) -> tuple[t
 def _other_activations(best: _Candidate) -> Iterator[Config]:
     """What the experts keep trades memory, and so the number of waves, against computing."""
     rule = best.config.rule
-    kept = best.plan.experts[0].activations
+    activations = best.plan.experts[0].activations
     whole = waves_of(micro_batches(best.config), best.plan.wave) == 1
-    if rule.experts.activations == "auto" and not (kept == "retain" and whole):
-        yield _with_rule(best.config, experts=replace(rule.experts, activations=_OTHER[kept]))
+    if rule.experts.activations == "auto" and not (activations == "retain" and whole):
+        yield _with_rule(best.config, experts=replace(rule.experts, activations=_OTHER[activations]))
 
 
 _OTHER = {"retain": "recompute", "recompute": "retain"}
@@ -142,36 +142,39 @@ def _other_groups(best: _Candidate) -> Iterator[Config]:
 
 
 def _as_before(config: Config, before: Choice) -> Iterator[Config]:
-    """The configuration with the earlier choice where it is at auto."""
-    rule = config.rule
-    experts, groups, wave = rule.experts, rule.groups, rule.wave
-    yield _with_rule(
-        config,
-        groups=before.groups if groups == "auto" else groups,
-        wave=before.wave if wave == "auto" else wave,
-        experts=replace(experts, activations=before.activations)
-        if experts.activations == "auto"
-        else experts,
-    )
+    """The configuration with the earlier choice where it is at auto; waves follow from memory."""
+    experts, groups = config.rule.experts, config.rule.groups
+    if experts.activations == "auto":
+        experts = replace(experts, activations=before.activations)
+    yield _with_rule(config, groups=before.groups if groups == "auto" else groups, experts=experts)
 
 
 def _with_rule(config: Config, **changes: Any) -> Config:
     return replace(config, rule=replace(config.rule, **changes))
 
 
-def _explained(best: _Candidate, tried: list[_Candidate], why: str) -> Plan:
-    """The chosen plan with what it was compared with."""
-    plan, first = best.plan, tried[0].plan
-    others = sorted((c for c in tried if c.plan is not plan), key=lambda c: c.seconds)
+def _explained(best: _Candidate, simulations: list[_Candidate], source: str | None) -> Plan:
+    """The chosen plan with what it was compared with.
+
+    Args:
+        simulations: memory's choice first.
+        source: of the rates; None = nothing was compared, as a run is resumed.
+    """
+    plan, first = best.plan, simulations[0].plan
+    others = sorted((c for c in simulations if c.plan is not plan and source), key=lambda c: c.seconds)
     notes = [note for note in plan.notes if not note.startswith(LAYOUT)]
     layout = [note for note in first.notes if note.startswith(LAYOUT)]
     if layout and (plan.stages, plan.replicas) != (first.stages, first.replicas):
-        slower = f"{layout_text(first.stages, first.replicas)} would take {tried[0].seconds:.3g} s per step"
+        slower = (
+            f"{layout_text(first.stages, first.replicas)} would take {simulations[0].seconds:.3g} s per step"
+        )
         layout = [f"{LAYOUT}: {layout_text(plan.stages, plan.replicas)}; {slower}, not {best.seconds:.3g} s"]
     if others:
         notes.append(
             f"chosen by simulated steps: {choice_text(best.choice)}: {best.seconds:.3g} s; the fastest of "
             f"{counted(len(others), 'other plan')}: {choice_text(others[0].choice)}: "
-            f"{others[0].seconds:.3g} s ({why})"
+            f"{others[0].seconds:.3g} s (rates: {source})"
         )
+    if source is None:
+        notes.append("groups and activations are those of the run that is resumed")
     return replace(plan, notes=(*layout, *notes), compared=(best.choice, *(c.choice for c in others)))

@@ -152,11 +152,11 @@ def test_nothing_is_simulated_where_nothing_is_open(fault: str) -> None:
 
 def test_a_resumed_run_keeps_its_choice() -> None:
     config, hardware = make_config(trainer={"batch_size": 8}), make_hardware()
-    before = Choice(1, 1, 4, 4, "recompute", 0.0)
+    before = Choice(1, 1, 4, 8, "recompute", 0.0)
     plan = choose_plan(small_dims(), config, hardware, before=before)
     assert chosen(plan) == before[:5]
-    assert any("as in the run that is resumed" in note for note in plan.notes)
+    assert any("those of the run that is resumed" in note for note in plan.notes)
     asked = make_config(trainer={"batch_size": 8}, rule={"groups": 2})
-    assert chosen(choose_plan(small_dims(), asked, hardware, before=before)) == (1, 1, 2, 4, "recompute")
+    assert chosen(choose_plan(small_dims(), asked, hardware, before=before)) == (1, 1, 2, 8, "recompute")
     other = choose_plan(small_dims(), config, hardware, before=before._replace(stages=2))
     assert other == choose_plan(small_dims(), config, hardware)
