@@ -50,7 +50,7 @@ def layout_lines(config: Config) -> list[str]:
         dims = model_dims(config.model)
         rates = lane_rates(config, hardware, dims)
         plan = make_plan(dims, config, hardware, known_load(config, dims), rates)
-    except UserError as error:  # rows can be looked at without the machine, or the model, to train on
+    except UserError as error:  # a preview needs neither the machine nor the model
         return [f"no plan: {error.line()}"]
     chosen = [note for note in plan.notes if note.startswith(LAYOUT)]
     return [f"rule {layout_line(plan)}; on {hardware.source}", *chosen]
