@@ -232,8 +232,8 @@ def _experts(
 
 
 def _layers(config: Config, hardware: Hardware, say: Say, notes: list[str]) -> tuple[LayerRate, ...]:
-    """The configured model's own layers, where its weights are at hand: as the workers would run them, and on
-    one thread and on all."""
+    """Rates of the configured model's layers, if its weights are here: with a worker's threads, with one, and
+    with all."""
     from kt_ray.actors.specs import stage_specs
     from kt_ray.measure import measure_layers
 

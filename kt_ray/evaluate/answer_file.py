@@ -169,10 +169,10 @@ def check_complete(path: Path) -> None:
     missing = missing_answers(file)
     if missing:
         raise UserError(
-            "not all rows have been answered: scores of a part would be taken for those of the whole",
+            "not all rows have been answered: scores of a part would pass for scores of the whole",
             where=str(file),
             observed=f"{missing} of {_settings(file)['count']} rows without an answer",
-            remedy="start mode=predict again with the same settings (it goes on where it stopped), or "
+            remedy="start mode=predict again with the same settings (it continues where it stopped), or "
             "mode=eval with generate.adapter, which does so itself",
         )
 
@@ -241,7 +241,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
             "a line of the predictions is no JSON object",
             where=where,
             observed=_short(line),
-            remedy="if this is the last line, mode=predict was stopped: start it again, it goes on; else "
+            remedy="if this is the last line, mode=predict was stopped: start it again, it continues; else "
             + _REMEDY,
         ) from error
     if not isinstance(value, dict):

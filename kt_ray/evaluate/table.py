@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,9 +71,7 @@ class Comparison:
 
     def markdown(self) -> str:
         """The table and the samples, ending in a newline."""
-        columns = self.columns()
-        text = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
-        text += ["| " + " | ".join(cells) + " |" for cells in self.cells()]
+        text = markdown_table(self.columns(), self.cells())
         text += [
             "",
             f"{self.rows} rows. Scores in percent; higher is better, except for loss and perplexity.",
@@ -185,6 +183,15 @@ def pick_samples(base: AnswerFile | None, adapter: AnswerFile | None, count: int
         )
         for i in spread(len(shown.rows), count)
     )
+
+
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table whose columns but the first are aligned right."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return [line(headings), "|---" + "|---:" * (len(headings) - 1) + "|", *map(line, rows)]
 
 
 def spread(total: int, count: int) -> list[int]:

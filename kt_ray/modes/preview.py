@@ -49,7 +49,7 @@ def layout_lines(config: Config) -> list[str]:
         dims = model_dims(config.model)
         load = known_load(config, dims)
         plan = choose_plan(dims, config, hardware, load, before=resumed_choice(config))
-    except UserError as error:  # rows can be looked at without the machine, or the model, to train on
+    except UserError as error:  # a preview needs neither the machine nor the model
         return [f"no plan: {error.line()}"]
     chosen = [note for note in plan.notes if note.startswith(LAYOUT)]
     return [f"rule {layout_line(plan)}; on {hardware.source}", *chosen]

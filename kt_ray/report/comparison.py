@@ -1,4 +1,4 @@
-"""Several runs side by side: what differs in their configuration, and what came of it."""
+"""Several runs side by side: how their configurations differ, and their results."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 
 from kt_ray.config.fields import show
 from kt_ray.errors import UserError
+from kt_ray.evaluate.table import markdown_table
 from kt_ray.runs.rundata import RunData, read_run
 from kt_ray.runs.rundir import is_run, runs_in
 from kt_ray.tracking.progress import duration
 
 VERSION = 1
 INLINE_KEYS = 4  # differing keys that stand beside the results; more get a table of their own
-# Where files go and what watches a run: these differ between any two runs and explain nothing.
+# Where files go and what watches a run: these differ between any two runs and explain no result.
 _IGNORED = ("run.", "tracking.", "eval.", "report.", "compare.", "cluster.dashboard", "plan.")
 
 
@@ -57,7 +58,7 @@ _SORTED_BY = {"loss": "loss", "eval_loss": "eval_loss_best", "tokens_per_s": "to
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of the comparison: its label, what it left, and its figures by column name."""
+    """One run of the comparison: its label, its files, and its figures by column name."""
 
     label: str
     run: RunData
@@ -78,12 +79,12 @@ class RunComparison:
 
     @property
     def columns(self) -> list[Column]:
-        """Those that at least one run has."""
+        """Columns that at least one run has a figure for."""
         return [c for c in COLUMNS if any(c.name in entry.figures for entry in self.entries)]
 
     @property
     def inline(self) -> tuple[str, ...]:
-        """Differing keys that stand in the table of results."""
+        """Differing keys shown in the table of results; none when there are many."""
         return self.differing if len(self.differing) <= INLINE_KEYS else ()
 
     def headings(self) -> list[str]:
@@ -120,7 +121,7 @@ class RunComparison:
         return show(settings[key]) if key in settings else "–"
 
     def setting_rows(self) -> list[list[str]]:
-        """The table of differing keys, when it is one of its own: key, then the value in every run."""
+        """The separate table of differing keys, one list per key and its values; empty if inline."""
         if self.inline:
             return []
         return [[key, *(self.setting(entry, key) for entry in self.entries)] for key in self.differing]
@@ -132,9 +133,9 @@ class RunComparison:
             [f"**{cell}**" if (r, c) in best else cell for c, cell in enumerate(row)]
             for r, row in enumerate(self.cells())
         ]
-        lines = _markdown_table(self.headings(), cells)
+        lines = markdown_table(self.headings(), cells)
         if rows := self.setting_rows():
-            lines += ["", *_markdown_table(["key", *(entry.label for entry in self.entries)], rows)]
+            lines += ["", *markdown_table(["key", *(entry.label for entry in self.entries)], rows)]
         if not self.differing:
             lines += ["", "No configuration key differs."]
         return "\n".join(lines) + "\n"
@@ -157,11 +158,11 @@ class RunComparison:
 
 
 def compare_runs(paths: Sequence[Path], sort: str = "name") -> RunComparison:
-    """Reads and compares.
+    """Read and compare runs.
 
     Args:
         paths: run directories.
-        sort: as compare.sort; runs without that figure come last.
+        sort: value of compare.sort; runs without that figure come last.
 
     Raises:
         UserError: fewer than two runs, or a damaged one.
@@ -220,7 +221,7 @@ def find_runs(names: Sequence[str], root: Path) -> list[Path]:
 
 
 def _runs_of(entry: str, root: Path) -> list[Path]:
-    """What one entry stands for; a bare name is looked for under the root first."""
+    """The runs that one entry names; a bare name is searched below the root first."""
     path = Path(entry).expanduser()
     places = [path] if path.is_absolute() or "/" in entry else [root / entry, path]
     if re.search(r"[*?\[]", entry):
@@ -262,10 +263,3 @@ def _figures(run: RunData) -> dict[str, float]:
     evaluated = ((run.evaluation or {}).get("adapter") or {}).get("metrics", {})
     figures = {**{k: v for k, v in evaluated.items() if k != "loss"}, **run.figures()}
     return {column.name: float(figures[column.name]) for column in COLUMNS if column.name in figures}
-
-
-def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-    return [line(headings), "|---" + "|---:" * (len(headings) - 1) + "|", *map(line, rows)]

@@ -157,7 +157,7 @@ def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int
             "this directory holds predictions of another program",
             where=str(answers),
             observed=f"no {SETTINGS_FILE} beside them",
-            required="a directory without predictions, or predictions of mode=predict to go on with",
+            required="a directory without predictions, or predictions of mode=predict to continue",
             remedy="set another run.name, or run.overwrite=true to replace them",
         )
     directory.mkdir(parents=True, exist_ok=True)

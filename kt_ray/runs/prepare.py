@@ -50,7 +50,7 @@ class PreparedModel:
 
     Attributes:
         model_dir: resolved Hugging Face directory.
-        fingerprint: of its weights, those of model.experts_path included. Checkpoints and answers carry it.
+        fingerprint: of its weights, model.experts_path included. Checkpoints and answers carry it.
         plan: who does what.
         formulas: MoE layer -> what its experts compute.
         root: module name of the language model.
@@ -203,7 +203,7 @@ def _as_stored(dims: ModelDims, layout: ExpertLayout, *, own_file: bool = False)
 
 
 def _check_formulas(layout: ExpertLayout, formulas: Mapping[int, ExpertFormula]) -> None:
-    """The experts of the files are those of transformers' model: the same layers, with a gate or without."""
+    """Check that files and transformers' model agree about the expert layers and whether they have gates."""
     layout.check(moe_layers=formulas, where="transformers' model of config.json")
     for layer, formula in formulas.items():
         if layout.gated == (formula.activation == "relu2"):

@@ -320,7 +320,7 @@ def _named_checkpoint(checkpoint: Path) -> Path:
             where=str(checkpoint),
             observed="no manifest.json" if checkpoint.is_dir() else "no such directory",
             required="'latest', or a directory runs/<name>/checkpoints/step_...",
-            remedy="see runs/<name>/checkpoints for those that exist",
+            remedy="see runs/<name>/checkpoints for the existing ones",
         )
     # "latest" inside checkpoints/ is a link to the step's directory.
     return checkpoint.resolve()

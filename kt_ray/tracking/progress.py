@@ -208,7 +208,7 @@ class LoadProgress(_Display):
 
 @dataclass(frozen=True)
 class Summary:
-    """What the final panel says. Losses are None where there was none."""
+    """What the final panel says. A loss is None if it was not measured."""
 
     run_dir: Path
     steps: int

@@ -165,7 +165,7 @@ class WandbTracker:
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             if not self.enabled:
-                return  # an init that came too late is closed by W&B itself when the process ends
+                return  # W&B itself closes a late init when the process ends
             try:
                 call()
             except BaseException as error:  # SystemExit included: W&B's own code may raise it
@@ -184,6 +184,6 @@ class WandbTracker:
         with self._lock:
             if not self.enabled:
                 return
-            # Before `enabled` changes: whoever waits for W&B goes on only once the warning is out.
+            # Before `enabled` changes, so that the warning is out when the waiting driver continues.
             log.warning("W&B is switched off for this run, training goes on: %s", reason)
             self.enabled = False
