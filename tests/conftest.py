@@ -9,8 +9,13 @@ A shell that starts pytest in the background has it ignore SIGINT, and so would 
 start and end by it.
 """
 
+from __future__ import annotations
+
 import os
 import signal
+from pathlib import Path
+
+import pytest
 
 from kt_ray import openmp
 
@@ -18,3 +23,37 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 openmp.apply()
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Modules whose tests take a core for many seconds: all of them are `slow`, and `make quick` does not even
+# import them. Single slow tests elsewhere have the marker themselves.
+SLOW = (
+    *("actors/ray/test_ray_leases.py", "checkpoint/test_corrupt.py", "data/test_released_templates.py"),
+    *("doctor/test_measure_rates.py", "generate/test_generator.py", "generate/test_several_adapters.py"),
+    *("model/test_families.py", "model/test_routing.py", "model/test_stage_parity.py"),
+    *("modes/test_eval_run.py", "modes/test_predict.py", "native/test_threads.py"),
+    *("recipe/test_recipe_runs.py", "runs/test_after_training.py", "runs/test_saving.py"),
+    *("test_bad_input.py", "test_doc_plans.py", "test_packed_runs.py", "test_runs.py"),
+    *("train/test_family_parity.py", "train/test_gguf.py", "train/test_lane_runs.py"),
+    *("train/test_layouts.py", "train/test_placement.py", "train/test_preference_runs.py"),
+)
+TESTS = Path(__file__).parent
+
+
+def is_slow(path: Path) -> bool:
+    return path.is_relative_to(TESTS) and str(path.relative_to(TESTS)) in SLOW
+
+
+def pytest_configure() -> None:
+    absent = [name for name in SLOW if not (TESTS / name).is_file()]
+    if absent:
+        raise pytest.UsageError(f"SLOW in tests/conftest.py names files that are not there: {absent}")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if "not slow" in config.option.markexpr and is_slow(collection_path) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_slow(item.path):
+            item.add_marker("slow")

@@ -5,12 +5,16 @@ python -m tests.helpers.engine_cases      # writes tests/native/corpus anew
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from kt_ray.demo.builder import default_cache_dir
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "kt_ray" / "native" / "src"
@@ -136,10 +140,11 @@ def compiler() -> str | None:
 def build(folder: Path, isas: Sequence[str], sanitizers: Sequence[str], also: Sequence[str] = ()) -> Path:
     """Compiles the driver, the engine and these instruction sets' kernels under sanitizers.
 
-    The driver itself runs without: it is test code, and five times as fast. Two compilers at a time.
+    The driver itself runs without: it is test code, and five times as fast. Two compilers at a time. Objects
+    are kept in kt_ray's cache by their command and a digest of all sources, and compiled once.
 
     Args:
-        folder: for the objects and the program.
+        folder: for the program.
         isas: whose kernels are wanted, slowest first.
         sanitizers: flags for all.
         also: flags for all but the vector kernels, whose compilation they would double.
@@ -147,9 +152,14 @@ def build(folder: Path, isas: Sequence[str], sanitizers: Sequence[str], also: Se
     program = compiler()
     assert program is not None
     checks = [*sanitizers, "-O1", "-g1"]
+    cache = default_cache_dir() / "test_objects"
+    cache.mkdir(parents=True, exist_ok=True)
+    written = _digest_of_sources(program)
+    for old in cache.iterdir():
+        if old.stat().st_mtime < time.time() - 30 * 24 * 3600:
+            old.unlink(missing_ok=True)
 
     def compile_one(name: str) -> Path:
-        target = folder / f"{name}.o"
         if name == "driver":
             source, flags = DRIVER, ["-O2", "-g1"]
         elif name in ISA_FLAGS:
@@ -157,7 +167,12 @@ def build(folder: Path, isas: Sequence[str], sanitizers: Sequence[str], also: Se
             source, flags = SOURCES / "isa" / f"{name}.cpp", [*checks, *more, *_KERNELS, *ISA_FLAGS[name]]
         else:
             source, flags = SOURCES / f"{name}.cpp", [*checks, *also]
-        run([program, *_COMMON, *flags, "-c", str(source), "-o", str(target)])
+        command = [program, *_COMMON, *flags, "-c", str(source)]
+        target = cache / f"{name}-{hashlib.sha256(' '.join([written, *command]).encode()).hexdigest()[:16]}.o"
+        if not target.exists():
+            partial = target.with_suffix(f".{os.getpid()}")
+            run([*command, "-o", str(partial)])
+            partial.rename(target)
         return target
 
     # The slowest first; the driver last, so that inline functions are linked from checked objects.
@@ -165,6 +180,14 @@ def build(folder: Path, isas: Sequence[str], sanitizers: Sequence[str], also: Se
         objects = [*pool.map(compile_one, [*reversed(isas), *PORTABLE, "driver"])]
     run([program, *sanitizers, *also, *map(str, objects), "-pthread", "-o", str(folder / "engine_driver")])
     return folder / "engine_driver"
+
+
+def _digest_of_sources(program: str) -> str:
+    """Of the compiler's version, and of every file that an object may be made of."""
+    digest = hashlib.sha256(run([program, "--version"]).encode())
+    for path in sorted(p for root in (SOURCES, DRIVER.parent) for p in root.rglob("*") if p.is_file()):
+        digest.update(f"{path} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def shipped_objects() -> list[Path]:

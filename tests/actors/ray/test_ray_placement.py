@@ -79,34 +79,31 @@ def test_cards_of_different_size_go_to_the_workers_planned_for_them() -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
 def test_ray_gives_workers_of_one_device_the_same_gpu() -> None:
     three = plan(2, **SHARED)
     reserved = {("worker", 0): 0.1, ("worker", 1): 0.1, ("worker", 2): 0.1, ("experts", 0): 0.1}
     chosen = seats(three, reserved)  # type: ignore[arg-type]
-    ray.init(address="local", num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False)
-    try:
-        group = placement_group(list(chosen.bundles), strategy="PACK")
-        ray.get(group.ready(), timeout=60)
-        behind = gpus_behind(group, chosen, 60)
-        assert sorted(behind) == [0, 1] and len({gpu for gpu, _ in behind.values()}) == 2
+    group = placement_group(list(chosen.bundles), strategy="PACK")
+    ray.get(group.ready(), timeout=60)
+    behind = gpus_behind(group, chosen, 60)
+    assert sorted(behind) == [0, 1] and len({gpu for gpu, _ in behind.values()}) == 2
 
-        @ray.remote(max_restarts=0)
-        class Worker:
-            def gpu(self) -> list[str]:
-                return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+    @ray.remote(max_restarts=0)
+    class Worker:
+        def gpu(self) -> list[str]:
+            return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
-        share = gpu_share(three)
-        workers = [
-            Worker.options(  # type: ignore[attr-defined]
-                num_cpus=0.1,
-                num_gpus=share[worker.device],
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=chosen.of["worker", worker.rank]
-                ),
-            ).remote()
-            for worker in three.workers
-        ]
-        first, second, third = (ids[0] for ids in ray.get([w.gpu.remote() for w in workers], timeout=60))
-        assert first == second == behind[0][0] and third == behind[1][0] != first
-    finally:
-        ray.shutdown()
+    share = gpu_share(three)
+    workers = [
+        Worker.options(  # type: ignore[attr-defined]
+            num_cpus=0.1,
+            num_gpus=share[worker.device],
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=chosen.of["worker", worker.rank]
+            ),
+        ).remote()
+        for worker in three.workers
+    ]
+    first, second, third = (ids[0] for ids in ray.get([w.gpu.remote() for w in workers], timeout=60))
+    assert first == second == behind[0][0] and third == behind[1][0] != first

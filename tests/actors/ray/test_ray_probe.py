@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import ray
 
@@ -11,14 +9,9 @@ from kt_ray.actors.ray.ray_probe import measure_ray, probe_ray
 from kt_ray.errors import UserError
 
 
-@pytest.fixture
-def ray_session() -> Iterator[None]:
-    ray.init(address="local", include_dashboard=False, num_cpus=2, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
-def test_messages_between_two_actors_take_time(ray_session: None) -> None:
+@pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
+def test_messages_between_two_actors_take_time() -> None:
     figures = probe_ray(rounds=10, arena_bytes=1e10)
     assert set(figures) == {"call", "arena", "ray_bytes"}
     assert all(f.value > 0 and f.source == "measured" for f in figures.values())
