@@ -1,4 +1,7 @@
-"""The LoRA dropout mask in torch: the hash of docs/numerics.md, element by element."""
+"""The LoRA dropout mask in torch: the hash of docs/numerics.md, element by element.
+
+Legend: N rows, F features of a projection's input.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def combine(h: Tensor, v: Tensor | int) -> Tensor:
 
 
 def dropout_hash(
-    spec: DropoutSpec, layer: int, expert: int, projection: int, keys: Tensor, features: int
+    spec: DropoutSpec, layer: int, expert: int, projection: int, keys_N: Tensor, features: int
 ) -> Tensor:
     """The 32-bit hash of every element of an expert projection's input.
 
@@ -43,26 +46,26 @@ def dropout_hash(
         layer: index of the layer in the model.
         expert: global number of the expert.
         projection: GATE, UP or DOWN.
-        keys: [n] int64, sample * 2**32 + position.
+        keys_N: int64, sample * 2**32 + position.
         features: number of input features of the projection.
 
     Returns:
-        [n, features] int64 in [0, 2**32); an element is kept iff its hash is >= floor(p * 2**32).
+        int64 [N, F] in [0, 2**32); an element is kept iff its hash is >= floor(p * 2**32).
     """
     stream = torch.tensor(_EXPERT_TAG)
     for v in (layer, expert, projection):
         stream = combine(stream, v & _MASK)
-    row = torch.zeros_like(keys)
+    row_N = torch.zeros_like(keys_N)
     seed = spec.seed & (2**64 - 1)
     for word in (
         seed & _MASK,
         seed >> 32,
         spec.step & _MASK,
         int(stream),
-        (keys >> 32) & _MASK,
+        (keys_N >> 32) & _MASK,
         0,
-        keys & _MASK,
+        keys_N & _MASK,
     ):
-        row = combine(row, word)
-    element = torch.arange(1, features + 1, dtype=torch.int64, device=keys.device)
-    return fmix((row[:, None] + _multiply(element, _GOLDEN)) & _MASK)
+        row_N = combine(row_N, word)
+    element_F = torch.arange(1, features + 1, dtype=torch.int64, device=keys_N.device)
+    return fmix((row_N[:, None] + _multiply(element_F, _GOLDEN)) & _MASK)
