@@ -23,7 +23,7 @@ from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, load_e
 from kt_ray.checkpoint.load_experts import Target
 from kt_ray.experts.experts_spec import ExpertCounters, LocalExpertsSpec
 from kt_ray.experts.lane import DeviceLane, LaneForward, LaneSaved
-from kt_ray.experts.process_memory import PreferNode, available_memory
+from kt_ray.experts.process_memory import available_memory, prefer_node
 from kt_ray.model.lora import init_lora_a, initial_lora
 from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights, Saved
 from kt_ray.optim.optimizers import LoraOptimizer, squared_norm, state_kinds
@@ -115,7 +115,7 @@ class LocalExperts:
         )
         done = 0
         shapes: dict[int, dict[str, tuple[int, int]]] = {}  # layer -> projection -> outputs, inputs
-        with PreferNode(spec.node):
+        with prefer_node(spec.node):
             for layer, ids in experts.items():
                 resident = () if self.lane is None else self.lane.resident_of(layer)
                 others = tuple(e for e in ids if e not in resident)

@@ -1,10 +1,12 @@
-"""Memory of a process: from which NUMA node (by the kernel's own system call), and what stays allocated."""
+"""Memory of a process: which NUMA node it comes from, and what stays allocated."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
+from collections.abc import Iterator
 
 import psutil
 
@@ -23,24 +25,18 @@ def node_count() -> int:
     return max(1, len(nodes))
 
 
-class PreferNode:
-    """Context: pages touched by this thread inside it come from `node` while that node has free memory.
+@contextlib.contextmanager
+def prefer_node(node: int) -> Iterator[None]:
+    """Pages that this thread touches inside come from `node` while that node has free memory.
 
-    `node` < 0, a host with one node, or a kernel that refuses leaves the policy as it is: placement
-    is then the kernel's first touch, which is right as well when the process is bound to the node's CPUs.
+    `node` < 0, a host with one node, or a kernel that refuses leaves the policy as it is: the kernel then
+    places a page by its first touch, which is right as well when the process is bound to the node's CPUs.
     """
-
-    def __init__(self, node: int) -> None:
-        self._node = node
-        self._active = False
-
-    def __enter__(self) -> PreferNode:
-        if self._node >= 0 and node_count() > 1:
-            self._active = _set_mempolicy(_MPOL_PREFERRED, 1 << self._node)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._active:
+    active = node >= 0 and node_count() > 1 and _set_mempolicy(_MPOL_PREFERRED, 1 << node)
+    try:
+        yield
+    finally:
+        if active:
             _set_mempolicy(_MPOL_DEFAULT, 0)
 
 

@@ -118,6 +118,7 @@ def dropout_hash(
         expert: global number of the expert.
         projection: GATE, UP or DOWN.
         keys_N: int64, sample * 2**32 + position.
+        features: number of input features of the projection.
 
     Returns:
         int64 [N, F] in [0, 2**32); an element is kept iff its hash is >= floor(p * 2**32).

@@ -5,9 +5,8 @@
     y, saved = engine.forward(weights, x, ids, w)      # x [T, H], ids and w [T, K]
     dx, dw = engine.backward(weights, saved, dy)
 
-Shapes: T tokens, K experts per token, E local experts, H hidden size, I intermediate size. The
-mathematics, the roundings and the tolerances are in docs/numerics.md; reference.py says the same in
-torch.
+Legend: T tokens, K experts per token, E local experts, H hidden size, I intermediate size. docs/numerics.md
+has the mathematics, the roundings and the tolerances; reference.py says the same in torch.
 """
 
 from __future__ import annotations
@@ -53,16 +52,16 @@ def _optional_arg(name: str, tensor: Tensor | None) -> _native.TensorArg | None:
     return None if tensor is None else _arg(name, tensor)
 
 
-def _result(name: str, given: Tensor | None, shape: Sequence[int]) -> Tensor:
+def _result(name: str, out: Tensor | None, shape: Sequence[int]) -> Tensor:
     """The caller's memory for a result, or new memory."""
-    if given is None:
+    if out is None:
         return torch.empty(tuple(shape), dtype=torch.float32)
-    if given.dtype != torch.float32 or tuple(given.shape) != tuple(shape) or not given.is_contiguous():
+    if out.dtype != torch.float32 or tuple(out.shape) != tuple(shape) or not out.is_contiguous():
         raise ValueError(
-            f"{name}: {str(given.dtype).removeprefix('torch.')} {list(given.shape)}, "
+            f"{name}: {str(out.dtype).removeprefix('torch.')} {list(out.shape)}, "
             f"required contiguous float32 {list(shape)}"
         )
-    return given
+    return out
 
 
 def _check_per_channel_int8(weights: ExpertWeights) -> None:
@@ -108,20 +107,12 @@ def _adapter_arg(prefix: str, adapter: ExpertLora, gated: bool) -> _native.LoraA
     return gate_a, gate_b, up_a, up_b, down_a, down_b, adapter.scale
 
 
-def _lora_args(lora: Lora, gated: bool) -> list[_native.LoraArg]:
-    if lora is None:
+def _adapter_args(name: str, adapters: LoraGrads, gated: bool) -> list[_native.LoraArg | None]:
+    if adapters is None:
         return []
-    if isinstance(lora, ExpertLora):
-        return [_adapter_arg("lora", lora, gated)]
-    return [_adapter_arg(f"lora[{i}]", adapter, gated) for i, adapter in enumerate(lora)]
-
-
-def _grad_args(grads: LoraGrads, gated: bool) -> list[_native.LoraArg | None]:
-    if grads is None:
-        return []
-    if isinstance(grads, ExpertLora):
-        return [_adapter_arg("lora_grads", grads, gated)]
-    return [None if g is None else _adapter_arg(f"lora_grads[{i}]", g, gated) for i, g in enumerate(grads)]
+    if isinstance(adapters, ExpertLora):
+        return [_adapter_arg(name, adapters, gated)]
+    return [None if a is None else _adapter_arg(f"{name}[{i}]", a, gated) for i, a in enumerate(adapters)]
 
 
 class Engine:
@@ -244,21 +235,21 @@ class Engine:
         if self.int8_products:
             _check_per_channel_int8(weights)
         x_arg = _arg("x", x)
-        y = _result("out", out, x.shape)
+        y_TH = _result("out", out, x.shape)
         saved = self._engine.forward(
             _weights_arg(weights),
             x_arg,
             _arg("ids", ids),
             _arg("weights_TK", weights_TK),
-            _lora_args(lora, weights.gate is not None),
-            None if adapter_of_token is None else _arg("adapter_of_token", adapter_of_token),
+            _adapter_args("lora", lora, weights.gate is not None),
+            _optional_arg("adapter_of_token", adapter_of_token),
             None if dropout is None else (dropout.p, dropout.seed, dropout.step),
-            None if keys is None else _arg("keys", keys),
+            _optional_arg("keys", keys),
             _KEEP[save],
-            _arg("y", y),
+            _arg("y", y_TH),
             check_finite,
         )
-        return y, saved
+        return y_TH, saved
 
     def backward(
         self,
@@ -293,20 +284,20 @@ class Engine:
         if self.int8_products:
             _check_per_channel_int8(weights)
         weights_arg, dy_arg = _weights_arg(weights), _arg("dy", dy)
-        given = (None, None) if out is None else out
-        dx = _result("out[0]", given[0], (saved.tokens, weights.H))
-        dw = _result("out[1]", given[1], (saved.tokens, saved.slots))
+        dx_out, dw_out = (None, None) if out is None else out
+        dx_TH = _result("out[0]", dx_out, (saved.tokens, weights.H))
+        dw_TK = _result("out[1]", dw_out, (saved.tokens, saved.slots))
         self._engine.backward(
             weights_arg,
             saved,
             dy_arg,
-            _lora_args(lora, weights.gate is not None),
-            _grad_args(lora_grads, weights.gate is not None),
-            _arg("dx", dx),
-            _arg("dw", dw),
+            _adapter_args("lora", lora, weights.gate is not None),
+            _adapter_args("lora_grads", lora_grads, weights.gate is not None),
+            _arg("dx", dx_TH),
+            _arg("dw", dw_TK),
             check_finite,
         )
-        return dx, dw
+        return dx_TH, dw_TK
 
     def close(self) -> None:
         """End the threads and free the memory; the engine is of no use afterwards. Idempotent."""
