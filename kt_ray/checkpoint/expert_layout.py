@@ -108,7 +108,7 @@ class ExpertLayout:
             expert_bytes[layer] = expert_bytes_of(index, (*stored.values(), *biases[layer].values()), count)
         check_formats(index, sources, formats)
         check_hidden(index, hidden)
-        all_names = [n for group in groups for n in (*group.names.values(), *group.biases.values())]
+        parameters = [n for group in groups for n in (*group.names.values(), *group.biases.values())]
         return cls(
             kind="fused" if fused else "per_expert",
             moe_layers=tuple(sources),
@@ -123,7 +123,7 @@ class ExpertLayout:
             expert_bytes=expert_bytes,
             interleaved=fused and groups[0].interleaved,
             transposed=transposed,
-            keys=frozenset(_with_stored(index, all_names)),
+            keys=frozenset(_with_stored(index, parameters)),
             skipped=tuple(sorted(set(_with_stored(index, skipped)))),
         )
 
