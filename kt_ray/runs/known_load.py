@@ -59,7 +59,10 @@ def resumed_choice(config: Config) -> Choice | None:
     try:
         plan = json.loads((checkpoint.parent.parent / "plan.json").read_text(encoding="utf-8"))
         return Choice(
-            *(int(plan[key]) for key in ("stages", "replicas", "groups", "wave")),
+            stages=int(plan["stages"]),
+            replicas=int(plan["replicas"]),
+            groups=int(plan["groups"]),
+            wave=int(plan["wave"]),
             activations=str(plan["experts"][0]["activations"]),
             seconds=0.0,
         )
