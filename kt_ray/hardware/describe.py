@@ -11,8 +11,7 @@ from typing import Any
 
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.errors import UserError
-from kt_ray.hardware.hosts import described_hosts
-from kt_ray.hardware.machine import Gpu, Hardware, Socket
+from kt_ray.hardware.machine import Gpu, Hardware, Socket, on_hosts
 from kt_ray.hardware.nominal import described
 
 GIB = 1 << 30
@@ -102,7 +101,15 @@ def hardware_from_file(path: str | Path) -> Hardware:
         raise UserError(
             "the hardware file names no socket", where=str(file), required="sockets", remedy=remedy
         )
-    sockets = list(described_hosts(data.get("hosts"), tuple(sockets), file))
+    hosts = 1 if data.get("hosts") is None else data["hosts"]
+    if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
+        raise UserError(
+            "hosts in the hardware file is not a number of hosts",
+            where=str(file),
+            observed=hosts,
+            required="an integer of at least 1: hosts with these sockets (the GPUs are the first host's)",
+            remedy=remedy,
+        )
     gpus: list[Gpu] = []
     for entry in _entries(data, "gpus", file):
         memory = int(_figure(entry, "memory_gib", file) * GIB)
@@ -117,7 +124,9 @@ def hardware_from_file(path: str | Path) -> Hardware:
             required=", ".join(ISAS),
             remedy=remedy,
         )
-    found = Hardware(f"file {file.name}", tuple(sockets), tuple(gpus), _isas_up_to(isa), present=False)
+    found = Hardware(
+        f"file {file.name}", on_hosts(tuple(sockets), hosts), tuple(gpus), _isas_up_to(isa), present=False
+    )
     return replace(found, rates=described(data.get("rates"), found, str(file)))
 
 

@@ -1,9 +1,13 @@
-"""A machine as data: its sockets, GPUs and instruction sets."""
+"""A machine as data: its sockets, GPUs and instruction sets; and several hosts of one kind.
+
+Host 0 is the driver's: attention workers and GPUs are there. The sockets of all hosts hold experts.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kt_ray.errors import UserError
 from kt_ray.hardware.rates import Figure
 
 
@@ -55,3 +59,39 @@ class Hardware:
     def on(self, host: int) -> tuple[Socket, ...]:
         """Sockets of one host."""
         return tuple(socket for socket in self.sockets if socket.host == host)
+
+
+def with_hosts(hardware: Hardware, nodes: int) -> Hardware:
+    """Hardware of `nodes` hosts: the first of those described, or one host so many times over.
+
+    Raises:
+        UserError: several hosts are described, but fewer than `nodes`.
+    """
+    if hardware.hosts == nodes:
+        return hardware
+    if hardware.hosts > nodes:
+        kept = tuple(socket for socket in hardware.sockets if socket.host < nodes)
+        return replace(hardware, sockets=kept)
+    if hardware.hosts > 1:
+        raise UserError(
+            "rule.nodes asks for more hosts than are described",
+            where=hardware.source,
+            observed=f"{hardware.hosts} hosts",
+            required=f"rule.nodes={nodes}",
+            remedy=f"set rule.nodes={hardware.hosts}, or describe more hosts (key hosts)",
+        )
+    return replace(
+        hardware,
+        source=f"{nodes} hosts like {hardware.source}",
+        sockets=on_hosts(hardware.sockets, nodes),
+    )
+
+
+def on_hosts(sockets: tuple[Socket, ...], hosts: int) -> tuple[Socket, ...]:
+    """`sockets` of one host once for each of `hosts` hosts."""
+    return tuple(replace(socket, host=host) for host in range(hosts) for socket in sockets)
+
+
+def socket_name(hardware: Hardware, host: int, node: int) -> str:
+    """What a socket's memory is called in a budget: "socket 1", with several hosts "host 2 socket 1"."""
+    return f"host {host} socket {node}" if hardware.hosts > 1 else f"socket {node}"

@@ -13,7 +13,7 @@ from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.checkpoint.training import best_checkpoint, mark_best
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
-from kt_ray.hardware.hosts import socket_name
+from kt_ray.hardware.machine import socket_name
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.placement.plan import plan_to_dict
 from kt_ray.placement.render import held_per_layer

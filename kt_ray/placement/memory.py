@@ -33,8 +33,7 @@ from kt_ray.config.schema import Config, DataConfig, LoraConfig
 from kt_ray.dims.layer_params import WITHOUT_SDPA
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
-from kt_ray.hardware.hosts import socket_name
-from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.machine import Hardware, socket_name
 from kt_ray.hardware.nominal import FORMAT_BYTES
 from kt_ray.placement.engine_memory import HUGE_PAGE, EngineShape, rounded
 from kt_ray.placement.generation_memory import (

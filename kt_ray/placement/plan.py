@@ -9,8 +9,7 @@ from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.errors import UserError
-from kt_ray.hardware.hosts import with_hosts
-from kt_ray.hardware.machine import Hardware, Socket
+from kt_ray.hardware.machine import Hardware, Socket, with_hosts
 from kt_ray.placement.balance import place_experts
 from kt_ray.placement.devices import count_stages, resolve_device, shared_devices, stage_devices
 from kt_ray.placement.expert_load import ExpertLoad

@@ -10,8 +10,7 @@ from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import nominal_hardware
-from kt_ray.hardware.hosts import with_hosts
-from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.machine import Hardware, with_hosts
 from kt_ray.placement.balance import without_load
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan

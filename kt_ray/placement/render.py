@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from kt_ray.hardware.hosts import socket_name
+from kt_ray.hardware.machine import socket_name
 from kt_ray.placement.memory import GIB, ITEMS, home_node
 from kt_ray.placement.plan_types import Choice, ExpertActorPlan, HoldsExperts, Plan, WorkerPlan
 from kt_ray.placement.traffic import traffic_dict

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 
 from kt_ray.config.schema import Config
-from kt_ray.hardware.hosts import socket_name
-from kt_ray.hardware.machine import Socket
+from kt_ray.hardware.machine import Socket, socket_name
 from kt_ray.placement.plan_types import ExpertActorPlan, Plan
 from kt_ray.timing.simulate import ExpertClass, Machine, Micro, Seat, Wave
 

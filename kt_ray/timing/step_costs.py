@@ -20,7 +20,7 @@ from functools import cached_property
 
 from kt_ray.config.schema import Config
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
-from kt_ray.hardware.hosts import socket_name
+from kt_ray.hardware.machine import socket_name
 from kt_ray.hardware.rates import DeviceRate, ExpertRate, Rates
 from kt_ray.placement.memory import expert_lora_params, held_format, home_node, logit_rows, lora_params
 from kt_ray.placement.plan_types import Plan

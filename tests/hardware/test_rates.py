@@ -16,8 +16,7 @@ from kt_ray.config.schema import Config, PlanConfig
 from kt_ray.errors import UserError
 from kt_ray.hardware import rate_files
 from kt_ray.hardware.describe import hardware_from_file, this_host
-from kt_ray.hardware.hosts import with_hosts
-from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.machine import Hardware, with_hosts
 from kt_ray.hardware.nominal import FORMAT_BYTES, defaults, nominal_rates
 from kt_ray.hardware.rate_files import rates_for, rates_path, read_rates, to_dict, write_rates
 from kt_ray.hardware.rates import ROWS, Curve, Figure, Rates

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kt_ray.config.schema import Config
-from kt_ray.hardware.hosts import with_hosts
-from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.machine import Hardware, with_hosts
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.placement.memory import held_format
 from kt_ray.placement.plan import make_plan

@@ -8,7 +8,7 @@ import pytest
 
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_from_file
-from kt_ray.hardware.hosts import with_hosts
+from kt_ray.hardware.machine import with_hosts
 from kt_ray.placement.memory import DRIVER_RUNTIME, EXPERT_RUNTIME, RAY_RUNTIME, WORKER_RUNTIME
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Budget
