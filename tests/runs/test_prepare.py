@@ -9,8 +9,8 @@ import torch
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout
 from kt_ray.errors import UserError
-from kt_ray.runs.prepare import _as_stored, _check_formulas
 from kt_ray.native import ExpertFormula
+from kt_ray.runs.prepare import _as_stored, _check_formulas
 from tests.checkpoint.conftest import expert_tensors, write_checkpoint
 from tests.placement.configs import small_dims
 
