@@ -1,7 +1,7 @@
 """Bad input, end to end: one error line with place and remedy, exit code 2, and no Ray.
 
-Every case calls the command line as a user does. `tests/config` holds the faults of single keys; the
-table (tests/helpers/bad_input) those that only files, hardware, data or earlier runs reveal.
+One case calls the command line as a user does, the others what it calls. `tests/config` holds the faults of
+single keys; the table (tests/helpers/bad_input) those that only files, hardware, data or earlier runs reveal.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from kt_ray import cli
+from kt_ray.config.compose import compose
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.errors import BAD_INPUT
@@ -92,7 +93,8 @@ def test_bad_input(case: Case, place: Place, capfd: pytest.CaptureFixture[str]) 
     runs = _contents(place.path / "runs")
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     capfd.readouterr()
-    code = cli.main(arguments)
+    # The command line for one of them, the functions that it calls for the others.
+    code = cli.main(arguments) if case is CASES[0] else cli.guard(lambda: cli.dispatch(compose(arguments)))
     err = capfd.readouterr().err
     assert code == BAD_INPUT, err
     assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err, err

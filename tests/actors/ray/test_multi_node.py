@@ -20,12 +20,7 @@ from tests.helpers.runs import config_for, local_cluster, plan_for, steps
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 BATCHES = [random_rows(8, seed=s) for s in range(2)]
-LAYOUTS = {
-    "one worker": (),
-    "two stages": ("rule.stages=2",),
-    "two replicas": ("rule.replicas=2",),
-    "both": ("rule.stages=2", "rule.replicas=2"),
-}
+LAYOUTS = {"one worker": (), "two stages, two replicas": ("rule.stages=2", "rule.replicas=2")}
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,46 +38,91 @@ def ray_cluster(path: Path, config: Config, name: str) -> RayCluster:
     return RayCluster(plan, actor_specs(plan, config, str(path)), config.cluster, config.rule.ray, name)
 
 
-@pytest.fixture(autouse=True)
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """Ray's files and processes of one test, apart from those of other clusters."""
-    with ray_place() as place:
-        monkeypatch.setenv("RAY_TMPDIR", str(place.path))
-        yield place
-        ray.shutdown()  # of a test that failed half-way, before its cluster goes
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     # Wide enough that messages go through shared memory, not inside the call.
     return build_checkpoint(tmp_path, "deepseek_v3", hidden_size=256)
 
 
-@pytest.fixture
-def started(checkpoint: Path) -> Iterator[tuple[Config, ActorCluster]]:
+def taken_by_doorbell(pid: int) -> int:
+    """How often the thread that listens for peers has waited for the next frame."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        status = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines())
+        if status["Name"] == "kt-doorbell":
+            return int(status["voluntary_ctxt_switches"])
+    return 0
+
+
+def test_shutdown_leaves_no_process(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a Ray that the cluster itself starts (the module's first test: the others share one)."""
+    config = config_for(checkpoint, *COMMON, "rule=cpu_1worker_1socket")
+    with ray_place() as place:
+        monkeypatch.setenv("RAY_TMPDIR", str(place.path))
+        try:
+            check_own_ray(checkpoint, config, place)
+        finally:
+            ray.shutdown()  # where the test failed half-way
+
+
+def check_own_ray(checkpoint: Path, config: Config, place: Place) -> None:
+    cluster = ray_cluster(checkpoint, config, "test-end")
+    cluster.start()
+    steps(cluster, config, BATCHES, 1)
+    opened = {fact["actor"]: shared_memory(fact["pid"]) for fact in cluster.info()}
+    assert opened == {name: {"worker-0", "experts-0"} for name in ("worker-0", "experts-0")}
+    assert all(taken_by_doorbell(fact["pid"]) > 5 for fact in cluster.info())
+    assert len(place.processes()) > 4
+    cluster.shutdown()
+    cluster.shutdown()
+    assert place.left() == []
+    assert not [n for n in os.listdir("/dev/shm") if "kt_ray" in n]
+
+
+def assert_bits_of_one_process(checkpoint: Path, config: Config, cluster: ActorCluster) -> None:
+    observed = steps(cluster, config, BATCHES, 4)
+    parameters = cluster.parameters()
+    with local_cluster(checkpoint, config) as local:
+        assert observed == steps(local, config, BATCHES, 4)
+        reference = local.parameters()
+    assert set(parameters) == set(reference)
+    assert all((parameters[name] == reference[name]).all() for name in reference)
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_bit_identical_to_one_process_and_a_killed_actor_ends_the_step_with_one_error(
+    checkpoint: Path,
+) -> None:
     config = config_for(checkpoint, *COMMON, "rule=cpu_2workers_2sockets", "trainer.step_timeout=60")
     cluster = ray_cluster(checkpoint, config, "test")
     try:
         cluster.start()
-        yield config, cluster
+        pids = {fact["actor"]: fact["pid"] for fact in cluster.info()}
+        assert len(set(pids.values())) == 4 and os.getpid() not in pids.values()
+        assert_bits_of_one_process(checkpoint, config, cluster)
+        assert all(f["kernel_calls"] > 0 for f in cluster.info() if f["actor"].startswith("experts"))
+
+        os.kill(pids["experts-1"], signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(UserError, match=r"expert actor 1 died.*trainer.resume=latest"):
+            cluster.run_pass(one_pass(cluster, waves_of(BATCHES[0], config, cluster.plan)))
+        assert time.monotonic() - begin < 50
     finally:
         cluster.shutdown()
 
 
-def test_bit_identical_to_one_process(checkpoint: Path, started: tuple[Config, ActorCluster]) -> None:
-    config, cluster = started
-    facts = cluster.info()
-    pids = {fact["pid"] for fact in facts}
-    assert len(pids) == 4 and os.getpid() not in pids
-    observed = steps(cluster, config, BATCHES, 6)
-    parameters = cluster.parameters()
-    assert all(f["kernel_calls"] > 0 for f in cluster.info() if f["actor"].startswith("experts"))
-    with local_cluster(checkpoint, config) as local:
-        expected = steps(local, config, BATCHES, 6)
-        reference = local.parameters()
-    assert observed == expected
-    assert set(parameters) == set(reference)
-    assert all((parameters[name] == reference[name]).all() for name in reference)
+@pytest.mark.usefixtures("local_ray")
+def test_a_lane_gives_the_bits_of_one_process(checkpoint: Path) -> None:
+    lane = ("rule.experts.lane_device=cpu", "rule.experts.gpu_resident=2", "rule.experts.stream=0.5")
+    config = config_for(checkpoint, *COMMON, "rule=cpu_2workers_2sockets", "rule.stages=1", *lane)
+    cluster = ray_cluster(checkpoint, config, "lane")
+    try:
+        facts = cluster.start()
+        assert_bits_of_one_process(checkpoint, config, cluster)
+        lanes = [fact["lane"] for fact in cluster.info() if "lane" in fact]
+    finally:
+        cluster.shutdown()
+    assert len(lanes) == 2 and all(lane["carried_bytes"] > 0 and lane["resident_bytes"] > 0 for lane in lanes)
+    assert all(fact["notes"] == [] for fact in facts if "lane" in fact)
 
 
 def stage_where_products_are_bounded(spec: StageSpec) -> Stage:
@@ -86,6 +130,7 @@ def stage_where_products_are_bounded(spec: StageSpec) -> Stage:
     return Stage(spec)
 
 
+@pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("cluster_of", [LocalCluster, RayCluster])
 def test_compiled_products_are_bounded_before_the_first(
     cluster_of: type[ActorCluster], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
@@ -104,40 +149,7 @@ def test_compiled_products_are_bounded_before_the_first(
         cluster.shutdown()
 
 
-def test_a_killed_expert_actor_ends_the_step_with_one_error(started: tuple[Config, ActorCluster]) -> None:
-    config, cluster = started
-    victim = next(f["pid"] for f in cluster.info() if f["actor"] == "experts-1")
-    os.kill(victim, signal.SIGKILL)
-    begin = time.monotonic()
-    with pytest.raises(UserError, match=r"expert actor 1 died.*trainer.resume=latest"):
-        cluster.run_pass(one_pass(cluster, waves_of(BATCHES[0], config, cluster.plan)))
-    assert time.monotonic() - begin < 50
-
-
-def taken_by_doorbell(pid: int) -> int:
-    """How often the thread that listens for peers has waited for the next frame."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        status = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines())
-        if status["Name"] == "kt-doorbell":
-            return int(status["voluntary_ctxt_switches"])
-    return 0
-
-
-def test_shutdown_leaves_no_process(checkpoint: Path, place: Place) -> None:
-    config = config_for(checkpoint, *COMMON, "rule=cpu_1worker_1socket")
-    cluster = ray_cluster(checkpoint, config, "test-end")
-    cluster.start()
-    steps(cluster, config, BATCHES, 1)
-    opened = {fact["actor"]: shared_memory(fact["pid"]) for fact in cluster.info()}
-    assert opened == {name: {"worker-0", "experts-0"} for name in ("worker-0", "experts-0")}
-    assert all(taken_by_doorbell(fact["pid"]) > 5 for fact in cluster.info())
-    assert len(place.processes()) > 4
-    cluster.shutdown()
-    cluster.shutdown()
-    assert place.left() == []
-    assert not [n for n in os.listdir("/dev/shm") if "kt_ray" in n]
-
-
+@pytest.mark.usefixtures("local_ray")
 def test_resources_that_never_come(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = config_for(
         checkpoint,
@@ -156,6 +168,7 @@ def test_resources_that_never_come(checkpoint: Path, capfd: pytest.CaptureFixtur
     assert "Resources of 1 node(s):" in printed and "CPU:" in printed
 
 
+@pytest.mark.usefixtures("local_ray")
 def test_an_actor_that_cannot_load_names_the_fault(checkpoint: Path) -> None:
     config = config_for(checkpoint, *COMMON, "rule=cpu_1worker_1socket")
     cluster = ray_cluster(checkpoint, config, "test-load")
@@ -168,6 +181,7 @@ def test_an_actor_that_cannot_load_names_the_fault(checkpoint: Path) -> None:
         cluster.shutdown()
 
 
+@pytest.mark.usefixtures("local_ray")
 def test_a_restarted_actor_loads_its_weights_by_itself(checkpoint: Path) -> None:
     """...and computes nothing before it is restored: its adapter is the initial one."""
     from kt_ray.actors.ray.ray_actor import RemoteActor
@@ -175,7 +189,6 @@ def test_a_restarted_actor_loads_its_weights_by_itself(checkpoint: Path) -> None
     config = config_for(checkpoint, *COMMON)
     plan = plan_for(checkpoint, config)
     specs = actor_specs(plan, config, str(checkpoint))
-    ray.init(address="local", include_dashboard=False, num_cpus=2, log_to_driver=False)
     actor = RemoteActor.options(max_restarts=1, max_task_retries=-1).remote(
         "experts", 0, (), plan, specs.experts[0], 240.0
     )
@@ -186,3 +199,4 @@ def test_a_restarted_actor_loads_its_weights_by_itself(checkpoint: Path) -> None
     assert after["weight_bytes"] == before["weight_bytes"] > 0
     with pytest.raises(ray.exceptions.RayTaskError, match="restarted"):
         ray.get(actor.compute.remote("run_pass", None), timeout=240)
+    ray.kill(actor)

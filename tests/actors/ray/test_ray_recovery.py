@@ -115,6 +115,9 @@ def model(tmp_path: Path) -> Path:
     return build_checkpoint(tmp_path, "deepseek_v3", hidden_size=256)
 
 
+# Tests with a Ray of their own come first: from the first `local_ray` on this process is connected.
+
+
 def test_killed_actors(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other: an expert actor, worker 0 with masters and moments, worker 1."""
     victims = {1: "experts-1", 3: "worker-0", 4: "worker-1"}
@@ -137,55 +140,6 @@ def test_killed_actors(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "nothing committed was lost, on after step 4",
     ]
     check(run, summary, parameters, model, 3)
-
-
-@pytest.mark.parametrize("victim", ["experts-1", "worker-0"])
-def test_a_killed_actor_with_gloo(
-    victim: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sends and receipts are under way to and from the dead process; the next group is met without it.
-
-    Worker 0's process is the one that the group was met at, too.
-    """
-    config = config_for(
-        model, *COMMON, "cluster.address=local", "rule=cpu_2workers_2sockets", "rule.transport=gloo"
-    )
-    with ray_place() as place:
-        monkeypatch.setenv("RAY_TMPDIR", str(place.path))
-        run = Run(model, tmp_path / "saved", config, 5)
-
-        def disturb(step: int) -> None:
-            if step == 3:
-                kill_in_mid_step(run.pids()[victim])
-
-        summary, parameters, replaced = run.through(disturb)
-        assert place.left() == []
-    assert replaced == {victim}
-    check(run, summary, parameters, model, 1)
-    assert summary.seconds_lost < config.trainer.step_timeout  # nobody sat a time limit out
-
-
-def test_killed_in_commit(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others have applied the step when an expert actor, and later a worker, dies before it has."""
-    victims = {2: "experts-0", 4: "worker-1"}  # by step, from 0
-    config = config_for(model, *COMMON, "cluster.address=local", "rule=cpu_2workers_2sockets")
-    with ray_place() as place:
-        monkeypatch.setenv("RAY_TMPDIR", str(place.path))
-        run = Run(model, tmp_path / "saved", config, 6)
-        commit = run.cluster.commit
-        left = dict(victims)
-
-        def disturbed(step: int, lr: float, clip: float) -> float:
-            if step in left:
-                kill_in_mid_step(run.pids()[left.pop(step)])
-            return commit(step, lr, clip)
-
-        monkeypatch.setattr(run.cluster, "commit", disturbed)
-        summary, parameters, replaced = run.through(lambda step: None)
-        assert place.left() == []
-    assert left == {}
-    assert replaced == set(victims.values())
-    check(run, summary, parameters, model, 2)
 
 
 @pytest.fixture
@@ -241,6 +195,48 @@ def test_a_killed_node(model: Path, tmp_path: Path, three_nodes: Place) -> None:
             run.cluster.recover()
     finally:
         run.cluster.shutdown()
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_killed_actors_with_gloo(model: Path, tmp_path: Path) -> None:
+    """Sends and receipts are under way to and from the dead process; the next group is met without it.
+
+    Worker 0's process is the one that the group was met at, too.
+    """
+    victims = {1: "experts-1", 3: "worker-0"}
+    common = (*COMMON, "cluster.address=local", "trainer.step_timeout=240")
+    config = config_for(model, *common, "rule=cpu_2workers_2sockets", "rule.transport=gloo")
+    run = Run(model, tmp_path / "saved", config, 5)
+
+    def disturb(step: int) -> None:
+        if step in victims:
+            kill_in_mid_step(run.pids()[victims[step]])
+
+    summary, parameters, replaced = run.through(disturb)
+    assert replaced == set(victims.values())
+    check(run, summary, parameters, model, 2)
+    assert summary.seconds_lost < config.trainer.step_timeout  # nobody sat a time limit out
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_killed_in_commit(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have applied the step when an expert actor, and later a worker, dies before it has."""
+    victims = {2: "experts-0", 4: "worker-1"}  # by step, from 0
+    config = config_for(model, *COMMON, "cluster.address=local", "rule=cpu_2workers_2sockets")
+    run = Run(model, tmp_path / "saved", config, 6)
+    commit = run.cluster.commit
+    remaining = dict(victims)
+
+    def disturbed(step: int, lr: float, clip: float) -> float:
+        if step in remaining:
+            kill_in_mid_step(run.pids()[remaining.pop(step)])
+        return commit(step, lr, clip)
+
+    monkeypatch.setattr(run.cluster, "commit", disturbed)
+    summary, parameters, replaced = run.through(lambda step: None)
+    assert remaining == {}
+    assert replaced == set(victims.values())
+    check(run, summary, parameters, model, 2)
 
 
 def places(cluster: RayCluster) -> dict[str, str]:
