@@ -8,12 +8,14 @@ import pytest
 
 from kt_ray.actors.visible_gpu import VARIABLE, own_lane, show_own_gpu
 from kt_ray.config.schema import LoraConfig, OptimConfig
-from kt_ray.experts import ExpertHostSpec
+from kt_ray.experts import LocalExpertsSpec
 from kt_ray.placement.plan_types import LanePlan
 
 
-def spec(lane: LanePlan | None) -> ExpertHostSpec:
-    return ExpertHostSpec(0, "", (0,), LoraConfig(), OptimConfig(), 0, "auto", 1, (), -1, "retain", lane=lane)
+def spec(lane: LanePlan | None) -> LocalExpertsSpec:
+    return LocalExpertsSpec(
+        0, "", (0,), LoraConfig(), OptimConfig(), 0, "auto", 1, (), -1, "retain", lane=lane
+    )
 
 
 def test_an_actor_sees_the_gpu_of_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
