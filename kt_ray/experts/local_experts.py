@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -420,4 +420,5 @@ def _first(lora: ExpertLora | None, experts: int) -> ExpertLora | None:
 
 def _adapter(matrices: Mapping[str, Tensor], scale: float) -> ExpertLora:
     """Experts without a gate have no matrices for it."""
-    return ExpertLora(**{"gate_a": None, "gate_b": None, **matrices}, scale=scale)
+    fields: dict[str, Any] = {"gate_a": None, "gate_b": None, **matrices}
+    return ExpertLora(**fields, scale=scale)

@@ -107,12 +107,20 @@ def _adapter_arg(prefix: str, adapter: ExpertLora, gated: bool) -> _native.LoraA
     return gate_a, gate_b, up_a, up_b, down_a, down_b, adapter.scale
 
 
-def _adapter_args(name: str, adapters: LoraGrads, gated: bool) -> list[_native.LoraArg | None]:
-    if adapters is None:
+def _lora_args(lora: Lora, gated: bool) -> list[_native.LoraArg]:
+    if lora is None:
         return []
-    if isinstance(adapters, ExpertLora):
-        return [_adapter_arg(name, adapters, gated)]
-    return [None if a is None else _adapter_arg(f"{name}[{i}]", a, gated) for i, a in enumerate(adapters)]
+    if isinstance(lora, ExpertLora):
+        return [_adapter_arg("lora", lora, gated)]
+    return [_adapter_arg(f"lora[{i}]", adapter, gated) for i, adapter in enumerate(lora)]
+
+
+def _grad_args(grads: LoraGrads, gated: bool) -> list[_native.LoraArg | None]:
+    if grads is None:
+        return []
+    if isinstance(grads, ExpertLora):
+        return [_adapter_arg("lora_grads", grads, gated)]
+    return [None if g is None else _adapter_arg(f"lora_grads[{i}]", g, gated) for i, g in enumerate(grads)]
 
 
 class Engine:
@@ -241,7 +249,7 @@ class Engine:
             x_arg,
             _arg("ids", ids),
             _arg("weights_TK", weights_TK),
-            _adapter_args("lora", lora, weights.gate is not None),
+            _lora_args(lora, weights.gate is not None),
             _optional_arg("adapter_of_token", adapter_of_token),
             None if dropout is None else (dropout.p, dropout.seed, dropout.step),
             _optional_arg("keys", keys),
@@ -291,8 +299,8 @@ class Engine:
             weights_arg,
             saved,
             dy_arg,
-            _adapter_args("lora", lora, weights.gate is not None),
-            _adapter_args("lora_grads", lora_grads, weights.gate is not None),
+            _lora_args(lora, weights.gate is not None),
+            _grad_args(lora_grads, weights.gate is not None),
             _arg("dx", dx_TH),
             _arg("dw", dw_TK),
             check_finite,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -305,7 +305,8 @@ class ExpertLora:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ExpertLora:
         """The adapter with `function` applied to every matrix."""
-        return replace(self, **{name: function(matrix) for name, matrix in self.named().items()})
+        results: dict[str, Any] = {name: function(matrix) for name, matrix in self.named().items()}
+        return replace(self, **results)
 
     def zeros_like(self) -> ExpertLora:
         """An adapter of zeros of the same shape: where gradients are gathered."""
