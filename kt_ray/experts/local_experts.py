@@ -420,5 +420,5 @@ def _first(lora: ExpertLora | None, experts: int) -> ExpertLora | None:
 
 def _adapter(matrices: Mapping[str, Tensor], scale: float) -> ExpertLora:
     """Experts without a gate have no matrices for it."""
-    without_gate: dict[str, Any] = {"gate_a": None, "gate_b": None}
-    return ExpertLora(**(without_gate | dict(matrices)), scale=scale)
+    fields: dict[str, Any] = {"gate_a": None, "gate_b": None, **matrices}
+    return ExpertLora(**fields, scale=scale)

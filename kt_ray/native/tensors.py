@@ -305,8 +305,8 @@ class ExpertLora:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ExpertLora:
         """The adapter with `function` applied to every matrix."""
-        changed: dict[str, Any] = {name: function(matrix) for name, matrix in self.named().items()}
-        return replace(self, **changed)
+        results: dict[str, Any] = {name: function(matrix) for name, matrix in self.named().items()}
+        return replace(self, **results)
 
     def zeros_like(self) -> ExpertLora:
         """An adapter of zeros of the same shape: where gradients are gathered."""
