@@ -212,8 +212,8 @@ def predicted(overrides: Sequence[str], rates: Path, first: int, count: int) -> 
     """The prediction for steps `first` and the `count` - 1 after it."""
     from kt_ray.config.compose import compose
     from kt_ray.hardware.rate_files import rates_for
+    from kt_ray.runs.plan_time import predicted_run
     from kt_ray.runs.prepare import prepare
-    from kt_ray.timing.plan_time import predicted_run
 
     config = compose([*overrides, f"plan.rates='{rates}'", f"trainer.max_steps={first + count}"])
     prepared = prepare(config)

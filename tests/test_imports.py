@@ -29,17 +29,17 @@ batch: [numpy]
 timeline:
 openmp:
 config: errors
-dims: errors disk config
+dims: errors disk
 hardware: errors config
 placement: errors config dims hardware
-timing: errors batch config dims hardware placement
+timing: errors config dims hardware placement
 optim: errors config [torch]
 tracking: disk timeline config
 evaluate: errors
 generate: errors [numpy torch]
 checkpoint: errors disk native [torch]
 model: errors native batch config placement generate checkpoint [numpy torch]
-adapter: errors config checkpoint model [torch]
+adapter: errors config checkpoint [torch]
 data: errors batch config [numpy]
 experts: errors native config placement optim checkpoint model [torch]
 demo: errors config data
@@ -50,7 +50,7 @@ actors: errors native batch timeline config placement optim generate checkpoint 
 serve: errors generate data [numpy]
 actors/ray: errors openmp config hardware placement tracking generate data experts transport train
     actors serve [numpy torch ray]
-measure: native batch config hardware timing optim model transport [numpy torch]
+measure: native batch config hardware placement timing optim model transport [numpy torch]
 runs: errors disk native batch config dims hardware placement timing tracking evaluate generate
     checkpoint model adapter data demo train actors actors/ray [numpy torch]
 doctor: errors native config dims hardware placement timing checkpoint demo actors actors/ray
@@ -60,16 +60,16 @@ modes: errors native timeline config dims hardware placement timing tracking eva
     checkpoint data demo train actors serve actors/ray runs doctor report [numpy torch]
 recipe: errors config
 cli: errors openmp config modes recipe
-tools: errors config hardware placement timing checkpoint adapter cli [numpy torch]
+tools: errors checkpoint model adapter [numpy torch]
 """
 
 # Modules that load less than their package: what reads files or plans starts without torch.
 LIGHT = {
     "actors.ray.ray_address": set(),
     "modes.compare": set(),
-    "modes.doctor": set(),
+    "modes.doctor": {"numpy"},
     "modes.eval": set(),
-    "modes.plan": set(),
+    "modes.plan": {"numpy"},
     "modes.preview": {"numpy"},
     "modes.report": set(),
     "runs.environment": set(),
@@ -78,15 +78,6 @@ LIGHT = {
     "runs.rundir": set(),
     "tools.__main__": set(),
 }
-
-# PENDING: rules that the code does not keep yet. Remove an entry once its code keeps the rule; a stale one
-# fails.
-PENDING_IMPORTS: set[tuple[str, str]] = set()  # (package, package that it imports)
-PENDING_LOADS = {  # modules that load numpy through kt_ray.data
-    *("kt_ray.timing.plan_time", "kt_ray.modes.plan", "kt_ray.modes.doctor"),
-}
-PENDING_CYCLES: set[str] = set()  # modules that import themselves through others
-PENDING_NAMES: set[str] = set()  # basenames used twice
 
 
 def package_of(module: str) -> str:
@@ -235,12 +226,10 @@ def test_the_table_names_every_package_and_only_packages_above() -> None:
 def test_a_package_imports_what_its_row_says(package: str) -> None:
     known, _ = table()[package]
     edges = package_imports()[package]
-    pending = {target for of, target in PENDING_IMPORTS if of == package}
-    more = {target: importers for target, importers in edges.items() if target not in known | pending}
+    more = {target: importers for target, importers in edges.items() if target not in known}
     assert not more, f"{package} imports more than its row says: {more}"
-    row = " ".join(other for other in table() if other in edges and other not in pending)
+    row = " ".join(other for other in table() if other in edges)
     assert known <= set(edges), f"{package} imports less than its row says; it should be: {row}"
-    assert pending <= set(edges), f"no longer pending: {package} imports {sorted(pending - set(edges))}"
 
 
 @pytest.mark.parametrize("module", modules())
@@ -249,10 +238,7 @@ def test_a_module_loads_only_what_its_package_may(module: str) -> None:
     allowed = LIGHT.get(module.removeprefix("kt_ray."), of_package)
     libraries = loaded_libraries(module)
     more = {name: f"through {through}" for name, through in libraries.items() if name not in allowed}
-    if module in PENDING_LOADS:
-        assert set(more) == {"numpy"}, f"{module} loads {more}"
-    else:
-        assert not more, f"{module} loads {more}"
+    assert not more, f"{module} loads {more}"
 
 
 def test_ray_is_imported_by_its_own_package_only() -> None:
@@ -266,7 +252,7 @@ def test_no_module_imports_itself_through_others() -> None:
         module: {target for target in map(module_of, imported(module)) if target not in (None, module)}
         for module in modules()
     }
-    assert set().union(*cycles(edges)) == PENDING_CYCLES, cycles(edges)
+    assert cycles(edges) == []
 
 
 def test_a_file_name_says_whose_it_is() -> None:
@@ -276,7 +262,7 @@ def test_a_file_name_says_whose_it_is() -> None:
         for module, path in modules().items()
         if path.name not in ("__init__.py", "__main__.py") and package_of(module) != "modes"
     )
-    assert {name for name, count in names.items() if count > 1} == PENDING_NAMES
+    assert {name for name, count in names.items() if count > 1} == set()
 
 
 def test_tests_mirror_the_packages() -> None:

@@ -35,8 +35,8 @@ from kt_ray.placement.render import (
     worker_row,
 )
 from kt_ray.runs.known_load import known_load, resumed_choice
+from kt_ray.runs.plan_time import show_time
 from kt_ray.timing.choose import choose_plan
-from kt_ray.timing.plan_time import show_time
 
 FITS, DOES_NOT_FIT = 0, 1
 _WIDTH = 120  # where output is no terminal

@@ -19,6 +19,7 @@ from kt_ray.placement.plan import plan_to_dict
 from kt_ray.placement.render import held_per_layer
 from kt_ray.runs.before_after import FinalQuestions, before_and_after, final_questions
 from kt_ray.runs.environment import environment
+from kt_ray.runs.plan_time import predicted_run, run_line
 from kt_ray.runs.prepare import Prepared, prepare
 from kt_ray.runs.rundir import RunDir, dated_as_before, plain
 from kt_ray.runs.saving import (
@@ -31,7 +32,6 @@ from kt_ray.runs.saving import (
 )
 from kt_ray.runs.start_cluster import interrupted_by_sigterm, make_cluster
 from kt_ray.timeline import Activity
-from kt_ray.timing.plan_time import predicted_run, run_line
 from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
 from kt_ray.tracking.chrome_trace import write_timeline
 from kt_ray.tracking.console import console, say, setup_logging
