@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kt_ray.config.checks import check, value_of
 from kt_ray.config.fields import closest_key, default_of, groups, hints, show, type_name
 from kt_ray.config.files import hardware_file
@@ -132,11 +130,6 @@ def _run_name(config: Config, job: int | None, now: datetime.datetime | None) ->
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain nested values (tuples as lists), such that `from_dict(to_dict(c)) == c`."""
     return typing.cast(dict[str, Any], _plain(dataclasses.asdict(config)))
-
-
-def to_yaml(config: Config) -> str:
-    """The text of a run's config.yaml, such that `from_dict(yaml.safe_load(text)) == config`."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, default_flow_style=None)
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ guessed: the wrong guess would train on the wrong text without a word.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kt_ray.data.row_types import Conversation, Turn
@@ -199,25 +199,6 @@ def ambiguous(row: Mapping[str, Any], formats: list[str], where: str) -> UserErr
         required=f"one of {', '.join(formats)}",
         remedy=f"set data.format={formats[0]} (or {', '.join(formats[1:])})",
     )
-
-
-def conversations(
-    rows: Iterable[tuple[str, Any]],
-    format: str = "auto",
-    system: str | None = None,
-    columns: Mapping[str, str | None] | None = None,
-) -> Iterator[Conversation]:
-    """Conversations in source order, numbered from 0; see Parser.
-
-    Args:
-        rows: (where, row) pairs as `read_rows` yields them.
-
-    Raises:
-        UserError: a row that is not of the format; the message names file and line.
-    """
-    parser = Parser(format, system, columns)
-    for index, (where, row) in enumerate(rows):
-        yield parser(row, where, index)
 
 
 def _inner_keys(given: Any, inner: Mapping[str, str]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,6 @@ class DataBundle:
         pad_id: an id to fill padding with.
         kind: "sft", "pairs" (train and eval hold Pair instead of Row) or "kto" (rows have signs).
         dated: whether the template writes the date (data.date).
-        eval_conversations: held-out source rows, those included whose tokens do not fit.
     """
 
     train: Any
@@ -50,7 +49,6 @@ class DataBundle:
     report: DataReport
     pad_id: int
     kind: str = "sft"
-    eval_conversations: list[Conversation] = field(default_factory=list)
     dated: bool = False
 
 
@@ -124,7 +122,6 @@ def load_data(
         report=report,
         pad_id=int(pad or 0),
         kind=kind,
-        eval_conversations=list(held_out),
         dated=dated(encoder.template),
     )
 

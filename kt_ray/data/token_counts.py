@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -104,6 +103,3 @@ class DataReport:
         if self.eval is not None:
             lines += self.eval.lines("held out", self.max_length)
         return lines + [f"note: {note}" for note in self.notes]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)

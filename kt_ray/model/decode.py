@@ -160,20 +160,6 @@ class Decoder:
                 cohort.rows = [cohort.rows[place] for place in stay]
                 cohort.padding, cohort.columns = padding - spare, cohort.columns - spare
 
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of all caches' keys and values."""
-        total = 0
-        for cohort in self._cohorts.values():
-            for index in self.model.layers:
-                values = vars(cohort.cache.layers[index]).values()
-                tensors = [v for v in values if isinstance(v, Tensor)]
-                tensors += [
-                    t for v in values if isinstance(v, dict) for t in v.values() if isinstance(t, Tensor)
-                ]
-                total += sum(t.numel() * t.element_size() for t in tensors)
-        return total
-
     def close(self) -> None:
         """Forget every cache; leave the adapters as training wants them."""
         self._stage.adapters.switch_all(True)

@@ -12,10 +12,11 @@ import yaml
 from kt_ray.config.compose import compose, expand
 from kt_ray.config.fields import fields, groups
 from kt_ray.config.files import conf_dir, hardware_file, option_groups, option_names
-from kt_ray.config.mapping import from_dict, load, to_dict, to_yaml
+from kt_ray.config.mapping import from_dict, load, to_dict
 from kt_ray.config.options_page import option_list, render
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
+from kt_ray.runs.rundir import RunDir
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -186,7 +187,9 @@ def test_config_yaml_of_a_run_reads_back(tmp_path: Path) -> None:
     config = compose(
         ["model=deepseek_v3", "mode=plan", "lora.target_modules=[q_proj,o_proj]", "tracking.tags=[a]"]
     )
-    assert from_dict(yaml.safe_load(to_yaml(config))) == config
+    run = RunDir(tmp_path)
+    run.write_config(config)
+    assert from_dict(yaml.safe_load(run.config_file.read_text(encoding="utf-8"))) == config
 
 
 def _leaves(mapping: dict[str, object], prefix: str = "") -> list[str]:
