@@ -6,9 +6,9 @@ learnt: losses are zeros, gradients random.
 
     seconds of a layer = its FLOPs / (the GPU's bf16 rate * use) + bytes to and from the host / PCIe
 
-FLOPs: two per parameter and token (attention, shared experts or the dense MLP), and 2 s w per token for
-scores and values at s tokens per row and a width w of queries, keys and values; as much again for
-recomputation, and again for backward, which has no weight gradients.
+FLOPs: two per parameter and token (attention, shared experts or the dense MLP), and
+`ModelDims.attention_flops` for scores and values; as much again for recomputation, and again for backward,
+which has no weight gradients.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def pace_of(dims: ModelDims, row_tokens: int, gpu: dict[str, Any] = RTX_4090) ->
     moe = set(dims.moe_layers)
     before, after = [], []
     for layer in range(dims.num_layers):
-        scores = 2 * row_tokens * dims.attention_width
+        scores = dims.attention_flops(layer, 1, row_tokens) / row_tokens
         attention = (2 * dims.attention_params[layer] + scores) / rate
         rest = 2 * dims.dense_params[layer] / rate
         # x in bf16 to the host, y in float32 back.
@@ -80,7 +80,7 @@ def pace_of(dims: ModelDims, row_tokens: int, gpu: dict[str, Any] = RTX_4090) ->
 
 
 class PacedStage:
-    """What an attention worker calls of `kt_ray.model.Stage`, for a single stage on the CPU.
+    """What an attention worker calls of `kt_ray.model.stage.Stage`, for a single stage on the CPU.
 
     Args:
         pace: seconds per token.

@@ -281,7 +281,9 @@ class _Work:
         beside = sum(dims.dense_params[layer] for layer in dims.moe_layers)
         linear = 2 * self.tokens * params / rate
         hidden = 2 * self.tokens * beside / rate
-        pairs = 4 * self.tokens * self.micro * (dims.attention_width / 3) * dims.num_layers / gpu.sdpa.value
+        rows = self.tokens / self.micro
+        scores = sum(dims.attention_flops(layer, 1, self.micro) for layer in range(dims.num_layers))
+        pairs = rows * scores / gpu.sdpa.value
         head = 2 * 2 * self.tokens * dims.embedding_params / rate
         source = f"2 FLOP per parameter and token: {gpu.gemm['bfloat16'].source}"
         return [

@@ -123,7 +123,8 @@ def _case(args: argparse.Namespace, case: str) -> dict[str, Any]:
     overrides = [*_options(MODELS[model], model, args), *RULE, *further]
     plan = _plan(overrides)
     # The same calls of the experts without overlap, whatever the plan would choose then.
-    fixed = [f"rule.groups={plan.groups}", f"rule.wave={plan.wave}"]
+    kept = plan.experts[0].activations
+    fixed = [f"rule.groups={plan.groups}", f"rule.wave={plan.wave}", f"rule.experts.activations={kept}"]
     runs, others = {}, 0.0
     for name, more in (("overlap", []), ("serial", [*fixed, "rule.overlap=false"])):
         with tempfile.TemporaryDirectory() as scratch:
@@ -155,13 +156,21 @@ def _plan(overrides: Sequence[str]) -> Any:
 
 
 def check_run(run: Path) -> dict[str, Any]:
-    """`compare` for the timelines of a run directory. The plan is made again from its configuration."""
+    """`compare` for the timelines of a run directory, whose plan is made again with the choices it kept."""
     import yaml
 
-    from kt_ray.config.mapping import load
+    from kt_ray.config.mapping import REMOVED, load
     from kt_ray.runs.prepare import prepare
 
-    plan = prepare(load(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))).plan
+    settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    for group, _, name in (key.partition(".") for key in REMOVED):
+        settings.get(group, {}).pop(name, None)
+    made = json.loads((run / "plan.json").read_text(encoding="utf-8"))
+    settings["rule"] |= {key: made[key] for key in ("groups", "wave")}
+    settings["rule"]["experts"]["activations"] = made["experts"][0]["activations"]
+    if not settings["rule"]["layers"]:
+        settings["rule"] |= {key: made[key] for key in ("stages", "replicas")}
+    plan = prepare(load(settings)).plan
     record = {"overlap": compare(plan, recorded_steps(plan, run / "timelines"))}
     return record | _within(record, AIM_SHARED)
 

@@ -1,7 +1,7 @@
 """The attention worker of one stage: a plain class; Ray or a thread calls it.
 
 During a pass it walks its planned program and hands every operation to the layer loop of its
-`kt_ray.model.Stage`. Worker 0 also holds the float32 masters and the optimizer of the non-expert
+`kt_ray.model.stage.Stage`. Worker 0 also holds the float32 masters and the optimizer of the non-expert
 LoRA of all stages: gradients are reduced to it in rank order, updated weights go back.
 """
 
@@ -172,7 +172,7 @@ class AttentionWorker(PlainActor):
             logits=loop.logits() if spec.return_logits and stage.last else [],
             losses=loop.losses() if stage.last else [],
             routing=loop.routing(),
-            logps=loop.logps() if stage.last else [],
+            logps=loop.logps() if stage.last and (spec.return_logps or spec.objective is not None) else [],
         )
 
     def _links(self, number: int, recorder: SpanRecorder) -> tuple[ExpertLink, StageLink]:

@@ -65,7 +65,7 @@ class Handle(ABC):
 
 
 class ActorCluster(ABC):
-    """`kt_ray.train.Cluster` over handles."""
+    """`kt_ray.train.cluster_protocol.Cluster` over handles."""
 
     def __init__(self, plan: Plan, specs: ActorSpecs, on_load: LoadNote | None = None) -> None:
         self.plan = plan

@@ -33,7 +33,8 @@ class GenerationReport:
     """One actor's session: steps (an expert actor: calls), tokens chosen, seconds by what it did.
 
     A worker's terms: "attention", "experts" (waiting for them), "head", "record" (call arguments, caches),
-    "sample", "stages" (waiting for other stages), "idle" (no request). An expert actor's: "engine", "wait".
+    "sample", "stages" (sending to and waiting for others), "idle" (no request). An expert actor's: "engine",
+    "wait".
     """
 
     rank: int

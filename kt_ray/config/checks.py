@@ -92,9 +92,9 @@ def _single_keys(config: Config) -> None:
             raise fault(config, key, "is out of range", "at least 0 and less than 2**63")
     for key, what in NOT_EMPTY.items():
         value = value_of(config, key)
-        if value is not None and not all(
-            part.strip() for part in ([value] if isinstance(value, str) else value)
-        ):
+        texts = [value] if isinstance(value, str) else value or []
+        # A line break is a stop string like any other.
+        if not all(text if key == "generate.stop" else text.strip() for text in texts):
             raise fault(config, key, "is empty", what)
 
 

@@ -138,8 +138,18 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
+# Keys that earlier versions had, which runs of theirs still name -> what to do instead.
+REMOVED = {
+    "data.name": "delete it: no name of the data was ever used",
+    "lora.rank_pattern": "delete it: every adapter matrix has lora.rank",
+    "plan.reference": "delete it, and run python benchmarks/reference_schedule.py",
+}
+
+
 def unknown_key(key: str, value: Any) -> UserError:
     """The error for a key that does not exist, with the closest one that does."""
+    if key in REMOVED:
+        return UserError(f"{key} was removed", observed=f"{key}={show(value)}", remedy=REMOVED[key])
     match = closest_key(key)
     group = key.rpartition(".")[0]
     names = list(hints(groups().get(group, Config)))

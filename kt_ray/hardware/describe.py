@@ -314,15 +314,18 @@ def _cpu_flags(base: Path) -> set[str]:
     return set()
 
 
+UNKNOWN_CPU = "unknown CPU"
+
+
 def cpu_name(root: str | Path = "/") -> str:
-    """The CPU's name as /proc/cpuinfo has it; "unknown CPU" where it has none."""
+    """The CPU's name as /proc/cpuinfo has it; UNKNOWN_CPU where it has none."""
     try:
         for line in (Path(root) / "proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:
         pass
-    return "unknown CPU"
+    return UNKNOWN_CPU
 
 
 def _gpus() -> tuple[Gpu, ...]:

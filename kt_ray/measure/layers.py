@@ -1,7 +1,7 @@
 """Speed of a model's own layers beside the experts: real weights, the worker's own layer loop.
 
-One layer of each kind is loaded (kt_ray.model.Stage) and run with an exchange that answers zeros at once, so
-that what is timed is all that a worker does for a micro-batch but waiting for experts.
+One layer of each kind is loaded (kt_ray.model.stage.Stage) and run with an exchange that answers zeros at
+once. So the time is all that a worker spends on a micro-batch, without waiting for experts.
 """
 
 from __future__ import annotations

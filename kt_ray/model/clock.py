@@ -53,13 +53,9 @@ class Clock:
             self._inner[-1] += seconds
 
     def read(self) -> dict[str, float]:
-        """Seconds by term since the last `reset` (waits for the events that were recorded)."""
+        """Seconds by term so far (waits for the events that were recorded)."""
         for term, start, stop, inside in self._events:
             stop.synchronize()
             self.seconds[term] += max(0.0, start.elapsed_time(stop) / 1e3 - inside)
         self._events.clear()
         return dict(self.seconds)
-
-    def reset(self) -> None:
-        self.seconds.clear()
-        self._events.clear()

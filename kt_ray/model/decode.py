@@ -10,9 +10,9 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -170,6 +170,8 @@ class Decoder:
 class DecodeLoop(LayerLoop):
     """The layer loop of one step; each group is one batch."""
 
+    OPERATIONS: ClassVar[Mapping[str, str]] = {**LayerLoop.OPERATIONS, "logits": "last_logits"}
+
     experts: DecodeExchange
 
     def __init__(
@@ -187,7 +189,6 @@ class DecodeLoop(LayerLoop):
         )
         self.step = step
         self.adapters = stage.adapters
-        self.operations["logits"] = self.last_logits
 
     def program(self, layers: tuple[int, int], *, first: bool, last: bool) -> Iterator[Op]:
         """The operations of this step on a stage: every batch through a layer before the next layer.

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from kt_ray.errors import UserError
 from kt_ray.model.layer_calls import LayerCallCapture, LayerContext, RecordedCall, unsupported
 
-_AFFINE_TOLERANCE = (
-    1e-5  # of float32 layers at the probe's magnitudes; a norm or a gate is off by orders more
-)
+# Of float32 layers at the probe's magnitudes; a norm or a gate is off by orders more.
+_AFFINE_TOLERANCE = 1e-5
 _DOCUMENTS = (5, 9, 3)  # tokens of each: no multiples of each other, of 4 or of 8
 _PACKING_TOLERANCE = 1e-4  # relative, of float32 layers; documents that see each other are off by far more
 

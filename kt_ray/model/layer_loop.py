@@ -1,7 +1,7 @@
 """The layer loop: one pass of one replica over one stage, operation by operation.
 
 The attention worker walks its program (kt_ray.placement.order) and hands every operation to `LayerLoop.run`.
-Each operation has a method of the same name.
+`LayerLoop.OPERATIONS` names the method of each operation.
 
 Forward runs without gradients. The experts hook collects the tokens of every micro-batch of a group; at the
 last one it submits the whole group, and the layer runs on with zeros in the experts' place, so that its
@@ -21,9 +21,9 @@ hyper-connections.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -126,6 +126,16 @@ class LayerLoop:
         loss_sum: float64 sum of the losses so far (last stage).
     """
 
+    # Kind -> method. Names, since bound methods kept in the loop would keep a finished pass alive until the
+    # next cyclic collection: its memory would come on top of the next pass's.
+    OPERATIONS: ClassVar[Mapping[str, str]] = {
+        kind: kind
+        for kind in (
+            *("embed", "recv_hidden", "forward", "join", "send_hidden", "loss"),
+            *("recv_grad", "recompute", "backward", "send_grad"),
+        )
+    }
+
     def __init__(
         self,
         model: StageModel,
@@ -152,22 +162,17 @@ class LayerLoop:
         self.watch = watch
         self.train = spec.kind == "train"
         self.loss_sum = 0.0
-        self.operations: dict[str, Callable[[int, int], None]] = {
-            "embed": self.embed,
-            "recv_hidden": self.recv_hidden,
-            "forward": self.forward,
-            "join": self.join,
-            "send_hidden": self.send_hidden,
-            "loss": self.loss,
-            "recv_grad": self.recv_grad,
-            "recompute": self.recompute,
-            "backward": self.backward,
-            "send_grad": self.send_grad,
-        }
 
     def run(self, op: Op) -> None:
-        """Do one operation of the stage's program."""
-        self.operations[op.kind](op.layer, op.group)
+        """Do one operation of the stage's program.
+
+        Raises:
+            ValueError: the loop has no such operation.
+        """
+        method = self.OPERATIONS.get(op.kind)
+        if method is None:
+            raise ValueError(f"operation {op} is not known to the {type(self).__name__}")
+        getattr(self, method)(op.layer, op.group)
 
     # ------------------------------------------------------- the stage's ends
 

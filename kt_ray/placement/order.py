@@ -51,7 +51,7 @@ def worker_program(plan: Plan, replica: int, stage: int, kind: str) -> tuple[Op,
 
 
 def expert_order(plan: Plan, kind: str) -> tuple[ExpertCall, ...]:
-    """The calls that every expert actor serves in one pass, in order; MoE layers only.
+    """The calls that every expert actor computes in one pass, in order; MoE layers only.
 
     All replicas' tokens of one call form one engine call.
     """

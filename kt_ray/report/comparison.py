@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.config.fields import show
+from kt_ray.config.mapping import REMOVED
 from kt_ray.errors import UserError
 from kt_ray.evaluate.table import markdown_table
 from kt_ray.runs.rundata import RunData, read_run
@@ -185,7 +186,8 @@ def compare_runs(paths: Sequence[Path], sort: str = "name") -> RunComparison:
 def differing_keys(settings: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     """Keys whose values are not all equal, in the order of the first run; a key may be absent in some.
 
-    Names of options (model.name) stay; keys about output, tracking and other modes do not count.
+    Names of options (model.name) stay; keys about output, tracking and other modes do not count, nor do
+    removed ones.
     """
     absent = object()
     keys = dict.fromkeys(key for of_run in settings for key in of_run)
@@ -193,6 +195,7 @@ def differing_keys(settings: Sequence[dict[str, Any]]) -> tuple[str, ...]:
         key
         for key in keys
         if not key.startswith(_IGNORED)
+        and key not in REMOVED
         and any(of_run.get(key, absent) != settings[0].get(key, absent) for of_run in settings[1:])
     )
 

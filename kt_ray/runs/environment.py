@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kt_ray.hardware.describe import cpu_name
+from kt_ray.hardware.describe import UNKNOWN_CPU, cpu_name
 
 _PACKAGES = ("torch", "transformers", "peft", "ray", "hydra-core", "numpy", "safetensors", "wandb", "kt_ray")
 
@@ -30,7 +30,7 @@ def environment() -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "cpu": cpu_name(),
+        "cpu": _cpu(),
         "cores": os.cpu_count(),
         "cores_allowed": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -39,6 +39,12 @@ def environment() -> dict[str, Any]:
         "argv": list(sys.argv),
         "pid": os.getpid(),
     }
+
+
+def _cpu() -> str:
+    """The processor, also where /proc/cpuinfo names no model, as on ARM."""
+    name = cpu_name()
+    return name if name != UNKNOWN_CPU else platform.processor() or platform.machine() or name
 
 
 def _git_commit() -> str | None:

@@ -47,7 +47,7 @@ def predicted_run(config: Config, plan: Plan, rates: Rates, waves: Sequence[Sequ
     """The prediction for the micro-batches that a run really takes.
 
     Args:
-        waves: of one step, as `Schedule.train` gives them.
+        waves: of one step, as `StepBatches.train` gives them.
     """
     shapes = tuple(_shape(wave) for wave in waves)
     rows = sum(m.rows for wave in shapes for groups in wave for group in groups for m in group)
@@ -96,7 +96,7 @@ def _table(prediction: Prediction) -> Table:
 def _compared_table(plan: Plan) -> Table:
     """Plans that were simulated, the chosen one first."""
     table = Table(
-        title="Plans compared (the first is taken; another must be 5 % faster)",
+        title="Plans compared, as under Ray (the first is taken; another must be 5 % faster)",
         box=SIMPLE_HEAD,
         pad_edge=False,
         title_justify="left",

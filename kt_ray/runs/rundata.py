@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from kt_ray.config.fields import fields
+from kt_ray.config.mapping import REMOVED
 from kt_ray.errors import UserError
 from kt_ray.runs.rundir import find_checkpoints, flatten, is_run
 from kt_ray.tracking.jsonl import read_jsonl, series
@@ -75,14 +76,18 @@ class RunData:
         return flatten(self.config)
 
     def changed_settings(self) -> dict[str, Any]:
-        """The settings that differ from the schema's default."""
+        """The settings that differ from the schema's default, without keys of earlier versions."""
         known = fields()
 
         def default(key: str) -> Any:
             value = known[key].default
             return list(value) if isinstance(value, tuple) else value
 
-        return {k: v for k, v in self.settings().items() if k not in known or v != default(k)}
+        return {
+            k: v
+            for k, v in self.settings().items()
+            if k not in REMOVED and (k not in known or v != default(k))
+        }
 
     def figures(self) -> dict[str, float]:
         """The run in a few numbers, as far as it has them.

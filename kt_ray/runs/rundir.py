@@ -158,7 +158,18 @@ def dated_as_before(config: Config) -> Config:
     if config.data.date is not None:
         return config
     checkpoint = checkpoint_to_resume(config)
-    before = None if checkpoint is None else settings_of(checkpoint.parent.parent).get("data.date")
+    before = None
+    if checkpoint is not None:
+        run = checkpoint.parent.parent
+        settings = settings_of(run)
+        if is_run(run) and not settings:
+            raise UserError(
+                "the configuration of the run to resume cannot be read",
+                where=str(run / _CONFIG),
+                required="the date that the run's rows were rendered with (data.date)",
+                remedy="restore the file, or set data.date=<the day the run began>",
+            )
+        before = settings.get("data.date")
     day = str(before or datetime.date.today().isoformat())
     return dataclasses.replace(config, data=dataclasses.replace(config.data, date=day))
 

@@ -1,12 +1,13 @@
 """What rule=auto leaves open and memory does not decide: layout, groups in flight, kept activations.
 
 `make_plan` gives the largest waves that fit. This module plans the alternatives, simulates a step of each at
-the host's rates, and takes one that is clearly faster. An alternative has to gain 5 %: the prediction is not
-more exact than that, and measuring the rates again must not change the order in which a run adds up.
+the host's rates, and takes one that is clearly faster. An alternative has to gain 5 %: predictions are no
+more accurate than that, and measuring the rates again must not change the order in which a run adds up.
 
 Smaller waves than fit are not tried: waves follow one another, and each reads the experts' weights again.
-Simulated is a step under Ray with every row data.max_length tokens long, whatever cluster the run uses, so
-that local and Ray runs get the same plan. Pure functions.
+Every simulated step is one under Ray, with overlap, over the usual transports, and with rows of
+data.max_length tokens, whatever the run uses: what changes no bit of a run must not change its plan. (With
+rule.nodes > 1, cluster=local folds all hosts into one and may choose otherwise.) Pure functions.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import generates
-from kt_ray.placement.layout import layouts, with_layout
+from kt_ray.placement.layout import layout_is_auto, layouts, with_layout
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Choice, Plan
 from kt_ray.placement.render import LAYOUT, choice_text, counted, layout_text
+from kt_ray.placement.transports import DEFAULT
 from kt_ray.placement.wave import micro_batches, waves_of
 from kt_ray.timing.lane_rates import lane_rates
 from kt_ray.timing.seats import even_waves, machine_of
@@ -50,8 +52,8 @@ def choose_plan(
     Args:
         load: tokens per expert of this model, as for `make_plan`.
         rates: the host's; None = those of `rates_for`.
-        before: the choice of the run that is resumed. Where the layout is the same and they fit, its groups
-            and activations stay, so that the run continues bit for bit.
+        before: the choice of the run that is resumed. Its layout, groups and activations stay where they are
+            at auto and still fit, so that the run continues bit for bit.
 
     Returns:
         The plan; `Plan.compared` has what was simulated, the chosen one first, and a note says so.
@@ -70,28 +72,35 @@ def choose_plan(
         plans = [(changed, make_plan(dims, changed, hardware, load, lane)) for changed in configs]
         return [_Candidate(c, p, step_seconds(p, c, host_rates)) for c, p in plans if p.fits]
 
+    choices = layouts(dims, config, hardware)
+    if before is not None and before[:2] in (choices or [(plan.stages, plan.replicas)]):
+        resumed = with_layout(config, before[:2]) if choices else config
+        for candidate in simulate_fitting(iter([_as_before(resumed, before)])):
+            return _resumed(candidate, config)
     best = _Candidate(config, plan, step_seconds(plan, config, host_rates))
     simulations = [best]
-    choices = layouts(dims, config, hardware)
     if choices:
         others = simulate_fitting(with_layout(config, other) for other in _fewer_replicas(choices, plan))
         simulations += others
         best = _faster(best, others)
         best = replace(best, config=with_layout(config, (best.plan.stages, best.plan.replicas)))
-    if before is not None and before[:2] == best.choice[:2]:
-        earlier = simulate_fitting(_as_before(best.config, before))
-        if earlier:
-            return _explained(earlier[0], simulations[:1], None)
     for alternatives in (_other_activations, _other_groups):
         others = simulate_fitting(alternatives(best))
         simulations += others
         best = _faster(best, others)
-    return _explained(best, simulations, host_rates.source)
+    plan = _explained(best, simulations, host_rates.source)
+    if before is None:
+        return plan
+    note = (
+        f"the run that is resumed had {choice_text(before)}: this one continues to rounding, not bit for bit"
+    )
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def step_seconds(plan: Plan, config: Config, rates: Rates) -> float:
-    """Simulated seconds of a step under Ray, all rows data.max_length tokens long."""
+    """Simulated seconds of a step as all plans are compared: see the module."""
     config = replace(config, cluster=replace(config.cluster, name="ray"))
+    plan = replace(plan, overlap=True, transport=DEFAULT)
     machine = machine_of(plan)
     waves = even_waves(plan, config, config.data.max_length)
     return simulate(plan, machine, PlanDurations(plan, config, rates, machine), waves).seconds
@@ -141,27 +150,40 @@ def _other_groups(best: _Candidate) -> Iterator[Config]:
             yield _with_rule(best.config, groups=groups)
 
 
-def _as_before(config: Config, before: Choice) -> Iterator[Config]:
+def _as_before(config: Config, before: Choice) -> Config:
     """The configuration with the earlier choice where it is at auto; waves follow from memory."""
     experts, groups = config.rule.experts, config.rule.groups
     if experts.activations == "auto":
         experts = replace(experts, activations=before.activations)
-    yield _with_rule(config, groups=before.groups if groups == "auto" else groups, experts=experts)
+    return _with_rule(config, groups=before.groups if groups == "auto" else groups, experts=experts)
 
 
 def _with_rule(config: Config, **changes: Any) -> Config:
     return replace(config, rule=replace(config.rule, **changes))
 
 
-def _explained(best: _Candidate, simulations: list[_Candidate], source: str | None) -> Plan:
+def _resumed(candidate: _Candidate, config: Config) -> Plan:
+    """The plan of a resumed run, with a note of what stays as it was."""
+    rule = config.rule
+    parts = {
+        "layout": layout_is_auto(rule) and len(candidate.plan.hardware.gpus) > 1,
+        "groups": rule.groups == "auto",
+        "activations": rule.experts.activations == "auto",
+    }
+    names = [name for name, is_open in parts.items() if is_open]
+    notes = [f"as in the run that is resumed: {', '.join(names)}"] if names else []
+    return replace(candidate.plan, notes=(*candidate.plan.notes, *notes), compared=(candidate.choice,))
+
+
+def _explained(best: _Candidate, simulations: list[_Candidate], source: str) -> Plan:
     """The chosen plan with what it was compared with.
 
     Args:
         simulations: memory's choice first.
-        source: of the rates; None = nothing was compared, as a run is resumed.
+        source: of the rates.
     """
     plan, first = best.plan, simulations[0].plan
-    others = sorted((c for c in simulations if c.plan is not plan and source), key=lambda c: c.seconds)
+    others = sorted((c for c in simulations if c.plan is not plan), key=lambda c: c.seconds)
     notes = [note for note in plan.notes if not note.startswith(LAYOUT)]
     layout = [note for note in first.notes if note.startswith(LAYOUT)]
     if layout and (plan.stages, plan.replicas) != (first.stages, first.replicas):
@@ -175,6 +197,4 @@ def _explained(best: _Candidate, simulations: list[_Candidate], source: str | No
             f"{counted(len(others), 'other plan')}: {choice_text(others[0].choice)}: "
             f"{others[0].seconds:.3g} s (rates: {source})"
         )
-    if source is None:
-        notes.append("groups and activations are those of the run that is resumed")
     return replace(plan, notes=(*layout, *notes), compared=(best.choice, *(c.choice for c in others)))

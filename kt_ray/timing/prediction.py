@@ -319,8 +319,10 @@ def neighbours(
 
 
 def _with_choice(config: Config, plan: Plan) -> Config:
-    """The configuration with the plan's groups and activations where it has auto."""
+    """The configuration with the plan's layout, groups and activations where it has auto."""
     rule = config.rule
+    if layout_is_auto(rule):
+        rule = replace(rule, stages=plan.stages, replicas=plan.replicas)
     groups = plan.groups if rule.groups == "auto" else rule.groups
     activations = rule.experts.activations
     if activations == "auto":

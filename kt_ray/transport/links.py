@@ -3,8 +3,7 @@
 `ExpertLink` is the conversation with all expert actors. Actors that share the worker's memory read all tokens
 of a group where they lie. To the others only the rows travel that have at least one of their experts; their
 answers are spread over zeros, so the sums are the same bit for bit. `StageLink` is the conversation with the
-neighbouring
-stages: hidden states one way, gradients back.
+neighbouring stages: hidden states one way, gradients back.
 
 Shapes: T valid tokens of a group, H hidden, K experts per token, E experts of a layer.
 """

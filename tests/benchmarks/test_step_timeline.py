@@ -104,7 +104,7 @@ def test_the_pace_is_flops_over_the_gpus_rate(bench: Any, tmp_path: Path) -> Non
     gpu = {"bf16_flops": 1e12, "use": 0.5, "pcie_bytes": 1e9}
     pace = paced.pace_of(dims, 100, gpu)
     layer = dims.moe_layers[0]
-    scores = 200 * dims.attention_width
+    scores = dims.attention_flops(layer, 1, 100) / 100
     carried = 6 * dims.expert_width / 1e9
     assert pace.before[layer] == pytest.approx((2 * dims.attention_params[layer] + scores) / 5e11 + carried)
     assert pace.after[layer] == pytest.approx(2 * dims.dense_params[layer] / 5e11)

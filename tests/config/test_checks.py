@@ -67,6 +67,7 @@ GOOD: list[dict[str, Any]] = [
     {"mode": "preview", "model": {"build": None, "tokenizer": "t"}},
     {"seed": 2**63 - 1},
     {"run": {"name": "猫 v1.2"}},
+    {"mode": "predict", "generate": {"stop": ["\n\n", " "]}},
 ]
 
 

@@ -109,6 +109,8 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["data=jsonl"], ["data.path=null", "mode=train needs rows", "set data.path="]),
     (["model=deepseek_v3"], ["model.path=null", "deepseek_v3", "set model.path=<directory>, or mode=plan"]),
     (["model=custom", "mode=plan"], ["model.path=null", "nothing to plan", "set model.path=<directory>"]),
+    (["mode=chat", "generate.stop=['']"], ["generate.stop=", "is empty", "strings that are not empty"]),
+    (["+data.name=mine"], ["data.name was removed", "delete it"]),
     (["rule.replicas=9"], ["rule.replicas=9", "trainer.batch_size=8", "set rule.replicas=8"]),
     (["rule.stages=0"], ["rule.stages=0", "at least 1", "set rule.stages=auto"]),
     (["rule.stages=many"], ["rule.stages=many", "auto or a number at least 1", "set rule.stages=auto"]),

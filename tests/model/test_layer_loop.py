@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -200,6 +202,18 @@ def test_nothing_is_left_of_a_pass(checkpoint: Checkpoint) -> None:
     seconds = loops[1].seconds()
     assert set(seconds) == {"attention", "experts_wait", "loss"}
     assert seconds["attention"] > 0 and seconds["loss"] > 0
+
+
+def test_a_pass_that_is_dropped_is_freed_at_once(checkpoint: Checkpoint) -> None:
+    """Its memory must not wait for a cyclic collection: the next pass would come on top."""
+    reference, stages = ready(checkpoint("deepseek_v3"), LORA, (0, 2, 3))
+    gc.collect()
+    gc.disable()
+    try:
+        loops = [weakref.ref(loop) for loop in run(stages, pass_spec(ROWS, groups=2), reference).loops]
+        assert [loop() for loop in loops] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_experts_outside_the_loop(checkpoint: Checkpoint) -> None:

@@ -33,7 +33,7 @@ def host(gpus: int, gib: float, memory: int = 2048 * GIB) -> Hardware:
 def v3_config(batch_size: int = 16, **rule: Any) -> Config:
     return make_config(
         rule=rule,
-        data={"name": "rows", "max_length": 512},
+        data={"max_length": 512},
         trainer={"batch_size": batch_size, "micro_batch_size": 1},
     )
 
@@ -155,8 +155,37 @@ def test_a_resumed_run_keeps_its_choice() -> None:
     before = Choice(1, 1, 4, 8, "recompute", 0.0)
     plan = choose_plan(small_dims(), config, hardware, before=before)
     assert chosen(plan) == before[:5]
-    assert any("those of the run that is resumed" in note for note in plan.notes)
+    assert "as in the run that is resumed: groups, activations" in plan.notes
     asked = make_config(trainer={"batch_size": 8}, rule={"groups": 2})
-    assert chosen(choose_plan(small_dims(), asked, hardware, before=before)) == (1, 1, 2, 8, "recompute")
-    other = choose_plan(small_dims(), config, hardware, before=before._replace(stages=2))
-    assert other == choose_plan(small_dims(), config, hardware)
+    plan = choose_plan(small_dims(), asked, hardware, before=before)
+    assert chosen(plan) == (1, 1, 2, 8, "recompute")
+    assert "as in the run that is resumed: activations" in plan.notes
+
+
+def test_a_resumed_run_keeps_its_layout_although_another_is_faster() -> None:
+    hardware = host(2, 36)
+    assert v3(hardware, 64).stages == 2
+    before = Choice(1, 2, 2, 4, "retain", 0.0)
+    plan = choose_plan(V3, v3_config(64), hardware, before=before)
+    assert chosen(plan)[:3] == (1, 2, 2) and "layout, groups, activations" in plan.notes[-1]
+
+
+def test_a_resumed_run_whose_choice_is_not_possible_says_so() -> None:
+    config, hardware = make_config(trainer={"batch_size": 8}), make_hardware()
+    fresh = choose_plan(small_dims(), config, hardware)
+    plan = choose_plan(small_dims(), config, hardware, before=Choice(2, 1, 2, 8, "retain", 0.0))
+    assert dataclasses.replace(plan, notes=fresh.notes) == fresh
+    assert "had 2 stages x 1 replica" in plan.notes[-1] and "not bit for bit" in plan.notes[-1]
+
+
+@pytest.mark.parametrize("rule", [{"overlap": False}, {"transport": "ray"}, {"transport": "gloo"}])
+def test_what_changes_no_bit_changes_no_choice(rule: dict[str, Any]) -> None:
+    """Where messages are slow, groups would differ if their way counted."""
+    slow = nominal_rates(make_hardware())
+    transport = dataclasses.replace(slow.transport, call=Figure(0.5, "assumed: very slow"))
+    slow = dataclasses.replace(slow, transport=transport)
+    usual, other = (
+        choose_plan(small_dims(), make_config(trainer={"batch_size": 8}, rule=r), make_hardware(), rates=slow)
+        for r in ({}, rule)
+    )
+    assert chosen(usual) == chosen(other) and usual.compared == other.compared
