@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from kt_ray.data.formats import Parser, conversations
+from kt_ray.data.formats import Parser
 from kt_ray.errors import UserError
+from tests.helpers.conversations import conversations
 
 GOOD = {"instruction": "q", "output": "a"}
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kt_ray.data.formats import conversations
 from kt_ray.data.readers import read_rows
 from kt_ray.demo import persona_path
+from tests.helpers.conversations import conversations
 
 
 @pytest.fixture(scope="module")

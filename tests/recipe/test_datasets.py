@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kt_ray.data.formats import conversations
 from kt_ray.data.readers import read_rows
 from kt_ray.data.turns import ROLES
 from kt_ray.errors import UserError
 from kt_ray.recipe import read
 from kt_ray.recipe.datasets import TAGS
+from tests.helpers.conversations import conversations
 from tests.helpers.recipes import HERE, recipe, refused, values
 
 DATA = HERE / "data"
