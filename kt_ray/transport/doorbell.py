@@ -74,7 +74,8 @@ class Doorbell:
             while not self._closed and len(data) - begin >= _HEAD:
                 if not data.startswith(self.address.token, begin):
                     self._lost(
-                        f"a stranger rang its doorbell: a frame without its token ({len(data) - begin} bytes dropped)"
+                        "a stranger rang its doorbell: a frame without its token "
+                        f"({len(data) - begin} bytes dropped)"
                     )
                     begin = len(data)
                     break
