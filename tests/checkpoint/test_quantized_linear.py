@@ -67,8 +67,9 @@ def gradients(stage: Stage, experts: dict[int, Any]) -> tuple[float, dict[str, t
                 parameter.copy_(
                     torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.1
                 )
-    loss = forward([stage], spec, EagerExchange(experts))  # type: ignore[arg-type]
-    backward([stage], spec)
+    loops = forward([stage], spec, EagerExchange(experts))  # type: ignore[arg-type]
+    loss = loops[-1].loss_sum
+    backward([stage], loops)
     return loss, {n: p.grad.clone() for n, p in stage.parameters.items() if p.grad is not None}
 
 

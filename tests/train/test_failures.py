@@ -8,6 +8,7 @@ import torch
 from kt_ray.actors.attention_worker import AttentionWorker
 from kt_ray.actors.local_cluster import LocalHandle
 from kt_ray.errors import UserError
+from kt_ray.model.layer_loop import LayerLoop
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, one_pass, steps, waves_of
 
@@ -52,13 +53,15 @@ def test_an_error_in_the_middle_of_a_pass_leaves_no_trace(
         cluster.discard()
         handle = cluster.workers[1]
         assert isinstance(handle, LocalHandle) and isinstance(handle.actor, AttentionWorker)
-        stage = handle.actor.stage
+        model, recompute = handle.actor.stage.model, LayerLoop.recompute
         with monkeypatch.context() as patch:
 
-            def fail(layer: int, group: int) -> None:
-                raise RuntimeError(f"layer {layer} broke")
+            def fail(loop: LayerLoop, layer: int, group: int) -> None:
+                if loop.model is model:
+                    raise RuntimeError(f"layer {layer} broke")
+                recompute(loop, layer, group)
 
-            patch.setattr(stage, "recompute", fail)
+            patch.setattr(LayerLoop, "recompute", fail)
             with pytest.raises(RuntimeError, match="broke"):
                 cluster.run_pass(one_pass(cluster, waves, number=2))
         cluster.discard()
