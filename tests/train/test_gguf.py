@@ -14,6 +14,7 @@ from torch import Tensor
 from kt_ray import cli
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
+from kt_ray.native import select_isa
 from tests.helpers.gguf_files import stack, values, write_gguf
 from tests.helpers.hf_reference import Row, build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, one_pass, relative, waves_of
@@ -56,8 +57,13 @@ def gradients(
         return result.loss, cluster.gradients()
 
 
+# Where the engine's products are bfloat16, it rounds what it decodes: the run on these values in bfloat16 has
+# the same products. Elsewhere it takes them as they are, and they differ by that rounding, 2**-9 of each.
+ROUNDED = select_isa()[0] in ("avx512_bf16", "amx")
+LOSS_BOUND, GRADIENT_BOUND = (1e-6, 1e-5) if ROUNDED else (2.0**-12, 2.0**-5)
+
+
 def test_gradients_are_those_of_the_decoded_values(tmp_path: Path) -> None:
-    """The engine decodes blocks to bfloat16: the run on their values in bfloat16 has the same products."""
     path = build_checkpoint(tmp_path, "qwen3_moe", **SIZES)
     original = build_checkpoint(tmp_path / "original", "qwen3_moe", **SIZES)
     file = gguf_of(path, tmp_path / "m.gguf")
@@ -67,12 +73,13 @@ def test_gradients_are_those_of_the_decoded_values(tmp_path: Path) -> None:
         loss, expected = gradients(path, rows, rule, parameters, None)
         # The directory's own experts are others now: they must not be read.
         observed_loss, observed = gradients(original, rows, rule, parameters, file)
-        assert abs(observed_loss - loss) <= 1e-6 * abs(loss)
+        assert abs(observed_loss - loss) <= LOSS_BOUND * abs(loss)
         errors = relative(observed, expected)
-        assert max(errors.values()) <= 1e-5, max(errors.items(), key=lambda item: item[1])
+        assert max(errors.values()) <= GRADIENT_BOUND, max(errors.items(), key=lambda item: item[1])
         assert any(".experts." in name and name.endswith("lora_A.weight") for name in errors)
-    unquantised_loss, _ = gradients(original, rows, rule, parameters, None)
-    assert abs(unquantised_loss - loss) > 1e-4 * abs(loss)
+    unquantised_loss, unquantised = gradients(original, rows, rule, parameters, None)
+    assert abs(unquantised_loss - loss) > max(1e-4, 2 * LOSS_BOUND) * abs(loss)
+    assert max(relative(unquantised, expected).values()) > 4 * GRADIENT_BOUND
 
 
 def test_a_run_by_the_command_line(
