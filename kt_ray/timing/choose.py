@@ -12,7 +12,7 @@ rule.nodes > 1, cluster=local folds all hosts into one and may choose otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import generates
-from kt_ray.placement.layout import layout_is_auto, layouts, with_layout
+from kt_ray.placement.layout import layouts, with_layout
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Choice, Plan
 from kt_ray.placement.render import LAYOUT, choice_text, counted, layout_text
@@ -67,7 +67,7 @@ def choose_plan(
         return plan
     host_rates = rates or rates_for(config, hardware)
 
-    def simulate_fitting(configs: Iterator[Config]) -> list[_Candidate]:
+    def simulate_fitting(configs: Iterable[Config]) -> list[_Candidate]:
         """Those of the configurations that fit, simulated."""
         plans = [(changed, make_plan(dims, changed, hardware, load, lane)) for changed in configs]
         return [_Candidate(c, p, step_seconds(p, c, host_rates)) for c, p in plans if p.fits]
@@ -75,8 +75,10 @@ def choose_plan(
     choices = layouts(dims, config, hardware)
     if before is not None and before[:2] in (choices or [(plan.stages, plan.replicas)]):
         resumed = with_layout(config, before[:2]) if choices else config
-        for candidate in simulate_fitting(iter([_as_before(resumed, before)])):
-            return _resumed(candidate, config)
+        earlier = simulate_fitting([_as_before(resumed, before)])
+        if earlier:
+            plan = replace(earlier[0].plan, compared=(earlier[0].choice,))
+            return _beside_resumed(plan, before)
     best = _Candidate(config, plan, step_seconds(plan, config, host_rates))
     simulations = [best]
     if choices:
@@ -89,12 +91,7 @@ def choose_plan(
         simulations += others
         best = _faster(best, others)
     plan = _explained(best, simulations, host_rates.source)
-    if before is None:
-        return plan
-    note = (
-        f"the run that is resumed had {choice_text(before)}: this one continues to rounding, not bit for bit"
-    )
-    return replace(plan, notes=(*plan.notes, note))
+    return plan if before is None else _beside_resumed(plan, before)
 
 
 def step_seconds(plan: Plan, config: Config, rates: Rates) -> float:
@@ -106,6 +103,11 @@ def step_seconds(plan: Plan, config: Config, rates: Rates) -> float:
     return simulate(plan, machine, PlanDurations(plan, config, rates, machine), waves).seconds
 
 
+def choice_of(plan: Plan, seconds: float = 0.0) -> Choice:
+    """What the plan has where a rule may leave it at auto."""
+    return Choice(plan.stages, plan.replicas, plan.groups, plan.wave, plan.experts[0].activations, seconds)
+
+
 @dataclass(frozen=True, eq=False)
 class _Candidate:
     config: Config
@@ -114,10 +116,7 @@ class _Candidate:
 
     @property
     def choice(self) -> Choice:
-        plan = self.plan
-        return Choice(
-            plan.stages, plan.replicas, plan.groups, plan.wave, plan.experts[0].activations, self.seconds
-        )
+        return choice_of(self.plan, self.seconds)
 
 
 def _faster(best: _Candidate, others: list[_Candidate]) -> _Candidate:
@@ -162,17 +161,14 @@ def _with_rule(config: Config, **changes: Any) -> Config:
     return replace(config, rule=replace(config.rule, **changes))
 
 
-def _resumed(candidate: _Candidate, config: Config) -> Plan:
-    """The plan of a resumed run, with a note of what stays as it was."""
-    rule = config.rule
-    parts = {
-        "layout": layout_is_auto(rule) and len(candidate.plan.hardware.gpus) > 1,
-        "groups": rule.groups == "auto",
-        "activations": rule.experts.activations == "auto",
-    }
-    names = [name for name, is_open in parts.items() if is_open]
-    notes = [f"as in the run that is resumed: {', '.join(names)}"] if names else []
-    return replace(candidate.plan, notes=(*candidate.plan.notes, *notes), compared=(candidate.choice,))
+def _beside_resumed(plan: Plan, before: Choice) -> Plan:
+    """The plan of a resumed run, with a note of whether it adds up as before."""
+    if choice_of(plan)[:5] == before[:5]:
+        note = "layout, groups, waves and activations are those of the run that is resumed"
+    else:
+        earlier = choice_text(before)
+        note = f"the run that is resumed had {earlier}: this one continues to rounding, not bit for bit"
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _explained(best: _Candidate, simulations: list[_Candidate], source: str) -> Plan:

@@ -155,19 +155,19 @@ def test_a_resumed_run_keeps_its_choice() -> None:
     before = Choice(1, 1, 4, 8, "recompute", 0.0)
     plan = choose_plan(small_dims(), config, hardware, before=before)
     assert chosen(plan) == before[:5]
-    assert "as in the run that is resumed: groups, activations" in plan.notes
+    assert "are those of the run that is resumed" in plan.notes[-1]
     asked = make_config(trainer={"batch_size": 8}, rule={"groups": 2})
     plan = choose_plan(small_dims(), asked, hardware, before=before)
     assert chosen(plan) == (1, 1, 2, 8, "recompute")
-    assert "as in the run that is resumed: activations" in plan.notes
+    assert "had 1 stage x 1 replica, 4 groups" in plan.notes[-1] and "not bit for bit" in plan.notes[-1]
 
 
 def test_a_resumed_run_keeps_its_layout_although_another_is_faster() -> None:
-    hardware = host(2, 36)
-    assert v3(hardware, 64).stages == 2
+    hardware, config = host(2, 36), v3_config(64)
+    assert choose_plan(V3, config, hardware).stages == 2
     before = Choice(1, 2, 2, 4, "retain", 0.0)
-    plan = choose_plan(V3, v3_config(64), hardware, before=before)
-    assert chosen(plan)[:3] == (1, 2, 2) and "layout, groups, activations" in plan.notes[-1]
+    plan = choose_plan(V3, config, hardware, before=before)
+    assert chosen(plan)[:3] == (1, 2, 2) and plan.experts[0].activations == "retain"
 
 
 def test_a_resumed_run_whose_choice_is_not_possible_says_so() -> None:
