@@ -49,19 +49,17 @@ class SourceRows:
     """What a source gave.
 
     Attributes:
-        source: where from.
-        format: of its rows, as named or as detected (`guessed`).
+        format: of its rows, as named or as detected.
         rows: conversations, sample_ids counted on from the source before.
     """
 
     source: Source
     format: str
-    guessed: bool
     rows: list[Conversation]
 
     def line(self) -> str:
         """One line of the report."""
-        how = "detected" if self.guessed else "as set"
+        how = "detected" if self.source.format == "auto" else "as set"
         weight = f", weight {self.source.weight:g}" if self.source.weight != 1 else ""
         return f"{self.source.name}: {len(self.rows):,} rows, format {self.format} ({how}){weight}"
 
@@ -131,7 +129,7 @@ def read_sources(sources: Sequence[Source], limit: int | None = None) -> list[So
         for where, row in islice(given, min(stops) if stops else None):
             rows.append(parser(row, where, total + len(rows)))
         total += len(rows)
-        result.append(SourceRows(source, parser.format, source.format == "auto", rows))
+        result.append(SourceRows(source, parser.format, rows))
     kinds: dict[str, Conversation] = {}
     for part in result:
         for conversation in part.rows:
