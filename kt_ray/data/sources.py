@@ -199,20 +199,28 @@ def count_rows(data: DataConfig) -> int | None:
     """
     if data.builtin is None and data.path is None and data.sources is None:
         return None
-    rows = 0.0
+    total = 0.0
     for source in sources_of(data):
         paths = [source.path] if isinstance(source.path, str) else source.path
         if any(is_hub(path) for path in paths):
             return None
-        files = (f for path in paths for f in files_of(Path(path).expanduser(), source.key, source.split))
-        count = sum(_count(file, source.key) for file in files)
-        rows += source.weight * (count if source.limit is None else min(count, source.limit))
-    total = round(rows)
+        count = sum(rows_in(path, source.key, source.split) for path in paths)
+        total += source.weight * (count if source.limit is None else min(count, source.limit))
+    rows = round(total)
     if data.limit is not None:
-        total = min(total, data.limit)
+        rows = min(rows, data.limit)
     if data.eval_path is None:
-        total -= round(total * data.eval_fraction)
-    return total
+        rows -= round(rows * data.eval_fraction)
+    return rows
+
+
+def rows_in(path: str, key: str, split: str | None = None) -> int:
+    """Rows of a file, or of a directory's split; parquet and jsonl files are not parsed for it.
+
+    Raises:
+        UserError: as `count_rows`.
+    """
+    return sum(_count(file, key) for file in files_of(Path(path).expanduser(), key, split))
 
 
 def _count(path: Path, key: str) -> int:
