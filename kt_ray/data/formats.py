@@ -211,8 +211,8 @@ def _alpaca(row: dict[str, Any], where: str) -> list[list[Turn]]:
         raise missing("instruction", row, where, FORMATS["alpaca"])
     if "output" not in row:
         raise missing("output", row, where, FORMATS["alpaca"])
-    answer = turn("assistant", _text(row, "output", where), where, "output")
-    return [[*_alpaca_prompt(row, where), answer]]
+    question = _alpaca_prompt(row, where)
+    return [[*question, turn("assistant", _text(row, "output", where), where, "output")]]
 
 
 def _alpaca_prompt(row: dict[str, Any], where: str) -> list[Turn]:

@@ -55,7 +55,8 @@ class _Display:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
+        if self.live:  # older releases of rich print an empty line otherwise
+            self._progress.stop()
 
     def line(self, text: str, *, shown: bool = True) -> None:
         """One line to train.log and, if `shown`, to the console."""
@@ -130,12 +131,14 @@ class _Actor:
     task: TaskID
 
 
+_EVERY = 5.0  # seconds between plain lines of loading
+
+
 class LoadProgress(_Display):
     """Loading, per actor: GB read, GB/s, time left. Updates may come from any thread.
 
     Args:
         live: as for TrainProgress.
-        every: seconds between plain lines.
         screen: where to draw; None = standard output.
         clock: seconds that only grow.
     """
@@ -144,13 +147,11 @@ class LoadProgress(_Display):
         self,
         *,
         live: bool = True,
-        every: float = 5.0,
         screen: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"))
         super().__init__(columns, screen, live, clock)
-        self.every = every
         self._last_line = self._began
         self._actors: dict[str, _Actor] = {}
         self._lock = threading.Lock()
@@ -170,7 +171,7 @@ class LoadProgress(_Display):
             figures = self._figures(entry, now)
             self._progress.update(entry.task, completed=bytes_done, total=bytes_total, figures=figures)
             finished = bytes_done >= bytes_total
-            if finished or now - self._last_line >= self.every:
+            if finished or now - self._last_line >= _EVERY:
                 self._last_line = now
                 self.line(f"loading {actor}: {figures}", shown=not self.live)
 

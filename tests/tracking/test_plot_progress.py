@@ -92,7 +92,7 @@ def test_train_bar_on_a_terminal():
 
 def test_load_progress_rates_and_time_left(pipe):
     clock = Clock()
-    with LoadProgress(screen=pipe, clock=clock, every=5) as progress:
+    with LoadProgress(screen=pipe, clock=clock) as progress:
         clock.now += 2
         progress.update(
             "expert 0", 4_000_000_000, 20_000_000_000, layer=3
