@@ -135,8 +135,8 @@ def _rest() -> Iterator[str]:
     yield (
         "Several data sets become `data.sources`. With `mix_strategy: interleave_under` and "
         "`interleave_over`, weights are such that an epoch holds as many rows of each set, on average, as "
-        "interleaving by `interleave_probs` draws until the first, or the last, set is used up; the sets must "
-        "be local, whose rows can be counted."
+        "interleaving by `interleave_probs` draws until the first, or the last, set is used up; all sets "
+        "must be local, so that their rows can be counted."
     )
     yield ""
     yield "## Backends"
