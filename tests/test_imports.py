@@ -58,7 +58,7 @@ doctor: errors native config dims hardware placement timing checkpoint demo acto
 report: errors disk config tracking evaluate runs
 modes: errors native timeline config dims hardware placement timing tracking evaluate generate
     checkpoint data demo train actors serve actors/ray runs doctor report [numpy torch]
-recipe: errors config
+recipe: errors config data
 cli: errors openmp config modes recipe
 tools: errors checkpoint model adapter [numpy torch]
 """

@@ -5,8 +5,10 @@ Shapes: b rows, s tokens per row.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -81,7 +83,7 @@ def micro_batch(rows: Sequence[Row], pad_id: int = 0, multiple: int = 1) -> Micr
     )
 
 
-def flat(units: Sequence[Row] | Sequence[Pair]) -> tuple[list[Row], int]:
+def flat(units: Sequence[Row | Pair]) -> tuple[list[Row], int]:
     """(rows in order, a pair's chosen one first; rows per unit: 2 for pairs)."""
     rows = [row for u in units for row in ((u.chosen, u.rejected) if isinstance(u, Pair) else (u,))]
     return rows, max(1, len(rows) // max(1, len(units)))
@@ -116,20 +118,18 @@ def wave(
 
     Rows become micro-batches in order; micro-batch i goes to replica i % replicas; a replica's share is
     cut into `groups` contiguous groups whose sizes differ by one at most. With few rows a replica may
-    have empty groups, always the last ones.
-
-    Args:
-        rows: rows of the pass, in order.
-        micro_batch_size: rows that pass a layer together.
-        replicas: copies of the attention side.
-        groups: groups per replica.
-        pad_id: id that fills padding (any id will do: padding is neither attended to nor trained).
-        multiple: widths of micro-batches are multiples of this.
+    have empty groups, always the last ones. `pad_id` may be any id: padding is neither attended to nor
+    trained. The rest as in `Batches`.
     """
-    _positive(multiple=multiple, micro_batch_size=micro_batch_size, replicas=replicas, groups=groups)
     parts = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
     micro = [micro_batch(part, pad_id, multiple) for part in parts]
-    return tuple(_cut(micro[replica::replicas], groups) for replica in range(replicas))
+
+    def grouped(share: Sequence[MicroBatch]) -> tuple[tuple[MicroBatch, ...], ...]:
+        small, larger = divmod(len(share), groups)
+        starts = [group * small + min(group, larger) for group in range(groups + 1)]
+        return tuple(tuple(share[start:stop]) for start, stop in itertools.pairwise(starts))
+
+    return tuple(grouped(micro[replica::replicas]) for replica in range(replicas))
 
 
 def step_waves(
@@ -146,13 +146,12 @@ def step_waves(
     Args:
         largest: micro-batches of a replica per wave at the most; None = all in one.
     """
-    _positive(micro_batch_size=micro_batch_size, replicas=replicas, largest=largest or 1)
-    micro = math.ceil(
-        math.ceil(len(rows) / micro_batch_size) / replicas
-    )  # of the first replica, which has most
-    waves = max(1, math.ceil(micro / (largest or max(1, micro))))
+    if not rows:
+        return []
+    micro = math.ceil(len(rows) / (micro_batch_size * replicas))  # of the first replica, which has most
+    waves = math.ceil(micro / (largest or micro))
     count = math.ceil(micro / waves) * micro_batch_size * replicas
-    parts = [rows[i : i + count] for i in range(0, len(rows), count)] if rows else []
+    parts = [rows[i : i + count] for i in range(0, len(rows), count)]
     return [wave(part, micro_batch_size, replicas, groups, pad_id, multiple) for part in parts]
 
 
@@ -167,9 +166,7 @@ def eval_waves(
     multiple: int = 1,
 ) -> list[Wave]:
     """All rows once, in source order, as passes of `batch_size` rows, or of what `largest` allows."""
-    _positive(batch_size=batch_size)
-    starts = range(0, len(rows), batch_size)
-    parts = [flat(rows[i : i + batch_size]) for i in starts]
+    parts = [flat(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
     return [
         w
         for part, unit in parts
@@ -177,63 +174,43 @@ def eval_waves(
     ]
 
 
+@dataclass
 class Batches:
     """The training rows cut into optimizer steps.
 
-    A batch never crosses an epoch; the last one of an epoch may be smaller. Nothing is kept between
-    calls but a cache, so `step(k)` gives the same rows whether or not the steps before it were taken.
+    A batch never crosses an epoch; the last one of an epoch may be smaller. The same step has the same rows
+    whether or not the steps before it were taken.
 
-    Args:
-        rows: training rows, or pairs of them.
+    Attributes:
+        rows: training rows, or pairs of them; at least one.
         batch_size: rows (pairs) per optimizer step, over all replicas.
         micro_batch_size: rows (pairs) that pass a layer together.
         replicas: copies of the attention side.
         groups: micro-batch groups in flight per replica.
-        largest_wave: micro-batches of a replica that pass the layers together, at the most; None = all.
         shuffle: a new order every epoch; False = source order.
-        seed: the run's seed.
         pad_id: id that fills padding.
+        largest_wave: micro-batches of a replica that pass the layers together, at the most; None = all.
         multiple: widths of micro-batches are multiples of this.
         group_by_length: batches of rows of similar length, see `grouped_order`.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Row] | Sequence[Pair],
-        batch_size: int,
-        micro_batch_size: int = 1,
-        replicas: int = 1,
-        groups: int = 1,
-        shuffle: bool = True,
-        seed: int = 0,
-        pad_id: int = 0,
-        largest_wave: int | None = None,
-        multiple: int = 1,
-        group_by_length: bool = False,
-    ) -> None:
-        _positive(batch_size=batch_size, micro_batch_size=micro_batch_size, replicas=replicas, groups=groups)
-        if not rows:
-            raise ValueError("rows is empty")
-        self.rows = rows
-        self.batch_size = batch_size
-        self.micro_batch_size = micro_batch_size
-        self.replicas = replicas
-        self.groups = groups
-        self.shuffle = shuffle
-        self.seed = seed
-        self.pad_id = pad_id
-        self.largest_wave = largest_wave
-        self.multiple = multiple
-        self.group_by_length = group_by_length
-        self._cached: tuple[int, np.ndarray] | None = None
+    rows: Sequence[Row] | Sequence[Pair]
+    batch_size: int
+    micro_batch_size: int = 1
+    replicas: int = 1
+    groups: int = 1
+    shuffle: bool = True
+    seed: int = 0
+    pad_id: int = 0
+    largest_wave: int | None = None
+    multiple: int = 1
+    group_by_length: bool = False
+    # The latest epoch and its order.
+    _epoch: tuple[int, np.ndarray] | None = field(default=None, init=False)
 
     @property
     def steps_per_epoch(self) -> int:
         return -(-len(self.rows) // self.batch_size)
-
-    def position(self, step: int) -> tuple[int, int]:
-        """(epoch, step within it) of optimizer step `step`, all 0-based."""
-        return divmod(step, self.steps_per_epoch)
 
     def step(self, step: int) -> list[Row]:
         """The rows of optimizer step `step` (0-based), in order; of pairs both, chosen first."""
@@ -241,19 +218,17 @@ class Batches:
 
     def units(self, step: int) -> list[Any]:
         """The rows or pairs of optimizer step `step` (0-based), in order."""
-        if step < 0:
-            raise ValueError(f"step must not be negative, got {step}")
-        epoch, index = self.position(step)
-        if self._cached is None or self._cached[0] != epoch:
-            self._cached = (epoch, self._order(epoch))
-        order = self._cached[1][index * self.batch_size : (index + 1) * self.batch_size]
+        epoch, index = divmod(step, self.steps_per_epoch)
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = (epoch, self._order(epoch))
+        order = self._epoch[1][index * self.batch_size : (index + 1) * self.batch_size]
         return [self.rows[i] for i in order]
 
     def _order(self, epoch: int) -> np.ndarray:
         if not self.group_by_length:
             return epoch_order(len(self.rows), self.seed, epoch, self.shuffle)
-        lengths = np.array([_length(row) for row in self.rows], dtype=np.int64)
-        return grouped_order(lengths, self.batch_size, self.seed, epoch, self.shuffle)
+        lengths = [sum(len(row.input_ids) for row in flat([unit])[0]) for unit in self.rows]
+        return grouped_order(np.array(lengths), self.batch_size, self.seed, epoch, self.shuffle)
 
     def waves(self, step: int) -> list[Wave]:
         """The passes of optimizer step `step`, each as PassSpec wants it."""
@@ -265,26 +240,3 @@ class Batches:
         return step_waves(
             rows, size, self.replicas, self.groups, self.largest_wave, self.pad_id, self.multiple
         )
-
-
-def _length(unit: Row | Pair) -> int:
-    """Tokens of a row, or of both rows of a pair."""
-    if isinstance(unit, Pair):
-        return len(unit.chosen.input_ids) + len(unit.rejected.input_ids)
-    return len(unit.input_ids)
-
-
-def _cut(micro: Sequence[MicroBatch], groups: int) -> tuple[tuple[MicroBatch, ...], ...]:
-    small, larger = divmod(len(micro), groups)
-    result, start = [], 0
-    for group in range(groups):
-        stop = start + small + (1 if group < larger else 0)
-        result.append(tuple(micro[start:stop]))
-        start = stop
-    return tuple(result)
-
-
-def _positive(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from kt_ray.config.schema import DataConfig
 from kt_ray.data.cache import TokenCache, encoder_key, rows_key
-from kt_ray.data.row_types import Conversation, Dataset, Pair, Row
+from kt_ray.data.row_types import Conversation, Pair, Row
 from kt_ray.data.template import ChatEncoder
 from kt_ray.data.token_counts import SplitReport
 from kt_ray.errors import UserError
 
 Samples = Sequence[tuple[Conversation, int]]  # rows and the sample ids that they are trained under
 Tokens = tuple[np.ndarray, np.ndarray]  # ids and labels, int64 [s] each
+_SIGNS = {None: 0, True: 1, False: -1}  # of Row, by the verdict
 
 
 class Encoded:
@@ -60,10 +62,11 @@ def _sides(row: Conversation) -> list[Conversation]:
 
 def encode_rows(
     samples: Samples, encoded: Encoded, data: DataConfig, report: SplitReport, spare: Iterator[int]
-) -> Dataset:
-    """Rows of at most data.max_length tokens, counted into `report`.
+) -> list[Any]:
+    """Rows of at most data.max_length tokens, or pairs of such rows, counted into `report`.
 
-    Raw text is cut into rows instead of at the end: it loses nothing but what overflow=drop says.
+    Rows are cut at the end; a pair that loses an answer is dropped. Raw text is cut into rows instead: it
+    loses nothing but what overflow=drop says.
 
     Args:
         spare: sample ids that no row has, for the second row on that a text is cut into.
@@ -71,110 +74,48 @@ def encode_rows(
     Raises:
         UserError: a row without a trained token before cutting, or nothing left after it.
     """
-    rows: Dataset = []
+    kept: list[Row | Pair] = []
     for conversation, sample in samples:
-        ((ids, labels),) = encoded(conversation)
-        sign = 0 if conversation.label is None else 1 if conversation.label else -1
-        full = Row(ids, labels, sample, sign=sign)
-        _check_trained(full, conversation)
+        sides = [Row(*tokens, sample, sign=_SIGNS[conversation.label]) for tokens in encoded(conversation)]
+        if conversation.rejected is not None:
+            # Sample ids of their own, so that the sides' dropout differs.
+            sides = [replace(row, sample_id=2 * sample + i, sign=1 - 2 * i) for i, row in enumerate(sides)]
+        for row in sides:
+            if row.trained == 0:  # computed for nothing: its mask is a mistake, or its answer is empty
+                raise UserError(
+                    "no token of the row is trained",
+                    where=conversation.where,
+                    observed=f"{len(row.input_ids)} tokens, all masked",
+                    required="an answer of at least one token",
+                    remedy="fill or delete that row, or check the chat template with mode=preview",
+                )
         report.source_rows += 1
-        report.longest = max(report.longest, len(ids))
+        report.longest = max(report.longest, *(len(row.input_ids) for row in sides))
+        units = [sides]
         if conversation.text is not None and data.overflow == "truncate":
-            pieces = _pieces(full, data.max_length, spare)
-            report.cut_texts += len(pieces) > 1
-            lost_end = len(ids) - sum(len(piece.input_ids) for piece in pieces)
+            units = [[piece] for piece in _pieces(sides[0], data.max_length, spare)]
+            report.cut_texts += len(units) > 1
+            lost_end = len(sides[0].input_ids) - sum(len(piece.input_ids) for (piece,) in units)
             report.tokens_lost += lost_end
             report.trained_lost += lost_end
-        else:
-            pieces = [full]
-        for piece in pieces:
-            row = _cut(piece, data.max_length)
-            lost = len(piece.input_ids) > data.max_length and data.overflow == "drop"
-            if lost or row.trained == 0:
-                report.dropped_long += lost
-                report.dropped_no_answer += not lost
-                report.tokens_lost += len(piece.input_ids)
-                report.trained_lost += piece.trained
-                continue
-            _count(report, piece, row)
-            report.rows += 1
-            rows.append(row)
-    _check_left(bool(samples), bool(rows), data, report)
-    return rows
-
-
-def encode_pairs(samples: Samples, encoded: Encoded, data: DataConfig, report: SplitReport) -> list[Pair]:
-    """Preference pairs; both sides are cut at the end, and a pair that loses an answer is dropped.
-
-    Raises:
-        UserError: as `encode_rows`.
-    """
-    pairs: list[Pair] = []
-    for conversation, sample in samples:
-        # Sample ids of their own, so that the sides' dropout differs.
-        sides = [
-            Row(ids, labels, 2 * sample + i, sign=1 - 2 * i)
-            for i, (ids, labels) in enumerate(encoded(conversation))
-        ]
-        for side in sides:
-            _check_trained(side, conversation)
-        report.source_rows += 1
-        longest = max(len(side.input_ids) for side in sides)
-        report.longest = max(report.longest, longest)
-        rows = [_cut(side, data.max_length) for side in sides]
-        lost = longest > data.max_length and data.overflow == "drop"
-        if lost or not all(row.trained for row in rows):
-            report.dropped_long += lost
-            report.dropped_no_answer += not lost
-            report.tokens_lost += sum(len(side.input_ids) for side in sides)
-            report.trained_lost += sum(side.trained for side in sides)
-            continue
-        for side, row in zip(sides, rows, strict=True):
-            _count(report, side, row)
-        report.rows += 1
-        pairs.append(Pair(rows[0], rows[1]))
-    _check_left(bool(samples), bool(pairs), data, report)
-    return pairs
-
-
-def _pieces(row: Row, length: int, spare: Iterator[int]) -> list[Row]:
-    starts = range(0, len(row.input_ids), length)
-    pieces = []
-    for start in starts:
-        stop = start + length
-        sample = row.sample_id if start == 0 else next(spare)
-        pieces.append(Row(row.input_ids[start:stop], row.labels[start:stop], sample, sign=row.sign))
-    if len(pieces) > 1 and len(pieces[-1].input_ids) < 2:
-        pieces.pop()  # one token has nothing to be predicted from
-    return pieces
-
-
-def _cut(row: Row, length: int) -> Row:
-    return replace(row, input_ids=row.input_ids[:length], labels=row.labels[:length])
-
-
-def _count(report: SplitReport, whole: Row, row: Row) -> None:
-    report.truncated += len(row.input_ids) < len(whole.input_ids)
-    report.tokens += len(row.input_ids)
-    report.trained += row.trained
-    report.tokens_lost += len(whole.input_ids) - len(row.input_ids)
-    report.trained_lost += whole.trained - row.trained
-
-
-def _check_trained(row: Row, conversation: Conversation) -> None:
-    """Refuse a row that would be computed for nothing: its mask is a mistake, or its answer is empty."""
-    if row.trained == 0:
-        raise UserError(
-            "no token of the row is trained",
-            where=conversation.where,
-            observed=f"{len(row.input_ids)} tokens, all masked",
-            required="an answer of at least one token",
-            remedy="fill or delete that row, or check the chat template with mode=preview",
-        )
-
-
-def _check_left(given: bool, kept: bool, data: DataConfig, report: SplitReport) -> None:
-    if given and not kept:
+        for unit in units:
+            rows = [_cut(row, 0, data.max_length) for row in unit]
+            too_long = any(len(row.input_ids) > data.max_length for row in unit)
+            dropped = too_long and data.overflow == "drop"
+            if dropped or not all(row.trained for row in rows):
+                report.dropped_long += dropped
+                report.dropped_no_answer += not dropped
+                rows = [_cut(row, 0, 0) for row in unit]  # all is lost
+            else:
+                report.rows += 1
+                report.truncated += sum(len(row.input_ids) > data.max_length for row in unit)
+                kept.append(Pair(rows[0], rows[1]) if len(rows) == 2 else rows[0])
+            for whole, row in zip(unit, rows, strict=True):
+                report.tokens += len(row.input_ids)
+                report.trained += row.trained
+                report.tokens_lost += len(whole.input_ids) - len(row.input_ids)
+                report.trained_lost += whole.trained - row.trained
+    if samples and not kept:
         raise UserError(
             "no row is left after cutting",
             where="data.max_length",
@@ -182,3 +123,18 @@ def _check_left(given: bool, kept: bool, data: DataConfig, report: SplitReport) 
             required=f"{report.longest} tokens for the longest row",
             remedy=f"set data.max_length={report.longest}",
         )
+    return kept
+
+
+def _pieces(row: Row, length: int, spare: Iterator[int]) -> list[Row]:
+    pieces = [
+        replace(_cut(row, start, start + length), sample_id=next(spare) if start else row.sample_id)
+        for start in range(0, len(row.input_ids), length)
+    ]
+    if len(pieces) > 1 and len(pieces[-1].input_ids) < 2:
+        pieces.pop()  # one token has nothing to be predicted from
+    return pieces
+
+
+def _cut(row: Row, start: int, stop: int) -> Row:
+    return replace(row, input_ids=row.input_ids[start:stop], labels=row.labels[start:stop])

@@ -7,20 +7,22 @@ guessed: the wrong guess would train on the wrong text without a word.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.data.turns import (
     FILL,
     OPENAI,
-    ROLES,
     SHAREGPT,
     answer_of,
     bad_row,
+    keys_of,
     kind,
     missing,
     require_answer,
+    role_of,
     tools_of,
     turn,
     turns,
@@ -28,13 +30,11 @@ from kt_ray.data.turns import (
 )
 from kt_ray.errors import UserError
 
-ALPACA = '{"instruction": …, "output": …[, "input", "system", "history"]}'
-MESSAGES = '{"messages": [{"role": …, "content": …}, …][, "tools"]}'
 # What a row of each format looks like, for messages and documentation.
 FORMATS: dict[str, str] = {
-    "alpaca": ALPACA,
+    "alpaca": '{"instruction": …, "output": …[, "input", "system", "history"]}',
     "sharegpt": '{"conversations": [{"from": …, "value": …}, …][, "system", "tools"]}',
-    "messages": MESSAGES,
+    "messages": '{"messages": [{"role": …, "content": …}, …][, "tools"]}',
     "prompt_completion": '{"prompt": …, "completion": …}',
     "preference": '{"chosen": …, "rejected": …, "prompt" or "messages" or "instruction": …}',
     "kto": '{"label": true or false, "prompt": …, "completion": …} (or messages)',
@@ -45,7 +45,8 @@ COLUMNS = (
     *("instruction", "input", "output", "system", "history", "messages", "conversations", "tools"),
     *("prompt", "completion", "chosen", "rejected", "label", "text", "role", "content"),
 )
-_LISTS = ("messages", "conversations", "history")
+_LIST_OF = {"messages": "messages", "sharegpt": "conversations"}  # format: key of its turns
+_LISTS = (*_LIST_OF.values(), "history")
 
 
 class Parser:
@@ -96,12 +97,32 @@ class Parser:
         if self.guessed:
             formats = detect(row)
             if len(formats) > 1:
-                raise ambiguous(row, formats, where)
+                raise UserError(
+                    "the row fits several data formats",
+                    where=where,
+                    observed=keys_of(row),
+                    required=f"one of {', '.join(formats)}",
+                    remedy=f"set data.format={formats[0]} (or {', '.join(formats[1:])})",
+                )
             if self.format == "auto":
                 if not formats:
-                    raise unknown(row, where)
+                    raise UserError(
+                        "unknown data format",
+                        where=where,
+                        observed=keys_of(row),
+                        required=" or ".join(f"{name} {shape}" for name, shape in FORMATS.items()),
+                        remedy="name the columns in data.columns (data.columns={instruction: question, "
+                        "output: answer}), rename the keys, or convert the file to one of these formats",
+                    )
                 self.format = formats[0]
-        return _PARSE[self.format](row, where, sample_id, self.system)
+        if self.format == "text":
+            return Conversation((), sample_id, where, text=_raw(row, where))
+        label = _label(row, where) if self.format == "kto" else None
+        chosen, *rejected = (
+            tuple(_with_system(messages, self.system)) for messages in _PARSE[self.format](row, where)
+        )
+        tools = tools_of(row.get("tools"), where)
+        return Conversation(chosen, sample_id, where, tools, rejected[0] if rejected else None, label)
 
     def _renamed(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         """The row under this project's names, lists decoded where a file keeps them as JSON text."""
@@ -113,7 +134,7 @@ class Parser:
                 raise UserError(
                     "a column named in data.columns is not in the row",
                     where=where,
-                    observed="keys " + (", ".join(map(str, row)) or "(none)"),
+                    observed=keys_of(row),
                     required=f"{column}, for {name}",
                     remedy="correct data.columns",
                 )
@@ -156,18 +177,12 @@ def detect(row: Mapping[str, Any]) -> list[str]:
             for name in plain
             if name in ("prompt_completion", "text")
             or (name == "alpaca" and has("output"))
-            or (name in ("messages", "sharegpt") and _answered(row))
+            or (name in ("messages", "sharegpt") and role_of(row.get(_LIST_OF[name]), -1) == "assistant")
         ]
         return ["preference", *answered, *(["kto"] if judged else [])]
     if judged and plain and plain != ["text"]:
         return ["kto"] if len(plain) == 1 else ["kto", *plain]
     return plain
-
-
-def _answered(row: Mapping[str, Any]) -> bool:
-    given = row.get("messages") or row.get("conversations")
-    last = given[-1] if isinstance(given, list) and given else {}
-    return isinstance(last, dict) and ROLES.get(str(last.get("role", last.get("from")))) == "assistant"
 
 
 def verdict(row: Mapping[str, Any]) -> bool | None:
@@ -176,29 +191,6 @@ def verdict(row: Mapping[str, Any]) -> bool | None:
     if isinstance(value, str) and value.lower() in ("true", "false"):  # csv has no booleans
         return value.lower() == "true"
     return value if isinstance(value, bool) else None
-
-
-def unknown(row: Mapping[str, Any], where: str) -> UserError:
-    """The row fits no format."""
-    return UserError(
-        "unknown data format",
-        where=where,
-        observed="keys " + (", ".join(map(str, row)) or "(none)"),
-        required=" or ".join(f"{name} {shape}" for name, shape in FORMATS.items()),
-        remedy="name the columns in data.columns (data.columns={instruction: question, output: answer}), "
-        "rename the keys, or convert the file to one of these formats",
-    )
-
-
-def ambiguous(row: Mapping[str, Any], formats: list[str], where: str) -> UserError:
-    """The row fits several formats."""
-    return UserError(
-        "the row fits several data formats",
-        where=where,
-        observed="keys " + ", ".join(map(str, row)),
-        required=f"one of {', '.join(formats)}",
-        remedy=f"set data.format={formats[0]} (or {', '.join(formats[1:])})",
-    )
 
 
 def _inner_keys(given: Any, inner: Mapping[str, str]) -> Any:
@@ -214,26 +206,13 @@ def _with_system(messages: list[Turn], system: str | None) -> list[Turn]:
     return messages
 
 
-def _conversation(
-    messages: list[Turn],
-    row: dict[str, Any],
-    where: str,
-    number: int,
-    system: str | None,
-    label: bool | None = None,
-) -> Conversation:
-    tools = tools_of(row.get("tools"), where)
-    return Conversation(tuple(_with_system(messages, system)), number, where, tools, label=label)
-
-
-def _alpaca(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
+def _alpaca(row: dict[str, Any], where: str) -> list[list[Turn]]:
     if "instruction" not in row and "input" not in row:
-        raise missing("instruction", row, where, ALPACA)
+        raise missing("instruction", row, where, FORMATS["alpaca"])
     if "output" not in row:
-        raise missing("output", row, where, ALPACA)
-    messages = _alpaca_prompt(row, where)
-    messages.append(turn("assistant", _text(row, "output", where), where, "output"))
-    return _conversation(messages, row, where, number, system)
+        raise missing("output", row, where, FORMATS["alpaca"])
+    question = _alpaca_prompt(row, where)
+    return [[*question, turn("assistant", _text(row, "output", where), where, "output")]]
 
 
 def _alpaca_prompt(row: dict[str, Any], where: str) -> list[Turn]:
@@ -243,10 +222,7 @@ def _alpaca_prompt(row: dict[str, Any], where: str) -> list[Turn]:
     if not question.strip():
         observed = "instruction and input without text"
         raise bad_row("the question is empty", where, observed, "text in one of them", FILL)
-    messages: list[Turn] = []
-    system = _text(row, "system", where, optional=True)
-    if system:
-        messages.append(Turn(role="system", content=system))
+    messages = _system(row, where)
     history = row.get("history")
     if not (history is None or isinstance(history, list)):
         raise wrong("history", history, where, "a list of [user, assistant] pairs")
@@ -256,136 +232,116 @@ def _alpaca_prompt(row: dict[str, Any], where: str) -> list[Turn]:
         if not (strings and len(pair) == 2):
             raise wrong(place, pair, where, "a [user, assistant] pair of strings")
         messages += [turn("user", pair[0], where, place), turn("assistant", pair[1], where, place)]
-    messages.append(turn("user", question, where, "instruction"))
-    return messages
+    return [*messages, turn("user", question, where, "instruction")]
 
 
-def _chat(
-    row: dict[str, Any], where: str, name: str, keys: tuple[str, str], number: int, system: str | None
-) -> Conversation:
-    if name not in row or row[name] is None:
-        raise missing(name, row, where, FORMATS["messages" if name == "messages" else "sharegpt"])
-    messages = _turns_with_system(row, where, name, keys)
+def _chat(row: dict[str, Any], where: str, format: str) -> list[list[Turn]]:
+    name = _LIST_OF[format]
+    if row.get(name) is None:
+        raise missing(name, row, where, FORMATS[format])
+    messages = _turns_with_system(row, where, name)
     require_answer(messages, where)
-    return _conversation(messages, row, where, number, system)
+    return [messages]
 
 
-def _turns_with_system(row: dict[str, Any], where: str, name: str, keys: tuple[str, str]) -> list[Turn]:
+def _turns_with_system(row: dict[str, Any], where: str, name: str) -> list[Turn]:
     given = row[name]
     first = given[0] if isinstance(given, list) and given else None
-    if keys == SHAREGPT and isinstance(first, dict) and "from" not in first and "role" in first:
+    keys = OPENAI if name == "messages" else SHAREGPT
+    if isinstance(first, dict) and "from" not in first and "role" in first:
         keys = OPENAI  # "conversations" of role and content are common
-    messages = turns(given, where, name, keys)
     own = row.get("system")
-    return _with_system(messages, own if isinstance(own, str) and own.strip() else None)
-
-
-def _messages(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
-    return _chat(row, where, "messages", OPENAI, number, system)
-
-
-def _sharegpt(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
-    return _chat(row, where, "conversations", SHAREGPT, number, system)
+    system = own if isinstance(own, str) and own.strip() else None
+    return _with_system(turns(given, where, name, keys), system)
 
 
 def _prompt_of(row: dict[str, Any], where: str, format: str) -> list[Turn]:
     """The turns before the answer, from whichever keys the row has them under."""
-    if row.get("messages") is not None:
-        return _turns_with_system(row, where, "messages", OPENAI)
-    if row.get("conversations") is not None:
-        return _turns_with_system(row, where, "conversations", SHAREGPT)
+    for name in _LIST_OF.values():
+        if row.get(name) is not None:
+            return _turns_with_system(row, where, name)
     if isinstance(row.get("prompt"), list):
         return turns(row["prompt"], where, "prompt")
     if row.get("prompt") is None:
         if "instruction" in row or "input" in row:
             return _alpaca_prompt(row, where)
         raise missing("prompt", row, where, FORMATS[format])
-    messages = []
-    system = _text(row, "system", where, optional=True)
-    if system:
-        messages.append(Turn(role="system", content=system))
-    return [*messages, turn("user", _text(row, "prompt", where), where, "prompt")]
+    return [*_system(row, where), turn("user", _text(row, "prompt", where), where, "prompt")]
 
 
-def _prompt_completion(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
-    if row.get("completion") is None:
-        raise missing("completion", row, where, FORMATS["prompt_completion"])
-    if row.get("prompt") is None:
-        raise missing("prompt", row, where, FORMATS["prompt_completion"])
+def _prompt_completion(row: dict[str, Any], where: str) -> list[list[Turn]]:
+    for key in ("completion", "prompt"):
+        if row.get(key) is None:
+            raise missing(key, row, where, FORMATS["prompt_completion"])
     prompt = _prompt_of({k: v for k, v in row.items() if k not in _LISTS}, where, "prompt_completion")
-    messages = answer_of(row["completion"], prompt, where, "completion")
-    return _conversation(messages, row, where, number, system)
+    return [answer_of(row["completion"], prompt, where, "completion")]
 
 
-def _preference(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
+def _preference(row: dict[str, Any], where: str) -> list[list[Turn]]:
+    """The conversation with the chosen answer, and with the rejected one."""
     for key in ("chosen", "rejected"):
         if row.get(key) is None:
             raise missing(key, row, where, FORMATS["preference"])
-    whole = all(_opens(row[key]) for key in ("chosen", "rejected"))
+    whole = all(role_of(row[key], 0) in ("system", "user") for key in ("chosen", "rejected"))
     prompt = [] if whole else _prompt_of(row, where, "preference")
-    chosen, rejected = (
-        _with_system(answer_of(row[key], prompt, where, key), system) for key in ("chosen", "rejected")
-    )
-    shared = 0
-    for one, other in zip(chosen, rejected, strict=False):
-        if one != other:
-            break
-        shared += 1
-    if shared == len(chosen) == len(rejected):
+    chosen, rejected = (answer_of(row[key], prompt, where, key) for key in ("chosen", "rejected"))
+    if chosen == rejected:
         observed = repr(chosen[-1]["content"][:60])
         raise bad_row("chosen and rejected are the same", where, observed, "two different answers")
-    if shared < max(i for i, m in enumerate(chosen) if m["role"] == "user") + 1:
+    shared = next(
+        (i for i, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other),
+        min(len(chosen), len(rejected)),
+    )
+    if any(message["role"] == "user" for message in chosen[shared:]):
         observed = f"they differ from message {shared + 1} on"
         required = "one prompt, two answers"
         raise bad_row("chosen and rejected answer different questions", where, observed, required)
-    tools = tools_of(row.get("tools"), where)
-    return Conversation(tuple(chosen), number, where, tools, rejected=tuple(rejected))
+    return [chosen, rejected]
 
 
-def _opens(value: Any) -> bool:
-    """Whether an answer is a whole conversation."""
-    first = value[0] if isinstance(value, list) and value else None
-    return isinstance(first, dict) and ROLES.get(str(first.get("role", first.get("from")))) in (
-        "system",
-        "user",
-    )
+def _kto(row: dict[str, Any], where: str) -> list[list[Turn]]:
+    if row.get("completion") is not None:
+        return [answer_of(row["completion"], _prompt_of(row, where, "kto"), where, "completion")]
+    if row.get("output") is not None:
+        return [answer_of(row["output"], _alpaca_prompt(row, where), where, "output")]
+    messages = _prompt_of(row, where, "kto")
+    require_answer(messages, where)
+    return [messages]
 
 
-def _kto(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
+def _label(row: dict[str, Any], where: str) -> bool:
     label = verdict(row)
     if label is None:
         given = row.get("label", row.get("kto_tag"))
         if given is None:
             raise missing("label", row, where, FORMATS["kto"])
         raise wrong("label", given, where, "true or false")
-    if row.get("completion") is not None:
-        messages = answer_of(row["completion"], _prompt_of(row, where, "kto"), where, "completion")
-    elif row.get("output") is not None:
-        messages = answer_of(row["output"], _alpaca_prompt(row, where), where, "output")
-    else:
-        messages = _prompt_of(row, where, "kto")
-    require_answer(messages, where)
-    return _conversation(messages, row, where, number, system, label)
+    return label
 
 
-def _raw(row: dict[str, Any], where: str, number: int, system: str | None) -> Conversation:
+def _raw(row: dict[str, Any], where: str) -> str:
     if "text" not in row:
         raise missing("text", row, where, FORMATS["text"])
     text = _text(row, "text", where)
     if not text.strip():
         raise bad_row("the text is empty", where, repr(text[:20]), "text", FILL)
-    return Conversation((), number, where, text=text)
+    return text
 
 
-_PARSE = {
+# Each gives a row's conversation, checked; of a preference pair the chosen and the rejected one.
+_PARSE: dict[str, Callable[[dict[str, Any], str], list[list[Turn]]]] = {
     "alpaca": _alpaca,
-    "sharegpt": _sharegpt,
-    "messages": _messages,
+    "sharegpt": partial(_chat, format="sharegpt"),
+    "messages": partial(_chat, format="messages"),
     "prompt_completion": _prompt_completion,
     "preference": _preference,
     "kto": _kto,
-    "text": _raw,
 }
+
+
+def _system(row: dict[str, Any], where: str) -> list[Turn]:
+    system = _text(row, "system", where, optional=True)
+    return [Turn(role="system", content=system)] if system else []
 
 
 def _text(row: dict[str, Any], key: str, where: str, *, optional: bool = False) -> str:

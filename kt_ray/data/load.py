@@ -9,11 +9,12 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from kt_ray.config.schema import Config, DataConfig
+from kt_ray.data.batches import flat
 from kt_ray.data.cache import TokenCache, default_token_cache
-from kt_ray.data.encode_rows import Encoded, Samples, encode_pairs, encode_rows
+from kt_ray.data.encode_rows import Encoded, Samples, encode_rows
 from kt_ray.data.held_out_split import same_prompt, split
 from kt_ray.data.pack_rows import pack
-from kt_ray.data.row_types import KINDS, Conversation, Pair
+from kt_ray.data.row_types import KINDS, Conversation
 from kt_ray.data.sources import SourceRows, eval_source, read_sources, sources_of, weighted
 from kt_ray.data.template import ChatEncoder, check_vocabulary, dated, load_tokenizer
 from kt_ray.data.token_counts import DataReport, SplitReport
@@ -92,26 +93,17 @@ def load_data(
     report.cached = encoded.cached
     samples = _mixed(parts, train, rows, seed)
     eval_samples = [(row, row.sample_id) for row in held_out]
+    spare = count(1 + max(sample for _, sample in (*samples, *eval_samples)))
+    train_rows = encode_rows(samples, encoded, data, report.train, spare)
+    eval_rows = []
     if held_out:
         report.eval = SplitReport()
-    spare = count(1 + max(sample for _, sample in (*samples, *eval_samples)))
-
-    def rows_of(chosen: Samples, counts: SplitReport) -> list[Any]:
-        if kind == "pairs":
-            return list(encode_pairs(chosen, encoded, data, counts))
-        return list(encode_rows(chosen, encoded, data, counts, spare))
-
-    train_rows = rows_of(samples, report.train)
-    eval_rows = [] if report.eval is None else rows_of(eval_samples, report.eval)
-    sides = [
-        row
-        for unit in (*train_rows, *eval_rows)
-        for row in ((unit.chosen, unit.rejected) if isinstance(unit, Pair) else (unit,))
-    ]
-    check_vocabulary(max((int(row.input_ids.max()) for row in sides), default=0), model_dir)
+        eval_rows = encode_rows(eval_samples, encoded, data, report.eval, spare)
+    rows_of_both, _ = flat([*train_rows, *eval_rows])
+    check_vocabulary(max((int(row.input_ids.max()) for row in rows_of_both), default=0), model_dir)
     if data.packing:
         report.packed_from = len(train_rows)
-        train_rows = list(pack(train_rows, data.max_length, seed, data.shuffle))
+        train_rows = pack(train_rows, data.max_length, seed, data.shuffle)
         report.packed_to = len(train_rows)
     report.notes = notes + encoder.notes
     pad: Any = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

@@ -9,10 +9,10 @@ import numpy as np
 
 from kt_ray.batch import IGNORE
 from kt_ray.data.batches import epoch_order
-from kt_ray.data.row_types import Dataset, Row
+from kt_ray.data.row_types import Row
 
 
-def pack(rows: Sequence[Row], max_length: int, seed: int, shuffle: bool = True) -> Dataset:
+def pack(rows: Sequence[Row], max_length: int, seed: int, shuffle: bool = True) -> list[Row]:
     """Rows of at most `max_length` tokens, each holding as many of `rows` as fit: best fit.
 
     A row goes into the open bin that it leaves least room in. Rows come in the order of (seed, epoch 0), so

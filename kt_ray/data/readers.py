@@ -5,19 +5,25 @@ pyarrow reads parquet and arrow files, the package `datasets` the hub.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kt_ray.data.turns import keys_of
 from kt_ray.errors import UserError
 
 HUB = "hf://"
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
+TABLES = (".parquet", ".arrow")
+SUFFIXES = (".jsonl", ".json", *TABLES, ".csv", ".tsv")
 TEXT_SUFFIXES = (".txt", ".md")
+_KINDS = ", ".join((*SUFFIXES, *TEXT_SUFFIXES))
+HELD_OUT = "validation or test"  # as a split: see read_rows
 
 
 def read_rows(
@@ -42,24 +48,22 @@ def read_rows(
     listed = [paths] if isinstance(paths, (str, Path)) else list(paths)
     if not listed:
         raise UserError(
-            "the list of data files is empty", where=key, remedy=f"give {key} at least one file ({_kinds()})"
+            "the list of data files is empty", where=key, remedy=f"give {key} at least one file ({_KINDS})"
         )
-    for name in listed:
-        count = 0
+    for name in map(str, listed):
         chosen = held_out_split(name, key, subset) if split == HELD_OUT else split
-        if is_hub(str(name)):
-            for item in read_hub(str(name), key, chosen, subset):
-                count += 1
-                yield item
+        if is_hub(name):
+            items = _read_hub(name, key, chosen or "train", subset)
         else:
-            for path in files_of(Path(name).expanduser(), key, chosen):
-                for item in _read(path):
-                    count += 1
-                    yield item
-        if count == 0:
+            items = itertools.chain.from_iterable(map(_read, files_of(Path(name).expanduser(), key, chosen)))
+        empty = True
+        for item in items:
+            empty = False
+            yield item
+        if empty:
             raise UserError(
                 "the data file holds no rows",
-                where=str(name),
+                where=name,
                 remedy=f"put at least one row into it or change {key}",
             )
 
@@ -74,10 +78,25 @@ def files_of(path: Path, key: str = "data.path", split: str | None = None) -> li
         UserError: nothing there that can be read.
     """
     if not path.is_dir():
-        _check_file(path, key)
+        if not path.is_file():
+            raise UserError(
+                "the data file does not exist",
+                where=f"{key}={path}",
+                observed=f"working directory {Path.cwd()}",
+                remedy=f"correct {key}; relative paths count from the working directory, a data set of the "
+                "hub is hf://owner/name",
+            )
+        if path.suffix.lower() not in (*SUFFIXES, *TEXT_SUFFIXES):
+            raise UserError(
+                "unknown kind of data file",
+                where=f"{key}={path}",
+                observed=path.suffix or "no suffix",
+                required=_KINDS,
+                remedy="convert it, for example to one JSON object per line in a .jsonl file",
+            )
         return [path]
-    if (path / "dataset_dict.json").is_file():
-        splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
+    splits = _saved_splits(path)
+    if splits is not None:
         chosen = split or "train"
         if chosen not in splits:
             raise UserError(
@@ -100,6 +119,12 @@ def files_of(path: Path, key: str = "data.path", split: str | None = None) -> li
     return _of_split(_data_files(path, key), path, split or "train", key)
 
 
+def _saved_splits(path: Path) -> list[str] | None:
+    """Names of the splits of a directory that `datasets` saved; None = it has none."""
+    file = path / "dataset_dict.json"
+    return json.loads(file.read_text(encoding="utf-8")).get("splits", []) if file.is_file() else None
+
+
 def _data_files(path: Path, key: str) -> list[Path]:
     """Files with known suffixes in a directory and those inside it, by name."""
     # Hidden files, and what only describes data, are not rows.
@@ -117,7 +142,7 @@ def _data_files(path: Path, key: str) -> list[Path]:
             "the directory holds no data file",
             where=f"{key}={path}",
             observed=inside or "nothing",
-            required=_kinds(),
+            required=_KINDS,
             remedy=f"correct {key}, or put data files there",
         )
     return files
@@ -165,26 +190,19 @@ def _of_split(files: list[Path], root: Path, split: str, key: str) -> list[Path]
     return chosen
 
 
-HELD_OUT = "validation or test"  # as a split: see read_rows
-
-
-def held_out_split(name: str | Path, key: str, subset: str | None = None) -> str | None:
+def held_out_split(name: str, key: str, subset: str | None = None) -> str | None:
     """Which split of a data set its held-out rows are; None = it is a file, or has no splits.
 
     Raises:
         UserError: it has several, and none of them is called validation or test.
     """
     path = Path(name).expanduser()
-    if is_hub(str(name)):
-        splits = hub_splits(str(name), key, subset)
-    elif (path / "dataset_dict.json").is_file():
-        text = (path / "dataset_dict.json").read_text(encoding="utf-8")
-        splits = json.loads(text).get("splits", [])
-    elif path.is_dir() and not (path / "state.json").is_file():
+    splits = _from_hub(name, key, subset, None) if is_hub(name) else _saved_splits(path)
+    if splits is None:
+        if not path.is_dir() or (path / "state.json").is_file():
+            return None
         # Files of no name beside named ones may be anything: they count as a split of their own.
         splits = sorted({_split_named(file, path) for file in _data_files(path, key)})
-    else:
-        return None
     if len(splits) == 1:
         return splits[0] or None
     for split in ("validation", "test"):
@@ -204,33 +222,10 @@ def _split_key(key: str) -> str:
     return "data.eval_split" if key == "data.eval_path" else "data.split"
 
 
-def _kinds() -> str:
-    return ", ".join((*SUFFIXES, *TEXT_SUFFIXES))
-
-
-def _check_file(path: Path, key: str) -> None:
-    if not path.is_file():
-        raise UserError(
-            "the data file does not exist",
-            where=f"{key}={path}",
-            observed=f"working directory {Path.cwd()}",
-            remedy=f"correct {key}; relative paths count from the working directory, a data set of the hub "
-            "is hf://owner/name",
-        )
-    if path.suffix.lower() not in (*SUFFIXES, *TEXT_SUFFIXES):
-        raise UserError(
-            "unknown kind of data file",
-            where=f"{key}={path}",
-            observed=path.suffix or "no suffix",
-            required=_kinds(),
-            remedy="convert it, for example to one JSON object per line in a .jsonl file",
-        )
-
-
 def _read(path: Path) -> Iterator[tuple[str, Any]]:
     suffix = path.suffix.lower()
-    if suffix in (".parquet", ".arrow"):
-        yield from read_parquet(path) if suffix == ".parquet" else read_arrow(path)
+    if suffix in TABLES:
+        yield from _read_table(path, suffix[1:])
         return
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -292,13 +287,11 @@ def _read_json(path: Path, text: str) -> Iterator[tuple[str, Any]]:
             remedy="correct that line, or name the file .jsonl if it holds one object per line",
         ) from error
     if not isinstance(rows, list):
-        hint = ""
-        if isinstance(rows, dict):
-            hint = f"an object with {_keys(rows)}"
+        an_object = isinstance(rows, dict)
         raise UserError(
             "a .json data file must hold a list of rows",
             where=str(path),
-            observed=hint or type(rows).__name__,
+            observed=f"an object with {keys_of(list(rows)[:8])}" if an_object else type(rows).__name__,
             required="[{...}, {...}]",
             remedy="wrap the rows in a list",
         )
@@ -330,41 +323,17 @@ def _read_csv(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, Any]
         ) from error
 
 
-def _keys(row: dict[str, Any]) -> str:
-    return "keys " + (", ".join(map(str, list(row)[:8])) or "(none)")
-
-
 def is_hub(name: str) -> bool:
     """Whether a path names a data set of the Hugging Face hub: hf://owner/name[@revision]."""
     return name.startswith(HUB)
 
 
-def read_hub(
-    name: str, key: str = "data.path", split: str | None = None, subset: str | None = None
-) -> Iterator[tuple[str, Any]]:
-    """(where, row) of a data set of the hub, downloaded into the cache of `datasets` where it is not there.
-
-    Args:
-        name: hf://owner/name, hf://datasets/owner/name, with @revision at the end if one is meant; a local
-            directory after hf:// is read by the same code.
-        split: None = "train". subset: named configuration; None = the only one.
-
-    Raises:
-        UserError: `datasets` is not installed, or it cannot load this.
+def _read_hub(name: str, key: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
+    """Rows of a split of hf://owner/name[@revision], downloaded into the cache of `datasets` where it is not
+    there; hf://datasets/owner/name is the same, and `datasets` also reads a local directory after hf://.
     """
-    chosen = split or "train"
-    rows = _from_hub(name, key, subset, chosen)
-    for number, row in enumerate(rows, start=1):
-        yield f"{name} [{chosen}], row {number}", dict(row)
-
-
-def hub_splits(name: str, key: str = "data.eval_path", subset: str | None = None) -> list[str]:
-    """Names of the splits of a data set of the hub.
-
-    Raises:
-        UserError: as `read_hub`.
-    """
-    return [str(split) for split in _from_hub(name, key, subset, None)]
+    for number, row in enumerate(_from_hub(name, key, subset, split), start=1):
+        yield f"{name} [{split}], row {number}", dict(row)
 
 
 def _from_hub(name: str, key: str, subset: str | None, split: str | None) -> Any:
@@ -381,7 +350,6 @@ def _from_hub(name: str, key: str, subset: str | None, split: str | None) -> Any
     revision = None
     if "@" in target:
         target, _, revision = target.rpartition("@")
-    option = "data.eval_split" if key == "data.eval_path" else "data.split"
     try:
         if split is None:
             return datasets.get_dataset_split_names(target, subset, revision=revision)
@@ -393,57 +361,43 @@ def _from_hub(name: str, key: str, subset: str | None, split: str | None) -> Any
             observed=f"{type(error).__name__}: {clip(str(error), 200)}",
             required="a public data set, or one your HF_TOKEN may read"
             + (f", with split {split}" if split else ""),
-            remedy=f"check the name, {option} and data.subset; without a network, download its files and "
-            "name their directory",
+            remedy=f"check the name, {_split_key(key)} and data.subset; without a network, download its "
+            "files and name their directory",
         ) from error
 
 
-def read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    """(where, row) of a parquet file."""
+def _read_table(path: Path, kind: str) -> Iterator[tuple[str, Any]]:
+    """Rows of a parquet file, or of an arrow file: a stream (what `datasets` writes) or with a footer
+    (Feather 2)."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     number = 0
     try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}, row {number}", row
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable("parquet", path, number, error) from error
-
-
-def read_arrow(path: Path) -> Iterator[tuple[str, Any]]:
-    """(where, row) of an arrow file, as a stream (what `datasets` writes) or with a footer (Feather 2)."""
-    import pyarrow as pa
-
-    number = 0
-    try:
-        with pa.memory_map(str(path)) as source:
-            footer = source.read(6) == b"ARROW1"
-            source.seek(0)
-            if footer:
-                reader = pa.ipc.open_file(source)
-                batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        with contextlib.ExitStack() as files:
+            if kind == "parquet":
+                batches = files.enter_context(pq.ParquetFile(path)).iter_batches(batch_size=1024)
             else:
-                batches = iter(pa.ipc.open_stream(source))
+                source = files.enter_context(pa.memory_map(str(path)))
+                footer = source.read(6) == b"ARROW1"
+                source.seek(0)
+                if footer:
+                    reader = pa.ipc.open_file(source)
+                    batches = map(reader.get_batch, range(reader.num_record_batches))
+                else:
+                    batches = iter(pa.ipc.open_stream(source))
             for batch in batches:
                 for start in range(0, batch.num_rows, 1024):
                     for row in batch.slice(start, 1024).to_pylist():
                         number += 1
                         yield f"{path}, row {number}", row
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise _unreadable("arrow", path, number, error) from error
-
-
-def _unreadable(kind: str, path: Path, number: int, error: Exception) -> UserError:
-    return UserError(
-        f"the {kind} file cannot be read",
-        where=f"{path}, after row {number}",
-        observed=clip(str(error)),
-        remedy="write it again, or convert it to .jsonl",
-    )
+        raise UserError(
+            f"the {kind} file cannot be read",
+            where=f"{path}, after row {number}",
+            observed=clip(str(error)),
+            remedy="write it again, or convert it to .jsonl",
+        ) from error
 
 
 def clip(text: str, width: int = 80) -> str:

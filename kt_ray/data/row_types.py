@@ -109,6 +109,3 @@ class Pair:
     def trained(self) -> int:
         """Answer tokens of both."""
         return self.chosen.trained + self.rejected.trained
-
-
-Dataset = list[Row]

@@ -49,19 +49,17 @@ class SourceRows:
     """What a source gave.
 
     Attributes:
-        source: where from.
-        format: of its rows, as named or as detected (`guessed`).
+        format: of its rows, as named or as detected.
         rows: conversations, sample_ids counted on from the source before.
     """
 
     source: Source
     format: str
-    guessed: bool
     rows: list[Conversation]
 
     def line(self) -> str:
         """One line of the report."""
-        how = "detected" if self.guessed else "as set"
+        how = "detected" if self.source.format == "auto" else "as set"
         weight = f", weight {self.source.weight:g}" if self.source.weight != 1 else ""
         return f"{self.source.name}: {len(self.rows):,} rows, format {self.format} ({how}){weight}"
 
@@ -131,7 +129,7 @@ def read_sources(sources: Sequence[Source], limit: int | None = None) -> list[So
         for where, row in islice(given, min(stops) if stops else None):
             rows.append(parser(row, where, total + len(rows)))
         total += len(rows)
-        result.append(SourceRows(source, parser.format, source.format == "auto", rows))
+        result.append(SourceRows(source, parser.format, rows))
     kinds: dict[str, Conversation] = {}
     for part in result:
         for conversation in part.rows:
@@ -201,20 +199,28 @@ def count_rows(data: DataConfig) -> int | None:
     """
     if data.builtin is None and data.path is None and data.sources is None:
         return None
-    rows = 0.0
+    total = 0.0
     for source in sources_of(data):
         paths = [source.path] if isinstance(source.path, str) else source.path
         if any(is_hub(path) for path in paths):
             return None
-        files = (f for path in paths for f in files_of(Path(path).expanduser(), source.key, source.split))
-        count = sum(_count(file, source.key) for file in files)
-        rows += source.weight * (count if source.limit is None else min(count, source.limit))
-    total = round(rows)
+        count = sum(rows_in(path, source.key, source.split) for path in paths)
+        total += source.weight * (count if source.limit is None else min(count, source.limit))
+    rows = round(total)
     if data.limit is not None:
-        total = min(total, data.limit)
+        rows = min(rows, data.limit)
     if data.eval_path is None:
-        total -= round(total * data.eval_fraction)
-    return total
+        rows -= round(rows * data.eval_fraction)
+    return rows
+
+
+def rows_in(path: str, key: str, split: str | None = None) -> int:
+    """Rows of a file, or of a directory's split; parquet and jsonl files are not parsed for it.
+
+    Raises:
+        UserError: as `count_rows`.
+    """
+    return sum(_count(file, key) for file in files_of(Path(path).expanduser(), key, split))
 
 
 def _count(path: Path, key: str) -> int:

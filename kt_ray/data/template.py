@@ -21,7 +21,6 @@ import numpy as np
 
 from kt_ray.batch import IGNORE
 from kt_ray.data.row_types import Conversation, Turn
-from kt_ray.data.templates import named_template
 from kt_ray.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,23 +30,19 @@ _DATE_CALL = re.compile(r"""strftime_now\(\s*(?:"([^"\\]*)"|'([^'\\]*)')\s*\)"""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]  # characters of the rendering, half-open
 
-# For tokenizers that bring no template: plain role headers, every turn ended by the end-of-sequence token.
-DEFAULT_TEMPLATE = """{{- bos_token or '' }}
-{%- for message in messages %}
-    {{- '### ' + message['role'] | capitalize + ':\\n' }}
-    {%- if message['role'] == 'assistant' %}
-        {%- generation %}
-            {{- message['content'] + eos_token }}
-        {%- endgeneration %}
-        {{- '\\n' }}
-    {%- else %}
-        {{- message['content'] + '\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '### Assistant:\\n' }}
-{%- endif %}
-"""
+# Tokens that must be single tokens of the tokenizer: written as text they would be something else.
+TOKENS: dict[str, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "deepseek3": ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+    "kimi": ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "mistral": (),
+    "olmoe": (),
+    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    "plain": (),
+    "qwen": ("<|im_start|>", "<|im_end|>"),
+}
+_ENDED_BY_EOS = ("mistral", "olmoe", "plain")
 
 
 def load_tokenizer(directory: str, key: str = "model.tokenizer") -> PreTrainedTokenizerFast:
@@ -89,14 +84,40 @@ def load_tokenizer(directory: str, key: str = "model.tokenizer") -> PreTrainedTo
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
+def named_template(name: str, tokenizer: PreTrainedTokenizerFast) -> str:
+    """The Jinja text of a template, a key of TOKENS.
+
+    Raises:
+        UserError: the tokenizer lacks a token that it uses.
+    """
+    vocabulary = tokenizer.get_vocab()
+    lacking = [token for token in TOKENS[name] if token not in vocabulary]
+    if name in _ENDED_BY_EOS and tokenizer.eos_token is None:
+        lacking.append("an end-of-sequence token (eos_token)")
+    if lacking:
+        raise UserError(
+            f"the tokenizer does not have the tokens of the template {name}",
+            where=f"data.template={name}",
+            observed="missing " + ", ".join(lacking),
+            required="a tokenizer of a model that was trained with this template",
+            remedy="set data.template=null for the tokenizer's own template, or one made of its own tokens",
+        )
+    return _file(name)
+
+
+def _file(name: str) -> str:
+    return (Path(__file__).parent / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
 class ChatEncoder:
     """Encode conversations with one tokenizer and one template.
 
     Args:
         tokenizer: a fast tokenizer.
         template: file of a Jinja chat template instead of the tokenizer's own; None = its own, or
-            DEFAULT_TEMPLATE when it has none.
-        name: a template of kt_ray.data.templates instead of either.
+            templates/default.jinja when it has none: plain role headers, each turn ended by the
+            end-of-sequence token.
+        name: a template of TOKENS instead of either.
         date: YYYY-MM-DD, the day that strftime_now of the template is given; None = the day of the call.
         train_on: "all" answers, or the "last" ones: those after the last question.
 
@@ -106,7 +127,7 @@ class ChatEncoder:
         notes: what a user should know about the choices made (at most one line each).
 
     Raises:
-        UserError: the template file is missing, or DEFAULT_TEMPLATE is needed and there is no EOS token.
+        UserError: the template file is missing, or the default one is needed and there is no EOS token.
     """
 
     def __init__(
@@ -153,7 +174,7 @@ class ChatEncoder:
             )
         self.source = "kt_ray's default"
         self.notes.append("the tokenizer has no chat template: kt_ray's default one is used (docs/data.md)")
-        return DEFAULT_TEMPLATE
+        return _file("default")
 
     def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
         """(input_ids, labels), both int64 [s]; labels are IGNORE outside the answers to be trained.
@@ -240,33 +261,24 @@ class ChatEncoder:
 
     def _check_rendered(self, conversation: Conversation, text: str) -> None:
         """Refuse a template that leaves out, without a word, what the answers depend on."""
-
-        def lacks(part: str) -> bool:
-            part = part.strip()
-            return part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text
-
+        parts: list[tuple[str, str]] = []  # (text, what it is)
         for number, message in enumerate(conversation.messages, start=1):
-            what = ""
-            if message["role"] in ("system", "tool") and lacks(message["content"]):
-                what = f"the {message['role']} turn"
-            calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
-            if any(lacks(name) for name in calls):
-                what = f"the call of {calls[0]}"
-            if what:
-                raise self._left_out(conversation, f"{what} (messages[{number}])")
-        for tool in conversation.tools or ():
-            if lacks(tool["function"]["name"]):
-                raise self._left_out(conversation, f"the tool {tool['function']['name']}")
-
-    def _left_out(self, conversation: Conversation, what: str) -> UserError:
-        return UserError(
-            "the chat template leaves a part of the row out",
-            where=conversation.where,
-            observed=f"{what} is not in the rendering",
-            required="a template that renders system prompts, tools and their results where rows have them",
-            remedy="set data.template=qwen (ChatML with tools), give model.chat_template one that does, or "
-            "delete such rows",
-        )
+            if message["role"] in ("system", "tool"):
+                parts.append((message["content"].strip(), f"the {message['role']} turn (messages[{number}])"))
+            calls = (call["function"]["name"] for call in message.get("tool_calls", ()))
+            parts += [(name, f"the call of {name} (messages[{number}])") for name in calls]
+        tools = (tool["function"]["name"] for tool in conversation.tools or ())
+        for part, what in (*parts, *((name, f"the tool {name}") for name in tools)):
+            if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
+                raise UserError(
+                    "the chat template leaves a part of the row out",
+                    where=conversation.where,
+                    observed=f"{what} is not in the rendering",
+                    required="a template that renders system prompts, tools and their results where rows "
+                    "have them",
+                    remedy="set data.template=qwen (ChatML with tools), give model.chat_template one that "
+                    "does, or delete such rows",
+                )
 
     def _marked_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Spans as the template's {% generation %} blocks give them."""
@@ -403,22 +415,16 @@ def answers_wanted(conversation: Conversation, train_on: str) -> list[bool]:
 
 def arguments_as_text(messages: Sequence[Turn]) -> tuple[Turn, ...]:
     """The same messages with the arguments of tool calls as JSON text."""
-    result: list[Turn] = []
-    for message in messages:
-        changed = message.copy()
-        if "tool_calls" in message:
-            changed["tool_calls"] = [
-                {
-                    **call,
-                    "function": {
-                        **call["function"],
-                        "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-                    },
-                }
-                for call in message["tool_calls"]
-            ]
-        result.append(changed)
-    return tuple(result)
+
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    return tuple(
+        {**m, "tool_calls": [as_text(call) for call in m["tool_calls"]]} if "tool_calls" in m else m
+        for m in messages
+    )
 
 
 def check_vocabulary(largest: int, model_dir: str) -> None:
@@ -431,7 +437,7 @@ def check_vocabulary(largest: int, model_dir: str) -> None:
     if not path.is_file():
         return
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return  # the checkpoint reader names what is wrong with it
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")

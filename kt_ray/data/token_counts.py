@@ -35,26 +35,20 @@ class SplitReport:
     longest: int = 0
     cut_texts: int = 0
 
-    @property
-    def trained_share(self) -> float:
-        return self.trained / self.tokens if self.tokens else 0.0
-
     def lines(self, name: str, max_length: int) -> list[str]:
         """A short account; losses are mentioned only when there are any."""
         lines = [
             f"{name}: {self.rows:,} of {self.source_rows:,} rows, {self.tokens:,} tokens, "
-            f"{self.trained:,} trained ({self.trained_share:.0%}), longest row {self.longest:,}"
+            f"{self.trained:,} trained ({self.trained / max(1, self.tokens):.0%}), "
+            f"longest row {self.longest:,}"
         ]
-        if self.cut_texts:
-            lines.append(f"{name}: {self.cut_texts:,} texts cut into rows of at most {max_length:,} tokens")
-        if self.truncated:
-            lines.append(f"{name}: {self.truncated:,} rows cut to {max_length:,} tokens, answers cut short")
-        if self.dropped_long:
-            lines.append(f"{name}: {self.dropped_long:,} rows dropped, longer than {max_length:,} tokens")
-        if self.dropped_no_answer:
-            lines.append(
-                f"{name}: {self.dropped_no_answer:,} rows dropped, no answer within {max_length:,} tokens"
-            )
+        counts = (
+            (self.cut_texts, f"texts cut into rows of at most {max_length:,} tokens"),
+            (self.truncated, f"rows cut to {max_length:,} tokens, answers cut short"),
+            (self.dropped_long, f"rows dropped, longer than {max_length:,} tokens"),
+            (self.dropped_no_answer, f"rows dropped, no answer within {max_length:,} tokens"),
+        )
+        lines += [f"{name}: {count:,} {what}" for count, what in counts if count]
         if self.tokens_lost:
             every = self.tokens + self.tokens_lost
             trained = self.trained + self.trained_lost

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kt_ray.data.row_types import Turn
@@ -68,9 +68,7 @@ def answer_of(given: Any, prompt: Sequence[Turn], where: str, name: str) -> list
         given = [given]
     if isinstance(given, list) and given and isinstance(given[0], dict):
         keys = SHAREGPT if SHAREGPT[0] in given[0] else OPENAI
-        role = ROLES.get(str(given[0].get(keys[0])))
-        whole = role in ("system", "user")
-        result = [] if whole else list(prompt)
+        result = [] if role_of(given, 0) in ("system", "user") else list(prompt)
         for number, message in enumerate(given, start=1):
             _append(result, message, where, f"{name}[{number}]", keys)
     else:
@@ -79,6 +77,14 @@ def answer_of(given: Any, prompt: Sequence[Turn], where: str, name: str) -> list
         result = [*prompt, turn("assistant", given, where, name)]
     require_answer(result, where)
     return result
+
+
+def role_of(given: Any, index: int) -> str | None:
+    """The role of one message of an unchecked list of them; None = there is none, or it has no known one."""
+    message = given[index] if isinstance(given, list) and given else None
+    if not isinstance(message, dict):
+        return None
+    return ROLES.get(str(message.get(SHAREGPT[0], message.get(OPENAI[0]))))
 
 
 def require_answer(messages: Sequence[Turn], where: str) -> None:
@@ -238,10 +244,15 @@ def missing(key: str, row: dict[str, Any], where: str, required: str) -> UserErr
     return UserError(
         f"{key} is missing",
         where=where,
-        observed="keys " + (", ".join(map(str, row)) or "(none)"),
+        observed=keys_of(row),
         required=required,
         remedy="add the key, name its column in data.columns, or set data.format if another format was meant",
     )
+
+
+def keys_of(row: Iterable[Any]) -> str:
+    """A row's keys in a message."""
+    return "keys " + (", ".join(map(str, row)) or "(none)")
 
 
 def wrong(key: str, value: Any, where: str, required: str) -> UserError:

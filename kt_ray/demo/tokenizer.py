@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kt_ray.demo.recipes import base_path
 from kt_ray.errors import UserError
 
 if TYPE_CHECKING:
@@ -14,24 +15,6 @@ if TYPE_CHECKING:
 
 PAD, BOS, IM_START, IM_END = "<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (PAD, BOS, IM_START, IM_END)  # ids 0..3, in this order
-
-# {% generation %} marks what is trained: the answer and the token that ends it.
-CHAT_TEMPLATE = """{{- bos_token }}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' }}
-    {%- if message['role'] == 'assistant' %}
-        {%- generation %}
-            {{- message['content'] + '<|im_end|>' }}
-        {%- endgeneration %}
-        {{- '\\n' }}
-    {%- else %}
-        {{- message['content'] + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 
 
 def train_tokenizer(data: Path, vocab: int) -> PreTrainedTokenizerFast:
@@ -83,5 +66,6 @@ def learn_tokenizer(texts: Iterable[str], vocab: int, source: str) -> PreTrained
         model_max_length=2048,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    # The base model's: {% generation %} marks what is trained, the answer and the token that ends it.
+    tokenizer.chat_template = (base_path() / "chat_template.jinja").read_text(encoding="utf-8")
     return tokenizer

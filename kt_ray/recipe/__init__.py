@@ -2,8 +2,8 @@
 
     python launch.py recipe=FILE.yaml [recipe.devices=N] [recipe.accelerate=FILE] [KEY=VALUE ...]
 
-It runs before Hydra composes and reads text files only: no torch, no Ray, no data. The command line overrules
-the recipe. docs/recipes.md lists the fields.
+It runs before Hydra composes, with neither torch nor Ray; of data files it reads column names and counts
+rows. The command line overrules the recipe. docs/recipes.md lists the fields.
 """
 
 from kt_ray.recipe.command import with_recipe

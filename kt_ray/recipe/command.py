@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
+
+from hydra.core.override_parser.types import Quote, QuotedString
 
 from kt_ray.errors import UserError
-from kt_ray.recipe.hydra_text import override
 from kt_ray.recipe.llamafactory import read
 from kt_ray.recipe.reading import Override, Reading
 
+_PLAIN = re.compile(r"[A-Za-z_./][\w./-]*")
+_WORDS = ("null", "true", "false", "nan", "inf")
 OWN_KEYS = ("recipe", "recipe.devices", "recipe.accelerate")
 _ROWS = (
     "data.path",
@@ -151,3 +155,29 @@ def _print(reading: Reading, chosen: list[Override], overruled: list[Override], 
             by_reason.setdefault(reason, []).append(field)
         lines += [f"  {', '.join(fields)}: {reason}" for reason, fields in by_reason.items()]
     print("\n".join(lines), file=out, flush=True)
+
+
+def override(key: str, value: Any) -> str:
+    """`key=value`, such that Hydra reads this very value."""
+    return f"{key}={_hydra_text(value)}"
+
+
+def _hydra_text(value: Any) -> str:
+    """A plain value (null, boolean, number, string, list, mapping) in Hydra's grammar."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.12g}" if value == float(f"{value:.12g}") else repr(value)
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_hydra_text, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_hydra_text(part)}" for name, part in value.items()) + "}"
+    word = str(value)
+    if _PLAIN.fullmatch(word) and word.lower() not in _WORDS:
+        return word
+    quoted = QuotedString(word, Quote.single).with_quotes()
+    return quoted.replace("${", "\\${")  # else an interpolation

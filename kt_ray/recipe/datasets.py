@@ -257,13 +257,13 @@ def _chat(entry: _Entry, source: Source, format: str, ranking: bool) -> None:
 
 
 def _text(entry: _Entry, source: Source) -> None:
-    """Raw text. LLaMA-Factory takes the prompt's column."""
+    """Raw text: a whole text file, else the column that LLaMA-Factory takes, the prompt's."""
     source.format = "text"
     for key in ("query", "history", "messages"):
         if entry.columns.get(key):
             entry.refuse(f"columns.{key}", "stage pt reads one column of text", entry.columns[key])
-    if Path(source.path).suffix not in (".txt", ".md"):
-        source.columns = {"text": entry.columns.get("prompt") or "instruction"}
+    whole = Path(source.path).suffix in (".txt", ".md")
+    source.columns = {"text": "text" if whole else entry.columns.get("prompt") or "instruction"}
 
 
 def _hide_others(source: Source) -> None:
@@ -278,28 +278,14 @@ def _hide_others(source: Source) -> None:
 
 
 def _columns_of(source: Source) -> set[str]:
-    """Column names of a local file's first row; empty where they cannot be told without reading it all."""
-    path = Path(source.path)
+    """Column names of the first row of a local file; empty where there is none."""
+    from kt_ray.data.readers import read_rows
+
     try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet as parquet
-
-            return set(parquet.read_schema(path).names)
-        rows = _rows(path)
-    except (OSError, ValueError):
+        _, row = next(read_rows(source.path, split=source.split))
+    except (OSError, UserError):
         return set()  # the reader of the data will say what is wrong
-    return set(rows[0]) if rows and isinstance(rows[0], dict) else set()
-
-
-def _rows(path: Path) -> list[Any]:
-    """The rows of a .json or .jsonl file; none of other kinds."""
-    if path.suffix not in (".json", ".jsonl") or not path.is_file():
-        return []
-    text = path.read_text(encoding="utf-8-sig")
-    if path.suffix == ".json" and text.lstrip().startswith("["):
-        rows = json.loads(text)
-        return rows if isinstance(rows, list) else []
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
+    return set(row) if isinstance(row, dict) else set()
 
 
 def _weights(reading: Reading, sources: list[Source]) -> list[float]:
@@ -331,14 +317,13 @@ def _weights(reading: Reading, sources: list[Source]) -> list[float]:
 
 
 def _count(source: Source) -> int:
-    path = Path(source.path)
-    if not source.file or not path.is_file():
-        return 0
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as parquet
+    """Rows of a local file; 0 where they cannot be counted."""
+    from kt_ray.data.sources import rows_in
 
-        return int(parquet.read_metadata(path).num_rows)
-    return len(_rows(path))
+    try:
+        return rows_in(source.path, "data.path", source.split) if source.file else 0
+    except (OSError, UserError):
+        return 0
 
 
 def _eval(reading: Reading, first: Source, evals: list[Source | None]) -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from kt_ray.config.files import conf_dir
 from kt_ray.errors import UserError
-from kt_ray.recipe.field_table import KT_FIELDS
+from kt_ray.recipe.field_table import field_table
 from kt_ray.recipe.reading import Reading
 
 BACKENDS = {
@@ -42,7 +42,8 @@ def merge_kt_config(reading: Reading, accelerate: Mapping[str, Any]) -> None:
             reading.refuse("kt_config", "is no mapping", value=mapping)
             continue
         for key, value in mapping.items():
-            name = f"kt_{key}" if f"kt_{key}" in KT_FIELDS else str(key)
+            known = key != "config" and f"kt_{key}" in field_table()
+            name = f"kt_{key}" if known else str(key)
             if reading.given(name) and value is not None and reading.fields[name] != value:
                 reading.refuse(name, f"stands in {origin} with another value", value=value)
             elif value is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from kt_ray.config.fields import closest
 from kt_ray.errors import UserError
 from kt_ray.recipe.datasets import map_data
-from kt_ray.recipe.field_table import FIELDS
+from kt_ray.recipe.field_table import field_table
 from kt_ray.recipe.ktransformers import map_kt, merge_kt_config
 from kt_ray.recipe.reading import Reading, masked
 from kt_ray.recipe.templates import map_template
@@ -98,9 +98,9 @@ def _load(path: Path, key: str) -> dict[str, Any]:
 def _table(reading: Reading) -> None:
     """What the table alone decides: unknown, ignored and fixed fields."""
     for name, value in reading.fields.items():
-        field = FIELDS.get(name)
+        field = field_table().get(name)
         if field is None:
-            match = closest(name, FIELDS)
+            match = closest(name, field_table())
             reading.refuse(name, f"is not known{f'; did you mean {match}?' if match else ''}")
         elif field.kind == "ignored" and value is not None:
             reading.ignored.append((f"{name}={_short(name, value)}", field.text))

@@ -20,9 +20,6 @@ Value = float | int | str
 
 Direction = Literal["forward", "backward"]
 
-REFERENCE_MATMULS: Mapping[str, int] = {"forward": 6, "backward": 10}
-"""Multiply-adds per slot, in units of H * I, as KTransformers counts them for its published TFLOPS."""
-
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -180,11 +177,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "direction",
     ),
     _gauge(
-        "host_rss_bytes",
-        "bytes",
-        "Resident host memory by kind of process.",
-        "host_rss_bytes_*",
-        "actor",
+        "host_rss_bytes", "bytes", "Resident host memory by kind of process.", "host_rss_bytes_*", "actor"
     ),
     _gauge(
         "gpu_memory_bytes", "bytes", "Peak allocated GPU memory of the step.", "gpu_memory_bytes_*", "device"
@@ -248,9 +241,6 @@ def expert_flops(
 
     Args:
         slots: (token, expert) pairs, summed over layers.
-        hidden: H.
-        intermediate: I.
-        direction: "forward" or "backward".
         rank: LoRA rank on gate, up and down; 0 = no expert LoRA.
         recompute: `rule.experts.activations=recompute`: backward also redoes gate and up of the
             forward, 4HI + 4r(H + I) per slot.
@@ -258,18 +248,16 @@ def expert_flops(
     h, i = hidden, intermediate
     if direction == "forward":
         return slots * (6 * h * i + 6 * rank * (h + i))
-    if direction == "backward":
-        again = 4 * h * i + 4 * rank * (h + i) if recompute else 0
-        return slots * (6 * h * i + 12 * rank * (h + i) + again)
-    raise ValueError(f"direction must be 'forward' or 'backward', not {direction!r}")
+    again = 4 * h * i + 4 * rank * (h + i) if recompute else 0
+    return slots * (6 * h * i + 12 * rank * (h + i) + again)
 
 
 def expert_flops_reference(slots: int, hidden: int, intermediate: int, direction: Direction) -> int:
-    """The same in the reference system's convention: 6 forward, 10 backward, times H * I per slot.
+    """The same as KTransformers counts it: 6 forward, 10 backward, times H * I per slot, whatever the rank.
 
-    Only for comparison with its published figures: its backward count does not depend on the rank.
+    Only for comparison with its published TFLOPS.
     """
-    return REFERENCE_MATMULS[direction] * slots * hidden * intermediate
+    return (6 if direction == "forward" else 10) * slots * hidden * intermediate
 
 
 def tflops(flops: int, busy_seconds: Sequence[float]) -> float:

@@ -9,15 +9,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.text import Text
 
 from kt_ray.tracking.console import console as shared_console
@@ -29,29 +36,27 @@ log = logging.getLogger(__name__)
 class _Display:
     """A context: its bars are live inside, and its clock starts on entering."""
 
-    def __init__(self, screen: Console | None, live: bool, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        columns: Sequence[ProgressColumn],
+        screen: Console | None,
+        live: bool,
+        clock: Callable[[], float],
+    ) -> None:
         self.console = screen or shared_console()
         self.live = live and self.console.is_terminal
-        self._progress: Progress | None = None
+        self._progress = Progress(*columns, console=self.console, disable=not self.live)
         self._clock = clock
         self._began = clock()
 
     def __enter__(self) -> Self:
         self._began = self._clock()
-        if self._progress is not None:
-            self._progress.start()
+        self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop drawing; what was drawn stays. May be called twice."""
-        if self._progress is not None:
+    def __exit__(self, *exception: object) -> None:
+        if self.live:  # older releases of rich print an empty line otherwise
             self._progress.stop()
-            self._progress = None
 
     def line(self, text: str, *, shown: bool = True) -> None:
         """One line to train.log and, if `shown`, to the console."""
@@ -82,21 +87,13 @@ class TrainProgress(_Display):
         screen: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(screen, live, clock)
+        figures = TextColumn("{task.fields[figures]}")
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), figures, TimeElapsedColumn())
+        super().__init__(columns, screen, live, clock)
         self.total_steps = total_steps
         self.log_every = max(1, log_every)
         self._first = done_steps
-        self._task: TaskID | None = None
-        if self.live:
-            self._progress = Progress(
-                TextColumn("training"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}"),
-                TimeElapsedColumn(),
-                console=self.console,
-            )
-            self._task = self._progress.add_task("", total=total_steps, completed=done_steps, figures="")
+        self._task = self._progress.add_task("", total=total_steps, completed=done_steps, figures="")
 
     def update(self, record: Mapping[str, Value]) -> None:
         """Show one record of metrics.jsonl (`StepMetrics.to_dict`)."""
@@ -108,15 +105,13 @@ class TrainProgress(_Display):
         if left is not None:
             figures.append(f"{duration(left)} left")
         text = "  ".join(figures)
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=step, figures=text)
+        self._progress.update(self._task, completed=step, figures=text)
         due = step % self.log_every == 0 or step in (self._first + 1, self.total_steps)
         self.line(f"step {step}/{self.total_steps}  {text}", shown=not self.live and due)
 
     def repeating(self, step: int) -> None:
         """The run went back after a loss and is at `step` again, whose figures were shown before."""
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=step, figures="repeating")
+        self._progress.update(self._task, completed=step, figures="repeating")
 
     def eta(self, step: int) -> float | None:
         """Seconds left after `step`, from the mean step time of this process; None before the first."""
@@ -133,7 +128,10 @@ class _Actor:
     done: int
     total: int
     layer: int | None
-    task: TaskID | None
+    task: TaskID
+
+
+_EVERY = 5.0  # seconds between plain lines of loading
 
 
 class LoadProgress(_Display):
@@ -141,7 +139,6 @@ class LoadProgress(_Display):
 
     Args:
         live: as for TrainProgress.
-        every: seconds between plain lines.
         screen: where to draw; None = standard output.
         clock: seconds that only grow.
     """
@@ -150,22 +147,14 @@ class LoadProgress(_Display):
         self,
         *,
         live: bool = True,
-        every: float = 5.0,
         screen: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(screen, live, clock)
-        self.every = every
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"))
+        super().__init__(columns, screen, live, clock)
         self._last_line = self._began
         self._actors: dict[str, _Actor] = {}
         self._lock = threading.Lock()
-        if self.live:
-            self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.fields[figures]}"),
-                console=self.console,
-            )
 
     def update(self, actor: str, bytes_done: int, bytes_total: int, layer: int | None = None) -> None:
         """An actor has read `bytes_done` of `bytes_total` bytes and is at `layer`."""
@@ -173,27 +162,18 @@ class LoadProgress(_Display):
             now = self._clock()
             entry = self._actors.get(actor)
             if entry is None:
-                task = None
-                if self._progress is not None:
-                    task = self._progress.add_task(f"loading {actor}", total=bytes_total, figures="")
+                task = self._progress.add_task(f"loading {actor}", total=bytes_total, figures="")
                 # Counted from the display's start: the first report already has bytes behind it.
                 entry = self._actors[actor] = _Actor(self._began, 0, bytes_total, None, task)
             if bytes_done < entry.done:
                 entry.began = now  # another actor in its place loads again
             entry.done, entry.total, entry.layer = bytes_done, bytes_total, layer
-            if self._progress is not None and entry.task is not None:
-                self._progress.update(
-                    entry.task, completed=bytes_done, total=bytes_total, figures=self._figures(entry, now)
-                )
+            figures = self._figures(entry, now)
+            self._progress.update(entry.task, completed=bytes_done, total=bytes_total, figures=figures)
             finished = bytes_done >= bytes_total
-            if finished or now - self._last_line >= self.every:
+            if finished or now - self._last_line >= _EVERY:
                 self._last_line = now
-                self.line(f"loading {actor}: {self._figures(entry, now)}", shown=not self.live)
-
-    def rate(self) -> float:
-        """Bytes per second of all actors together so far."""
-        seconds = self._clock() - self._began
-        return sum(a.done for a in self._actors.values()) / seconds if seconds > 0 else 0.0
+                self.line(f"loading {actor}: {figures}", shown=not self.live)
 
     def _figures(self, entry: _Actor, now: float) -> str:
         seconds = now - entry.began

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from kt_ray.tracking.metrics import Value
 
@@ -35,14 +35,6 @@ class Tracker(Protocol):
         """Called once, last. `status` is "finished", "interrupted" or "failed"."""
 
 
-@runtime_checkable
-class TakesTables(Protocol):
-    """A tracker that shows tables, too."""
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """`rows` have one entry per column; None is empty."""
-
-
 class MultiTracker:
     """Passes everything on to several trackers; one that raises is reported once and left out thereafter."""
 
@@ -56,8 +48,8 @@ class MultiTracker:
         self._each("log", lambda t: t.log(step, metrics))
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table, to those that take tables."""
-        for tracker in [t for t in self.trackers if isinstance(t, TakesTables)]:
+        """A table, to those that take tables; `rows` have one entry per column, None is empty."""
+        for tracker in [t for t in self.trackers if hasattr(t, "table")]:
             self._one(tracker, "table", lambda t: t.table(name, columns, rows))
 
     def artifact(self, path: Path) -> None:

@@ -162,16 +162,6 @@ def test_eval_waves_hold_every_row_once_in_order() -> None:
     assert eval_waves([], 6, 2) == []
 
 
-@pytest.mark.parametrize("name", ["batch_size", "micro_batch_size", "replicas", "groups"])
-def test_sizes_must_be_positive(name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        Batches(ROWS, **{"batch_size": 1, name: 0})
-    with pytest.raises(ValueError, match="empty"):
-        Batches([], 1)
-    with pytest.raises(ValueError, match="negative"):
-        Batches(ROWS, 1).step(-1)
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_batches_of_rows_of_similar_length(shuffle: bool) -> None:
     lengths = np.random.default_rng(0).integers(2, 400, 1003)

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from docs.recipes_page import render
 from kt_ray import cli
 from kt_ray.config.compose import compose
 from kt_ray.errors import UserError
 from kt_ray.recipe import with_recipe
-from kt_ray.recipe.hydra_text import override
-from kt_ray.recipe.recipes_page import render
+from kt_ray.recipe.command import override
 from tests.helpers.recipes import HERE, recipe
 
 ROOT = HERE.parents[1]

@@ -92,7 +92,7 @@ def test_train_bar_on_a_terminal():
 
 def test_load_progress_rates_and_time_left(pipe):
     clock = Clock()
-    with LoadProgress(screen=pipe, clock=clock, every=5) as progress:
+    with LoadProgress(screen=pipe, clock=clock) as progress:
         clock.now += 2
         progress.update(
             "expert 0", 4_000_000_000, 20_000_000_000, layer=3
@@ -101,7 +101,6 @@ def test_load_progress_rates_and_time_left(pipe):
         progress.update("expert 0", 12_000_000_000, 20_000_000_000, layer=5)
         clock.now += 4
         progress.update("expert 1", 10_000_000_000, 10_000_000_000)
-        assert progress.rate() == pytest.approx(2.2e9)
     assert pipe.file.getvalue().splitlines() == [
         "loading expert 0: 12.0 GB of 20.0 GB, 2.00 GB/s, layer 5, 4 s left",
         "loading expert 1: 10.0 GB of 10.0 GB, 1.00 GB/s, done in 10 s",
@@ -146,5 +145,4 @@ def test_nothing_is_drawn_or_timed_before_entering():
     with progress:
         clock.now += 2
         progress.update("expert 0", 4_000_000_000, 4_000_000_000)
-        assert progress.rate() == pytest.approx(2e9)
     assert "done in 2 s" in screen.file.getvalue()
