@@ -38,8 +38,9 @@ from kt_ray.checkpoint.safetensors_file import (
     read_header,
     tensor_bytes,
     write_from,
+    writing,
 )
-from kt_ray.checkpoint.training import write_text
+from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 
 _PARTIAL = f".{WEIGHTS}.partial"
@@ -92,29 +93,16 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
 
-def adapter_not_written(path: Path, layout: AdapterLayout, error: OSError) -> UserError:
-    """The disk is full, or not writable."""
-    return UserError(
-        "adapter cannot be written",
-        where=str(path),
-        observed=error,
-        required=f"{layout.size} bytes of free space",
-        remedy="free space, or set run.root to another disk",
-    )
-
-
 def create_adapter(directory: str | os.PathLike[str], layout: AdapterLayout) -> None:
     """Reserve the file and write its header. The driver calls this before the actors write."""
     path = Path(directory)
-    try:
+    with writing("adapter", path, layout.size):
         path.mkdir(parents=True, exist_ok=True)
         for stale in path.glob(f"{_WRITTEN}*"):
             stale.unlink()
         with (path / _PARTIAL).open("wb") as file:
             _reserve(file.fileno(), layout.size)
             file.write(layout.header)
-    except OSError as error:
-        raise adapter_not_written(path, layout, error) from error
 
 
 def _reserve(fd: int, size: int) -> None:
@@ -157,7 +145,7 @@ def write_tensors(
         os.fsync(fd)
     finally:
         os.close(fd)
-    write_text(path / f"{_WRITTEN}{uuid.uuid4().hex}", "\n".join(tensors))
+    write_atomic(path / f"{_WRITTEN}{uuid.uuid4().hex}", "\n".join(tensors))
 
 
 def finish_adapter(
@@ -194,8 +182,8 @@ def finish_adapter(
         write_fused(source, path / f"{_PARTIAL}.fused", PREFIX, interleaved=info.interleaved)
         os.replace(path / f"{_PARTIAL}.fused", path / _PARTIAL)
     config = adapter_config(layout.shapes, info, modules)
-    write_text(path / CONFIG, json.dumps(config, indent=2) + "\n")
-    write_text(path / "README.md", adapter_readme(layout.shapes, info))
+    write_atomic(path / CONFIG, json.dumps(config, indent=2) + "\n")
+    write_atomic(path / "README.md", adapter_readme(layout.shapes, info))
     os.replace(path / _PARTIAL, path / WEIGHTS)
     for record in records:
         record.unlink()

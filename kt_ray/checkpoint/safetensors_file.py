@@ -15,7 +15,9 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,7 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.ite
 # Types without a torch type in every version, or of less than a byte: read as their bytes.
 RAW_BYTES = frozenset({"F8_E8M0", "F4"})
 _MAX_HEADER = 1 << 30  # a longer one is not a header but a damaged file
+_SPACE = "free space, or set run.root to another disk"
 
 
 @dataclass(frozen=True)
@@ -93,14 +96,22 @@ def damaged(what: str, where: object, observed: object, required: object = None)
     return UserError(what, where=str(where), observed=observed, required=required, remedy=remedy)
 
 
+@contextmanager
+def writing(what: str, where: Path, size: int | None = None, remedy: str = _SPACE) -> Iterator[None]:
+    """A full or unwritable disk in the block is the user's error; `size`: bytes that are needed."""
+    try:
+        yield
+    except OSError as error:
+        required = None if size is None else f"{size} bytes of free space"
+        fault = f"{what} cannot be written"
+        raise UserError(fault, where=str(where), observed=error, required=required, remedy=remedy) from error
+
+
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"key {key!r} appears twice")
-            seen.add(key)
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"key {key!r} appears twice")
     return result
 
 

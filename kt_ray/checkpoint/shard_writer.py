@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,13 +37,21 @@ from rich.progress import (
 )
 
 from kt_ray.checkpoint.encode_weights import Entry
-from kt_ray.checkpoint.safetensors_file import TensorInfo, build_header, read_into, tensor_bytes, write_from
-from kt_ray.checkpoint.training import write_text
+from kt_ray.checkpoint.safetensors_file import (
+    TensorInfo,
+    build_header,
+    read_tensor,
+    tensor_bytes,
+    write_from,
+    writing,
+)
+from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 
 SHARD_BYTES = 4 << 30
 _JOB = ".job"
 _CHUNK = 8 << 20
+_RESUMES = "free space and repeat the command: it resumes"
 _WEIGHTS = (
     ".safetensors",
     ".safetensors.index.json",
@@ -92,19 +100,13 @@ class Unit:
 
 def copied(info: TensorInfo) -> Unit:
     """A tensor copied byte by byte."""
-    width = info.nbytes // info.shape[0] if info.shape and info.shape[0] else info.nbytes
-    rows = max(1, _CHUNK // max(1, width))
+    count = info.shape[0] if info.shape else 1
+    raw = replace(info, dtype="U8", shape=(count, info.nbytes // max(1, count)))
+    rows = max(1, _CHUNK // max(1, raw.shape[1]))
 
     def produce(notes: Notes) -> Iterator[Piece]:
-        fd = os.open(info.file, os.O_RDONLY)
-        try:
-            for start in range(0, info.shape[0] if info.shape else 1, rows):
-                size = min(rows * width, info.nbytes - start * width)
-                chunk = torch.empty(size, dtype=torch.uint8)
-                read_into(fd, tensor_bytes(chunk), info.start + start * width, info.file)
-                yield Piece(info.name, chunk, start)
-        finally:
-            os.close(fd)
+        for start in range(0, count, rows):
+            yield Piece(info.name, read_tensor(raw.rows(start, min(start + rows, count))), start)
 
     return Unit((Entry(info.name, info.dtype, info.shape),), produce)
 
@@ -175,7 +177,7 @@ def finish(
         UserError: the disk is full; the command may be repeated.
     """
     shards = _split(units, shard_bytes)
-    try:
+    with writing("output", out, remedy=_RESUMES):
         for file in sorted(source.iterdir()):
             ours = file.name.endswith(_WEIGHTS) or file.name in ("config.json", *own_files)
             if file.is_file() and not file.name.startswith(".") and not ours:
@@ -184,20 +186,9 @@ def finish(
             where = {e.key: name for name, part in shards.items() for u in part for e in u.entries}
             size = sum(unit.nbytes for unit in units)
             index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
-            write_text(out / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
-        write_text(out / "config.json", json.dumps(config, indent=2) + "\n")
-    except OSError as error:
-        raise _unwritable(out, error) from error
+            write_atomic(out / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+        write_atomic(out / "config.json", json.dumps(config, indent=2) + "\n")
     shutil.rmtree(out / _JOB)
-
-
-def _unwritable(where: Path, error: OSError) -> UserError:
-    return UserError(
-        "output cannot be written",
-        where=str(where),
-        observed=error,
-        remedy="free space and repeat the command: it resumes",
-    )
 
 
 def _split(units: Sequence[Unit], shard_bytes: int) -> dict[str, list[Unit]]:
@@ -249,7 +240,7 @@ def _begin(out: Path, job: dict[str, Any]) -> Iterator[None]:
     else:
         try:
             record.parent.mkdir(parents=True)
-            write_text(record, json.dumps(job, indent=2) + "\n")
+            write_atomic(record, json.dumps(job, indent=2) + "\n")
         except OSError as error:
             raise UserError("output directory cannot be written", where=str(out), observed=error) from error
     with record.open("rb") as lock:
@@ -326,21 +317,20 @@ def _write_shard(
     head, ranges, size = layout
     partial = out / f".{name}.partial"
     notes = Notes()
-    fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        os.ftruncate(fd, size)
-        write_from(fd, memoryview(head), 0)
-        for own in _in_order(lambda unit: _write_unit(fd, unit, ranges, advance), units, threads):
-            for key, values in own.items():  # summed in the units' order: the same sums with any threads
-                notes.add(key, *values)
-        os.fsync(fd)
-        write_text(_notes_file(out, name), json.dumps(notes))
-        os.replace(partial, out / name)
-    except OSError as error:
-        partial.unlink(missing_ok=True)  # a full disk gets its space back
-        raise _unwritable(out / name, error) from error
-    finally:
-        os.close(fd)
+    with writing("output", out / name, remedy=_RESUMES), partial.open("wb") as file:
+        fd = file.fileno()
+        try:
+            os.ftruncate(fd, size)
+            write_from(fd, memoryview(head), 0)
+            for own in _in_order(lambda unit: _write_unit(fd, unit, ranges, advance), units, threads):
+                for key, values in own.items():  # summed in the units' order: the same sums with any threads
+                    notes.add(key, *values)
+            os.fsync(fd)
+            write_atomic(_notes_file(out, name), json.dumps(notes))
+            os.replace(partial, out / name)
+        except OSError:
+            partial.unlink(missing_ok=True)  # a full disk gets its space back
+            raise
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.names import PROJECTIONS, FusedRelease, family, fused_release, is_linear, part_of
 from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Notes, Piece, Unit, copied, finish, write_shards
 from kt_ray.checkpoint.stored import StoredMatrix
-from kt_ray.checkpoint.training import write_text
+from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 from kt_ray.tools.quantization import quantization_config
 from kt_ray.tools.units import (
@@ -95,7 +95,7 @@ def convert(
         target, units, job, shard_bytes=shard_bytes, threads=threads, title=f"convert to {options.to}"
     )
     report = _report(options, notes)
-    write_text(target / REPORT, json.dumps(report, indent=2) + "\n")
+    write_atomic(target / REPORT, json.dumps(report, indent=2) + "\n")
     finish(target, index.path, plan.config(), units, shard_bytes, own_files=(REPORT,))
     return report
 

@@ -28,8 +28,8 @@ from kt_ray.adapter.fused import Factors, FusedLayer, fuse_down, fuse_gate_up
 from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS, AdapterInfo, adapter_config
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.names import LEAVES, PROJECTIONS, family, is_interleaved, is_mtp, layer_of, one_expert
-from kt_ray.checkpoint.safetensors_file import NAMES, build_header, read_tensor, write_safetensors
-from kt_ray.checkpoint.training import write_text
+from kt_ray.checkpoint.safetensors_file import NAMES, build_header, read_tensor, write_safetensors, writing
+from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 
 FORMS = ("peft-fused", "peft-per-expert", "sglang-kt")
@@ -308,16 +308,12 @@ def _write(target: Path, items: list[Item], dtype: torch.dtype, prefix: str, con
         for half, shape in (("A", i.a), ("B", i.b))
     ]
     partial = target / f".{WEIGHTS}.partial"
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        write_safetensors(partial, entries, (value.to(dtype) for item in items for value in item.make()))
-        write_text(target / CONFIG, json.dumps(config, indent=2) + "\n")
-        os.replace(partial, target / WEIGHTS)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(
-            "adapter cannot be written",
-            where=str(target),
-            observed=error,
-            required=f"{build_header(entries)[2]} bytes",
-        ) from error
+    with writing("adapter", target, build_header(entries)[2], "free space, or choose another directory"):
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            write_safetensors(partial, entries, (value.to(dtype) for item in items for value in item.make()))
+            write_atomic(target / CONFIG, json.dumps(config, indent=2) + "\n")
+            os.replace(partial, target / WEIGHTS)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
