@@ -51,6 +51,7 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.ite
 # Types without a torch type in every version, or of less than a byte: read as their bytes.
 RAW_BYTES = frozenset({"F8_E8M0", "F4"})
 _MAX_HEADER = 1 << 30  # a longer one is not a header but a damaged file
+_DOWNLOAD = "download the checkpoint again, or check that config.json belongs to it"
 _SPACE = "free space, or set run.root to another disk"
 
 
@@ -68,6 +69,11 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         return self.end - self.start
+
+    @property
+    def place(self) -> str:
+        """For messages."""
+        return f"{self.file}, tensor {self.name}"
 
     def rows(self, start: int, stop: int) -> TensorInfo:
         """Indices [start, stop) of the first dimension."""
@@ -90,9 +96,10 @@ class Header:
     size: int
 
 
-def damaged(what: str, where: object, observed: object, required: object = None) -> UserError:
-    """A checkpoint that is damaged, or does not go with its config.json."""
-    remedy = "download the checkpoint again, or check that config.json belongs to it"
+def damaged(
+    what: str, where: object, observed: object = None, required: object = None, remedy: str = _DOWNLOAD
+) -> UserError:
+    """A damaged file, or one that does not belong: by default with its config.json."""
     return UserError(what, where=str(where), observed=observed, required=required, remedy=remedy)
 
 
@@ -120,21 +127,10 @@ def read_json(path: Path, what: str, remedy: str) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, OSError, RecursionError) as error:
-        raise UserError(
-            f"{what} cannot be read",
-            where=str(path),
-            observed=content_of_file(path) or error,
-            required="one JSON object",
-            remedy=remedy,
-        ) from error
+        observed = content_of_file(path) or error
+        raise damaged(f"{what} cannot be read", path, observed, "one JSON object", remedy) from error
     if not isinstance(value, dict):
-        raise UserError(
-            f"{what} is not a JSON object",
-            where=str(path),
-            observed=type(value).__name__,
-            required="a JSON object",
-            remedy=remedy,
-        )
+        raise damaged(f"{what} is not a JSON object", path, type(value).__name__, "a JSON object", remedy)
     return value
 
 
@@ -151,34 +147,17 @@ def read_header(path: Path, *, remedy: str = "download or copy this file again")
         tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fault = f"no key {error}" if isinstance(error, KeyError) else error
-        raise UserError(
-            "safetensors header is damaged",
-            where=str(path),
-            observed=fault,
-            required="a JSON object with dtype, shape and data_offsets of every tensor",
-            remedy=remedy,
-        ) from error
+        required_entries = "a JSON object with dtype, shape and data_offsets of every tensor"
+        raise damaged("safetensors header is damaged", path, fault, required_entries, remedy) from error
     required = 8 + length
     for info in sorted(tensors.values(), key=lambda t: (t.start, t.end)):
         if info.start != required:
-            raise UserError(
-                "safetensors header is damaged (tensors overlap or leave gaps)",
-                where=f"{path}, tensor {info.name}",
-                observed=f"offset {info.start}",
-                required=f"offset {required}",
-                remedy=remedy,
-            )
+            what = "safetensors header is damaged (tensors overlap or leave gaps)"
+            raise damaged(what, info.place, f"offset {info.start}", f"offset {required}", remedy)
         required = info.end
     if size != required:
-        raise UserError(
-            "safetensors file is truncated"
-            if size < required
-            else "safetensors file has bytes after its tensors",
-            where=str(path),
-            observed=f"{size} bytes",
-            required=f"{required} bytes",
-            remedy=remedy,
-        )
+        what = "is truncated" if size < required else "has bytes after its tensors"
+        raise damaged(f"safetensors file {what}", path, f"{size} bytes", f"{required} bytes", remedy)
     return Header(tensors, metadata, 8 + length, required)
 
 
@@ -193,16 +172,14 @@ def _raw_header(path: Path, remedy: str) -> tuple[int, int, bytes]:
                 return size, length, file.read(length)
             content = content_of(prefix + file.read(56), size)
     except OSError as error:
-        raise UserError(
-            "safetensors file cannot be read", where=str(path), observed=error, remedy=remedy
-        ) from error
+        raise damaged("safetensors file cannot be read", path, error, remedy=remedy) from error
     plausible = len(prefix) == 8 and 2 <= length <= _MAX_HEADER
-    raise UserError(
+    raise damaged(
         "safetensors file is truncated or no safetensors file (its header is incomplete)",
-        where=str(path),
-        observed=f"{size} bytes" + (f", {content}" if content else ""),
-        required=f"{8 + length} bytes at least" if plausible else "a safetensors header",
-        remedy=remedy,
+        path,
+        f"{size} bytes" + (f", {content}" if content else ""),
+        f"{8 + length} bytes at least" if plausible else "a safetensors header",
+        remedy,
     )
 
 
@@ -300,12 +277,12 @@ def read_into(fd: int, view: memoryview, offset: int, path: Path) -> None:
     while done < len(view):
         count = os.preadv(fd, [view[done:]], offset + done)
         if count == 0:
-            raise UserError(
+            raise damaged(
                 "checkpoint file ended while it was read",
-                where=str(path),
-                observed=f"{offset + done} bytes",
-                required=f"{offset + len(view)} bytes",
-                remedy="download or copy this file again, and do not change it during a run",
+                path,
+                f"{offset + done} bytes",
+                f"{offset + len(view)} bytes",
+                "download or copy this file again, and do not change it during a run",
             )
         done += count
 
@@ -330,12 +307,12 @@ def read_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def read_tensor(info: TensorInfo) -> torch.Tensor:
     """Read one tensor to the CPU in its stored type; types that torch lacks as bytes."""
     if info.dtype not in RAW_BYTES and info.dtype not in TORCH_DTYPES:
-        raise UserError(
+        raise damaged(
             f"tensor type {info.dtype} cannot be read",
-            where=f"{info.file}, tensor {info.name}",
-            observed=info.dtype,
-            required=", ".join(sorted(TORCH_DTYPES)),
-            remedy="use a checkpoint in bfloat16 or float32",
+            info.place,
+            info.dtype,
+            ", ".join(sorted(TORCH_DTYPES)),
+            "use a checkpoint in bfloat16 or float32",
         )
     tensor = torch.empty(read_shape(info.dtype, info.shape), dtype=read_dtype(info.dtype))
     fd = os.open(info.file, os.O_RDONLY)
