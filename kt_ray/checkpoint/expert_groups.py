@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kt_ray.checkpoint.check_experts import fused_sizes, no_experts
+from kt_ray.checkpoint.check_experts import fused_sizes, no_experts, two_dimensions
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.names import (
     LEAVES,
@@ -91,7 +91,7 @@ class ExpertGroup:
         if self.fused:
             up, down = (self.names[role, None] for role in self.roles)
             return fused_sizes(self.index, up, down, gated=self.gated)
-        rows, columns = self.index.shape(self.names["up", 0])
+        rows, columns = two_dimensions(self.index, self.names["up", 0])
         return columns, rows, False
 
     @property
@@ -194,12 +194,8 @@ def expert_groups(index: CheckpointIndex) -> dict[str, ExpertGroup]:
         raise no_experts(index)
     missing = sorted(name for group in groups.values() for name in _missing(group))
     if missing:
-        raise damaged(
-            "checkpoint lacks experts",
-            index.path,
-            f"missing: {some(missing)}",
-            "gate, up and down of every expert",
-        )
+        required = "gate, up and down of every expert"
+        raise damaged("checkpoint lacks experts", index.path, f"missing: {some(missing)}", required)
     return groups
 
 

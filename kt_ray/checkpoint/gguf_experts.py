@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kt_ray.checkpoint.check_experts import part_shapes
+from kt_ray.checkpoint.check_experts import check_float32, first_of_each, part_shapes
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.gguf_file import GgufHeader, open_gguf
 from kt_ray.checkpoint.index import CheckpointIndex, some, tensors_digest
-from kt_ray.checkpoint.load_experts import BytesRead, ReadJob, as_weights, check_experts_exist, run_jobs
+from kt_ray.checkpoint.load_experts import ReadJob, as_weights, check_experts_exist, run_jobs
 from kt_ray.checkpoint.names import gguf_expert_name, is_old_gguf_expert
 from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged
 from kt_ray.native import ExpertFormula, ExpertMatrix, ExpertWeights, allocate
@@ -96,22 +96,15 @@ class GgufExperts:
             layer: {part: _format(tensor) for part, tensor in parts.items() if not part.endswith("_bias")}
             for layer, parts in stacks.items()
         }
-        _check_float32(header, formats)
+        check_float32(
+            first_of_each(formats, _name), header.path, "F32 for all experts, or for none", _QUANTISE
+        )
         sizes = {
             layer: sum(tensor.nbytes for tensor in parts.values()) // layout.num_experts
             for layer, parts in stacks.items()
         }
         own = dataclasses.replace(layout, formats=formats, expert_bytes=sizes, interleaved=False)
         return cls(header, own, stacks, skipped)
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of all experts in the file."""
-        return self.layout.num_experts * sum(self.layout.expert_bytes.values())
-
-    def nbytes(self, layer: int, experts: Sequence[int]) -> int:
-        """Bytes that experts of a layer take, in the file and in memory (biases become float32)."""
-        return len(experts) * self.layout.expert_bytes[layer]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -141,13 +134,12 @@ class GgufExperts:
         *,
         formula: ExpertFormula | None = None,
         threads: int = 1,
-        progress: BytesRead | None = None,
         drop_cache: bool = False,
     ) -> ExpertWeights:
         """Read some experts of one layer.
 
         Args:
-            layer, experts, formula, threads, progress, drop_cache: as of `load_experts`.
+            layer, experts, formula, threads, drop_cache: as of `load_experts`.
 
         Returns:
             Weights of n experts in the file's types, float16 as bfloat16.
@@ -162,7 +154,7 @@ class GgufExperts:
             part: _place(tensor, experts, jobs, is_bias=part.endswith("_bias"))
             for part, tensor in self.stacks[layer].items()
         }
-        run_jobs(jobs, threads, progress, drop_cache)
+        run_jobs(jobs, threads, drop_cache)
         return as_weights(parts, self.layout, formula, layer, experts)
 
 
@@ -262,18 +254,6 @@ def _name(layer: int, part: str) -> str:
 def _format(tensor: TensorInfo) -> str:
     """The engine's name of the format that a tensor is held in."""
     return {"F32": "f32", "BF16": "bf16", "F16": "bf16"}.get(tensor.dtype, tensor.dtype.lower())
-
-
-def _check_float32(header: GgufHeader, formats: dict[int, dict[str, str]]) -> None:
-    """The engine computes float32 weights in float32, all of them or none."""
-    where: dict[str, str] = {}
-    for layer, parts in formats.items():
-        for part, name in parts.items():
-            where.setdefault(name, _name(layer, part))
-    if "f32" in where and len(where) > 1:
-        observed = ", ".join(f"{name} ({tensor})" for name, tensor in sorted(where.items()))
-        required = "F32 for all experts, or for none"
-        raise damaged("experts have mixed types", header.path, observed, required, _QUANTISE)
 
 
 # -- reading ---------------------------------------------------------------------------------

@@ -134,6 +134,11 @@ class CheckpointIndex:
         plain = {name for name in self.tensors if name not in parts and not is_auxiliary(name)}
         return frozenset(plain | set(self.matrices))
 
+    def first(self, name: str) -> TensorInfo:
+        """Where the values of a parameter of `names` lie."""
+        matrix = self.matrices.get(name)
+        return self.tensors[name] if matrix is None else matrix.data
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a parameter of `names`."""
         matrix = self.matrices.get(name)

@@ -29,7 +29,6 @@ from kt_ray.checkpoint.safetensors_file import TensorInfo, read_dtype, read_into
 from kt_ray.errors import UserError
 from kt_ray.native import ExpertFormula, ExpertMatrix, ExpertWeights, allocate, quantize
 
-BytesRead = Callable[[int], None]
 Target = Literal["int8", "int4"]
 _INT4_GROUP = 128  # columns per scale of the AMXINT4 backend, halved until it divides a row
 _SCALES: Literal["bfloat16"] = "bfloat16"
@@ -54,7 +53,6 @@ def load_experts(
     formula: ExpertFormula | None = None,
     target: Target | None = None,
     threads: int = 1,
-    progress: BytesRead | None = None,
     drop_cache: bool = False,
 ) -> ExpertWeights:
     """Read some experts of one layer.
@@ -66,8 +64,7 @@ def load_experts(
         formula: of the experts; None = plain SwiGLU.
         target: quantise while reading, unless the experts are stored so: int8 with a scale per row, int4
             with one per 128 columns. None = as stored.
-        threads: readers; 1 reads in the calling thread. New threads inherit its memory policy.
-        progress: called with the bytes of each finished read (from the reader's thread).
+        threads: readers; they inherit the memory policy of the calling thread.
         drop_cache: tell the kernel that these bytes are not read again, so that the page cache of a
             checkpoint near the size of memory does not push out what was just loaded.
 
@@ -90,7 +87,7 @@ def load_experts(
     for part, names in layout.biases[layer].items():
         shape = index.shape(names[0])[-1:]
         parts[f"{part}_bias"] = _slab([index.tensors[n] for n in names], shape, layout, experts, jobs)
-    run_jobs(jobs, threads, progress, drop_cache)
+    run_jobs(jobs, threads, drop_cache)
     return as_weights(parts, layout, formula, layer, experts)
 
 
@@ -156,7 +153,7 @@ def _is_stored_so(index: CheckpointIndex, name: str, stored: str, target: Target
 # -- reading ---------------------------------------------------------------------------------
 
 
-def run_jobs(jobs: list[ReadJob], threads: int, progress: BytesRead | None, drop_cache: bool) -> None:
+def run_jobs(jobs: list[ReadJob], threads: int, drop_cache: bool) -> None:
     """Do all reads; the arguments are those of `load_experts`."""
     with ExitStack() as stack:
         fds: dict[Path, int] = {}
@@ -173,15 +170,9 @@ def run_jobs(jobs: list[ReadJob], threads: int, progress: BytesRead | None, drop
                 job.done(target)
             if drop_cache:
                 os.posix_fadvise(fd, job.offset, target.nbytes, os.POSIX_FADV_DONTNEED)
-            if progress is not None:
-                progress(target.nbytes)
 
-        if threads <= 1:
-            for job in jobs:
-                run(job)
-        else:
-            with ThreadPoolExecutor(max_workers=threads) as pool:
-                list(pool.map(run, jobs))
+        with ThreadPoolExecutor(max_workers=threads) as pool:
+            list(pool.map(run, jobs))
 
 
 def _one(infos: Sequence[TensorInfo], layout: ExpertLayout, expert: int) -> TensorInfo:

@@ -187,7 +187,7 @@ def _as_stored(dims: ModelDims, layout: ExpertLayout, *, own_file: bool = False)
     if dims.plain_expert_layers:
         promised.add(plain_storage(dims.dtype).format)
     formats = set(layout.distinct_formats)
-    size = layout.num_experts * sum(layout.expert_bytes.values())
+    size = layout.nbytes
     if own_file and formats != {"f32"}:
         dims = replace(dims, experts_file_bytes=size)
     if formats == promised:

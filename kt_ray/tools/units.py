@@ -25,8 +25,7 @@ Placed = tuple[tuple[str, int], Unit]  # a unit with where it begins on the disk
 
 def position(index: CheckpointIndex, name: str) -> tuple[str, int]:
     """Where a parameter begins on the disk."""
-    matrix = index.matrices.get(name)
-    info = index.tensors[name] if matrix is None else matrix.data
+    info = index.first(name)
     return str(info.file), info.start
 
 
