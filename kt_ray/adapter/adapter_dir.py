@@ -32,16 +32,17 @@ from kt_ray.adapter.peft_config import (
     adapter_readme,
 )
 from kt_ray.checkpoint.index import some
+from kt_ray.checkpoint.names import is_interleaved
 from kt_ray.checkpoint.safetensors_file import (
     NAMES,
     build_header,
+    damaged,
     read_header,
     tensor_bytes,
     write_from,
     writing,
 )
 from kt_ray.disk import write_atomic
-from kt_ray.errors import UserError
 
 _PARTIAL = f".{WEIGHTS}.partial"
 _WRITTEN = ".written-"
@@ -49,21 +50,13 @@ _WRITTEN = ".written-"
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """Where every tensor of an adapter file goes. Names are without "base_model.model.".
+    """Where every tensor of an adapter file goes. Names are without "base_model.model."."""
 
-    Attributes:
-        header: the file's first bytes.
-        ranges: name -> bytes [start, end) of the file.
-        shapes: name -> shape.
-        dtype: of every tensor.
-        size: bytes of the file.
-    """
-
-    header: bytes
-    ranges: dict[str, tuple[int, int]]
+    header: bytes  # the file's first
+    ranges: dict[str, tuple[int, int]]  # name -> bytes [start, end) of the file
     shapes: dict[str, tuple[int, ...]]
-    dtype: torch.dtype
-    size: int
+    dtype: torch.dtype  # of every tensor
+    size: int  # bytes of the file
 
 
 def adapter_layout(
@@ -131,12 +124,12 @@ def write_tensors(
     try:
         fd = os.open(path / _PARTIAL, os.O_WRONLY)
     except FileNotFoundError as error:
-        raise UserError(
+        raise damaged(
             "adapter file is not where the driver made it",
-            where=str(path / _PARTIAL),
-            observed="no such file on this node",
-            required="one run directory for all nodes",
-            remedy="set run.root to a directory that all nodes share",
+            path / _PARTIAL,
+            "no such file on this node",
+            "one run directory for all nodes",
+            "set run.root to a directory that all nodes share",
         ) from error
     try:
         for name, tensor in tensors.items():
@@ -159,8 +152,7 @@ def finish_adapter(
 
     Args:
         directory, layout: as given to `create_adapter`.
-        info: rank, alpha, base model, ...
-        modules: see `adapter_config`.
+        info, modules: see `adapter_config`.
 
     Returns:
         The directory.
@@ -179,7 +171,7 @@ def finish_adapter(
         raise ValueError(f"adapter tensors that two actors wrote: {some(twice)}")
     if adapter_form(layout.shapes, info.model_type) == "fused":
         source = {n.removeprefix(PREFIX): t for n, t in read_header(path / _PARTIAL).tensors.items()}
-        write_fused(source, path / f"{_PARTIAL}.fused", PREFIX, interleaved=info.interleaved)
+        write_fused(source, path / f"{_PARTIAL}.fused", PREFIX, interleaved=is_interleaved(info.model_type))
         os.replace(path / f"{_PARTIAL}.fused", path / _PARTIAL)
     config = adapter_config(layout.shapes, info, modules)
     write_atomic(path / CONFIG, json.dumps(config, indent=2) + "\n")

@@ -104,19 +104,13 @@ class FusedLayer:
     """One layer's fused pairs, taken apart into one pair per expert and projection.
 
     Where gate and up share all of A, both keep it, and the rank of the result is PEFT's.
-
-    Attributes:
-        prefix: "...experts".
-        gate_up, down: the pairs; None where the adapter has none.
-        halves: gate and up have half of gate_up's rank each.
-        interleaved: rows of gate and up alternate.
     """
 
-    prefix: str
+    prefix: str  # "...experts"
     gate_up: Pair | None
     down: Pair | None
-    halves: bool
-    interleaved: bool
+    halves: bool  # gate and up have half of gate_up's rank each
+    interleaved: bool  # rows of gate and up alternate
 
     @classmethod
     def of(cls, lora: Lora, prefix: str, interleaved: bool) -> FusedLayer:

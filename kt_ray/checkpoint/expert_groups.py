@@ -32,27 +32,16 @@ from kt_ray.checkpoint.safetensors_file import damaged, read_tensor
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """The routed experts of one layer.
-
-    Attributes:
-        index: the checkpoint.
-        prefix: "model.layers.3.mlp.experts".
-        layer: number of the layer, or -1 without one.
-        mtp: of multi-token prediction or a speech model: neither training nor adapters reach it.
-        interleaved: rows of gate and up alternate in a fused tensor.
-        names: (role, expert) -> parameter; the expert is None in a fused tensor.
-        biases: likewise.
-        leaves: last parts of the names, as released.
-    """
+    """The routed experts of one layer: (role, expert) -> parameter; the expert is None in a fused tensor."""
 
     index: CheckpointIndex
-    prefix: str
-    layer: int
-    mtp: bool
-    interleaved: bool
+    prefix: str  # "model.layers.3.mlp.experts"
+    layer: int  # -1 without one
+    mtp: bool  # of multi-token prediction or a speech model: neither training nor adapters reach it
+    interleaved: bool  # rows of gate and up alternate in a fused tensor
     names: dict[tuple[str, int | None], str] = field(default_factory=dict)
     biases: dict[tuple[str, int | None], str] = field(default_factory=dict)
-    leaves: set[str] = field(default_factory=set)
+    leaves: set[str] = field(default_factory=set)  # last parts of the names, as released
 
     @property
     def fused(self) -> bool:

@@ -46,18 +46,14 @@ def ggml_types() -> dict[int, tuple[str, int, int]]:
 class GgufHeader:
     """What one file, or all files of a split set, say about themselves.
 
-    Attributes:
-        path: the (first) file.
-        metadata: the values that are numbers, truth values or strings; arrays are left out.
-        tensors: name -> place; its dtype is the name of its type ("Q4_K"), or "type N" of one that is not
-            known here; its shape has the slowest dimension first, as torch has it (the file, last).
-        files: all of them, in order.
+    The dtype of a tensor is the name of its type ("Q4_K"), or "type N" of one that is not known here; its
+    shape has the slowest dimension first, as torch has it (the file, last).
     """
 
-    path: Path
-    metadata: dict[str, Scalar]
+    path: Path  # of the first file
+    metadata: dict[str, Scalar]  # numbers, truth values and strings; arrays are left out
     tensors: dict[str, TensorInfo]
-    files: tuple[Path, ...]
+    files: tuple[Path, ...]  # in order
 
     @property
     def architecture(self) -> str:

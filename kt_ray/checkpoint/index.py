@@ -48,21 +48,13 @@ def some(names: list[str], limit: int = 5) -> str:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """A checkpoint's configuration and the place of every tensor.
+    """A checkpoint's configuration and the place of every tensor."""
 
-    Attributes:
-        path: the directory.
-        config: config.json as parsed.
-        tensors: name -> place, dtype ("BF16", "F32", ...) and shape.
-        files: the shards, sorted.
-        notes: harmless oddities, one line each.
-    """
-
-    path: Path
-    config: dict[str, Any]
+    path: Path  # of the directory
+    config: dict[str, Any]  # config.json
     tensors: dict[str, TensorInfo]
-    files: tuple[Path, ...]
-    notes: tuple[str, ...] = ()
+    files: tuple[Path, ...]  # the shards, sorted
+    notes: tuple[str, ...] = ()  # harmless oddities, one line each
 
     @classmethod
     def open(cls, model_dir: str | os.PathLike[str]) -> CheckpointIndex:

@@ -25,8 +25,14 @@ from torch import Tensor
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.names import gate_up_rows
-from kt_ray.checkpoint.safetensors_file import TensorInfo, read_dtype, read_into, read_tensor, tensor_bytes
-from kt_ray.errors import UserError
+from kt_ray.checkpoint.safetensors_file import (
+    TensorInfo,
+    damaged,
+    read_dtype,
+    read_into,
+    read_tensor,
+    tensor_bytes,
+)
 from kt_ray.native import ExpertFormula, ExpertMatrix, ExpertWeights, allocate, quantize
 
 Target = Literal["int8", "int4"]
@@ -257,11 +263,6 @@ def _requantised(
 def _int4_group(index: CheckpointIndex, name: str, columns: int) -> int:
     group = math.gcd(columns, _INT4_GROUP)
     if group % 32:
-        raise UserError(
-            "the experts cannot be held as INT4",
-            where=f"{index.path}, {name}",
-            observed=f"rows of {columns}",
-            required="a multiple of 32",
-            remedy="set rule.experts.backend=AMXINT8 or AMXBF16",
-        )
+        what, remedy = "the experts cannot be held as INT4", "set rule.experts.backend=AMXINT8 or AMXBF16"
+        raise damaged(what, f"{index.path}, {name}", f"rows of {columns}", "a multiple of 32", remedy)
     return group

@@ -40,6 +40,7 @@ from kt_ray.checkpoint.encode_weights import Entry
 from kt_ray.checkpoint.safetensors_file import (
     TensorInfo,
     build_header,
+    damaged,
     read_tensor,
     tensor_bytes,
     write_from,
@@ -53,15 +54,7 @@ _JOB = ".job"
 _CHUNK = 8 << 20
 _RESUMES = "free space and repeat the command: it resumes"
 _WEIGHTS = (
-    ".safetensors",
-    ".safetensors.index.json",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".onnx",
-    ".h5",
-    ".msgpack",
+    *(".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"),
 )
 
 
@@ -83,14 +76,10 @@ class Notes(dict[str, list[float]]):
 
 @dataclass(frozen=True)
 class Unit:
-    """Tensors that are made together.
+    """Tensors that are made together."""
 
-    Attributes:
-        entries: what is written, in file order.
-        produce: yields all values of all entries, in any order; may add sums to the notes.
-    """
-
-    entries: tuple[Entry, ...]
+    entries: tuple[Entry, ...]  # what is written, in file order
+    # yields all values of all entries, in any order; may add sums to the notes
     produce: Callable[[Notes], Iterator[Piece]]
 
     @property
@@ -218,24 +207,24 @@ def _begin(out: Path, job: dict[str, Any]) -> Iterator[None]:
     except NotADirectoryError as error:
         raise UserError("output is a file", where=str(out), remedy="choose another directory") from error
     if present and not record.is_file():
-        raise UserError(
+        raise damaged(
             "output directory is not empty",
-            where=str(out),
-            observed=", ".join(present[:5]),
-            required="a new directory, or one that a stopped run of the same command left",
-            remedy="choose another directory, or remove this one",
+            out,
+            ", ".join(present[:5]),
+            "a new directory, or one that a stopped run of the same command left",
+            "choose another directory, or remove this one",
         )
     job = json.loads(json.dumps(job))
     if present:
         begun = json.loads(record.read_text(encoding="utf-8"))
         other = sorted(key for key in {*begun, *job} if begun.get(key) != job.get(key))
         if other:
-            raise UserError(
+            raise damaged(
                 "output directory belongs to another job",
-                where=str(record),
-                observed=", ".join(f"{key} {begun.get(key)!r}" for key in other),
-                required=", ".join(f"{key} {job.get(key)!r}" for key in other),
-                remedy="repeat the command that began it, or choose another directory",
+                record,
+                ", ".join(f"{key} {begun.get(key)!r}" for key in other),
+                ", ".join(f"{key} {job.get(key)!r}" for key in other),
+                "repeat the command that began it, or choose another directory",
             )
     else:
         try:
@@ -265,19 +254,11 @@ def _check_space(out: Path, needed: int) -> None:
     stale = sum(p.stat().st_size for p in out.glob(".*.partial"))
     free = shutil.disk_usage(out).free + stale
     if needed > free:
-        raise UserError(
-            "too little disk space",
-            where=str(out),
-            observed=f"{free / 1e9:.1f} GB free",
-            required=f"{needed / 1e9:.1f} GB",
-            remedy="free space, or choose a directory on another disk",
-        )
+        observed, remedy = f"{free / 1e9:.1f} GB free", "free space, or choose a directory on another disk"
+        raise damaged("too little disk space", out, observed, f"{needed / 1e9:.1f} GB", remedy)
 
 
 def _in_order(action: Callable[[Unit], Notes], units: Sequence[Unit], threads: int) -> Iterator[Notes]:
-    if threads <= 1:
-        yield from map(action, units)
-        return
     pool = ThreadPoolExecutor(max_workers=threads)
     try:
         yield from pool.map(action, units)

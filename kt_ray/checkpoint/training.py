@@ -27,13 +27,13 @@ from kt_ray.checkpoint.manifest import BEST, CHOOSE, MANIFEST, Manifest, ShardIn
 from kt_ray.checkpoint.safetensors_file import (
     TensorInfo,
     build_header,
+    damaged,
     read_header,
     read_tensor,
     write_safetensors,
     writing,
 )
 from kt_ray.disk import write_atomic
-from kt_ray.errors import UserError
 
 LATEST = "latest"
 
@@ -80,16 +80,8 @@ def commit_checkpoint(partial: Path, final: Path, manifest: Manifest) -> Path:
         OSError: the disk is full or not writable.
     """
     for shard in manifest.shards:
-        file = partial / shard.file
-        size = file.stat().st_size if file.is_file() else None
-        if size != shard.bytes:
-            raise UserError(
-                "an actor's shard did not arrive in the run directory",
-                where=str(file),
-                observed="no such file" if size is None else f"{size} bytes",
-                required=f"{shard.bytes} bytes",
-                remedy="set run.root to a directory that all nodes share",
-            )
+        remedy = "set run.root to a directory that all nodes share"
+        shard.check_size(partial, "an actor's shard did not arrive in the run directory", remedy)
     write_atomic(partial / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
     _fsync_dir(partial)
     if final.exists():  # the same step again, after a replay: equal by construction, the newer one stays
@@ -176,12 +168,12 @@ def read_named_into(checkpoint: str | os.PathLike[str], targets: Mapping[str, to
     places = _locate(Path(checkpoint), list(targets))
     for name, info in places.items():
         if tuple(info.shape) != tuple(targets[name].shape):
-            raise UserError(
+            raise damaged(
                 "checkpoint holds a parameter of another shape",
-                where=str(info.file),
-                observed=f"{name} {tuple(info.shape)}",
-                required=tuple(targets[name].shape),
-                remedy="set lora.rank and the model as in the run that wrote it",
+                info.file,
+                f"{name} {tuple(info.shape)}",
+                tuple(targets[name].shape),
+                "set lora.rank and the model as in the run that wrote it",
             )
     with torch.no_grad():
         for name, info in sorted(places.items(), key=lambda item: (item[1].file, item[1].start)):
@@ -198,12 +190,10 @@ def _locate(path: Path, names: list[str]) -> dict[str, TensorInfo]:
             places[name] = info
     missing = sorted(name for name in names if name not in places)
     if missing:
-        raise UserError(
-            "checkpoint lacks parameters of this run",
-            where=str(path),
-            observed=f"missing: {some(missing)}",
-            required=f"{len(names)} tensors",
-            remedy="set lora.target_modules and lora.experts as in the run that wrote it",
+        remedy = "set lora.target_modules and lora.experts as in the run that wrote it"
+        observed = f"missing: {some(missing)}"
+        raise damaged(
+            "checkpoint lacks parameters of this run", path, observed, f"{len(names)} tensors", remedy
         )
     return {name: places[name] for name in names}
 

@@ -32,8 +32,6 @@ from kt_ray.checkpoint.safetensors_file import NAMES, build_header, read_tensor,
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 
-FORMS = ("peft-fused", "peft-per-expert", "sglang-kt")
-
 
 @dataclass(frozen=True)
 class Item:
@@ -60,7 +58,7 @@ def export(
 
     Args:
         adapter: its directory. out: a new directory.
-        form: one of `FORMS`.
+        form: "peft-fused", "peft-per-expert" or "sglang-kt".
         dtype: float32 or bfloat16.
         base: the base model's directory; None = the one that the adapter names.
 

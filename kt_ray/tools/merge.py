@@ -23,16 +23,16 @@ from kt_ray.checkpoint.expert_groups import ExpertGroup, expert_groups, split_ro
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.key_map import KeyNames, tensors_made
 from kt_ray.checkpoint.names import expert_name, family, fused_release, layer_of
-from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Notes, Unit, finish, write_shards
+from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Unit, finish, write_shards
 from kt_ray.errors import UserError
 from kt_ray.model import layer_calls
 from kt_ray.model.family import build_causal, read_family
 from kt_ray.tools.units import (
     Change,
     Placed,
-    add_error,
     as_stored,
     check_directories,
+    error_of,
     position,
     raw_keys,
     rewritten,
@@ -141,10 +141,12 @@ class _Plan:
                 transposed=(swapped, swapped if stays or release is None else swapped or release.transposed),
                 change=self._change(name, group) if name in self.touched else None,
                 touched=self._is_touched(name, group),
-                note=_note if quantised and stays else None,
+                note=error_of("error") if quantised and stays else None,
             )
             placed.append((position(self.index, name), unit))
-        written = {key for name in rewritten_names for key in raw_keys(self.index, name)}
+        # A weight_shape stays where the format does.
+        kept = slice(None) if bf16 else slice(2)
+        written = {key for name in rewritten_names for key in raw_keys(self.index, name)[kept]}
         if bf16:  # scales of activations belong to the quantised format
             written |= {key for key in self.index.tensors if self._is_auxiliary(key)}
         placed += as_stored(self.index, [key for key in sorted(self.index.tensors) if key not in written])
@@ -272,10 +274,6 @@ def _add_rows(value: Tensor, pair: Pair, first: int) -> Tensor:
     return value + pair.scale * (b[first : first + value.shape[0]] @ a)
 
 
-def _note(notes: Notes, expert: int, before: Tensor, after: Tensor) -> None:
-    add_error(notes, "error", before, after)
-
-
 def summary(report: dict[str, Any]) -> str:
     """The report in a line."""
     error = report["requantised"]
@@ -296,16 +294,12 @@ class ModuleNames:
     Adapters name modules as transformers builds them ("model.layers.0.self_attn.q_a_proj"); released
     checkpoints may name them otherwise ("layers.0.attn.wq_a", "model.language_model.layers.0..."). The
     mapping is transformers' own, applied to the names alone.
-
-    Attributes:
-        parameters: module as transformers or the checkpoint names it -> parameter.
-        joined: modules whose weight is a part of, or made from, other tensors of the checkpoint.
-        reason: why transformers' names are not known; "" = they are.
     """
 
-    parameters: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str]  # module as transformers or the checkpoint names it -> parameter
+    # modules whose weight is a part of, or made from, other tensors of the checkpoint
     joined: dict[str, str] = field(default_factory=dict)
-    reason: str = ""
+    reason: str = ""  # why transformers' names are not known
 
 
 def module_names(index: CheckpointIndex, prefixes: Iterable[str]) -> ModuleNames:
