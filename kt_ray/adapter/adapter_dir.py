@@ -4,8 +4,7 @@
 
 The file is laid out before anything is written, from names and shapes alone; every actor then writes
 its own tensors into their byte ranges, and the driver checks that none is missing and renames the
-file. DeepSeek-V3 at rank 8 has 89,088 expert matrices, 13 GB in float32 (6.6 in bfloat16): they never
-meet in one process.
+file. DeepSeek-V3 at rank 8 has 89,088 expert matrices, 13 GB: they never meet in one process.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from kt_ray.adapter.peft_config import (
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.names import is_interleaved
 from kt_ray.checkpoint.safetensors_file import (
-    NAMES,
     build_header,
     damaged,
     read_header,
@@ -55,31 +53,15 @@ class AdapterLayout:
     header: bytes  # the file's first
     ranges: dict[str, tuple[int, int]]  # name -> bytes [start, end) of the file
     shapes: dict[str, tuple[int, ...]]
-    dtype: torch.dtype  # of every tensor
     size: int  # bytes of the file
 
 
-def adapter_layout(
-    shapes: Mapping[str, Iterable[int]],
-    *,
-    dtype: torch.dtype = torch.float32,
-    metadata: Mapping[str, str] | None = None,
-) -> AdapterLayout:
-    """Lay the file out.
-
-    Args:
-        shapes: parameter name ("model.layers.3.self_attn.q_proj.lora_A.weight") -> shape.
-        dtype: float32, or bfloat16 for half the size (rounded when written).
-        metadata: strings kept in the file's header.
-    """
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"adapter dtype must be float32 or bfloat16, not {dtype}")
+def adapter_layout(shapes: Mapping[str, Iterable[int]]) -> AdapterLayout:
+    """Lay the file out: parameter name ("model.layers.3.self_attn.q_proj.lora_A.weight") -> shape."""
     # Layer by layer and expert by expert in natural order, so that one actor's ranges lie together.
     sizes = {name: tuple(shapes[name]) for name in sorted(shapes, key=_natural)}
-    header, ranges, size = build_header(
-        ((PREFIX + name, NAMES[dtype], shape) for name, shape in sizes.items()), metadata
-    )
-    return AdapterLayout(header, {n: ranges[PREFIX + n] for n in sizes}, sizes, dtype, size)
+    header, ranges, size = build_header((PREFIX + name, "F32", shape) for name, shape in sizes.items())
+    return AdapterLayout(header, {n: ranges[PREFIX + n] for n in sizes}, sizes, size)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
@@ -133,7 +115,7 @@ def write_tensors(
         ) from error
     try:
         for name, tensor in tensors.items():
-            value = tensor.detach().to(device="cpu", dtype=layout.dtype).contiguous()
+            value = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
             write_from(fd, tensor_bytes(value), layout.ranges[name][0])
         os.fsync(fd)
     finally:
@@ -154,9 +136,6 @@ def finish_adapter(
         directory, layout: as given to `create_adapter`.
         info, modules: see `adapter_config`.
 
-    Returns:
-        The directory.
-
     Raises:
         ValueError: tensors that no actor wrote, or two actors wrote.
     """
@@ -170,7 +149,7 @@ def finish_adapter(
         twice = sorted(name for name, count in Counter(written).items() if count > 1)
         raise ValueError(f"adapter tensors that two actors wrote: {some(twice)}")
     if adapter_form(layout.shapes, info.model_type) == "fused":
-        source = {n.removeprefix(PREFIX): t for n, t in read_header(path / _PARTIAL).tensors.items()}
+        source = {n.removeprefix(PREFIX): t for n, t in read_header(path / _PARTIAL).items()}
         write_fused(source, path / f"{_PARTIAL}.fused", PREFIX, interleaved=is_interleaved(info.model_type))
         os.replace(path / f"{_PARTIAL}.fused", path / _PARTIAL)
     config = adapter_config(layout.shapes, info, modules)

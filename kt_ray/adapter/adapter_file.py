@@ -104,7 +104,7 @@ class Lora:
                 raise damaged("not an adapter directory", path, f"no {name}", remedy=_REMEDY)
         config = read_json(path / CONFIG, CONFIG, _REMEDY)
         _check_config(path, config)
-        pairs = _pairs(path, read_header(path / WEIGHTS, remedy=_REMEDY).tensors)
+        pairs = _pairs(path, read_header(path / WEIGHTS, remedy=_REMEDY))
         lora = cls(path, config)
         wrapped: dict[str, dict[str, tuple[TensorInfo, TensorInfo]]] = {}
         for module, (a, b) in pairs.items():

@@ -49,12 +49,10 @@ _Modules = dict[str, dict[tuple[str, int], str]]  # "...experts" -> (projection,
 
 
 def write_fused(source: Mapping[str, TensorInfo], target: Path, prefix: str, *, interleaved: bool) -> None:
-    """Write the fused form of a per-expert adapter.
+    """Write the fused form of a per-expert adapter, `prefix` ("base_model.model.") before every key.
 
     Args:
         source: name (without `prefix`) -> place in the per-expert file.
-        target: file to write.
-        prefix: put before every key ("base_model.model.").
         interleaved: order of gate and up rows in the model's parameter.
     """
     modules: _Modules = {}

@@ -30,11 +30,6 @@ def no_experts(index: CheckpointIndex) -> UserError:
     )
 
 
-def _format(index: CheckpointIndex, name: str) -> str:
-    matrix = index.matrices.get(name)
-    return matrix.format if matrix is not None else _PLAIN.get(index.tensors[name].dtype, "")
-
-
 def two_dimensions(index: CheckpointIndex, name: str) -> tuple[int, ...]:
     """(rows, columns) of one expert's matrix."""
     shape = index.shape(name)
@@ -59,7 +54,8 @@ def part_shapes(
 
 
 def check_part(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int, ...]) -> str:
-    """One shape, one format and one kind of scales for all experts of a layer. Returns the format."""
+    """One shape, one format and one kind of scales for all experts of a layer. Returns the format, "" of a
+    type that is not read."""
     kinds: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for name in names:
         if index.shape(name) != shape:
@@ -80,7 +76,8 @@ def check_part(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int,
             "one type for all experts of a layer",
             _CONVERT.format(path=index.path),
         )
-    return _format(index, names[0])
+    matrix = index.matrices.get(names[0])
+    return _PLAIN.get(index.tensors[names[0]].dtype, "") if matrix is None else matrix.format
 
 
 def check_bias(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int, ...]) -> None:

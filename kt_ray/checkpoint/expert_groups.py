@@ -88,11 +88,6 @@ class ExpertGroup:
         """Fused tensors as [E, H, 2I] and [E, I, H]."""
         return self.sizes[2]
 
-    @property
-    def hidden(self) -> int:
-        """H."""
-        return self.sizes[0]
-
     def shape(self, projection: str) -> tuple[int, int]:
         """[out, in] of gate, up, down or gate_up."""
         hidden, intermediate, _ = self.sizes

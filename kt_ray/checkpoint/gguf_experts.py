@@ -32,6 +32,7 @@ from kt_ray.native import ExpertFormula, ExpertMatrix, ExpertWeights, allocate
 from kt_ray.native.matrix import GGUF_BLOCKS
 
 _PLAIN = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_HELD = {"F16": "bf16"}  # types that become another format of the engine
 _SUPPORTED = (*_PLAIN, *(name.upper() for name in GGUF_BLOCKS))
 _READ_BYTES = 4 << 20  # neighbouring experts are read at once up to this size, larger ones one by one
 _SAME = "choose the GGUF file that was made from this model, or set model.experts_path=null"
@@ -93,7 +94,9 @@ class GgufExperts:
         for layer, parts in stacks.items():
             _check_parts(header, layout, layer, parts)
         formats = {
-            layer: {part: _format(tensor) for part, tensor in parts.items() if not part.endswith("_bias")}
+            layer: {
+                p: _HELD.get(t.dtype, t.dtype.lower()) for p, t in parts.items() if not p.endswith("_bias")
+            }
             for layer, parts in stacks.items()
         }
         check_float32(
@@ -136,18 +139,7 @@ class GgufExperts:
         threads: int = 1,
         drop_cache: bool = False,
     ) -> ExpertWeights:
-        """Read some experts of one layer.
-
-        Args:
-            layer, experts, formula, threads, drop_cache: as of `load_experts`.
-
-        Returns:
-            Weights of n experts in the file's types, float16 as bfloat16.
-
-        Raises:
-            ValueError: a layer or expert the file does not have.
-            UserError: the file ended early.
-        """
+        """As `load_experts`: weights of n experts in the file's types, float16 as bfloat16."""
         check_experts_exist(self.layout, layer, experts)
         jobs: list[ReadJob] = []
         parts = {
@@ -249,11 +241,6 @@ def _check_parts(header: GgufHeader, layout: ExpertLayout, layer: int, parts: di
 def _name(layer: int, part: str) -> str:
     weight = part.removesuffix("_bias")
     return f"blk.{layer}.ffn_{weight}_exps.{'weight' if part == weight else 'bias'}"
-
-
-def _format(tensor: TensorInfo) -> str:
-    """The engine's name of the format that a tensor is held in."""
-    return {"F32": "f32", "BF16": "bf16", "F16": "bf16"}.get(tensor.dtype, tensor.dtype.lower())
 
 
 # -- reading ---------------------------------------------------------------------------------

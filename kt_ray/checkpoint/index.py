@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from kt_ray.checkpoint.safetensors_file import (
-    Header,
     TensorInfo,
     damaged,
     read_header,
@@ -81,7 +80,7 @@ class CheckpointIndex:
         if os.path.lexists(file):
             _check_present(path, [_SINGLE], file)
             _check_stray(path, {_SINGLE})
-            return cls(path, config, read_header(file, remedy=_AGAIN).tensors, (file,))
+            return cls(path, config, read_header(file, remedy=_AGAIN), (file,))
         other = sorted(
             p.name for pattern in ("*.bin", "*.pt", "*.gguf", "*.safetensors") for p in path.glob(pattern)
         )
@@ -189,7 +188,7 @@ def _open_sharded(path: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...], 
         parsed = pool.map(lambda shard: read_header(path / shard, remedy=_AGAIN), shards)
         headers = dict(zip(shards, parsed, strict=True))
     _check_map(path, weight_map, headers)
-    tensors = {name: headers[shard].tensors[name] for name, shard in weight_map.items()}
+    tensors = {name: headers[shard][name] for name, shard in weight_map.items()}
     return tensors, tuple(path / shard for shard in shards), _size_note(content, tensors)
 
 
@@ -244,12 +243,14 @@ def _check_stray(path: Path, shards: set[str]) -> None:
         )
 
 
-def _check_map(path: Path, weight_map: dict[str, str], headers: dict[str, Header]) -> None:
+def _check_map(
+    path: Path, weight_map: dict[str, str], headers: Mapping[str, Mapping[str, TensorInfo]]
+) -> None:
     """Index and shards name the same tensors, each in one place."""
     holders: dict[str, str] = {}
     twice: list[str] = []
     for shard, header in headers.items():
-        for name in header.tensors:
+        for name in header:
             if name in holders:
                 twice.append(f"{name} ({holders[name]} and {shard})")
             holders[name] = shard
@@ -257,7 +258,7 @@ def _check_map(path: Path, weight_map: dict[str, str], headers: dict[str, Header
         remedy = "remove files left from another checkpoint and download it again"
         required = "each tensor in one shard"
         raise damaged("checkpoint holds tensors twice", path, some(sorted(twice)), required, remedy)
-    lost = {name: shard for name, shard in weight_map.items() if name not in headers[shard].tensors}
+    lost = {name: shard for name, shard in weight_map.items() if name not in headers[shard]}
     unnamed = {name: shard for name, shard in holders.items() if name not in weight_map}
     for what, places in (
         ("checkpoint index names tensors that their shard does not hold", lost),

@@ -64,7 +64,6 @@ def load_experts(
     """Read some experts of one layer.
 
     Args:
-        index: the checkpoint; layout: its expert layout.
         layer: a layer of `layout.moe_layers`.
         experts: global expert ids, in the order of the result.
         formula: of the experts; None = plain SwiGLU.
@@ -104,14 +103,8 @@ def as_weights(
     layer: int,
     experts: Sequence[int],
 ) -> ExpertWeights:
-    """Experts as the engine takes them.
-
-    Args:
-        parts: "gate", "up", "gate_up", "down" [n, out, in] and the same with "_bias" [n, out]; gate and up
-            of what holds both become views.
-        layout: sizes, and the order of gate and up rows.
-        formula: None = plain SwiGLU.
-        layer, experts: which they are.
+    """Experts as the engine takes them: "gate", "up", "gate_up", "down" [n, out, in], and the same with
+    "_bias" [n, out]; gate and up of what holds both become views. formula: None = plain SwiGLU.
     """
     formula = formula or ExpertFormula()
     for end in ("", "_bias"):

@@ -58,8 +58,8 @@ class Manifest:
     version: int = VERSION
 
     @classmethod
-    def load(cls, checkpoint: str | os.PathLike[str], *, verify: bool = True) -> Manifest:
-        """Read a manifest and, with `verify`, every shard's size and checksum.
+    def load(cls, checkpoint: str | os.PathLike[str]) -> Manifest:
+        """Read a manifest; every shard must have its size and checksum.
 
         Raises:
             UserError: no manifest, a newer format, or damaged shards; then the newest intact earlier
@@ -68,8 +68,7 @@ class Manifest:
         path = Path(checkpoint)
         try:
             manifest = cls.read(path)
-            if verify:
-                manifest.verify(path)
+            manifest.verify(path)
         except UserError as error:
             raise _name_previous(path, error) from error
         return manifest
@@ -106,13 +105,7 @@ class Manifest:
                 raise unusable("checkpoint is damaged", file, f"checksum {crc:08x}", required)
 
     def require(self, *, model: str, fields: Mapping[str, Any], where: str = "") -> None:
-        """Refuse to go on with another model or other settings.
-
-        Args:
-            model: fingerprint of the model that is loaded now.
-            fields: this run's values of the keys that must match.
-            where: the checkpoint's directory, for the message.
-        """
+        """Refuse to go on with another model (by fingerprint) or other settings; `where` is for messages."""
         if model != self.model:
             raise damaged(
                 "checkpoint belongs to another model",

@@ -47,12 +47,10 @@ def load_non_experts(
     """Fill the parameters and persistent buffers of some layers, frozen, on `device`.
 
     Args:
-        index: the checkpoint.
         module: a `...ForCausalLM` built under `torch.device("meta")`; routed-expert parameters, where
             they are still there, are left as they are.
         layers: [start, stop) of the decoder layers to fill.
         dtype: type of floating-point tensors, except those that transformers keeps in float32.
-        device: where they go.
         need_embedding: also fill the input embedding.
         need_head: also fill what comes after the layers: the final norm and lm_head.
         keep_quantized: linear modules whose weight is stored quantised become `QuantizedLinear`.
@@ -60,10 +58,7 @@ def load_non_experts(
     Raises:
         UserError: missing keys (sorted), wrong shapes.
     """
-    targets = _targets(module, layers, need_embedding, need_head)
-    tied = _tied(module)
-    # A tied tensor is stored once, under its source's name.
-    sources = set(targets) | {tied[name] for name in targets if name in tied}
+    targets, tied, sources = _targets(module, layers, need_embedding, need_head)
     mapping, report = map_keys(index, module, ExpertLayout.detect(index), sources, layers)
 
     placed: dict[str, torch.Tensor] = {}
@@ -100,12 +95,8 @@ def check_non_experts(
     """What `load_non_experts` of the whole model would refuse, found in the headers alone.
 
     Args:
-        index: the checkpoint.
         module: a `...ForCausalLM` built under `torch.device("meta")`.
         layout: the routed experts, which are passed over; None = detected here.
-
-    Returns:
-        What the family ignores (`ignored`), sorted; nothing is loaded.
 
     Raises:
         UserError: missing keys, keys that the model has no place for, wrong shapes (of tensors that are
@@ -114,9 +105,7 @@ def check_non_experts(
     layout = layout or ExpertLayout.detect(index)
     _check_biases(index, module, layout)
     everything = (0, sys.maxsize)
-    targets = _targets(module, everything, True, True)
-    tied = _tied(module)
-    sources = set(targets) | {tied[name] for name in targets if name in tied}
+    targets, tied, sources = _targets(module, everything, True, True)
     present: set[str] = set()
     mapping, report = map_keys(index, module, layout, sources, everything)
     for target, (converter, keys) in mapping.items():
@@ -177,7 +166,9 @@ def _check_shape(index: CheckpointIndex, name: str, observed: Sequence[int], req
 
 def _targets(
     module: PreTrainedModel, layers: tuple[int, int], need_embedding: bool, need_head: bool
-) -> dict[str, torch.Tensor]:
+) -> tuple[dict[str, torch.Tensor], dict[str, str], set[str]]:
+    """The module's tensors to fill; tied name -> its source; and names that the checkpoint stores them by."""
+    tied: dict[str, str] = dict(getattr(module, "all_tied_weights_keys", None) or {})
     embedding = module.get_input_embeddings()
     in_embedding = {id(tensor) for tensor in (*embedding.parameters(), *embedding.buffers())}
     names: dict[str, torch.Tensor] = {}
@@ -187,17 +178,14 @@ def _targets(
             continue
         if layer is not None:
             take = layers[0] <= layer < layers[1]
-        elif id(tensor) in in_embedding and name not in _tied(module):
+        elif id(tensor) in in_embedding and name not in tied:
             take = need_embedding
         else:
             take = need_head
         if take:
             names[name] = tensor
-    return names
-
-
-def _tied(module: PreTrainedModel) -> dict[str, str]:
-    return dict(getattr(module, "all_tied_weights_keys", None) or {})
+    # A tied tensor is stored once, under its source's name.
+    return names, tied, set(names) | {tied[name] for name in names if name in tied}
 
 
 def _realise(
@@ -236,9 +224,8 @@ def _keepable(module: PreTrainedModel, name: str, tied: set[str]) -> bool:
 def _replace(module: PreTrainedModel, name: str, linear: QuantizedLinear) -> None:
     path = name.rpartition(".")[0]
     parent, _, leaf = path.rpartition(".")
-    linear.register_parameter(
-        "bias", module.get_submodule(path)._parameters.get("bias")
-    )  # still empty: loaded like any other
+    bias = module.get_submodule(path)._parameters.get("bias")  # still empty: loaded like any other
+    linear.register_parameter("bias", bias)
     setattr(module.get_submodule(parent), leaf, linear)
 
 
@@ -277,10 +264,8 @@ def materialize_buffers(module: PreTrainedModel, device: torch.device | str) -> 
     """Give buffers that no checkpoint holds (rotary tables, ...) their values on `device`.
 
     Meta buffers that are not persistent are allocated and computed by the family's own
-    `_init_weights`, as `from_pretrained` does. Parameters of the same modules are left alone.
-
-    Returns:
-        The names of the buffers, sorted.
+    `_init_weights`, as `from_pretrained` does. Parameters of the same modules are left alone. Returns the
+    names of the buffers, sorted.
 
     Raises:
         ValueError: a buffer's module also holds parameters still on meta (load them first).

@@ -16,7 +16,7 @@ import os
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,16 +86,6 @@ class TensorInfo:
         return replace(self.rows(index, index + 1), shape=self.shape[1:])
 
 
-@dataclass(frozen=True)
-class Header:
-    """A parsed header. `data_start`: bytes before the first tensor; `size`: bytes the file must have."""
-
-    tensors: dict[str, TensorInfo]
-    metadata: dict[str, str]
-    data_start: int
-    size: int
-
-
 def damaged(
     what: str, where: object, observed: object = None, required: object = None, remedy: str = _DOWNLOAD
 ) -> UserError:
@@ -134,8 +124,8 @@ def read_json(path: Path, what: str, remedy: str) -> dict[str, Any]:
     return value
 
 
-def read_header(path: Path, *, remedy: str = "download or copy this file again") -> Header:
-    """Parse and check a header against the file's size, without reading tensors.
+def read_header(path: Path, *, remedy: str = "download or copy this file again") -> dict[str, TensorInfo]:
+    """The tensors of a file by its header, checked against the file's size.
 
     Raises:
         UserError: absent, truncated or damaged file; names the file, its bytes and the bytes required.
@@ -143,7 +133,7 @@ def read_header(path: Path, *, remedy: str = "download or copy this file again")
     size, length, raw = _raw_header(path, remedy)
     try:
         entries = json.loads(raw, object_pairs_hook=_no_duplicates)
-        metadata = entries.pop("__metadata__", None) or {}
+        entries.pop("__metadata__", None)
         tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fault = f"no key {error}" if isinstance(error, KeyError) else error
@@ -158,7 +148,7 @@ def read_header(path: Path, *, remedy: str = "download or copy this file again")
     if size != required:
         what = "is truncated" if size < required else "has bytes after its tensors"
         raise damaged(f"safetensors file {what}", path, f"{size} bytes", f"{required} bytes", remedy)
-    return Header(tensors, metadata, 8 + length, required)
+    return tensors
 
 
 def _raw_header(path: Path, remedy: str) -> tuple[int, int, bytes]:
@@ -198,19 +188,15 @@ def _entry(path: Path, name: str, entry: dict[str, Any], data_start: int) -> Ten
 
 
 def build_header(
-    tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None
+    tensors: Iterable[tuple[str, str, Sequence[int]]],
 ) -> tuple[bytes, dict[str, tuple[int, int]], int]:
-    """Lay a file out before any tensor exists.
-
-    Args:
-        tensors: (name, dtype of the format, shape) in file order.
-        metadata: strings kept in the header.
+    """Lay a file out before any tensor exists: (name, dtype of the format, shape) in file order.
 
     Returns:
         The file's first bytes (length and header, padded to 8), each tensor's absolute byte range,
         and the file's size.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     ranges: dict[str, tuple[int, int]] = {}
     offset = 0
     for name, dtype, shape in tensors:
@@ -234,7 +220,6 @@ def write_safetensors(
     """Write a file from values that come one after another, flushed to the disk.
 
     Args:
-        path: the file.
         entries: (name, dtype of the format, shape) in file order.
         values: of the entries, in their order; each is needed only until the next.
 

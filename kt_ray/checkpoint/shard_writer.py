@@ -117,7 +117,6 @@ def write_shards(
         job: what decides the result (paths, options, fingerprints), as JSON.
         shard_bytes: largest shard, unless one unit alone is larger.
         threads: units produced at the same time; memory grows with them, the result does not change.
-        title: of the progress bar.
 
     Returns:
         The sums of all shards. `finish` completes the directory.
@@ -158,7 +157,6 @@ def finish(
 
     Args:
         out, units, shard_bytes: as given to `write_shards`.
-        source: the checkpoint's directory.
         config: config.json of the result.
         own_files: those that the command writes itself: not copied from `source`.
 

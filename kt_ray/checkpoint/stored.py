@@ -117,13 +117,13 @@ def find_matrices(
         if scales is None:
             faults.append(f"{name} ({tensors[name].dtype} without scales)")
             continue
-        stored = _matrix(logical, tensors[name], tensors[scales], quantization)
-        if isinstance(stored, str):
-            faults.append(f"{name} {list(tensors[name].shape)} with {scales} {stored}")
-            continue
         shape = logical.removesuffix(".weight") + ".weight_shape"
         keys = (name, scales, *((shape,) if shape in tensors else ()))
-        matrices[logical] = StoredMatrix(*stored, keys=keys)
+        stored = _matrix(logical, keys, tensors[name], tensors[scales], quantization)
+        if isinstance(stored, str):
+            faults.append(f"{name} {list(tensors[name].shape)} with {scales} {stored}")
+        else:
+            matrices[logical] = stored
     used = {key for matrix in matrices.values() for key in matrix.keys}
     faults += [f"{name} (no weight)" for name in sorted(tensors) if _SCALE.search(name) and name not in used]
     if faults:
@@ -180,13 +180,10 @@ def _parts(name: str, tensors: Mapping[str, TensorInfo]) -> tuple[str, str | Non
     return logical, next((c for c in candidates if c in tensors), None)
 
 
-_Fields = tuple[str, str, TensorInfo, TensorInfo, tuple[int, ...], tuple[int, int]]
-
-
 def _matrix(
-    name: str, data: TensorInfo, scales: TensorInfo, quantization: Mapping[str, Any]
-) -> _Fields | str:
-    """Fields of a StoredMatrix, or what is wrong with the scales."""
+    name: str, keys: tuple[str, ...], data: TensorInfo, scales: TensorInfo, quantization: Mapping[str, Any]
+) -> StoredMatrix | str:
+    """The matrix, or what is wrong with its scales."""
     kind = _kind(data, scales)
     if kind is None:
         return f"{scales.dtype} {list(scales.shape)} (no known format: values {data.dtype})"
@@ -204,7 +201,7 @@ def _matrix(
         return f"{list(scales.shape)} (values {list(shape)})"
     if block[1] < shape[-1] and block[1] % 32:
         return f"{list(scales.shape)} (groups of {block[1]}, required a multiple of 32)"
-    return name, kind, data, scales, shape, block
+    return StoredMatrix(name, kind, data, scales, shape, block, keys)
 
 
 def _kind(data: TensorInfo, scales: TensorInfo) -> str | None:

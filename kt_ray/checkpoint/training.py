@@ -183,7 +183,7 @@ def read_named_into(checkpoint: str | os.PathLike[str], targets: Mapping[str, to
 def _locate(path: Path, names: list[str]) -> dict[str, TensorInfo]:
     places: dict[str, TensorInfo] = {}
     for file in sorted(path.glob("*.safetensors")):
-        for name, info in read_header(file, remedy=CHOOSE).tensors.items():
+        for name, info in read_header(file, remedy=CHOOSE).items():
             if name in places:
                 where = f"{file} and {places[name].file.name}"
                 raise unusable("checkpoint holds a parameter twice", where, name)
