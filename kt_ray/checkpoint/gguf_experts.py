@@ -230,8 +230,8 @@ def _check_parts(header: GgufHeader, layout: ExpertLayout, layer: int, parts: di
         shape: tuple[int, ...] = shapes[weight] if part == weight else shapes[weight][:2]
         if tensor.shape != shape:
             what = "GGUF file and Hugging Face directory disagree about the sizes of the experts"
-            required = f"{list(shape)} (experts, outputs, inputs)"
-            raise _another(what, tensor.place, list(tensor.shape), required)
+            expected = f"{list(shape)} (experts, outputs, inputs)"
+            raise _another(what, tensor.place, list(tensor.shape), expected)
         supported = _SUPPORTED if part == weight else tuple(_PLAIN)
         if tensor.dtype not in supported:
             what = "experts are in a GGUF type that is not computed"
