@@ -39,7 +39,7 @@ evaluate: errors
 generate: errors [numpy torch]
 checkpoint: errors disk native [torch]
 model: errors native batch config placement generate checkpoint [numpy torch]
-adapter: errors disk config checkpoint [torch]
+adapter: disk config checkpoint [torch]
 data: errors batch config [numpy]
 experts: errors native config placement optim checkpoint model [torch]
 demo: errors config data
