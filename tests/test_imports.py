@@ -39,7 +39,7 @@ evaluate: errors
 generate: errors [numpy torch]
 checkpoint: errors disk native [torch]
 model: errors native batch config placement generate checkpoint [numpy torch]
-adapter: errors config checkpoint [torch]
+adapter: disk config checkpoint [torch]
 data: errors batch config [numpy]
 experts: errors native config placement optim checkpoint model [torch]
 demo: errors config data
@@ -60,7 +60,7 @@ modes: errors native timeline config dims hardware placement timing tracking eva
     checkpoint data demo train actors serve actors/ray runs doctor report [numpy torch]
 recipe: errors config data
 cli: errors openmp config modes recipe
-tools: errors checkpoint model adapter [numpy torch]
+tools: errors disk checkpoint model adapter [numpy torch]
 """
 
 # Modules that load less than their package: what reads files or plans starts without torch.

@@ -4,8 +4,7 @@
 
 The file is laid out before anything is written, from names and shapes alone; every actor then writes
 its own tensors into their byte ranges, and the driver checks that none is missing and renames the
-file. DeepSeek-V3 at rank 8 has 89,088 expert matrices, 13 GB in float32 (6.6 in bfloat16): they never
-meet in one process.
+file. DeepSeek-V3 at rank 8 has 89,088 expert matrices, 13 GB: they never meet in one process.
 """
 
 from __future__ import annotations
@@ -32,15 +31,16 @@ from kt_ray.adapter.peft_config import (
     adapter_readme,
 )
 from kt_ray.checkpoint.index import some
+from kt_ray.checkpoint.names import is_interleaved
 from kt_ray.checkpoint.safetensors_file import (
-    NAMES,
     build_header,
+    damaged,
     read_header,
     tensor_bytes,
     write_from,
+    writing,
 )
-from kt_ray.checkpoint.training import write_text
-from kt_ray.errors import UserError
+from kt_ray.disk import write_atomic
 
 _PARTIAL = f".{WEIGHTS}.partial"
 _WRITTEN = ".written-"
@@ -48,73 +48,36 @@ _WRITTEN = ".written-"
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """Where every tensor of an adapter file goes. Names are without "base_model.model.".
+    """Where every tensor of an adapter file goes. Names are without "base_model.model."."""
 
-    Attributes:
-        header: the file's first bytes.
-        ranges: name -> bytes [start, end) of the file.
-        shapes: name -> shape.
-        dtype: of every tensor.
-        size: bytes of the file.
-    """
-
-    header: bytes
-    ranges: dict[str, tuple[int, int]]
+    header: bytes  # the file's first
+    ranges: dict[str, tuple[int, int]]  # name -> bytes [start, end) of the file
     shapes: dict[str, tuple[int, ...]]
-    dtype: torch.dtype
-    size: int
+    size: int  # bytes of the file
 
 
-def adapter_layout(
-    shapes: Mapping[str, Iterable[int]],
-    *,
-    dtype: torch.dtype = torch.float32,
-    metadata: Mapping[str, str] | None = None,
-) -> AdapterLayout:
-    """Lay the file out.
-
-    Args:
-        shapes: parameter name ("model.layers.3.self_attn.q_proj.lora_A.weight") -> shape.
-        dtype: float32, or bfloat16 for half the size (rounded when written).
-        metadata: strings kept in the file's header.
-    """
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"adapter dtype must be float32 or bfloat16, not {dtype}")
+def adapter_layout(shapes: Mapping[str, Iterable[int]]) -> AdapterLayout:
+    """Lay the file out: parameter name ("model.layers.3.self_attn.q_proj.lora_A.weight") -> shape."""
     # Layer by layer and expert by expert in natural order, so that one actor's ranges lie together.
     sizes = {name: tuple(shapes[name]) for name in sorted(shapes, key=_natural)}
-    header, ranges, size = build_header(
-        ((PREFIX + name, NAMES[dtype], shape) for name, shape in sizes.items()), metadata
-    )
-    return AdapterLayout(header, {n: ranges[PREFIX + n] for n in sizes}, sizes, dtype, size)
+    header, ranges, size = build_header((PREFIX + name, "F32", shape) for name, shape in sizes.items())
+    return AdapterLayout(header, {n: ranges[PREFIX + n] for n in sizes}, sizes, size)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
 
-def adapter_not_written(path: Path, layout: AdapterLayout, error: OSError) -> UserError:
-    """The disk is full, or not writable."""
-    return UserError(
-        "adapter cannot be written",
-        where=str(path),
-        observed=error,
-        required=f"{layout.size} bytes of free space",
-        remedy="free space, or set run.root to another disk",
-    )
-
-
 def create_adapter(directory: str | os.PathLike[str], layout: AdapterLayout) -> None:
     """Reserve the file and write its header. The driver calls this before the actors write."""
     path = Path(directory)
-    try:
+    with writing("adapter", path, layout.size):
         path.mkdir(parents=True, exist_ok=True)
         for stale in path.glob(f"{_WRITTEN}*"):
             stale.unlink()
         with (path / _PARTIAL).open("wb") as file:
             _reserve(file.fileno(), layout.size)
             file.write(layout.header)
-    except OSError as error:
-        raise adapter_not_written(path, layout, error) from error
 
 
 def _reserve(fd: int, size: int) -> None:
@@ -143,21 +106,21 @@ def write_tensors(
     try:
         fd = os.open(path / _PARTIAL, os.O_WRONLY)
     except FileNotFoundError as error:
-        raise UserError(
+        raise damaged(
             "adapter file is not where the driver made it",
-            where=str(path / _PARTIAL),
-            observed="no such file on this node",
-            required="one run directory for all nodes",
-            remedy="set run.root to a directory that all nodes share",
+            path / _PARTIAL,
+            "no such file on this node",
+            "one run directory for all nodes",
+            "set run.root to a directory that all nodes share",
         ) from error
     try:
         for name, tensor in tensors.items():
-            value = tensor.detach().to(device="cpu", dtype=layout.dtype).contiguous()
+            value = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
             write_from(fd, tensor_bytes(value), layout.ranges[name][0])
         os.fsync(fd)
     finally:
         os.close(fd)
-    write_text(path / f"{_WRITTEN}{uuid.uuid4().hex}", "\n".join(tensors))
+    write_atomic(path / f"{_WRITTEN}{uuid.uuid4().hex}", "\n".join(tensors))
 
 
 def finish_adapter(
@@ -171,11 +134,7 @@ def finish_adapter(
 
     Args:
         directory, layout: as given to `create_adapter`.
-        info: rank, alpha, base model, ...
-        modules: see `adapter_config`.
-
-    Returns:
-        The directory.
+        info, modules: see `adapter_config`.
 
     Raises:
         ValueError: tensors that no actor wrote, or two actors wrote.
@@ -190,12 +149,12 @@ def finish_adapter(
         twice = sorted(name for name, count in Counter(written).items() if count > 1)
         raise ValueError(f"adapter tensors that two actors wrote: {some(twice)}")
     if adapter_form(layout.shapes, info.model_type) == "fused":
-        source = {n.removeprefix(PREFIX): t for n, t in read_header(path / _PARTIAL).tensors.items()}
-        write_fused(source, path / f"{_PARTIAL}.fused", PREFIX, interleaved=info.interleaved)
+        source = {n.removeprefix(PREFIX): t for n, t in read_header(path / _PARTIAL).items()}
+        write_fused(source, path / f"{_PARTIAL}.fused", PREFIX, interleaved=is_interleaved(info.model_type))
         os.replace(path / f"{_PARTIAL}.fused", path / _PARTIAL)
     config = adapter_config(layout.shapes, info, modules)
-    write_text(path / CONFIG, json.dumps(config, indent=2) + "\n")
-    write_text(path / "README.md", adapter_readme(layout.shapes, info))
+    write_atomic(path / CONFIG, json.dumps(config, indent=2) + "\n")
+    write_atomic(path / "README.md", adapter_readme(layout.shapes, info))
     os.replace(path / _PARTIAL, path / WEIGHTS)
     for record in records:
         record.unlink()

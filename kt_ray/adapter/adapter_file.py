@@ -24,8 +24,7 @@ from torch import Tensor
 from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.names import one_expert
-from kt_ray.checkpoint.safetensors_file import TensorInfo, read_header, read_json, read_tensor
-from kt_ray.errors import UserError
+from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_header, read_json, read_tensor
 
 _KEY = re.compile(r"^(?P<module>.+)\.lora_(?P<half>[AB])(\.default)?\.weight$")
 _FUSED = re.compile(r"^(?P<prefix>.*\bexperts)(?P<inner>(\.base_layer)*)$")
@@ -41,20 +40,14 @@ _REMEDY = "choose a LoRA adapter that PEFT or kt_ray wrote"
 
 @dataclass(frozen=True)
 class Pair:
-    """A and B of one module: W + scale * B A.
-
-    Attributes:
-        a: [r, in]; fused [E*r, in]. b: [out, r]; fused [out, r*E].
-        rank: r. scale: alpha / r (rsLoRA: alpha / sqrt(r)).
-        experts: E of a fused pair, else 0.
-    """
+    """A and B of one module: W + scale * B A."""
 
     module: str
-    a: TensorInfo
-    b: TensorInfo
+    a: TensorInfo  # [r, in]; fused [E*r, in]
+    b: TensorInfo  # [out, r]; fused [out, r*E]
     rank: int
-    scale: float
-    experts: int = 0
+    scale: float  # alpha / r (rsLoRA: alpha / sqrt(r))
+    experts: int = 0  # E of a fused pair
 
     @property
     def out_features(self) -> int:
@@ -88,20 +81,14 @@ def _whole(info: TensorInfo) -> Tensor:
 
 @dataclass(frozen=True)
 class Lora:
-    """An adapter's matrices, checked against its configuration.
+    """An adapter's matrices, checked against its configuration."""
 
-    Attributes:
-        path: the directory. config: adapter_config.json.
-        linear: module -> pair.
-        experts: (prefix "...experts", expert, "gate" | "up" | "down") -> pair.
-        fused: (prefix, "gate_up" | "down") -> pair.
-    """
-
-    path: Path
-    config: dict[str, Any]
-    linear: dict[str, Pair] = field(default_factory=dict)
+    path: Path  # of the directory
+    config: dict[str, Any]  # adapter_config.json
+    linear: dict[str, Pair] = field(default_factory=dict)  # by module
+    # by prefix "...experts", expert, "gate" | "up" | "down"
     experts: dict[tuple[str, int, str], Pair] = field(default_factory=dict)
-    fused: dict[tuple[str, str], Pair] = field(default_factory=dict)
+    fused: dict[tuple[str, str], Pair] = field(default_factory=dict)  # by prefix, "gate_up" | "down"
 
     @classmethod
     def open(cls, directory: str | Path) -> Lora:
@@ -114,12 +101,10 @@ class Lora:
         path = Path(directory)
         for name in (CONFIG, WEIGHTS):
             if not (path / name).is_file():
-                raise UserError(
-                    "not an adapter directory", where=str(path), observed=f"no {name}", remedy=_REMEDY
-                )
+                raise damaged("not an adapter directory", path, f"no {name}", remedy=_REMEDY)
         config = read_json(path / CONFIG, CONFIG, _REMEDY)
         _check_config(path, config)
-        pairs = _pairs(path, read_header(path / WEIGHTS, remedy=_REMEDY).tensors)
+        pairs = _pairs(path, read_header(path / WEIGHTS, remedy=_REMEDY))
         lora = cls(path, config)
         wrapped: dict[str, dict[str, tuple[TensorInfo, TensorInfo]]] = {}
         for module, (a, b) in pairs.items():
@@ -162,12 +147,12 @@ class Lora:
         rank, alpha = self._setting(named)
         rows = rank * max(1, experts)
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rows or b.shape[1] != rows:
-            raise UserError(
+            raise damaged(
                 "adapter's matrices and its configuration disagree about the rank",
-                where=f"{self.path}, {module}",
-                observed=f"A {list(a.shape)}, B {list(b.shape)}",
-                required=f"A [{rows}, in], B [out, {rows}] (r {rank})",
-                remedy="check r and rank_pattern in adapter_config.json",
+                f"{self.path}, {module}",
+                f"A {list(a.shape)}, B {list(b.shape)}",
+                f"A [{rows}, in], B [out, {rows}] (r {rank})",
+                "check r and rank_pattern in adapter_config.json",
             )
         scale = alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
         return Pair(module, a, b, rank, scale, experts)
@@ -191,12 +176,12 @@ class Lora:
             named = {r for r in ("gate_up", "down") if any(str(t).endswith(f"{r}_proj") for t in targets)}
             if len(named) == 1:
                 return {named.pop(): next(iter(wrappers))}
-        raise UserError(
+        raise damaged(
             "adapter's fused expert matrices fit neither gate_up_proj nor down_proj",
-            where=f"{self.path}, {prefix}",
-            observed="; ".join(f"{m} A {list(a.shape)}, B {list(b.shape)}" for m, (a, b) in wrappers.items()),
-            required="A [E*r, H], B [2I, r*E] and A [E*r, I], B [H, r*E]",
-            remedy=_REMEDY,
+            f"{self.path}, {prefix}",
+            "; ".join(f"{m} A {list(a.shape)}, B {list(b.shape)}" for m, (a, b) in wrappers.items()),
+            "A [E*r, H], B [2I, r*E] and A [E*r, I], B [H, r*E]",
+            _REMEDY,
         )
 
 
@@ -217,13 +202,9 @@ def _check_config(path: Path, config: Mapping[str, Any]) -> None:
     ]
     faults = [text for is_wrong, text in wrong if is_wrong]
     if faults:
-        raise UserError(
-            "adapter is not plain LoRA",
-            where=str(path / CONFIG),
-            observed=", ".join(faults),
-            required="LORA: W + scale * B A, r and lora_alpha given",
-            remedy="merge it with PEFT, or train without this option",
-        )
+        required = "LORA: W + scale * B A, r and lora_alpha given"
+        remedy = "merge it with PEFT, or train without this option"
+        raise damaged("adapter is not plain LoRA", path / CONFIG, ", ".join(faults), required, remedy)
 
 
 def _pairs(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[TensorInfo, TensorInfo]]:
@@ -242,11 +223,6 @@ def _pairs(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[Ten
         ([] if halves else ["none"], "adapter holds no LoRA matrices"),
     ):
         if names:
-            raise UserError(
-                what,
-                where=str(path / WEIGHTS),
-                observed=some(sorted(names), 8),
-                required="a lora_A.weight and a lora_B.weight for each module",
-                remedy=_REMEDY,
-            )
+            required = "a lora_A.weight and a lora_B.weight for each module"
+            raise damaged(what, path / WEIGHTS, some(sorted(names), 8), required, _REMEDY)
     return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}

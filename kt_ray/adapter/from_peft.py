@@ -19,9 +19,10 @@ from kt_ray.adapter.fused import FusedLayer
 from kt_ray.adapter.peft_config import CONFIG, WEIGHTS, module_of
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.names import family, is_interleaved, one_expert
-from kt_ray.checkpoint.safetensors_file import read_json
+from kt_ray.checkpoint.safetensors_file import damaged, read_json
 from kt_ray.config.schema import LoraConfig
-from kt_ray.errors import UserError
+
+_TRAINED = "check that the adapter was trained on this model"
 
 
 def adapter_directory(path: str, key: str = "generate.adapter") -> str:
@@ -33,12 +34,12 @@ def adapter_directory(path: str, key: str = "generate.adapter") -> str:
     for directory in (Path(path), Path(path) / "adapter"):
         if (directory / CONFIG).is_file() and (directory / WEIGHTS).is_file():
             return str(directory)
-    raise UserError(
+    raise damaged(
         "not an adapter directory",
-        where=f"{key}={path}",
-        observed="no such directory" if not Path(path).is_dir() else f"no {CONFIG} with {WEIGHTS}",
-        required=f"a directory with {CONFIG} and {WEIGHTS}, or a finished run's directory",
-        remedy=f"correct {key}",
+        f"{key}={path}",
+        "no such directory" if not Path(path).is_dir() else f"no {CONFIG} with {WEIGHTS}",
+        f"a directory with {CONFIG} and {WEIGHTS}, or a finished run's directory",
+        f"correct {key}",
     )
 
 
@@ -121,13 +122,10 @@ class AdapterReader:
             self._fill(name, target, value)
             count += 1
         if missing:
-            raise UserError(
-                "the adapter lacks parameters of this model",
-                where=str(self.lora.path),
-                observed=f"no value for {some(missing)}",
-                required="an adapter of this model that covers every routed expert, or none",
-                remedy="check that the adapter was trained on this model",
-            )
+            observed = f"no value for {some(missing)}"
+            required = "an adapter of this model that covers every routed expert, or none"
+            what = "the adapter lacks parameters of this model"
+            raise damaged(what, self.lora.path, observed, required, _TRAINED)
         return count
 
     def _changes(self, name: str) -> bool:
@@ -151,13 +149,9 @@ class AdapterReader:
         side = 0 if name.endswith("lora_A.weight") else 1
         fits = value.shape[side] <= target.shape[side] and value.shape[1 - side] == target.shape[1 - side]
         if not fits:
-            raise UserError(
-                "the adapter does not fit this model",
-                where=f"{self.lora.path}, {name}",
-                observed=f"shape {list(value.shape)}",
-                required=f"shape {list(target.shape)}",
-                remedy="check that the adapter was trained on this model",
-            )
+            where, required = f"{self.lora.path}, {name}", f"shape {list(target.shape)}"
+            observed = f"shape {list(value.shape)}"
+            raise damaged("the adapter does not fit this model", where, observed, required, _TRAINED)
         with torch.no_grad():
             target.zero_()
             target.narrow(side, 0, value.shape[side]).copy_(value)

@@ -49,12 +49,10 @@ _Modules = dict[str, dict[tuple[str, int], str]]  # "...experts" -> (projection,
 
 
 def write_fused(source: Mapping[str, TensorInfo], target: Path, prefix: str, *, interleaved: bool) -> None:
-    """Write the fused form of a per-expert adapter.
+    """Write the fused form of a per-expert adapter, `prefix` ("base_model.model.") before every key.
 
     Args:
         source: name (without `prefix`) -> place in the per-expert file.
-        target: file to write.
-        prefix: put before every key ("base_model.model.").
         interleaved: order of gate and up rows in the model's parameter.
     """
     modules: _Modules = {}
@@ -104,19 +102,13 @@ class FusedLayer:
     """One layer's fused pairs, taken apart into one pair per expert and projection.
 
     Where gate and up share all of A, both keep it, and the rank of the result is PEFT's.
-
-    Attributes:
-        prefix: "...experts".
-        gate_up, down: the pairs; None where the adapter has none.
-        halves: gate and up have half of gate_up's rank each.
-        interleaved: rows of gate and up alternate.
     """
 
-    prefix: str
+    prefix: str  # "...experts"
     gate_up: Pair | None
     down: Pair | None
-    halves: bool
-    interleaved: bool
+    halves: bool  # gate and up have half of gate_up's rank each
+    interleaved: bool  # rows of gate and up alternate
 
     @classmethod
     def of(cls, lora: Lora, prefix: str, interleaved: bool) -> FusedLayer:

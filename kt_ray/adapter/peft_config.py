@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kt_ray.checkpoint.names import ONE_BY_ONE, is_interleaved, one_expert
+from kt_ray.checkpoint.names import ONE_BY_ONE, one_expert
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
@@ -35,27 +35,15 @@ _GATE_UP, _UP, _DOWN = "experts.gate_up_proj", "experts.up_proj", "experts.down_
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """What the file does not say by itself.
+    """What the file does not say by itself; rank, alpha, rslora and dropout as trained."""
 
-    Attributes:
-        base_model: directory or name of the model the adapter belongs to.
-        model_type: of its language model, as transformers names it (Kimi-K2 is deepseek_v3).
-        rank, alpha, rslora, dropout: as trained.
-        notes: lines added to the README (data, steps, loss, ...).
-    """
-
-    base_model: str
-    model_type: str
+    base_model: str  # directory or name of the model the adapter belongs to
+    model_type: str  # of its language model, as transformers names it (Kimi-K2 is deepseek_v3)
     rank: int
     alpha: float
     rslora: bool = False
     dropout: float = 0.0
-    notes: tuple[str, ...] = ()
-
-    @property
-    def interleaved(self) -> bool:
-        """The family interleaves gate and up rows in its fused parameter (fused form only)."""
-        return is_interleaved(self.model_type)
+    notes: tuple[str, ...] = ()  # lines added to the README (data, steps, loss, ...)
 
     @property
     def plain_alpha(self) -> float | int:

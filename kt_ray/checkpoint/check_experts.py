@@ -6,38 +6,36 @@ Legend: E experts, I intermediate size of one expert, H hidden size.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.errors import UserError
 
 _PLAIN = {"BF16": "bf16", "F32": "f32"}
+_READ = "BF16, F32, FP8, MXFP4, INT8 or INT4"
 _CONVERT = "python -m kt_ray.tools convert {path} <new directory> --to bf16"
 
 
 def no_experts(index: CheckpointIndex) -> UserError:
     """A model without routed experts."""
-    return UserError(
+    return damaged(
         "checkpoint has no routed experts",
-        where=str(index.path),
-        observed=f"model_type {index.config.get('model_type')!r}, {len(index.tensors)} tensors",
-        required="...experts.N.{gate,up,down}_proj.weight, ...experts.N.{w1,w2,w3}.weight "
+        index.path,
+        f"model_type {index.config.get('model_type')!r}, {len(index.tensors)} tensors",
+        "...experts.N.{gate,up,down}_proj.weight, ...experts.N.{w1,w2,w3}.weight "
         "or ...experts.{gate_up,down}_proj",
-        remedy="choose a Mixture-of-Experts checkpoint (model.path)",
+        "choose a Mixture-of-Experts checkpoint (model.path)",
     )
 
 
-def _format(index: CheckpointIndex, name: str) -> str:
-    matrix = index.matrices.get(name)
-    return matrix.format if matrix is not None else _PLAIN.get(index.tensors[name].dtype, "")
-
-
-def two_dimensions(index: CheckpointIndex, name: str) -> tuple[int, int]:
+def two_dimensions(index: CheckpointIndex, name: str) -> tuple[int, ...]:
     """(rows, columns) of one expert's matrix."""
     shape = index.shape(name)
     if len(shape) != 2:
         raise _mixed_shapes(index, name, "[I, H]")
-    return shape[0], shape[1]
+    return shape
 
 
 def part_shapes(
@@ -56,7 +54,8 @@ def part_shapes(
 
 
 def check_part(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int, ...]) -> str:
-    """One shape, one format and one kind of scales for all experts of a layer. Returns the format."""
+    """One shape, one format and one kind of scales for all experts of a layer. Returns the format, "" of a
+    type that is not read."""
     kinds: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for name in names:
         if index.shape(name) != shape:
@@ -70,14 +69,15 @@ def check_part(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int,
     if len(kinds) > 1:
         few = min(kinds.values(), key=len)
         counts = {" ".join(map(str, kind)): len(names) for kind, names in kinds.items()}
-        raise UserError(
+        raise damaged(
             "experts of one layer have mixed types",
-            where=f"{index.path}, {some(few, 2)}",
-            observed=", ".join(f"{count} of {kind}" for kind, count in sorted(counts.items())),
-            required="one type for all experts of a layer",
-            remedy=_CONVERT.format(path=index.path),
+            f"{index.path}, {some(few, 2)}",
+            ", ".join(f"{count} of {kind}" for kind, count in sorted(counts.items())),
+            "one type for all experts of a layer",
+            _CONVERT.format(path=index.path),
         )
-    return _format(index, names[0])
+    matrix = index.matrices.get(names[0])
+    return _PLAIN.get(index.tensors[names[0]].dtype, "") if matrix is None else matrix.format
 
 
 def check_bias(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int, ...]) -> None:
@@ -87,12 +87,8 @@ def check_bias(index: CheckpointIndex, names: tuple[str, ...], shape: tuple[int,
         if info.shape != shape:
             raise _mixed_shapes(index, name, list(shape))
         if info.dtype not in ("F32", "BF16", "F16"):
-            raise damaged(
-                "a bias of the experts is in a format that is not read",
-                f"{info.file}, tensor {name}",
-                info.dtype,
-                "BF16, F16 or F32",
-            )
+            what = "a bias of the experts is in a format that is not read"
+            raise damaged(what, info.place, info.dtype, "BF16, F16 or F32")
 
 
 def expert_bytes_of(index: CheckpointIndex, groups: tuple[tuple[str, ...], ...], count: int) -> int:
@@ -109,44 +105,38 @@ def check_formats(
     index: CheckpointIndex, sources: dict[int, dict[str, tuple[str, ...]]], formats: dict[int, dict[str, str]]
 ) -> None:
     """Formats that are read, and float32 for all experts or for none."""
+    where = first_of_each(formats, lambda layer, part: sources[layer][part][0])
+    if "" in where:
+        info = index.tensors[where[""]]
+        what, required = "experts are in a format that is not read from checkpoints", _READ
+        raise damaged(what, info.place, info.dtype, required, _CONVERT.format(path=index.path))
+    check_float32(where, index.path, "float32 for all experts, or for none", _CONVERT.format(path=index.path))
+
+
+def first_of_each(formats: dict[int, dict[str, str]], name: Callable[[int, str], str]) -> dict[str, str]:
+    """Format -> `name(layer, part)` of the first part that has it."""
     where: dict[str, str] = {}
     for layer, parts in formats.items():
-        for part, name in parts.items():
-            where.setdefault(name, sources[layer][part][0])
-    if "" in where:
-        key = where[""]
-        raise UserError(
-            "experts are in a format that is not read from checkpoints",
-            where=f"{index.tensors[key].file}, tensor {key}",
-            observed=index.tensors[key].dtype,
-            required="BF16, F32, FP8, MXFP4, INT8 or INT4",
-            remedy=_CONVERT.format(path=index.path),
-        )
+        for part, kind in parts.items():
+            where.setdefault(kind, name(layer, part))
+    return where
+
+
+def check_float32(where: Mapping[str, str], path: Path, required: str, remedy: str) -> None:
+    """The engine computes float32 weights in float32, all of them or none; `where`: format -> one tensor."""
     if "f32" in where and len(where) > 1:
-        raise UserError(
-            "experts have mixed types",
-            where=str(index.path),
-            observed=", ".join(f"{fmt} ({name})" for fmt, name in sorted(where.items())),
-            required="float32 for all experts, or for none",
-            remedy=_CONVERT.format(path=index.path),
-        )
+        observed = ", ".join(f"{fmt} ({name})" for fmt, name in sorted(where.items()))
+        raise damaged("experts have mixed types", path, observed, required, remedy)
 
 
 def _mixed_shapes(index: CheckpointIndex, name: str, required: object) -> UserError:
-    matrix = index.matrices.get(name)
-    info = index.tensors[name] if matrix is None else matrix.data
-    return damaged(
-        "experts have mixed shapes", f"{info.file}, tensor {name}", list(index.shape(name)), required
-    )
+    where = f"{index.first(name).file}, tensor {name}"
+    return damaged("experts have mixed shapes", where, list(index.shape(name)), required)
 
 
 def fused_sizes(index: CheckpointIndex, up: str, down: str, *, gated: bool) -> tuple[int, int, bool]:
-    """(H, I, transposed) from the shapes: [E,2I,H] with [E,H,I], or [E,H,2I] with [E,I,H].
-
-    Args:
-        index: the checkpoint.
-        up, down: the fused parameters, `up` with the rows of gate where there is one (`gated`).
-    """
+    """(H, I, transposed) from the shapes of the fused parameters: [E,2I,H] with [E,H,I], or [E,H,2I] with
+    [E,I,H]; without a gate (`gated`) I instead of 2I."""
     for name in (up, down):
         if len(index.shape(name)) != 3:
             raise _mixed_shapes(index, name, "three dimensions, experts first")
@@ -154,12 +144,10 @@ def fused_sizes(index: CheckpointIndex, up: str, down: str, *, gated: bool) -> t
     width = 2 if gated else 1
     plain, swapped = (a, b) == (width * d, c), (b, a) == (width * c, d)
     if not plain and not swapped:
-        raise damaged(
-            "fused expert weights have shapes that do not fit together",
-            index.path,
-            f"{up} {list(index.shape(up))}, {down} {list(index.shape(down))}",
-            "[E, 2I, H] with [E, H, I], or [E, H, 2I] with [E, I, H]",
-        )
+        observed = f"{up} {list(index.shape(up))}, {down} {list(index.shape(down))}"
+        required = "[E, 2I, H] with [E, H, I], or [E, H, 2I] with [E, I, H]"
+        what = "fused expert weights have shapes that do not fit together"
+        raise damaged(what, index.path, observed, required)
     if plain and swapped:  # without a gate the shapes do not tell
         plain = not a == index.text_config.get("hidden_size") != b
     return (c, d, False) if plain else (d, c, True)
@@ -174,12 +162,8 @@ def check_fused(
         if matrix is None:
             continue
         if transposed:
-            raise damaged(
-                "fused quantised experts are stored transposed",
-                index.path,
-                f"{name} {list(matrix.shape)}",
-                "[E, 2I, H] with [E, H, I]",
-            )
+            what = "fused quantised experts are stored transposed"
+            raise damaged(what, index.path, f"{name} {list(matrix.shape)}", "[E, 2I, H] with [E, H, I]")
         if part == "gate_up" and intermediate % matrix.block[0]:
             raise damaged(
                 "a scale of the fused experts covers rows of gate and of up",
@@ -189,13 +173,8 @@ def check_fused(
             )
 
 
-def check_hidden(index: CheckpointIndex, hidden: int) -> None:
-    """The experts' H is that of the configuration."""
-    required = index.text_config.get("hidden_size")
-    if isinstance(required, int) and required != hidden:
-        raise damaged(
-            "checkpoint and configuration disagree about the hidden size of the experts",
-            index.path,
-            f"{hidden} in the weights",
-            required,
-        )
+def check_size(what: str, where: object, observed: int, required: object) -> None:
+    """A size of the weights is that of the configuration, where it says one."""
+    if isinstance(required, int) and observed != required:
+        what = f"checkpoint and configuration disagree about the {what}"
+        raise damaged(what, where, f"{observed} in the weights", required)

@@ -12,14 +12,14 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from kt_ray.checkpoint.index import CheckpointIndex, some
-from kt_ray.checkpoint.safetensors_file import TORCH_DTYPES, TensorInfo, read_tensor
+from kt_ray.checkpoint.safetensors_file import TORCH_DTYPES, TensorInfo, damaged, read_tensor
 from kt_ray.checkpoint.stored import StoredMatrix
-from kt_ray.errors import UserError
 
 _PIECE = 4096  # bytes read at one place
 _TENSORS = 6  # sampled in a shard, and as many of its scales
@@ -29,15 +29,11 @@ _HOLE_SHARE = 100  # holes of less than a 100th of a file may be zeros that a fi
 _AGAIN = "download this file again (an interrupted download leaves zeros), or copy it again"
 
 
-def _unfinished(what: str, where: object, observed: object, required: object = None) -> UserError:
-    return UserError(what, where=str(where), observed=observed, required=required, remedy=_AGAIN)
+_unfinished = partial(damaged, remedy=_AGAIN)
 
 
 def check_content(index: CheckpointIndex) -> None:
     """Sample every shard.
-
-    Args:
-        index: the checkpoint.
 
     Raises:
         UserError: holes or matrices of zeros (never written), weights or scales that are not finite,
@@ -93,31 +89,21 @@ def _check_holes(fd: int, file: Path, infos: list[TensorInfo]) -> None:
     holes: list[tuple[int, int]] = []
     at = 0
     try:
-        while at < size:
-            start = os.lseek(fd, at, os.SEEK_HOLE)
-            if start >= size:
-                break
-            try:
-                at = os.lseek(fd, start, os.SEEK_DATA)
-            except OSError as error:
-                if error.errno != errno.ENXIO:
-                    raise
-                at = size  # a hole up to the end
-            holes.append((start, at))
+        while (start := os.lseek(fd, at, os.SEEK_HOLE)) < size:
+            holes.append((start, size))
+            at = os.lseek(fd, start, os.SEEK_DATA)
+            holes[-1] = (start, at)
     except OSError as error:
         if error.errno == errno.EINVAL:  # a file system that does not tell
             return
-        raise
+        if error.errno != errno.ENXIO:  # a hole up to the end, or an empty file
+            raise
     empty = sum(end - start for start, end in holes)
     if empty * _HOLE_SHARE <= size:
         return
     hit = [i.name for i in infos if any(i.start < end and start < i.end for start, end in holes)]
-    raise _unfinished(
-        "shard was not written completely (its file has holes)",
-        file,
-        f"{empty} of {size} bytes never written; in {some(hit)}",
-        "no holes",
-    )
+    what = "shard was not written completely (its file has holes)"
+    raise _unfinished(what, file, f"{empty} of {size} bytes never written; in {some(hit)}", "no holes")
 
 
 def _value_fault(fd: int, info: TensorInfo) -> bool:
@@ -147,12 +133,8 @@ def _check_finite(info: TensorInfo, piece: bytes) -> None:
     values = torch.frombuffer(bytearray(piece[:whole]), dtype=dtype).float()
     bad = int((~torch.isfinite(values)).sum())
     if bad:
-        raise _unfinished(
-            "weights are not finite",
-            f"{info.file}, tensor {info.name}",
-            f"{bad} of {values.numel()} sampled values are NaN or infinite",
-            "finite values",
-        )
+        observed = f"{bad} of {values.numel()} sampled values are NaN or infinite"
+        raise _unfinished("weights are not finite", info.place, observed, "finite values")
 
 
 def _check_scales(fd: int, info: TensorInfo, matrix: StoredMatrix) -> None:
@@ -164,8 +146,8 @@ def _check_scales(fd: int, info: TensorInfo, matrix: StoredMatrix) -> None:
         bad, zero, count = int((~torch.isfinite(values)).sum()), not bool(values.any()), values.numel()
     if count and (bad or zero):
         raise _unfinished(
-            "scales of quantised weights are not finite" if bad else "scales of quantised weights are zero",
-            f"{info.file}, tensor {info.name}",
+            f"scales of quantised weights are {'not finite' if bad else 'zero'}",
+            info.place,
             f"{bad} of {count} are NaN or infinite" if bad else f"{count} zeros",
             f"finite scales for {matrix.name} ({matrix.format})",
         )
@@ -177,7 +159,7 @@ def _check_stated_shape(info: TensorInfo, matrix: StoredMatrix) -> None:
     if stated != matrix.shape:
         raise _unfinished(
             "packed weights and the shape stated beside them disagree",
-            f"{info.file}, tensor {info.name}",
+            info.place,
             list(stated),
             f"{list(matrix.shape)} as {matrix.data.name} and its scales have",
         )

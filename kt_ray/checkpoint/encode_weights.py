@@ -4,13 +4,10 @@ An `Encoding` gives the keys, types and shapes of a matrix W [N, K] (or a stack 
 exists, so that a shard can be laid out first and filled one expert at a time:
 
     fp8          X.weight F8_E4M3, X.weight_scale_inv F32 [N/128, K/128]  (DeepSeek, Qwen, MiniMax)
-    fp8-row      X.weight F8_E4M3, X.weight_scale BF16 [N, 1]             (compressed-tensors float-quantized)
-    fp8-fused    X F8_E4M3 [E, N, K], X_scale_inv F32                     (transformers' fused experts)
     int8         X.weight I8, X.weight_scale BF16 [N, K/group]            (compressed-tensors int-quantized)
     int4         X.weight_packed I32 [N, K/8], X.weight_scale BF16, X.weight_shape   (pack-quantized)
     mxfp4        X.weight_packed U8 [N, K/2], X.weight_scale U8           (mxfp4-pack-quantized)
     mxfp4-blocks X_blocks U8 [E, N, K/32, 16], X_scales U8 [E, N, K/32]   (gpt-oss)
-    fp4          X.weight I8 [N, K/2], X.scale F8_E8M0 [N, K/32]          (DeepSeek-V4)
 
 `Encoding.like` copies the keys, types and block of a checkpoint's matrix, and keeps scales powers of two
 where they are. Rounding is to nearest, without calibration.
@@ -30,8 +27,7 @@ from kt_ray.native import ExpertMatrix
 from kt_ray.native.matrix import scales_to_float
 from kt_ray.native.quantize import ScaleType, quantize
 
-CONVENTIONS = ("fp8", "fp8-row", "fp8-fused", "int8", "int4", "mxfp4", "mxfp4-blocks", "fp4")
-_FORMATS = {"fp8-row": "fp8", "fp8-fused": "fp8", "mxfp4-blocks": "mxfp4", "fp4": "mxfp4"}
+CONVENTIONS = ("fp8", "int8", "int4", "mxfp4", "mxfp4-blocks")
 _BAND = 2048
 _SCALE_TYPES: dict[str, ScaleType] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -51,33 +47,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How one matrix, or a stack of them, is written.
+    """How one matrix, or a stack of them, is written: as `data` and `scales`."""
 
-    Attributes:
-        format: "fp8", "mxfp4", "int8" or "int4".
-        shape: of the values: (N, K) or (E, N, K).
-        block: rows and columns that one scale covers.
-        data, scales: what is written.
-        extra: a weight_shape tensor, or nothing.
-        powers: scales are powers of two although their type could hold others.
-    """
-
-    format: str
-    shape: tuple[int, ...]
-    block: tuple[int, int]
+    format: str  # "fp8", "mxfp4", "int8" or "int4"
+    shape: tuple[int, ...]  # of the values: (N, K) or (E, N, K)
+    block: tuple[int, int]  # rows and columns that one scale covers
     data: Entry
     scales: Entry
-    extra: tuple[Entry, ...] = ()
-    powers: bool = False
+    extra: tuple[Entry, ...] = ()  # a weight_shape tensor, or nothing
+    powers: bool = False  # scales are powers of two although their type could hold others
 
     @classmethod
     def like(cls, matrix: StoredMatrix, *, powers: bool = False) -> Encoding:
-        """As `matrix` is stored. Its weight_shape, where it has one, stays as it is and is not an entry.
-
-        Args:
-            matrix: found by `CheckpointIndex.matrices`.
-            powers: the checkpoint's scales are powers of two (`scale_fmt: ue8m0`) in a wider type.
-        """
+        """As `matrix` is stored. Its weight_shape, where it has one, stays as it is and is not an entry."""
         data = Entry(matrix.data.name, matrix.data.dtype, matrix.data.shape)
         scales = Entry(matrix.scales.name, matrix.scales.dtype, matrix.scales.shape)
         return cls(matrix.format, matrix.shape, matrix.block, data, scales, powers=powers)
@@ -87,54 +69,43 @@ class Encoding:
         """A convention of `CONVENTIONS` for the parameter `name` ("...gate_proj.weight").
 
         Args:
-            convention: see the module.
-            name: the parameter's name.
-            shape: (N, K), or (E, N, K) for the fused conventions.
+            shape: (N, K), or (E, N, K) for mxfp4-blocks.
             group: columns per scale of int8 and int4; None = all.
 
         Raises:
             ValueError: a shape that the format cannot hold.
         """
-        kind = _FORMATS.get(convention, convention)
+        if convention not in CONVENTIONS:
+            raise ValueError(f"convention: {convention!r}, required one of {', '.join(CONVENTIONS)}")
+        kind = "mxfp4" if convention == "mxfp4-blocks" else convention
         lead, (rows, columns) = shape[:-2], shape[-2:]
         if kind in ("int4", "mxfp4") and columns % 32:
             raise ValueError(f"{name}: {columns} columns, required a multiple of 32 for {kind}")
-        if kind in ("int8", "int4"):
-            group = columns if group is None else group
-            if columns % group or (group % 32 and group != columns):
-                raise ValueError(f"{name}: groups of {group}, required a divisor of {columns} columns")
+        group = 32 if kind == "mxfp4" else columns if group is None else group
+        if kind in ("int8", "int4") and (columns % group or (group % 32 and group != columns)):
+            raise ValueError(f"{name}: groups of {group}, required a divisor of {columns} columns")
         base = name.removesuffix(".weight")
-        if convention in ("fp8", "fp8-fused"):
-            block = (128, 128)
-            end = (-(-rows // 128), -(-columns // 128))
-            key = f"{base}.weight_scale_inv" if convention == "fp8" else f"{name}_scale_inv"
-            return cls(kind, shape, block, Entry(name, "F8_E4M3", shape), Entry(key, "F32", (*lead, *end)))
-        if convention == "fp8-row":
-            scales = Entry(f"{base}.weight_scale", "BF16", (*lead, rows, 1))
-            return cls(kind, shape, (1, columns), Entry(name, "F8_E4M3", shape), scales)
-        if convention == "int8":
-            assert group is not None
-            scales = Entry(f"{base}.weight_scale", "BF16", (*lead, rows, columns // group))
-            return cls(kind, shape, (1, group), Entry(name, "I8", shape), scales)
-        if convention == "int4":
-            assert group is not None
-            data = Entry(f"{base}.weight_packed", "I32", (*lead, rows, columns // 8))
-            scales = Entry(f"{base}.weight_scale", "BF16", (*lead, rows, columns // group))
+        packed, scale, scale_shape = (
+            f"{base}.weight_packed",
+            f"{base}.weight_scale",
+            (*lead, rows, columns // group),
+        )
+        if kind == "fp8":
+            scales = Entry(f"{scale}_inv", "F32", (*lead, -(-rows // 128), -(-columns // 128)))
+            return cls(kind, shape, (128, 128), Entry(name, "F8_E4M3", shape), scales)
+        if kind == "int8":
+            return cls(kind, shape, (1, group), Entry(name, "I8", shape), Entry(scale, "BF16", scale_shape))
+        if kind == "int4":
+            data = Entry(packed, "I32", (*lead, rows, columns // 8))
             extra = (Entry(f"{base}.weight_shape", "I64", (len(shape),)),)
-            return cls(kind, shape, (1, group), data, scales, extra)
-        groups = columns // 32
-        if convention == "mxfp4":
-            data = Entry(f"{base}.weight_packed", "U8", (*lead, rows, columns // 2))
-            scales = Entry(f"{base}.weight_scale", "U8", (*lead, rows, groups))
-        elif convention == "mxfp4-blocks":
-            data = Entry(f"{name}_blocks", "U8", (*lead, rows, groups, 16))
-            scales = Entry(f"{name}_scales", "U8", (*lead, rows, groups))
-        elif convention == "fp4":
-            data = Entry(name, "I8", (*lead, rows, columns // 2))
-            scales = Entry(f"{base}.scale", "F8_E8M0", (*lead, rows, groups))
-        else:
-            raise ValueError(f"convention: {convention!r}, required one of {', '.join(CONVENTIONS)}")
-        return cls(kind, shape, (1, 32), data, scales)
+            return cls(kind, shape, (1, group), data, Entry(scale, "BF16", scale_shape), extra)
+        data, scales = Entry(packed, "U8", (*lead, rows, columns // 2)), Entry(scale, "U8", scale_shape)
+        if convention == "mxfp4-blocks":
+            data, scales = (
+                Entry(f"{name}_blocks", "U8", (*scale_shape, 16)),
+                Entry(f"{name}_scales", "U8", scale_shape),
+            )
+        return cls(kind, shape, (1, group), data, scales)
 
     @property
     def entries(self) -> tuple[Entry, ...]:

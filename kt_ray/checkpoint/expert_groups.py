@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kt_ray.checkpoint.check_experts import fused_sizes, no_experts
+from kt_ray.checkpoint.check_experts import fused_sizes, no_experts, two_dimensions
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.names import (
     LEAVES,
@@ -32,27 +32,16 @@ from kt_ray.checkpoint.safetensors_file import damaged, read_tensor
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """The routed experts of one layer.
-
-    Attributes:
-        index: the checkpoint.
-        prefix: "model.layers.3.mlp.experts".
-        layer: number of the layer, or -1 without one.
-        mtp: of multi-token prediction or a speech model: neither training nor adapters reach it.
-        interleaved: rows of gate and up alternate in a fused tensor.
-        names: (role, expert) -> parameter; the expert is None in a fused tensor.
-        biases: likewise.
-        leaves: last parts of the names, as released.
-    """
+    """The routed experts of one layer: (role, expert) -> parameter; the expert is None in a fused tensor."""
 
     index: CheckpointIndex
-    prefix: str
-    layer: int
-    mtp: bool
-    interleaved: bool
+    prefix: str  # "model.layers.3.mlp.experts"
+    layer: int  # -1 without one
+    mtp: bool  # of multi-token prediction or a speech model: neither training nor adapters reach it
+    interleaved: bool  # rows of gate and up alternate in a fused tensor
     names: dict[tuple[str, int | None], str] = field(default_factory=dict)
     biases: dict[tuple[str, int | None], str] = field(default_factory=dict)
-    leaves: set[str] = field(default_factory=set)
+    leaves: set[str] = field(default_factory=set)  # last parts of the names, as released
 
     @property
     def fused(self) -> bool:
@@ -91,18 +80,13 @@ class ExpertGroup:
         if self.fused:
             up, down = (self.names[role, None] for role in self.roles)
             return fused_sizes(self.index, up, down, gated=self.gated)
-        rows, columns = self.index.shape(self.names["up", 0])
+        rows, columns = two_dimensions(self.index, self.names["up", 0])
         return columns, rows, False
 
     @property
     def transposed(self) -> bool:
         """Fused tensors as [E, H, 2I] and [E, I, H]."""
         return self.sizes[2]
-
-    @property
-    def hidden(self) -> int:
-        """H."""
-        return self.sizes[0]
 
     def shape(self, projection: str) -> tuple[int, int]:
         """[out, in] of gate, up, down or gate_up."""
@@ -194,12 +178,8 @@ def expert_groups(index: CheckpointIndex) -> dict[str, ExpertGroup]:
         raise no_experts(index)
     missing = sorted(name for group in groups.values() for name in _missing(group))
     if missing:
-        raise damaged(
-            "checkpoint lacks experts",
-            index.path,
-            f"missing: {some(missing)}",
-            "gate, up and down of every expert",
-        )
+        required = "gate, up and down of every expert"
+        raise damaged("checkpoint lacks experts", index.path, f"missing: {some(missing)}", required)
     return groups
 
 

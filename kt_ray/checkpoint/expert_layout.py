@@ -13,24 +13,21 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 from kt_ray.checkpoint.check_experts import (
     check_bias,
     check_formats,
     check_fused,
-    check_hidden,
     check_part,
+    check_size,
     expert_bytes_of,
     no_experts,
     part_shapes,
-    two_dimensions,
 )
 from kt_ray.checkpoint.expert_groups import ExpertGroup, find_groups
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.names import FUSED, LEAVES, ONE_BY_ONE, is_mtp
 from kt_ray.checkpoint.safetensors_file import damaged
-from kt_ray.errors import UserError
 
 # What stands before the layers: "model.", the name of a multimodal checkpoint's language model, or nothing
 # (DeepSeek-V4, whose keys begin with "layers.").
@@ -93,8 +90,6 @@ class ExpertLayout:
             g.layer: {p: tuple(g.biases[p, e] for e in experts) for p in parts} if biased else {}
             for g in groups
         }
-        if not fused:
-            two_dimensions(index, sources[groups[0].layer]["up"][0])
         hidden, intermediate, transposed = groups[0].sizes
         formats, expert_bytes = {}, {}
         shapes = part_shapes(hidden, intermediate, transposed, count if fused else None)
@@ -107,7 +102,8 @@ class ExpertLayout:
                 check_bias(index, names, (count, rows) if fused else (rows,))
             expert_bytes[layer] = expert_bytes_of(index, (*stored.values(), *biases[layer].values()), count)
         check_formats(index, sources, formats)
-        check_hidden(index, hidden)
+        what, required = "hidden size of the experts", index.text_config.get("hidden_size")
+        check_size(what, index.path, hidden, required)
         parameters = [n for group in groups for n in (*group.names.values(), *group.biases.values())]
         return cls(
             kind="fused" if fused else "per_expert",
@@ -138,6 +134,11 @@ class ExpertLayout:
         return any(self.biases.values())
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all experts in the file."""
+        return self.num_experts * sum(self.expert_bytes.values())
+
+    @property
     def distinct_formats(self) -> tuple[str, ...]:
         """Formats that occur, sorted."""
         return tuple(sorted({f for parts in self.formats.values() for f in parts.values()}))
@@ -156,35 +157,24 @@ class ExpertLayout:
     def check(
         self,
         *,
+        moe_layers: Iterable[int],
         num_experts: int | None = None,
         hidden: int | None = None,
         intermediate: int | None = None,
-        moe_layers: Iterable[int] | None = None,
         where: str = "config.json",
     ) -> None:
         """Compare with what the configuration promises. Raises UserError on the first difference."""
-        expected: list[tuple[str, Any, Any]] = [
-            ("number of routed experts", self.num_experts, num_experts),
-            ("hidden size of the experts", self.hidden, hidden),
-            ("intermediate size of the experts", self.intermediate, intermediate),
-        ]
-        for what, observed, required in expected:
-            if required is not None and observed != required:
-                raise damaged(
-                    f"checkpoint and configuration disagree about the {what}",
-                    where,
-                    f"{observed} in the weights",
-                    required,
-                )
-        if moe_layers is not None:
-            promised, own = set(moe_layers), set(self.moe_layers)
-            if promised != own:
-                raise damaged(
-                    "checkpoint and configuration disagree about the layers that have routed experts",
-                    where,
-                    f"without: {sorted(promised - own)}; unexpected: {sorted(own - promised)}",
-                    f"{len(promised)} layers",
-                )
+        check_size("number of routed experts", where, self.num_experts, num_experts)
+        check_size("hidden size of the experts", where, self.hidden, hidden)
+        check_size("intermediate size of the experts", where, self.intermediate, intermediate)
+        promised, own = set(moe_layers), set(self.moe_layers)
+        if promised != own:
+            raise damaged(
+                "checkpoint and configuration disagree about the layers that have routed experts",
+                where,
+                f"without: {sorted(promised - own)}; unexpected: {sorted(own - promised)}",
+                f"{len(promised)} layers",
+            )
 
 
 def _with_stored(index: CheckpointIndex, names: Iterable[str]) -> Iterator[str]:
@@ -214,12 +204,12 @@ def _trained_groups(index: CheckpointIndex) -> tuple[list[ExpertGroup], list[str
         raise no_experts(index)
     for one, other in pairwise(trained):
         if one.layer == other.layer:
-            raise UserError(
+            raise damaged(
                 "a layer has more than one set of routed experts",
-                where=f"{index.path}, layer {one.layer}",
-                observed=f"{one.prefix}, {other.prefix}",
-                required="one",
-                remedy="choose another model",
+                f"{index.path}, layer {one.layer}",
+                f"{one.prefix}, {other.prefix}",
+                "one",
+                "choose another model",
             )
     return trained, skipped
 
@@ -239,12 +229,8 @@ def _one_layout(index: CheckpointIndex, groups: Sequence[ExpertGroup]) -> tuple[
     layouts = FUSED if fused else ONE_BY_ONE
     layout = next((names for names in layouts if leaves <= set(names.values())), None)
     if layout is None:
-        raise damaged(
-            "experts have mixed names",
-            index.path,
-            ", ".join(sorted(leaves)),
-            "gate_proj, up_proj, down_proj or w1, w2, w3",
-        )
+        required = "gate_proj, up_proj, down_proj or w1, w2, w3"
+        raise damaged("experts have mixed names", index.path, ", ".join(sorted(leaves)), required)
     return fused, {part: leaf for part, leaf in layout.items() if part != "gate" or leaf in leaves}
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,18 +21,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kt_ray.checkpoint.check_experts import part_shapes
+from kt_ray.checkpoint.check_experts import check_float32, first_of_each, part_shapes
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.gguf_file import GgufHeader, open_gguf
-from kt_ray.checkpoint.index import CheckpointIndex, sampled_bytes, some
-from kt_ray.checkpoint.load_experts import BytesRead, ReadJob, as_weights, check_experts_exist, run_jobs
+from kt_ray.checkpoint.index import CheckpointIndex, some, tensors_digest
+from kt_ray.checkpoint.load_experts import ReadJob, as_weights, check_experts_exist, run_jobs
 from kt_ray.checkpoint.names import gguf_expert_name, is_old_gguf_expert
-from kt_ray.checkpoint.safetensors_file import TensorInfo
-from kt_ray.errors import UserError
+from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged
 from kt_ray.native import ExpertFormula, ExpertMatrix, ExpertWeights, allocate
 from kt_ray.native.matrix import GGUF_BLOCKS
 
 _PLAIN = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_HELD = {"F16": "bf16"}  # types that become another format of the engine
 _SUPPORTED = (*_PLAIN, *(name.upper() for name in GGUF_BLOCKS))
 _READ_BYTES = 4 << 20  # neighbouring experts are read at once up to this size, larger ones one by one
 _SAME = "choose the GGUF file that was made from this model, or set model.experts_path=null"
@@ -95,30 +94,20 @@ class GgufExperts:
         for layer, parts in stacks.items():
             _check_parts(header, layout, layer, parts)
         formats = {
-            layer: {part: _format(tensor) for part, tensor in parts.items() if not part.endswith("_bias")}
+            layer: {
+                p: _HELD.get(t.dtype, t.dtype.lower()) for p, t in parts.items() if not p.endswith("_bias")
+            }
             for layer, parts in stacks.items()
         }
-        _check_float32(header, formats)
+        check_float32(
+            first_of_each(formats, _name), header.path, "F32 for all experts, or for none", _QUANTISE
+        )
         sizes = {
             layer: sum(tensor.nbytes for tensor in parts.values()) // layout.num_experts
             for layer, parts in stacks.items()
         }
         own = dataclasses.replace(layout, formats=formats, expert_bytes=sizes, interleaved=False)
         return cls(header, own, stacks, skipped)
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """Formats that occur, as the engine names them, sorted."""
-        return self.layout.distinct_formats
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of all experts in the file."""
-        return self.layout.num_experts * sum(self.layout.expert_bytes.values())
-
-    def nbytes(self, layer: int, experts: Sequence[int]) -> int:
-        """Bytes that experts of a layer take, in the file and in memory (biases become float32)."""
-        return len(experts) * self.layout.expert_bytes[layer]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -135,13 +124,7 @@ class GgufExperts:
     @property
     def fingerprint(self) -> str:
         """Names, types, shapes and sampled bytes of the experts, hashed: the same whatever the splitting."""
-        digest = hashlib.sha256()
-        tensors = [tensor for _, tensor in self._tensors()]
-        for tensor in tensors:
-            digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())
-        for piece in sampled_bytes(tensors):
-            digest.update(piece)
-        return digest.hexdigest()
+        return tensors_digest([tensor for _, tensor in self._tensors()])
 
     def _tensors(self) -> Iterator[tuple[str, TensorInfo]]:
         for layer in sorted(self.stacks):
@@ -154,45 +137,31 @@ class GgufExperts:
         *,
         formula: ExpertFormula | None = None,
         threads: int = 1,
-        progress: BytesRead | None = None,
         drop_cache: bool = False,
     ) -> ExpertWeights:
-        """Read some experts of one layer.
-
-        Args:
-            layer, experts, formula, threads, progress, drop_cache: as of `load_experts`.
-
-        Returns:
-            Weights of n experts in the file's types, float16 as bfloat16.
-
-        Raises:
-            ValueError: a layer or expert the file does not have.
-            UserError: the file ended early.
-        """
+        """As `load_experts`: weights of n experts in the file's types, float16 as bfloat16."""
         check_experts_exist(self.layout, layer, experts)
         jobs: list[ReadJob] = []
         parts = {
             part: _place(tensor, experts, jobs, is_bias=part.endswith("_bias"))
             for part, tensor in self.stacks[layer].items()
         }
-        run_jobs(jobs, threads, progress, drop_cache)
+        run_jobs(jobs, threads, drop_cache)
         return as_weights(parts, self.layout, formula, layer, experts)
 
 
 # -- checks ----------------------------------------------------------------------------------
+
+_another = functools.partial(damaged, remedy=_SAME)
 
 
 def _check_architecture(header: GgufHeader, index: CheckpointIndex) -> None:
     family = str(index.text_config.get("model_type", ""))
     required = ARCHITECTURES.get(family.removesuffix("_text"))
     if required is not None and header.architecture != required:
-        raise UserError(
-            "GGUF file holds a model of another architecture",
-            where=str(header.path),
-            observed=f"general.architecture {header.architecture or 'missing'}",
-            required=f"{required}, as of {family} ({index.path / 'config.json'})",
-            remedy=_SAME,
-        )
+        observed = f"general.architecture {header.architecture or 'missing'}"
+        required = f"{required}, as of {family} ({index.path / 'config.json'})"
+        raise _another("GGUF file holds a model of another architecture", header.path, observed, required)
 
 
 def _find(
@@ -207,13 +176,9 @@ def _find(
         try:
             parts = gguf_expert_name(name)
         except ValueError as error:
-            raise UserError(
-                "GGUF file holds a tensor of the experts that is not known",
-                where=f"{tensor.file}, tensor {name}",
-                observed=tensor.dtype,
-                required="ffn_{gate,up,down,gate_up}_exps with .weight or .bias",
-                remedy=_SAME,
-            ) from error
+            what = "GGUF file holds a tensor of the experts that is not known"
+            required = "ffn_{gate,up,down,gate_up}_exps with .weight or .bias"
+            raise _another(what, tensor.place, tensor.dtype, required) from error
         if parts is None or parts.layer is None:
             continue
         if parts.layer >= layers:
@@ -221,24 +186,23 @@ def _find(
         else:
             stacks[parts.layer][parts.role + ("_bias" if parts.bias else "")] = tensor
     if not stacks:
+        what, remedy = "GGUF file has no routed experts", _SAME
+        observed = f"architecture {header.architecture}, {len(header.tensors)} tensors"
         single = next(filter(is_old_gguf_expert, header.tensors), None)
-        raise UserError(
-            "GGUF file has no routed experts" if single is None else "GGUF file has an old form of experts",
-            where=str(header.path),
-            observed=f"architecture {header.architecture}, {len(header.tensors)} tensors"
-            if single is None
-            else f"a tensor for each expert ({single})",
-            required="tensors blk.N.ffn_{gate,up,down}_exps.weight",
-            remedy=_SAME if single is None else "convert the model again with a current llama.cpp",
-        )
+        if single is not None:
+            what, remedy = (
+                "GGUF file has an old form of experts",
+                "convert the model again with a current llama.cpp",
+            )
+            observed = f"a tensor for each expert ({single})"
+        raise damaged(what, header.path, observed, "tensors blk.N.ffn_{gate,up,down}_exps.weight", remedy)
     promised, own = set(layout.moe_layers), set(stacks)
     if promised != own:
-        raise UserError(
+        raise _another(
             "GGUF file and Hugging Face directory disagree about the layers that have routed experts",
-            where=str(header.path),
-            observed=f"without: {sorted(promised - own)}; unexpected: {sorted(own - promised)}",
-            required=f"{len(promised)} layers, as in {index.path}",
-            remedy=_SAME,
+            header.path,
+            f"without: {sorted(promised - own)}; unexpected: {sorted(own - promised)}",
+            f"{len(promised)} layers, as in {index.path}",
         )
     return {layer: stacks[layer] for layer in layout.moe_layers}, tuple(sorted(skipped))
 
@@ -254,63 +218,29 @@ def _check_parts(header: GgufHeader, layout: ExpertLayout, layer: int, parts: di
         required += [f"{part}_bias" for part in required]
     missing, extra = sorted(set(required) - set(parts)), sorted(set(parts) - set(required))
     if missing or extra:
-        raise UserError(
-            "GGUF file lacks tensors of the experts"
-            if missing
-            else "GGUF file has too many tensors of experts",
-            where=f"{header.path}, layer {layer}",
-            observed=("missing: " if missing else "unexpected: ")
-            + some([_name(layer, part) for part in missing or extra]),
-            required=", ".join(_name(layer, part) for part in required),
-            remedy=_SAME,
+        observed = some([_name(layer, part) for part in missing or extra])
+        raise _another(
+            f"GGUF file {'lacks tensors of the experts' if missing else 'has too many tensors of experts'}",
+            f"{header.path}, layer {layer}",
+            f"{'missing' if missing else 'unexpected'}: {observed}",
+            ", ".join(_name(layer, part) for part in required),
         )
     for part, tensor in parts.items():
         weight = part.removesuffix("_bias")
         shape: tuple[int, ...] = shapes[weight] if part == weight else shapes[weight][:2]
-        where = f"{tensor.file}, tensor {tensor.name}"
         if tensor.shape != shape:
-            raise UserError(
-                "GGUF file and Hugging Face directory disagree about the sizes of the experts",
-                where=where,
-                observed=list(tensor.shape),
-                required=f"{list(shape)} (experts, outputs, inputs)",
-                remedy=_SAME,
-            )
+            what = "GGUF file and Hugging Face directory disagree about the sizes of the experts"
+            expected = f"{list(shape)} (experts, outputs, inputs)"
+            raise _another(what, tensor.place, list(tensor.shape), expected)
         supported = _SUPPORTED if part == weight else tuple(_PLAIN)
         if tensor.dtype not in supported:
-            raise UserError(
-                "experts are in a GGUF type that is not computed",
-                where=where,
-                observed=tensor.dtype,
-                required=", ".join(supported),
-                remedy=_QUANTISE,
-            )
+            what = "experts are in a GGUF type that is not computed"
+            raise damaged(what, tensor.place, tensor.dtype, ", ".join(supported), _QUANTISE)
 
 
 def _name(layer: int, part: str) -> str:
     weight = part.removesuffix("_bias")
     return f"blk.{layer}.ffn_{weight}_exps.{'weight' if part == weight else 'bias'}"
-
-
-def _format(tensor: TensorInfo) -> str:
-    """The engine's name of the format that a tensor is held in."""
-    return {"F32": "f32", "BF16": "bf16", "F16": "bf16"}.get(tensor.dtype, tensor.dtype.lower())
-
-
-def _check_float32(header: GgufHeader, formats: dict[int, dict[str, str]]) -> None:
-    """The engine computes float32 weights in float32, all of them or none."""
-    where: dict[str, str] = {}
-    for layer, parts in formats.items():
-        for part, name in parts.items():
-            where.setdefault(name, _name(layer, part))
-    if "f32" in where and len(where) > 1:
-        raise UserError(
-            "experts have mixed types",
-            where=str(header.path),
-            observed=", ".join(f"{name} ({tensor})" for name, tensor in sorted(where.items())),
-            required="F32 for all experts, or for none",
-            remedy=_QUANTISE,
-        )
 
 
 # -- reading ---------------------------------------------------------------------------------

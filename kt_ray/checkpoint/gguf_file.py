@@ -13,53 +13,15 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
 from kt_ray.checkpoint.index import some
-from kt_ray.checkpoint.safetensors_file import TensorInfo
+from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged
 from kt_ray.errors import UserError
-
-# Number of a type in the file: its name, values in a block, bytes of a block. Those that no weight has
-# (I8 ... F64) are here for their sizes.
-GGML_TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    9: ("Q8_1", 32, 40),
-    10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    15: ("Q8_K", 256, 292),
-    16: ("IQ2_XXS", 256, 66),
-    17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18),
-    21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136),
-    24: ("I8", 1, 1),
-    25: ("I16", 1, 2),
-    26: ("I32", 1, 4),
-    27: ("I64", 1, 8),
-    28: ("F64", 1, 8),
-    29: ("IQ1_M", 256, 56),
-    30: ("BF16", 1, 2),
-    34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17),
-    40: ("NVFP4", 64, 36),
-    41: ("Q1_0", 128, 18),
-}
 
 _SPLIT = re.compile(r"^(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf$")
 Scalar = int | float | bool | str
@@ -72,22 +34,26 @@ _AGAIN = "download or copy this file again"
 _CHOOSE = "set model.experts_path to a GGUF file, to a file of a split set, or to a directory that holds one"
 
 
+@cache
+def ggml_types() -> dict[int, tuple[str, int, int]]:
+    """Number of a type in the file -> its name, values in a block, bytes of a block."""
+    from gguf.constants import GGML_QUANT_SIZES  # loads numpy
+
+    return {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
+
+
 @dataclass(frozen=True)
 class GgufHeader:
     """What one file, or all files of a split set, say about themselves.
 
-    Attributes:
-        path: the (first) file.
-        metadata: the values that are numbers, truth values or strings; arrays are left out.
-        tensors: name -> place; its dtype is the name of its type ("Q4_K"), or "type N" of one that is not
-            known here; its shape has the slowest dimension first, as torch has it (the file, last).
-        files: all of them, in order.
+    The dtype of a tensor is the name of its type ("Q4_K"), or "type N" of one that is not known here; its
+    shape has the slowest dimension first, as torch has it (the file, last).
     """
 
-    path: Path
-    metadata: dict[str, Scalar]
+    path: Path  # of the first file
+    metadata: dict[str, Scalar]  # numbers, truth values and strings; arrays are left out
     tensors: dict[str, TensorInfo]
-    files: tuple[Path, ...]
+    files: tuple[Path, ...]  # in order
 
     @property
     def architecture(self) -> str:
@@ -111,42 +77,35 @@ def open_gguf(path: str | Path) -> GgufHeader:
     first = headers[0]
     count = first.metadata.get("split.count", 1)
     if count != len(files) and not (count == 0 and len(files) == 1):
-        raise UserError(
+        raise damaged(
             "GGUF file is part of a split set, but its name does not say which",
-            where=str(first.path),
-            observed=f"split.count {count}",
-            required=f"NAME-00001-of-{int(count):05d}.gguf" if isinstance(count, int) else "a whole number",
-            remedy="give all parts the names under which they were released",
+            first.path,
+            f"split.count {count}",
+            f"NAME-00001-of-{int(count):05d}.gguf" if isinstance(count, int) else "a whole number",
+            "give all parts the names under which they were released",
         )
     tensors = dict(first.tensors)
     for number, header in enumerate(headers[1:], start=1):
         for key, required in (("split.no", number), ("split.count", len(files))):
             if header.metadata.get(key) != required:
-                raise UserError(
-                    "GGUF file is not the part of the split set that its name says",
-                    where=str(header.path),
-                    observed=f"{key} {header.metadata.get(key, 'missing')}",
-                    required=f"{key} {required}",
-                    remedy=_AGAIN,
-                )
+                what = "GGUF file is not the part of the split set that its name says"
+                observed = f"{key} {header.metadata.get(key, 'missing')}"
+                raise damaged(what, header.path, observed, f"{key} {required}", _AGAIN)
         twice = sorted(tensors.keys() & header.tensors.keys())
         if twice:
-            raise UserError(
-                "GGUF split set holds tensors twice",
-                where=f"{header.path} and {tensors[twice[0]].file.name}",
-                observed=some(twice),
-                required="parts of one model",
-                remedy=_AGAIN,
+            where = f"{header.path} and {tensors[twice[0]].file.name}"
+            raise damaged(
+                "GGUF split set holds tensors twice", where, some(twice), "parts of one model", _AGAIN
             )
         tensors |= header.tensors
     total = first.metadata.get("split.tensors.count")
     if total is not None and total != len(tensors):
-        raise UserError(
+        raise damaged(
             "GGUF split set does not hold all its tensors",
-            where=str(first.path),
-            observed=f"{len(tensors)} tensors in {len(files)} files",
-            required=f"{total} (split.tensors.count)",
-            remedy="download all files of the set again",
+            first.path,
+            f"{len(tensors)} tensors in {len(files)} files",
+            f"{total} (split.tensors.count)",
+            "download all files of the set again",
         )
     return GgufHeader(first.path, first.metadata, tensors, files)
 
@@ -155,7 +114,7 @@ def _files_of(path: Path) -> tuple[Path, ...]:
     if path.is_dir():
         path = _model_in(path)
     if not path.is_file():
-        raise UserError("no such GGUF file", where=str(path), remedy=_CHOOSE)
+        raise damaged("no such GGUF file", path, remedy=_CHOOSE)
     match = _SPLIT.match(path.name)
     if match is None:
         return (path,)
@@ -163,13 +122,9 @@ def _files_of(path: Path) -> tuple[Path, ...]:
     files = tuple(path.with_name(f"{match['stem']}-{n:05d}-of-{count:05d}.gguf") for n in range(1, count + 1))
     absent = [file.name for file in files if not file.is_file()]
     if absent or path not in files:
-        raise UserError(
-            "GGUF split set is not complete",
-            where=str(path),
-            observed=f"missing: {some(absent)}" if absent else f"part {int(match['part'])}",
-            required=f"{count} files",
-            remedy="download the missing files beside it",
-        )
+        observed = f"missing: {some(absent)}" if absent else f"part {int(match['part'])}"
+        remedy = "download the missing files beside it"
+        raise damaged("GGUF split set is not complete", path, observed, f"{count} files", remedy)
     return files
 
 
@@ -183,13 +138,9 @@ def _model_in(folder: Path) -> Path:
         models.setdefault(f"{match['stem']} {match['count']}" if match else file.name, file)
     if len(models) == 1:
         return next(iter(models.values()))
-    raise UserError(
-        "directory holds several GGUF models" if models else "directory holds no GGUF model",
-        where=str(folder),
-        observed=some([file.name for file in models.values()]) if models else "no *.gguf",
-        required="one file, or one split set",
-        remedy=_CHOOSE,
-    )
+    what = f"directory holds {'several GGUF models' if models else 'no GGUF model'}"
+    names = some([file.name for file in models.values()]) or "no *.gguf"
+    raise damaged(what, folder, names, "one file, or one split set", _CHOOSE)
 
 
 # -- one file
@@ -205,7 +156,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         with path.open("rb", buffering=1 << 20) as stream:
             return _parse(path, _Reader(stream, path, path.stat().st_size))
     except OSError as error:
-        raise UserError("GGUF file cannot be read", where=str(path), observed=error, remedy=_AGAIN) from error
+        raise damaged("GGUF file cannot be read", path, error, remedy=_AGAIN) from error
 
 
 class _Reader:
@@ -231,13 +182,8 @@ class _Reader:
         self.at += count
 
     def _truncated(self, required: int) -> UserError:
-        return UserError(
-            "GGUF file is truncated or damaged (its header is incomplete)",
-            where=str(self._path),
-            observed=f"{self.size} bytes",
-            required=f"{required} bytes at least",
-            remedy=_AGAIN,
-        )
+        what = "GGUF file is truncated or damaged (its header is incomplete)"
+        return damaged(what, self._path, f"{self.size} bytes", f"{required} bytes at least", _AGAIN)
 
     def number(self, code: str) -> int:
         return int(self.value(code))
@@ -248,51 +194,34 @@ class _Reader:
         return value
 
     def name(self, what: str) -> str:
-        start, length = self.at, self.number("Q")
-        if length > _MAX_NAME:
-            raise self.damaged(
-                f"{what} at byte {start}", f"a name of {length} bytes", f"at most {_MAX_NAME} bytes"
-            )
-        return self._text(self.take(length), f"{what} at byte {start}")
+        return self.text(f"{what} at byte {self.at}", _MAX_NAME)
 
-    def text(self, what: str) -> str:
-        return self._text(self.take(self.number("Q")), what)
-
-    def _text(self, raw: bytes, what: str) -> str:
+    def text(self, what: str, most: int | None = None) -> str:
+        length = self.number("Q")
+        if most is not None and length > most:
+            raise self.damaged(what, f"a name of {length} bytes", f"at most {most} bytes")
         try:
-            return raw.decode("utf-8")
+            return self.take(length).decode("utf-8")
         except UnicodeDecodeError as error:
             raise self.damaged(what, error, "UTF-8") from error
 
     def damaged(self, what: str, observed: object, required: object) -> UserError:
-        return UserError(
-            "GGUF header is damaged",
-            where=f"{self._path}, {what}",
-            observed=observed,
-            required=required,
-            remedy=_AGAIN,
-        )
+        return damaged("GGUF header is damaged", f"{self._path}, {what}", observed, required, _AGAIN)
 
 
 def _parse(path: Path, reader: _Reader) -> GgufHeader:
     magic = reader.take(4)
     if magic != b"GGUF":
-        raise UserError(
-            "not a GGUF file",
-            where=str(path),
-            observed=f"first bytes {magic!r}",
-            required="b'GGUF'",
-            remedy=_CHOOSE,
-        )
+        raise damaged("not a GGUF file", path, f"first bytes {magic!r}", "b'GGUF'", _CHOOSE)
     version = reader.number("I")
     if version not in _VERSIONS:
         swapped = int.from_bytes(struct.pack("<I", version), "big") in _VERSIONS
-        raise UserError(
+        raise damaged(
             "GGUF file is big-endian" if swapped else "GGUF file has a version that is not read",
-            where=str(path),
-            observed=f"version {version:#x}" if swapped else f"version {version}",
-            required=f"version {' or '.join(map(str, _VERSIONS))}, little-endian",
-            remedy="convert the model again with a current llama.cpp",
+            path,
+            f"version {version:#x}" if swapped else f"version {version}",
+            f"version {' or '.join(map(str, _VERSIONS))}, little-endian",
+            "convert the model again with a current llama.cpp",
         )
     tensor_count, pairs = reader.number("Q"), reader.number("Q")
     metadata = _metadata(reader, pairs)
@@ -306,13 +235,16 @@ def _parse(path: Path, reader: _Reader) -> GgufHeader:
         if name in tensors:
             raise reader.damaged(f"tensor {name}", "the name twice", "names that differ")
         if offset % alignment:
-            raise reader.damaged(
-                f"tensor {name}", f"offset {offset}", f"a multiple of the alignment, {alignment}"
-            )
-        size = _size(reader, name, shape, kind)
-        dtype = GGML_TYPES.get(kind, (f"type {kind}", 0, 0))[0]
-        tensors[name] = TensorInfo(name, path, dtype, shape, base + offset, base + offset + size)
-    _check_places(path, reader, list(tensors.values()))
+            required = f"a multiple of the alignment, {alignment}"
+            raise reader.damaged(f"tensor {name}", f"offset {offset}", required)
+        # 0 bytes of a type that is not known here, which nobody reads
+        dtype, values, nbytes = ggml_types().get(kind, (f"type {kind}", 1, 0))
+        if shape[-1] % values:
+            required = f"a multiple of {values}, for {dtype}"
+            raise reader.damaged(f"tensor {name}", f"rows of {shape[-1]}", required)
+        end = base + offset + math.prod(shape) // values * nbytes
+        tensors[name] = TensorInfo(name, path, dtype, shape, base + offset, end)
+    _check_places(path, reader, tensors.values())
     return GgufHeader(path, metadata, tensors, (path,))
 
 
@@ -329,22 +261,19 @@ def _metadata(reader: _Reader, pairs: int) -> dict[str, Scalar]:
             metadata[key] = reader.value(_SCALARS[kind])
         elif kind == _STRING:
             metadata[key] = reader.text(f"key {key}")
-        elif kind == _ARRAY:
-            _skip_array(reader, key)
-        else:
+        elif kind != _ARRAY:
             raise reader.damaged(f"key {key}", f"a value of type {kind}", "one of 0 .. 12")
+        else:
+            kind, count = reader.number("I"), reader.number("Q")
+            if kind in _SCALARS:
+                reader.skip(count * struct.calcsize("<" + _SCALARS[kind]))
+            elif kind == _STRING:
+                for _ in range(count):
+                    reader.skip(reader.number("Q"))
+            else:
+                required = "numbers, truth values or strings"
+                raise reader.damaged(f"key {key}", f"an array of type {kind}", required)
     return metadata
-
-
-def _skip_array(reader: _Reader, key: str) -> None:
-    kind, count = reader.number("I"), reader.number("Q")
-    if kind in _SCALARS:
-        reader.skip(count * struct.calcsize("<" + _SCALARS[kind]))
-    elif kind == _STRING:
-        for _ in range(count):
-            reader.skip(reader.number("Q"))
-    else:
-        raise reader.damaged(f"key {key}", f"an array of type {kind}", "numbers, truth values or strings")
 
 
 def _entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
@@ -359,29 +288,12 @@ def _entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
     return name, sizes[::-1], reader.number("I"), reader.number("Q")
 
 
-def _size(reader: _Reader, name: str, shape: tuple[int, ...], kind: int) -> int:
-    """Bytes of a tensor; 0 of a type that is not known here, which nobody reads."""
-    if kind not in GGML_TYPES:
-        return 0
-    named, values, nbytes = GGML_TYPES[kind]
-    if shape[-1] % values:
-        raise reader.damaged(f"tensor {name}", f"rows of {shape[-1]}", f"a multiple of {values}, for {named}")
-    return math.prod(shape) // values * nbytes
-
-
-def _check_places(path: Path, reader: _Reader, tensors: Sequence[TensorInfo]) -> None:
+def _check_places(path: Path, reader: _Reader, tensors: Iterable[TensorInfo]) -> None:
     end = reader.at
     for tensor in sorted(tensors, key=lambda t: (t.start, t.end)):
         if tensor.start < end:
-            raise reader.damaged(
-                f"tensor {tensor.name}", f"bytes from {tensor.start}", f"from {end} or later"
-            )
+            observed = f"bytes from {tensor.start}"
+            raise reader.damaged(f"tensor {tensor.name}", observed, f"from {end} or later")
         end = tensor.end
     if end > reader.size:
-        raise UserError(
-            "GGUF file is truncated",
-            where=str(path),
-            observed=f"{reader.size} bytes",
-            required=f"{end} bytes",
-            remedy=_AGAIN,
-        )
+        raise damaged("GGUF file is truncated", path, f"{reader.size} bytes", f"{end} bytes", _AGAIN)

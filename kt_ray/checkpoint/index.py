@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,9 +19,14 @@ from typing import Any
 
 import torch
 
-from kt_ray.checkpoint.safetensors_file import Header, TensorInfo, read_header, read_json, read_tensor
+from kt_ray.checkpoint.safetensors_file import (
+    TensorInfo,
+    damaged,
+    read_header,
+    read_json,
+    read_tensor,
+)
 from kt_ray.checkpoint.stored import StoredMatrix, find_matrices, is_auxiliary
-from kt_ray.errors import UserError
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -42,21 +47,13 @@ def some(names: list[str], limit: int = 5) -> str:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """A checkpoint's configuration and the place of every tensor.
+    """A checkpoint's configuration and the place of every tensor."""
 
-    Attributes:
-        path: the directory.
-        config: config.json as parsed.
-        tensors: name -> place, dtype ("BF16", "F32", ...) and shape.
-        files: the shards, sorted.
-        notes: harmless oddities, one line each.
-    """
-
-    path: Path
-    config: dict[str, Any]
+    path: Path  # of the directory
+    config: dict[str, Any]  # config.json
     tensors: dict[str, TensorInfo]
-    files: tuple[Path, ...]
-    notes: tuple[str, ...] = ()
+    files: tuple[Path, ...]  # the shards, sorted
+    notes: tuple[str, ...] = ()  # harmless oddities, one line each
 
     @classmethod
     def open(cls, model_dir: str | os.PathLike[str]) -> CheckpointIndex:
@@ -68,37 +65,31 @@ class CheckpointIndex:
         """
         path = Path(model_dir)
         if not path.is_dir():
-            raise UserError("no such checkpoint directory", where=str(path), remedy=_FETCH)
+            raise damaged("no such checkpoint directory", path, remedy=_FETCH)
         if not (path / "config.json").is_file():
-            raise UserError(
-                "checkpoint has no config.json", where=str(path), required="config.json", remedy=_FETCH
-            )
+            raise damaged("checkpoint has no config.json", path, required="config.json", remedy=_FETCH)
         config = read_json(path / "config.json", "config.json", _FETCH)
         file = path / _SINGLE
         if (path / _INDEX).exists():
             tensors, files, notes = _open_sharded(path)
             if file.exists() and file not in files:
-                raise UserError(
-                    "checkpoint holds its weights twice",
-                    where=str(path),
-                    observed=f"{_SINGLE} beside {_INDEX}, which names {some([f.name for f in files], 2)}",
-                    required="one of them",
-                    remedy="remove the one that belongs to another checkpoint",
-                )
+                observed = f"{_SINGLE} beside {_INDEX}, which names {some([f.name for f in files], 2)}"
+                remedy = "remove the one that belongs to another checkpoint"
+                raise damaged("checkpoint holds its weights twice", path, observed, "one of them", remedy)
             return cls(path, config, tensors, files, notes)
         if os.path.lexists(file):
             _check_present(path, [_SINGLE], file)
             _check_stray(path, {_SINGLE})
-            return cls(path, config, read_header(file, remedy=_AGAIN).tensors, (file,))
+            return cls(path, config, read_header(file, remedy=_AGAIN), (file,))
         other = sorted(
             p.name for pattern in ("*.bin", "*.pt", "*.gguf", "*.safetensors") for p in path.glob(pattern)
         )
-        raise UserError(
+        raise damaged(
             "checkpoint has no safetensors weights",
-            where=str(path),
-            observed=some(other) or "no weight files",
-            required=f"{_SINGLE} or {_INDEX}",
-            remedy="save it with save_pretrained, or download its safetensors files",
+            path,
+            some(other) or "no weight files",
+            f"{_SINGLE} or {_INDEX}",
+            "save it with save_pretrained, or download its safetensors files",
         )
 
     @property
@@ -124,11 +115,7 @@ class CheckpointIndex:
 
     @cached_property
     def matrices(self) -> dict[str, StoredMatrix]:
-        """Quantised weights by the parameter they stand for.
-
-        Raises:
-            UserError: a format that is not read, or scales that do not fit their weights.
-        """
+        """Quantised weights by the parameter they stand for; raises as `find_matrices`."""
         return find_matrices(self.path, self.tensors, self.config)
 
     @cached_property
@@ -138,18 +125,18 @@ class CheckpointIndex:
         plain = {name for name in self.tensors if name not in parts and not is_auxiliary(name)}
         return frozenset(plain | set(self.matrices))
 
+    def first(self, name: str) -> TensorInfo:
+        """Where the values of a parameter of `names` lie."""
+        matrix = self.matrices.get(name)
+        return self.tensors[name] if matrix is None else matrix.data
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a parameter of `names`."""
         matrix = self.matrices.get(name)
         return self.tensors[name].shape if matrix is None else matrix.shape
 
     def value(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A parameter of `names` on the CPU; quantised ones dequantised.
-
-        Args:
-            name: of the parameter.
-            dtype: the result's type; None = as stored, quantised ones float32.
-        """
+        """A parameter of `names` on the CPU, in `dtype` (None = as stored); quantised ones dequantised."""
         matrix = self.matrices.get(name)
         if matrix is not None:
             return matrix.dequantize(dtype or torch.float32)
@@ -159,24 +146,22 @@ class CheckpointIndex:
     @cached_property
     def fingerprint(self) -> str:
         """Names, shapes, dtypes, configuration and sampled bytes, hashed: the same whatever the sharding."""
-        names = sorted(self.tensors)
-        digest = hashlib.sha256()
         kept = {key: value for key, value in self.config.items() if key not in _VOLATILE}
-        digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
-        for name in names:
-            info = self.tensors[name]
-            digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
-        for piece in sampled_bytes([self.tensors[name] for name in names]):
-            digest.update(piece)
-        return digest.hexdigest()
+        about = json.dumps(kept, sort_keys=True, default=str)
+        return tensors_digest([self.tensors[name] for name in sorted(self.tensors)], about)
 
 
-def sampled_bytes(tensors: Sequence[TensorInfo]) -> Iterator[bytes]:
-    """A few bytes from the middle of tensors spread over the model: they tell apart what headers do not."""
+def tensors_digest(tensors: Sequence[TensorInfo], about: str = "") -> str:
+    """SHA-256 of names, types, shapes and a few bytes from the middle of tensors spread over the model:
+    they tell apart what headers do not."""
+    digest = hashlib.sha256(about.encode())
+    for info in tensors:
+        digest.update(f"{info.name} {info.dtype} {info.shape}\n".encode())
     for info in tensors[:: max(1, len(tensors) // _SAMPLES)]:
         with info.file.open("rb") as file:
             file.seek(info.start + max(0, info.nbytes - _SAMPLE_BYTES) // 2)
-            yield file.read(min(_SAMPLE_BYTES, info.nbytes))
+            digest.update(file.read(min(_SAMPLE_BYTES, info.nbytes)))
+    return digest.hexdigest()
 
 
 def _open_sharded(path: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...], tuple[str, ...]]:
@@ -184,32 +169,26 @@ def _open_sharded(path: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...], 
     content = read_json(index_file, "checkpoint index", _AGAIN)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(
-            "checkpoint index has no weight_map",
-            where=str(index_file),
-            required='a "weight_map" from tensor to file',
-            remedy=_AGAIN,
-        )
+        required = 'a "weight_map" from tensor to file'
+        raise damaged("checkpoint index has no weight_map", index_file, required=required, remedy=_AGAIN)
     odd = sorted(name for name, file in weight_map.items() if not _is_file_name(file))
     if odd:
-        raise UserError(
+        raise damaged(
             "checkpoint index names files outside its directory",
-            where=str(index_file),
-            observed=some([f"{name}: {weight_map[name]!r}" for name in odd]),
-            required="names of *.safetensors files beside the index",
-            remedy=_AGAIN,
+            index_file,
+            some([f"{name}: {weight_map[name]!r}" for name in odd]),
+            "names of *.safetensors files beside the index",
+            _AGAIN,
         )
     shards = sorted(set(weight_map.values()))
     _check_present(path, shards, index_file)
     _check_stray(path, set(shards))
 
-    def parse(shard: str) -> Header:
-        return read_header(path / shard, remedy=_AGAIN)
-
     with ThreadPoolExecutor(max_workers=8) as pool:
-        headers = dict(zip(shards, pool.map(parse, shards), strict=True))
+        parsed = pool.map(lambda shard: read_header(path / shard, remedy=_AGAIN), shards)
+        headers = dict(zip(shards, parsed, strict=True))
     _check_map(path, weight_map, headers)
-    tensors = {name: headers[shard].tensors[name] for name, shard in weight_map.items()}
+    tensors = {name: headers[shard][name] for name, shard in weight_map.items()}
     return tensors, tuple(path / shard for shard in shards), _size_note(content, tensors)
 
 
@@ -244,62 +223,47 @@ def _check_present(path: Path, shards: list[str], where: Path) -> None:
             state += " (a directory)"
         absent.append(shard + state)
     if absent:
-        raise UserError(
-            "checkpoint index names shards that are absent or incomplete"
-            if where.name == _INDEX
-            else "checkpoint's weight file is absent or incomplete",
-            where=str(where),
-            observed=some(absent),
-            required=f"{len(shards)} shards" if where.name == _INDEX else "a file",
-            remedy=_AGAIN,
-        )
+        what, required = "checkpoint's weight file is absent or incomplete", "a file"
+        if where.name == _INDEX:
+            what = "checkpoint index names shards that are absent or incomplete"
+            required = f"{len(shards)} shards"
+        raise damaged(what, where, some(absent), required, _AGAIN)
 
 
 def _check_stray(path: Path, shards: set[str]) -> None:
     """Numbered shards that the index does not name come from another checkpoint."""
     stray = sorted(f.name for f in path.glob("model*-of-*.safetensors") if f.name not in shards)
     if stray:
-        raise UserError(
+        raise damaged(
             "checkpoint directory holds shards that its index does not name",
-            where=str(path),
-            observed=some(stray),
-            required=f"{len(shards)} shards: {some(sorted(shards), 2)}",
-            remedy="remove files left from another checkpoint, or download the checkpoint again",
+            path,
+            some(stray),
+            f"{len(shards)} shards: {some(sorted(shards), 2)}",
+            "remove files left from another checkpoint, or download the checkpoint again",
         )
 
 
-def _check_map(path: Path, weight_map: dict[str, str], headers: dict[str, Header]) -> None:
+def _check_map(
+    path: Path, weight_map: dict[str, str], headers: Mapping[str, Mapping[str, TensorInfo]]
+) -> None:
     """Index and shards name the same tensors, each in one place."""
     holders: dict[str, str] = {}
     twice: list[str] = []
     for shard, header in headers.items():
-        for name in header.tensors:
+        for name in header:
             if name in holders:
                 twice.append(f"{name} ({holders[name]} and {shard})")
             holders[name] = shard
     if twice:
-        raise UserError(
-            "checkpoint holds tensors twice",
-            where=str(path),
-            observed=some(sorted(twice)),
-            required="each tensor in one shard",
-            remedy="remove files left from another checkpoint and download it again",
-        )
-    lost = sorted(name for name, shard in weight_map.items() if name not in headers[shard].tensors)
-    if lost:
-        raise UserError(
-            "checkpoint index names tensors that their shard does not hold",
-            where=str(path / _INDEX),
-            observed=some([f"{name} in {weight_map[name]}" for name in lost]),
-            required="index and shards of one checkpoint",
-            remedy=_AGAIN,
-        )
-    unnamed = sorted(name for name in holders if name not in weight_map)
-    if unnamed:
-        raise UserError(
-            "shards hold tensors that the checkpoint index does not name",
-            where=str(path / _INDEX),
-            observed=some([f"{name} in {holders[name]}" for name in unnamed]),
-            required="index and shards of one checkpoint",
-            remedy=_AGAIN,
-        )
+        remedy = "remove files left from another checkpoint and download it again"
+        required = "each tensor in one shard"
+        raise damaged("checkpoint holds tensors twice", path, some(sorted(twice)), required, remedy)
+    lost = {name: shard for name, shard in weight_map.items() if name not in headers[shard]}
+    unnamed = {name: shard for name, shard in holders.items() if name not in weight_map}
+    for what, places in (
+        ("checkpoint index names tensors that their shard does not hold", lost),
+        ("shards hold tensors that the checkpoint index does not name", unnamed),
+    ):
+        if places:
+            observed = some([f"{name} in {places[name]}" for name in sorted(places)])
+            raise damaged(what, path / _INDEX, observed, "index and shards of one checkpoint", _AGAIN)

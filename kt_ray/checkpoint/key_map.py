@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex
@@ -21,8 +22,15 @@ if TYPE_CHECKING:  # expert actors import this package and need no transformers
 _IGNORED = [re.compile(p) for p in (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")]
 
 
-class Report(Protocol):
-    """Where keys without a place are noted."""
+@dataclass(frozen=True)
+class LoadReport:
+    """Keys without a place, sorted.
+
+    Attributes:
+        unexpected: of the loaded parts.
+        ignored: by the family: multi-token prediction, stored rotary tables, other towers of a multimodal
+            model.
+    """
 
     unexpected: list[str]
     ignored: list[str]
@@ -37,16 +45,14 @@ def map_keys(
     layout: ExpertLayout,
     sources: set[str],
     layers: tuple[int, int],
-    report: Report,
-) -> Mapped:
+) -> tuple[Mapped, LoadReport]:
     """Target name -> (converter or None, [(checkpoint key, pattern it matched)]), for `sources`."""
     names = KeyNames(module, layout.prefixes.values())
     count = index.layer_count
     ignore = [re.compile(p) for p in (module._keys_to_ignore_on_load_unexpected or ())]
     ignore += _IGNORED
     skipped = frozenset(layout.skipped)
-    report.ignored.extend(layout.skipped)
-
+    ignored, unexpected = set(skipped), []
     mapping: Mapped = {}
     for key in sorted(index.names):
         matrix = index.matrices.get(key)
@@ -61,10 +67,10 @@ def map_keys(
         elif renamed in names.state:
             continue  # another stage's
         elif is_mtp(key, count) or any(p.search(key) for p in ignore) or names.other_tower(key):
-            report.ignored.append(key)
+            ignored.add(key)
         elif layer is None or layers[0] <= layer < layers[1]:
-            report.unexpected.append(key)
-    return mapping
+            unexpected.append(key)
+    return mapping, LoadReport(unexpected, sorted(ignored))
 
 
 def tensors_made(renamed: str, converter: WeightConverter | None) -> set[str]:

@@ -25,11 +25,16 @@ from torch import Tensor
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.names import gate_up_rows
-from kt_ray.checkpoint.safetensors_file import TensorInfo, read_dtype, read_into, read_tensor, tensor_bytes
-from kt_ray.errors import UserError
+from kt_ray.checkpoint.safetensors_file import (
+    TensorInfo,
+    damaged,
+    read_dtype,
+    read_into,
+    read_tensor,
+    tensor_bytes,
+)
 from kt_ray.native import ExpertFormula, ExpertMatrix, ExpertWeights, allocate, quantize
 
-BytesRead = Callable[[int], None]
 Target = Literal["int8", "int4"]
 _INT4_GROUP = 128  # columns per scale of the AMXINT4 backend, halved until it divides a row
 _SCALES: Literal["bfloat16"] = "bfloat16"
@@ -54,20 +59,17 @@ def load_experts(
     formula: ExpertFormula | None = None,
     target: Target | None = None,
     threads: int = 1,
-    progress: BytesRead | None = None,
     drop_cache: bool = False,
 ) -> ExpertWeights:
     """Read some experts of one layer.
 
     Args:
-        index: the checkpoint; layout: its expert layout.
         layer: a layer of `layout.moe_layers`.
         experts: global expert ids, in the order of the result.
         formula: of the experts; None = plain SwiGLU.
         target: quantise while reading, unless the experts are stored so: int8 with a scale per row, int4
             with one per 128 columns. None = as stored.
-        threads: readers; 1 reads in the calling thread. New threads inherit its memory policy.
-        progress: called with the bytes of each finished read (from the reader's thread).
+        threads: readers; they inherit the memory policy of the calling thread.
         drop_cache: tell the kernel that these bytes are not read again, so that the page cache of a
             checkpoint near the size of memory does not push out what was just loaded.
 
@@ -90,7 +92,7 @@ def load_experts(
     for part, names in layout.biases[layer].items():
         shape = index.shape(names[0])[-1:]
         parts[f"{part}_bias"] = _slab([index.tensors[n] for n in names], shape, layout, experts, jobs)
-    run_jobs(jobs, threads, progress, drop_cache)
+    run_jobs(jobs, threads, drop_cache)
     return as_weights(parts, layout, formula, layer, experts)
 
 
@@ -101,14 +103,8 @@ def as_weights(
     layer: int,
     experts: Sequence[int],
 ) -> ExpertWeights:
-    """Experts as the engine takes them.
-
-    Args:
-        parts: "gate", "up", "gate_up", "down" [n, out, in] and the same with "_bias" [n, out]; gate and up
-            of what holds both become views.
-        layout: sizes, and the order of gate and up rows.
-        formula: None = plain SwiGLU.
-        layer, experts: which they are.
+    """Experts as the engine takes them: "gate", "up", "gate_up", "down" [n, out, in], and the same with
+    "_bias" [n, out]; gate and up of what holds both become views. formula: None = plain SwiGLU.
     """
     formula = formula or ExpertFormula()
     for end in ("", "_bias"):
@@ -156,7 +152,7 @@ def _is_stored_so(index: CheckpointIndex, name: str, stored: str, target: Target
 # -- reading ---------------------------------------------------------------------------------
 
 
-def run_jobs(jobs: list[ReadJob], threads: int, progress: BytesRead | None, drop_cache: bool) -> None:
+def run_jobs(jobs: list[ReadJob], threads: int, drop_cache: bool) -> None:
     """Do all reads; the arguments are those of `load_experts`."""
     with ExitStack() as stack:
         fds: dict[Path, int] = {}
@@ -173,15 +169,9 @@ def run_jobs(jobs: list[ReadJob], threads: int, progress: BytesRead | None, drop
                 job.done(target)
             if drop_cache:
                 os.posix_fadvise(fd, job.offset, target.nbytes, os.POSIX_FADV_DONTNEED)
-            if progress is not None:
-                progress(target.nbytes)
 
-        if threads <= 1:
-            for job in jobs:
-                run(job)
-        else:
-            with ThreadPoolExecutor(max_workers=threads) as pool:
-                list(pool.map(run, jobs))
+        with ThreadPoolExecutor(max_workers=threads) as pool:
+            list(pool.map(run, jobs))
 
 
 def _one(infos: Sequence[TensorInfo], layout: ExpertLayout, expert: int) -> TensorInfo:
@@ -266,11 +256,6 @@ def _requantised(
 def _int4_group(index: CheckpointIndex, name: str, columns: int) -> int:
     group = math.gcd(columns, _INT4_GROUP)
     if group % 32:
-        raise UserError(
-            "the experts cannot be held as INT4",
-            where=f"{index.path}, {name}",
-            observed=f"rows of {columns}",
-            required="a multiple of 32",
-            remedy="set rule.experts.backend=AMXINT8 or AMXBF16",
-        )
+        what, remedy = "the experts cannot be held as INT4", "set rule.experts.backend=AMXINT8 or AMXBF16"
+        raise damaged(what, f"{index.path}, {name}", f"rows of {columns}", "a multiple of 32", remedy)
     return group

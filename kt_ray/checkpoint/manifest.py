@@ -8,10 +8,11 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kt_ray.checkpoint.safetensors_file import read_json
+from kt_ray.checkpoint.safetensors_file import damaged, read_json
 from kt_ray.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -22,9 +23,8 @@ _CHUNK = 64 << 20
 CHOOSE = "choose another checkpoint (trainer.resume)"
 
 
-def unusable(what: str, where: object, observed: object, required: object = None) -> UserError:
-    """A training checkpoint that cannot be resumed from."""
-    return UserError(what, where=str(where), observed=observed, required=required, remedy=CHOOSE)
+# A training checkpoint that cannot be resumed from.
+unusable = partial(damaged, remedy=CHOOSE)
 
 
 @dataclass(frozen=True)
@@ -36,33 +36,30 @@ class ShardInfo:
     crc32: int
     tensors: int
 
+    def check_size(self, directory: Path, what: str, remedy: str) -> None:
+        """The file is there, whole."""
+        file = directory / self.file
+        observed = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
+        if observed != f"{self.bytes} bytes":
+            raise damaged(what, file, observed, f"{self.bytes} bytes", remedy)
+
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is; written last, so its presence says that everything else is there.
+    """What a checkpoint is; written last, so its presence says that everything else is there."""
 
-    Attributes:
-        step: optimizer steps taken.
-        seed: the run's seed.
-        data: position in the data (JSON values; what the sampler needs to go on).
-        model: fingerprint of the base model (`CheckpointIndex.fingerprint`).
-        fields: settings that must be the same on resume, by configuration key.
-        shards: the files.
-        state: anything else that resumes (JSON values).
-    """
-
-    step: int
+    step: int  # optimizer steps taken
     seed: int
-    data: dict[str, Any]
-    model: str
-    fields: dict[str, Any]
+    data: dict[str, Any]  # position in the data (JSON values; what the sampler needs to go on)
+    model: str  # fingerprint of the base model (`CheckpointIndex.fingerprint`)
+    fields: dict[str, Any]  # settings that must be the same on resume, by configuration key
     shards: tuple[ShardInfo, ...]
-    state: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)  # anything else that resumes (JSON values)
     version: int = VERSION
 
     @classmethod
-    def load(cls, checkpoint: str | os.PathLike[str], *, verify: bool = True) -> Manifest:
-        """Read a manifest and, with `verify`, every shard's size and checksum.
+    def load(cls, checkpoint: str | os.PathLike[str]) -> Manifest:
+        """Read a manifest; every shard must have its size and checksum.
 
         Raises:
             UserError: no manifest, a newer format, or damaged shards; then the newest intact earlier
@@ -71,8 +68,7 @@ class Manifest:
         path = Path(checkpoint)
         try:
             manifest = cls.read(path)
-            if verify:
-                manifest.verify(path)
+            manifest.verify(path)
         except UserError as error:
             raise _name_previous(path, error) from error
         return manifest
@@ -90,13 +86,9 @@ class Manifest:
             )
         value = read_json(file, "checkpoint manifest", CHOOSE)
         if value.get("version") != VERSION:
-            raise UserError(
-                "checkpoint has another format",
-                where=str(file),
-                observed=f"version {value.get('version')}",
-                required=f"version {VERSION}",
-                remedy="resume with the version of kt_ray that wrote it",
-            )
+            remedy = "resume with the version of kt_ray that wrote it"
+            observed = f"version {value.get('version')}"
+            raise damaged("checkpoint has another format", file, observed, f"version {VERSION}", remedy)
         try:
             shards = tuple(ShardInfo(**shard) for shard in value.pop("shards"))
             return cls(shards=shards, **value)
@@ -106,47 +98,31 @@ class Manifest:
     def verify(self, path: Path) -> None:
         """Compare every shard's size and checksum with the manifest."""
         for shard in self.shards:
-            file = path / shard.file
-            size = file.stat().st_size if file.is_file() else None
-            if size != shard.bytes:
-                raise unusable(
-                    "checkpoint is damaged",
-                    file,
-                    "no such file" if size is None else f"{size} bytes",
-                    f"{shard.bytes} bytes",
-                )
-            crc = _crc32(file)
+            shard.check_size(path, "checkpoint is damaged", CHOOSE)
+            file, crc = path / shard.file, _crc32(path / shard.file)
             if crc != shard.crc32:
-                raise unusable(
-                    "checkpoint is damaged", file, f"checksum {crc:08x}", f"checksum {shard.crc32:08x}"
-                )
+                required = f"checksum {shard.crc32:08x}"
+                raise unusable("checkpoint is damaged", file, f"checksum {crc:08x}", required)
 
     def require(self, *, model: str, fields: Mapping[str, Any], where: str = "") -> None:
-        """Refuse to go on with another model or other settings.
-
-        Args:
-            model: fingerprint of the model that is loaded now.
-            fields: this run's values of the keys that must match.
-            where: the checkpoint's directory, for the message.
-        """
+        """Refuse to go on with another model (by fingerprint) or other settings; `where` is for messages."""
         if model != self.model:
-            raise UserError(
+            raise damaged(
                 "checkpoint belongs to another model",
-                where=where,
-                observed=f"fingerprint {model[:12]} of the model of this run",
-                required=f"fingerprint {self.model[:12]}",
-                remedy="set model.path and model.experts_path as this run began, or start without "
-                "trainer.resume",
+                where,
+                f"fingerprint {model[:12]} of the model of this run",
+                f"fingerprint {self.model[:12]}",
+                "set model.path and model.experts_path as this run began, or start without trainer.resume",
             )
         now = json.loads(json.dumps(dict(fields)))  # tuples become lists, as in the file
         changed = sorted(k for k in self.fields.keys() | now.keys() if self.fields.get(k) != now.get(k))
         if changed:
-            raise UserError(
+            raise damaged(
                 "checkpoint was written with other settings",
-                where=where,
-                observed=", ".join(f"{k}={now.get(k)}" for k in changed),
-                required=", ".join(f"{k}={self.fields.get(k)}" for k in changed),
-                remedy="set these keys as required (data: the same rows, tokenizer and data.max_length), "
+                where,
+                ", ".join(f"{k}={now.get(k)}" for k in changed),
+                ", ".join(f"{k}={self.fields.get(k)}" for k in changed),
+                "set these keys as required (data: the same rows, tokenizer and data.max_length), "
                 "or start without trainer.resume",
             )
 
@@ -187,11 +163,6 @@ def _name_previous(path: Path, error: UserError) -> UserError:
                 Manifest.read(earlier).verify(earlier)
             except UserError:
                 continue
-            return UserError(
-                error.what,
-                where=error.where,
-                observed=error.observed,
-                required=error.required,
-                remedy=f"resume from the previous good checkpoint: trainer.resume={earlier}",
-            )
+            remedy = f"resume from the previous good checkpoint: trainer.resume={earlier}"
+            return damaged(error.what, error.where, error.observed, error.required, remedy)
     return error

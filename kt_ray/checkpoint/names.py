@@ -51,21 +51,16 @@ _OTHER_MODALITY = re.compile(
 # Projections that DeepSeek's quantised releases keep plain, and servers read as such: of the sparse
 # attention's indexer, and the entry of a multi-token prediction layer.
 _KEPT_PLAIN = frozenset({"weights_proj", "eh_proj"})
+_LINEAR = ("w1", "w2", "w3", "wq_a", "wq_b", "wkv", "wo_a", "wo_b", "out_proj", "query_key_value", "dense")
 
 
 @dataclass(frozen=True)
 class FusedRelease:
-    """How a family's fused experts are released.
+    """How a family's fused experts are released."""
 
-    Attributes:
-        transposed: [E, H, 2I] and [E, I, H], where they are not quantised.
-        interleaved: rows of gate and up alternate.
-        mxfp4_blocks: quantised, they stay fused, as X_blocks and X_scales; other families' are then
-            released one by one.
-    """
-
-    transposed: bool = False
-    interleaved: bool = False
+    transposed: bool = False  # [E, H, 2I] and [E, I, H], where they are not quantised
+    interleaved: bool = False  # rows of gate and up alternate
+    # Quantised, they stay fused, as X_blocks and X_scales; other families' are then released one by one.
     mxfp4_blocks: bool = False
 
 
@@ -99,22 +94,13 @@ def gate_up_rows(intermediate: int, interleaved: bool) -> tuple[slice, slice]:
 
 @dataclass(frozen=True)
 class ExpertName:
-    """A parameter of routed experts.
+    """A parameter of routed experts."""
 
-    Attributes:
-        prefix: "...experts" (GGUF: "blk.3").
-        layer: number of the decoder layer; None without one.
-        expert: its number; None = all of them in one tensor.
-        role: "gate", "up", "down" or "gate_up".
-        leaf: as released ("w1").
-        bias: not a matrix.
-    """
-
-    prefix: str
-    layer: int | None
-    expert: int | None
-    role: str
-    leaf: str
+    prefix: str  # "...experts" (GGUF: "blk.3")
+    layer: int | None  # of the decoder
+    expert: int | None  # None = all of them in one tensor
+    role: str  # "gate", "up", "down" or "gate_up"
+    leaf: str  # as released ("w1")
     bias: bool
 
 
@@ -183,26 +169,11 @@ def is_mtp(name: str, layers: int | None) -> bool:
 def is_linear(name: str, shape: tuple[int, ...]) -> bool:
     """Weights that servers quantise with `--all-linear`: projections, not routers, embeddings or heads."""
     leaf = name.removesuffix(".weight").rpartition(".")[2]
-    if (
-        len(shape) != 2
-        or not name.endswith(".weight")
-        or leaf in _KEPT_PLAIN
-        or part_of(name, None) in ("router", "other modalities")
-    ):
+    if len(shape) != 2 or not name.endswith(".weight") or leaf in _KEPT_PLAIN:
         return False
-    return leaf.endswith(("_proj", "_proj_with_mqa", "_proj_qkvz")) or leaf in (
-        "w1",
-        "w2",
-        "w3",
-        "wq_a",
-        "wq_b",
-        "wkv",
-        "wo_a",
-        "wo_b",
-        "out_proj",
-        "query_key_value",
-        "dense",
-    )
+    if part_of(name, None) in ("router", "other modalities"):
+        return False
+    return leaf in _LINEAR or leaf.endswith(("_proj", "_proj_with_mqa", "_proj_qkvz"))
 
 
 def part_of(name: str, layers: int | None) -> str:

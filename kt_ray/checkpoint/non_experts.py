@@ -15,44 +15,22 @@ import copy
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex, some
-from kt_ray.checkpoint.key_map import map_keys, tensors_made
+from kt_ray.checkpoint.key_map import LoadReport, map_keys, tensors_made
 from kt_ray.checkpoint.names import expert_name, layer_of
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear, dequantized
 from kt_ray.checkpoint.safetensors_file import damaged
-from kt_ray.errors import UserError
 
 if TYPE_CHECKING:  # expert actors import this package and need no transformers
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter
 
 _PLAIN = {"F32", "BF16", "F16", "F64", "I64", "I32", "I16", "I8", "U8", "BOOL"}
-
-
-@dataclass
-class LoadReport:
-    """What was loaded.
-
-    Attributes:
-        loaded: module names that were filled, sorted.
-        nbytes: bytes they take on the device (tied tensors once).
-        unexpected: checkpoint keys of the loaded parts that the model has no place for.
-        ignored: keys that the family ignores: multi-token prediction, stored rotary tables, other towers
-            of a multimodal model.
-        kept: names of the weights that stay quantised.
-    """
-
-    loaded: list[str] = field(default_factory=list)
-    nbytes: int = 0
-    unexpected: list[str] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
 
 
 def load_non_experts(
@@ -62,7 +40,6 @@ def load_non_experts(
     layers: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device | str,
-    layout: ExpertLayout | None = None,
     need_embedding: bool = True,
     need_head: bool = True,
     keep_quantized: bool = False,
@@ -70,13 +47,10 @@ def load_non_experts(
     """Fill the parameters and persistent buffers of some layers, frozen, on `device`.
 
     Args:
-        index: the checkpoint.
         module: a `...ForCausalLM` built under `torch.device("meta")`; routed-expert parameters, where
             they are still there, are left as they are.
         layers: [start, stop) of the decoder layers to fill.
         dtype: type of floating-point tensors, except those that transformers keeps in float32.
-        device: where they go.
-        layout: the routed experts, which are passed over; None = detected here.
         need_embedding: also fill the input embedding.
         need_head: also fill what comes after the layers: the final norm and lm_head.
         keep_quantized: linear modules whose weight is stored quantised become `QuantizedLinear`.
@@ -84,13 +58,8 @@ def load_non_experts(
     Raises:
         UserError: missing keys (sorted), wrong shapes.
     """
-    layout = layout or ExpertLayout.detect(index)
-    targets = _targets(module, layers, need_embedding, need_head)
-    tied = _tied(module)
-    # A tied tensor is stored once, under its source's name.
-    sources = set(targets) | {tied[name] for name in targets if name in tied}
-    report = LoadReport()
-    mapping = map_keys(index, module, layout, sources, layers, report)
+    targets, tied, sources = _targets(module, layers, need_embedding, need_head)
+    mapping, report = map_keys(index, module, ExpertLayout.detect(index), sources, layers)
 
     placed: dict[str, torch.Tensor] = {}
     kept: dict[str, QuantizedLinear] = {}
@@ -117,14 +86,6 @@ def load_non_experts(
     for name in targets:
         if name not in kept:
             _assign(index, module, name, placed[name], parameters)
-    report.loaded = sorted(targets)
-    report.kept = sorted(kept)
-    report.nbytes = sum(
-        t.numel() * t.element_size()
-        for t in {id(placed[n]): placed[n] for n in targets if n not in kept}.values()
-    ) + sum(linear.stored_bytes for linear in kept.values())
-    report.unexpected.sort()
-    report.ignored.sort()
     return report
 
 
@@ -134,12 +95,8 @@ def check_non_experts(
     """What `load_non_experts` of the whole model would refuse, found in the headers alone.
 
     Args:
-        index: the checkpoint.
         module: a `...ForCausalLM` built under `torch.device("meta")`.
         layout: the routed experts, which are passed over; None = detected here.
-
-    Returns:
-        What the family ignores (`ignored`), sorted; nothing is loaded.
 
     Raises:
         UserError: missing keys, keys that the model has no place for, wrong shapes (of tensors that are
@@ -148,26 +105,19 @@ def check_non_experts(
     layout = layout or ExpertLayout.detect(index)
     _check_biases(index, module, layout)
     everything = (0, sys.maxsize)
-    targets = _targets(module, everything, True, True)
-    tied = _tied(module)
-    sources = set(targets) | {tied[name] for name in targets if name in tied}
+    targets, tied, sources = _targets(module, everything, True, True)
     present: set[str] = set()
-    report = LoadReport()
-    mapping = map_keys(index, module, layout, sources, everything, report)
+    mapping, report = map_keys(index, module, layout, sources, everything)
     for target, (converter, keys) in mapping.items():
         _check_formats(index, keys)
         present |= tensors_made(target, converter)
         if converter is None and target in targets:
             _check_shape(index, target, index.shape(keys[-1][0]), targets[target].shape)
     _check_complete(index, targets, {n for n in targets if n in present or tied.get(n) in present})
-    report.ignored = sorted(set(report.ignored))
-    report.unexpected.sort()
     if report.unexpected:
-        first = report.unexpected[0]
-        info = index.matrices[first].data if first in index.matrices else index.tensors[first]
         raise damaged(
             "checkpoint holds weights that the model has no place for",
-            info.file,
+            index.first(report.unexpected[0]).file,
             f"unexpected: {some(report.unexpected)}",
             f"the tensors of {type(module).__name__} as config.json describes it",
         )
@@ -179,56 +129,46 @@ def _check_biases(index: CheckpointIndex, module: PreTrainedModel, layout: Exper
     parameters = [name for name in module.state_dict() if expert_name(name)]
     biases = [name for name in parameters if name.endswith("_bias")]
     if parameters and bool(biases) != layout.biased:
-        raise damaged(
-            "checkpoint lacks the biases of the experts"
-            if biases
-            else "checkpoint holds biases of the experts that the model has no place for",
-            index.path,
-            f"{type(module).__name__} has {some(biases, 2)}" if biases else some(_first_biases(layout)),
-            "biases in both or in neither",
-        )
-
-
-def _first_biases(layout: ExpertLayout) -> list[str]:
-    return [names[0] for parts in layout.biases.values() for names in parts.values()]
+        what = "checkpoint holds biases of the experts that the model has no place for"
+        observed = some([names[0] for parts in layout.biases.values() for names in parts.values()])
+        if biases:
+            what = "checkpoint lacks the biases of the experts"
+            observed = f"{type(module).__name__} has {some(biases, 2)}"
+        raise damaged(what, index.path, observed, "biases in both or in neither")
 
 
 def _check_complete(index: CheckpointIndex, targets: Collection[str], present: Collection[str]) -> None:
     missing = sorted(set(targets) - set(present))
     if missing:
+        required = f"{len(targets)} tensors outside the routed experts"
         raise damaged(
-            "checkpoint lacks weights of the model",
-            index.path,
-            f"missing: {some(missing)}",
-            f"{len(targets)} tensors outside the routed experts",
+            "checkpoint lacks weights of the model", index.path, f"missing: {some(missing)}", required
         )
 
 
 def _check_formats(index: CheckpointIndex, keys: Iterable[tuple[str, str]]) -> None:
     for key, _ in keys:
         if key not in index.matrices and index.tensors[key].dtype not in _PLAIN:
-            raise UserError(
+            raise damaged(
                 "weights outside the experts are in a format that is not supported",
-                where=f"{index.tensors[key].file}, tensor {key}",
-                observed=index.tensors[key].dtype,
-                required="BF16, F16, F32, or a quantised format with its scales",
-                remedy="use a bfloat16 or float32 checkpoint of this model",
+                index.tensors[key].place,
+                index.tensors[key].dtype,
+                "BF16, F16, F32, or a quantised format with its scales",
+                "use a bfloat16 or float32 checkpoint of this model",
             )
 
 
 def _check_shape(index: CheckpointIndex, name: str, observed: Sequence[int], required: Sequence[int]) -> None:
     if tuple(observed) != tuple(required):
-        raise damaged(
-            "checkpoint and model disagree about a shape",
-            f"{index.path}, {name}",
-            list(observed),
-            list(required),
-        )
+        where = f"{index.path}, {name}"
+        raise damaged("checkpoint and model disagree about a shape", where, list(observed), list(required))
 
 
 def _targets(
     module: PreTrainedModel, layers: tuple[int, int], need_embedding: bool, need_head: bool
-) -> dict[str, torch.Tensor]:
+) -> tuple[dict[str, torch.Tensor], dict[str, str], set[str]]:
+    """The module's tensors to fill; tied name -> its source; and names that the checkpoint stores them by."""
+    tied: dict[str, str] = dict(getattr(module, "all_tied_weights_keys", None) or {})
     embedding = module.get_input_embeddings()
     in_embedding = {id(tensor) for tensor in (*embedding.parameters(), *embedding.buffers())}
     names: dict[str, torch.Tensor] = {}
@@ -238,17 +178,14 @@ def _targets(
             continue
         if layer is not None:
             take = layers[0] <= layer < layers[1]
-        elif id(tensor) in in_embedding and name not in _tied(module):
+        elif id(tensor) in in_embedding and name not in tied:
             take = need_embedding
         else:
             take = need_head
         if take:
             names[name] = tensor
-    return names
-
-
-def _tied(module: PreTrainedModel) -> dict[str, str]:
-    return dict(getattr(module, "all_tied_weights_keys", None) or {})
+    # A tied tensor is stored once, under its source's name.
+    return names, tied, set(names) | {tied[name] for name in names if name in tied}
 
 
 def _realise(
@@ -287,9 +224,8 @@ def _keepable(module: PreTrainedModel, name: str, tied: set[str]) -> bool:
 def _replace(module: PreTrainedModel, name: str, linear: QuantizedLinear) -> None:
     path = name.rpartition(".")[0]
     parent, _, leaf = path.rpartition(".")
-    linear.register_parameter(
-        "bias", module.get_submodule(path)._parameters.get("bias")
-    )  # still empty: loaded like any other
+    bias = module.get_submodule(path)._parameters.get("bias")  # still empty: loaded like any other
+    linear.register_parameter("bias", bias)
     setattr(module.get_submodule(parent), leaf, linear)
 
 
@@ -328,10 +264,8 @@ def materialize_buffers(module: PreTrainedModel, device: torch.device | str) -> 
     """Give buffers that no checkpoint holds (rotary tables, ...) their values on `device`.
 
     Meta buffers that are not persistent are allocated and computed by the family's own
-    `_init_weights`, as `from_pretrained` does. Parameters of the same modules are left alone.
-
-    Returns:
-        The names of the buffers, sorted.
+    `_init_weights`, as `from_pretrained` does. Parameters of the same modules are left alone. Returns the
+    names of the buffers, sorted.
 
     Raises:
         ValueError: a buffer's module also holds parameters still on meta (load them first).

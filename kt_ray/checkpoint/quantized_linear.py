@@ -50,11 +50,6 @@ class QuantizedLinear(nn.Linear):
         self.register_parameter("bias", None)
 
     @property
-    def stored_bytes(self) -> int:
-        """Bytes of values and scales."""
-        return sum(t.numel() * t.element_size() for t in (self.values, self.scales))
-
-    @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """W [N, K] dequantised: for whoever multiplies with it himself."""
         return self.dequantize(self.dtype)

@@ -15,7 +15,9 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,8 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.ite
 # Types without a torch type in every version, or of less than a byte: read as their bytes.
 RAW_BYTES = frozenset({"F8_E8M0", "F4"})
 _MAX_HEADER = 1 << 30  # a longer one is not a header but a damaged file
+_DOWNLOAD = "download the checkpoint again, or check that config.json belongs to it"
+_SPACE = "free space, or set run.root to another disk"
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,11 @@ class TensorInfo:
     def nbytes(self) -> int:
         return self.end - self.start
 
+    @property
+    def place(self) -> str:
+        """For messages."""
+        return f"{self.file}, tensor {self.name}"
+
     def rows(self, start: int, stop: int) -> TensorInfo:
         """Indices [start, stop) of the first dimension."""
         width = self.nbytes // self.shape[0]
@@ -77,30 +86,29 @@ class TensorInfo:
         return replace(self.rows(index, index + 1), shape=self.shape[1:])
 
 
-@dataclass(frozen=True)
-class Header:
-    """A parsed header. `data_start`: bytes before the first tensor; `size`: bytes the file must have."""
-
-    tensors: dict[str, TensorInfo]
-    metadata: dict[str, str]
-    data_start: int
-    size: int
-
-
-def damaged(what: str, where: object, observed: object, required: object = None) -> UserError:
-    """A checkpoint that is damaged, or does not go with its config.json."""
-    remedy = "download the checkpoint again, or check that config.json belongs to it"
+def damaged(
+    what: str, where: object, observed: object = None, required: object = None, remedy: str = _DOWNLOAD
+) -> UserError:
+    """A damaged file, or one that does not belong: by default with its config.json."""
     return UserError(what, where=str(where), observed=observed, required=required, remedy=remedy)
+
+
+@contextmanager
+def writing(what: str, where: Path, size: int | None = None, remedy: str = _SPACE) -> Iterator[None]:
+    """A full or unwritable disk in the block is the user's error; `size`: bytes that are needed."""
+    try:
+        yield
+    except OSError as error:
+        required = None if size is None else f"{size} bytes of free space"
+        fault = f"{what} cannot be written"
+        raise UserError(fault, where=str(where), observed=error, required=required, remedy=remedy) from error
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"key {key!r} appears twice")
-            seen.add(key)
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"key {key!r} appears twice")
     return result
 
 
@@ -109,26 +117,15 @@ def read_json(path: Path, what: str, remedy: str) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, OSError, RecursionError) as error:
-        raise UserError(
-            f"{what} cannot be read",
-            where=str(path),
-            observed=content_of_file(path) or error,
-            required="one JSON object",
-            remedy=remedy,
-        ) from error
+        observed = content_of_file(path) or error
+        raise damaged(f"{what} cannot be read", path, observed, "one JSON object", remedy) from error
     if not isinstance(value, dict):
-        raise UserError(
-            f"{what} is not a JSON object",
-            where=str(path),
-            observed=type(value).__name__,
-            required="a JSON object",
-            remedy=remedy,
-        )
+        raise damaged(f"{what} is not a JSON object", path, type(value).__name__, "a JSON object", remedy)
     return value
 
 
-def read_header(path: Path, *, remedy: str = "download or copy this file again") -> Header:
-    """Parse and check a header against the file's size, without reading tensors.
+def read_header(path: Path, *, remedy: str = "download or copy this file again") -> dict[str, TensorInfo]:
+    """The tensors of a file by its header, checked against the file's size.
 
     Raises:
         UserError: absent, truncated or damaged file; names the file, its bytes and the bytes required.
@@ -136,39 +133,22 @@ def read_header(path: Path, *, remedy: str = "download or copy this file again")
     size, length, raw = _raw_header(path, remedy)
     try:
         entries = json.loads(raw, object_pairs_hook=_no_duplicates)
-        metadata = entries.pop("__metadata__", None) or {}
+        entries.pop("__metadata__", None)
         tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fault = f"no key {error}" if isinstance(error, KeyError) else error
-        raise UserError(
-            "safetensors header is damaged",
-            where=str(path),
-            observed=fault,
-            required="a JSON object with dtype, shape and data_offsets of every tensor",
-            remedy=remedy,
-        ) from error
+        required_entries = "a JSON object with dtype, shape and data_offsets of every tensor"
+        raise damaged("safetensors header is damaged", path, fault, required_entries, remedy) from error
     required = 8 + length
     for info in sorted(tensors.values(), key=lambda t: (t.start, t.end)):
         if info.start != required:
-            raise UserError(
-                "safetensors header is damaged (tensors overlap or leave gaps)",
-                where=f"{path}, tensor {info.name}",
-                observed=f"offset {info.start}",
-                required=f"offset {required}",
-                remedy=remedy,
-            )
+            what = "safetensors header is damaged (tensors overlap or leave gaps)"
+            raise damaged(what, info.place, f"offset {info.start}", f"offset {required}", remedy)
         required = info.end
     if size != required:
-        raise UserError(
-            "safetensors file is truncated"
-            if size < required
-            else "safetensors file has bytes after its tensors",
-            where=str(path),
-            observed=f"{size} bytes",
-            required=f"{required} bytes",
-            remedy=remedy,
-        )
-    return Header(tensors, metadata, 8 + length, required)
+        what = "is truncated" if size < required else "has bytes after its tensors"
+        raise damaged(f"safetensors file {what}", path, f"{size} bytes", f"{required} bytes", remedy)
+    return tensors
 
 
 def _raw_header(path: Path, remedy: str) -> tuple[int, int, bytes]:
@@ -182,16 +162,14 @@ def _raw_header(path: Path, remedy: str) -> tuple[int, int, bytes]:
                 return size, length, file.read(length)
             content = content_of(prefix + file.read(56), size)
     except OSError as error:
-        raise UserError(
-            "safetensors file cannot be read", where=str(path), observed=error, remedy=remedy
-        ) from error
+        raise damaged("safetensors file cannot be read", path, error, remedy=remedy) from error
     plausible = len(prefix) == 8 and 2 <= length <= _MAX_HEADER
-    raise UserError(
+    raise damaged(
         "safetensors file is truncated or no safetensors file (its header is incomplete)",
-        where=str(path),
-        observed=f"{size} bytes" + (f", {content}" if content else ""),
-        required=f"{8 + length} bytes at least" if plausible else "a safetensors header",
-        remedy=remedy,
+        path,
+        f"{size} bytes" + (f", {content}" if content else ""),
+        f"{8 + length} bytes at least" if plausible else "a safetensors header",
+        remedy,
     )
 
 
@@ -210,19 +188,15 @@ def _entry(path: Path, name: str, entry: dict[str, Any], data_start: int) -> Ten
 
 
 def build_header(
-    tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None
+    tensors: Iterable[tuple[str, str, Sequence[int]]],
 ) -> tuple[bytes, dict[str, tuple[int, int]], int]:
-    """Lay a file out before any tensor exists.
-
-    Args:
-        tensors: (name, dtype of the format, shape) in file order.
-        metadata: strings kept in the header.
+    """Lay a file out before any tensor exists: (name, dtype of the format, shape) in file order.
 
     Returns:
         The file's first bytes (length and header, padded to 8), each tensor's absolute byte range,
         and the file's size.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     ranges: dict[str, tuple[int, int]] = {}
     offset = 0
     for name, dtype, shape in tensors:
@@ -246,7 +220,6 @@ def write_safetensors(
     """Write a file from values that come one after another, flushed to the disk.
 
     Args:
-        path: the file.
         entries: (name, dtype of the format, shape) in file order.
         values: of the entries, in their order; each is needed only until the next.
 
@@ -289,12 +262,12 @@ def read_into(fd: int, view: memoryview, offset: int, path: Path) -> None:
     while done < len(view):
         count = os.preadv(fd, [view[done:]], offset + done)
         if count == 0:
-            raise UserError(
+            raise damaged(
                 "checkpoint file ended while it was read",
-                where=str(path),
-                observed=f"{offset + done} bytes",
-                required=f"{offset + len(view)} bytes",
-                remedy="download or copy this file again, and do not change it during a run",
+                path,
+                f"{offset + done} bytes",
+                f"{offset + len(view)} bytes",
+                "download or copy this file again, and do not change it during a run",
             )
         done += count
 
@@ -319,12 +292,12 @@ def read_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def read_tensor(info: TensorInfo) -> torch.Tensor:
     """Read one tensor to the CPU in its stored type; types that torch lacks as bytes."""
     if info.dtype not in RAW_BYTES and info.dtype not in TORCH_DTYPES:
-        raise UserError(
+        raise damaged(
             f"tensor type {info.dtype} cannot be read",
-            where=f"{info.file}, tensor {info.name}",
-            observed=info.dtype,
-            required=", ".join(sorted(TORCH_DTYPES)),
-            remedy="use a checkpoint in bfloat16 or float32",
+            info.place,
+            info.dtype,
+            ", ".join(sorted(TORCH_DTYPES)),
+            "use a checkpoint in bfloat16 or float32",
         )
     tensor = torch.empty(read_shape(info.dtype, info.shape), dtype=read_dtype(info.dtype))
     fd = os.open(info.file, os.O_RDONLY)

@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,23 +37,24 @@ from rich.progress import (
 )
 
 from kt_ray.checkpoint.encode_weights import Entry
-from kt_ray.checkpoint.safetensors_file import TensorInfo, build_header, read_into, tensor_bytes, write_from
-from kt_ray.checkpoint.training import write_text
+from kt_ray.checkpoint.safetensors_file import (
+    TensorInfo,
+    build_header,
+    damaged,
+    read_tensor,
+    tensor_bytes,
+    write_from,
+    writing,
+)
+from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 
 SHARD_BYTES = 4 << 30
 _JOB = ".job"
 _CHUNK = 8 << 20
+_RESUMES = "free space and repeat the command: it resumes"
 _WEIGHTS = (
-    ".safetensors",
-    ".safetensors.index.json",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".onnx",
-    ".h5",
-    ".msgpack",
+    *(".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"),
 )
 
 
@@ -75,14 +76,10 @@ class Notes(dict[str, list[float]]):
 
 @dataclass(frozen=True)
 class Unit:
-    """Tensors that are made together.
+    """Tensors that are made together."""
 
-    Attributes:
-        entries: what is written, in file order.
-        produce: yields all values of all entries, in any order; may add sums to the notes.
-    """
-
-    entries: tuple[Entry, ...]
+    entries: tuple[Entry, ...]  # what is written, in file order
+    # yields all values of all entries, in any order; may add sums to the notes
     produce: Callable[[Notes], Iterator[Piece]]
 
     @property
@@ -92,19 +89,13 @@ class Unit:
 
 def copied(info: TensorInfo) -> Unit:
     """A tensor copied byte by byte."""
-    width = info.nbytes // info.shape[0] if info.shape and info.shape[0] else info.nbytes
-    rows = max(1, _CHUNK // max(1, width))
+    count = info.shape[0] if info.shape else 1
+    raw = replace(info, dtype="U8", shape=(count, info.nbytes // max(1, count)))
+    rows = max(1, _CHUNK // max(1, raw.shape[1]))
 
     def produce(notes: Notes) -> Iterator[Piece]:
-        fd = os.open(info.file, os.O_RDONLY)
-        try:
-            for start in range(0, info.shape[0] if info.shape else 1, rows):
-                size = min(rows * width, info.nbytes - start * width)
-                chunk = torch.empty(size, dtype=torch.uint8)
-                read_into(fd, tensor_bytes(chunk), info.start + start * width, info.file)
-                yield Piece(info.name, chunk, start)
-        finally:
-            os.close(fd)
+        for start in range(0, count, rows):
+            yield Piece(info.name, read_tensor(raw.rows(start, min(start + rows, count))), start)
 
     return Unit((Entry(info.name, info.dtype, info.shape),), produce)
 
@@ -126,7 +117,6 @@ def write_shards(
         job: what decides the result (paths, options, fingerprints), as JSON.
         shard_bytes: largest shard, unless one unit alone is larger.
         threads: units produced at the same time; memory grows with them, the result does not change.
-        title: of the progress bar.
 
     Returns:
         The sums of all shards. `finish` completes the directory.
@@ -167,7 +157,6 @@ def finish(
 
     Args:
         out, units, shard_bytes: as given to `write_shards`.
-        source: the checkpoint's directory.
         config: config.json of the result.
         own_files: those that the command writes itself: not copied from `source`.
 
@@ -175,7 +164,7 @@ def finish(
         UserError: the disk is full; the command may be repeated.
     """
     shards = _split(units, shard_bytes)
-    try:
+    with writing("output", out, remedy=_RESUMES):
         for file in sorted(source.iterdir()):
             ours = file.name.endswith(_WEIGHTS) or file.name in ("config.json", *own_files)
             if file.is_file() and not file.name.startswith(".") and not ours:
@@ -184,20 +173,9 @@ def finish(
             where = {e.key: name for name, part in shards.items() for u in part for e in u.entries}
             size = sum(unit.nbytes for unit in units)
             index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
-            write_text(out / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
-        write_text(out / "config.json", json.dumps(config, indent=2) + "\n")
-    except OSError as error:
-        raise _unwritable(out, error) from error
+            write_atomic(out / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+        write_atomic(out / "config.json", json.dumps(config, indent=2) + "\n")
     shutil.rmtree(out / _JOB)
-
-
-def _unwritable(where: Path, error: OSError) -> UserError:
-    return UserError(
-        "output cannot be written",
-        where=str(where),
-        observed=error,
-        remedy="free space and repeat the command: it resumes",
-    )
 
 
 def _split(units: Sequence[Unit], shard_bytes: int) -> dict[str, list[Unit]]:
@@ -227,29 +205,29 @@ def _begin(out: Path, job: dict[str, Any]) -> Iterator[None]:
     except NotADirectoryError as error:
         raise UserError("output is a file", where=str(out), remedy="choose another directory") from error
     if present and not record.is_file():
-        raise UserError(
+        raise damaged(
             "output directory is not empty",
-            where=str(out),
-            observed=", ".join(present[:5]),
-            required="a new directory, or one that a stopped run of the same command left",
-            remedy="choose another directory, or remove this one",
+            out,
+            ", ".join(present[:5]),
+            "a new directory, or one that a stopped run of the same command left",
+            "choose another directory, or remove this one",
         )
     job = json.loads(json.dumps(job))
     if present:
         begun = json.loads(record.read_text(encoding="utf-8"))
         other = sorted(key for key in {*begun, *job} if begun.get(key) != job.get(key))
         if other:
-            raise UserError(
+            raise damaged(
                 "output directory belongs to another job",
-                where=str(record),
-                observed=", ".join(f"{key} {begun.get(key)!r}" for key in other),
-                required=", ".join(f"{key} {job.get(key)!r}" for key in other),
-                remedy="repeat the command that began it, or choose another directory",
+                record,
+                ", ".join(f"{key} {begun.get(key)!r}" for key in other),
+                ", ".join(f"{key} {job.get(key)!r}" for key in other),
+                "repeat the command that began it, or choose another directory",
             )
     else:
         try:
             record.parent.mkdir(parents=True)
-            write_text(record, json.dumps(job, indent=2) + "\n")
+            write_atomic(record, json.dumps(job, indent=2) + "\n")
         except OSError as error:
             raise UserError("output directory cannot be written", where=str(out), observed=error) from error
     with record.open("rb") as lock:
@@ -274,19 +252,11 @@ def _check_space(out: Path, needed: int) -> None:
     stale = sum(p.stat().st_size for p in out.glob(".*.partial"))
     free = shutil.disk_usage(out).free + stale
     if needed > free:
-        raise UserError(
-            "too little disk space",
-            where=str(out),
-            observed=f"{free / 1e9:.1f} GB free",
-            required=f"{needed / 1e9:.1f} GB",
-            remedy="free space, or choose a directory on another disk",
-        )
+        observed, remedy = f"{free / 1e9:.1f} GB free", "free space, or choose a directory on another disk"
+        raise damaged("too little disk space", out, observed, f"{needed / 1e9:.1f} GB", remedy)
 
 
 def _in_order(action: Callable[[Unit], Notes], units: Sequence[Unit], threads: int) -> Iterator[Notes]:
-    if threads <= 1:
-        yield from map(action, units)
-        return
     pool = ThreadPoolExecutor(max_workers=threads)
     try:
         yield from pool.map(action, units)
@@ -326,21 +296,20 @@ def _write_shard(
     head, ranges, size = layout
     partial = out / f".{name}.partial"
     notes = Notes()
-    fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        os.ftruncate(fd, size)
-        write_from(fd, memoryview(head), 0)
-        for own in _in_order(lambda unit: _write_unit(fd, unit, ranges, advance), units, threads):
-            for key, values in own.items():  # summed in the units' order: the same sums with any threads
-                notes.add(key, *values)
-        os.fsync(fd)
-        write_text(_notes_file(out, name), json.dumps(notes))
-        os.replace(partial, out / name)
-    except OSError as error:
-        partial.unlink(missing_ok=True)  # a full disk gets its space back
-        raise _unwritable(out / name, error) from error
-    finally:
-        os.close(fd)
+    with writing("output", out / name, remedy=_RESUMES), partial.open("wb") as file:
+        fd = file.fileno()
+        try:
+            os.ftruncate(fd, size)
+            write_from(fd, memoryview(head), 0)
+            for own in _in_order(lambda unit: _write_unit(fd, unit, ranges, advance), units, threads):
+                for key, values in own.items():  # summed in the units' order: the same sums with any threads
+                    notes.add(key, *values)
+            os.fsync(fd)
+            write_atomic(_notes_file(out, name), json.dumps(notes))
+            os.replace(partial, out / name)
+        except OSError:
+            partial.unlink(missing_ok=True)  # a full disk gets its space back
+            raise
 
 
 @contextmanager

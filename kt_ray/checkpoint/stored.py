@@ -28,7 +28,6 @@ import torch
 
 from kt_ray.checkpoint.names import expert_name
 from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_shape, read_tensor
-from kt_ray.errors import UserError
 from kt_ray.native import ExpertMatrix
 
 _SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale", ".scale")
@@ -54,24 +53,15 @@ _OTHER = (
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """One quantised matrix of a checkpoint.
+    """One quantised matrix of a checkpoint, or a stack of them."""
 
-    Attributes:
-        name: the parameter it stands for.
-        format: "fp8", "mxfp4", "int8" or "int4", as `kt_ray.native.ExpertMatrix` names them.
-        data, scales: the tensors.
-        shape: of the values: (N, K), or (E, N, K) for a stack.
-        block: rows and columns that one scale covers.
-        keys: every key of the checkpoint that it accounts for.
-    """
-
-    name: str
-    format: str
+    name: str  # of the parameter it stands for
+    format: str  # "fp8", "mxfp4", "int8" or "int4", as `kt_ray.native.ExpertMatrix` names them
     data: TensorInfo
     scales: TensorInfo
-    shape: tuple[int, ...]
-    block: tuple[int, int]
-    keys: tuple[str, ...]
+    shape: tuple[int, ...]  # of the values: (N, K), or (E, N, K) for a stack
+    block: tuple[int, int]  # rows and columns that one scale covers
+    keys: tuple[str, ...]  # of the checkpoint: data, scales and, where there is one, weight_shape
 
     @property
     def data_shape(self) -> tuple[int, ...]:
@@ -110,11 +100,7 @@ class StoredMatrix:
 def find_matrices(
     path: Path, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> dict[str, StoredMatrix]:
-    """Every quantised matrix by the name of the parameter it stands for.
-
-    Args:
-        path: the checkpoint's directory, for messages.
-        tensors: name -> place. config: config.json.
+    """Every quantised matrix by the name of the parameter it stands for; `path` is for messages.
 
     Raises:
         UserError: a format that is not read; scales that are missing, left over or of the wrong shape.
@@ -131,23 +117,19 @@ def find_matrices(
         if scales is None:
             faults.append(f"{name} ({tensors[name].dtype} without scales)")
             continue
-        stored = _matrix(logical, tensors[name], tensors[scales], quantization)
-        if isinstance(stored, str):
-            faults.append(f"{name} {list(tensors[name].shape)} with {scales} {stored}")
-            continue
         shape = logical.removesuffix(".weight") + ".weight_shape"
         keys = (name, scales, *((shape,) if shape in tensors else ()))
-        matrices[logical] = StoredMatrix(*stored, keys=keys)
+        stored = _matrix(logical, keys, tensors[name], tensors[scales], quantization)
+        if isinstance(stored, str):
+            faults.append(f"{name} {list(tensors[name].shape)} with {scales} {stored}")
+        else:
+            matrices[logical] = stored
     used = {key for matrix in matrices.values() for key in matrix.keys}
     faults += [f"{name} (no weight)" for name in sorted(tensors) if _SCALE.search(name) and name not in used]
     if faults:
         shown = "; ".join(faults[:4]) + (f"; {len(faults)} in all" if len(faults) > 4 else "")
-        raise damaged(
-            "quantised weights and their scales do not fit together",
-            path,
-            shown,
-            "for each weight its scales, of the shape that quantization_config states",
-        )
+        required = "for each weight its scales, of the shape that quantization_config states"
+        raise damaged("quantised weights and their scales do not fit together", path, shown, required)
     return matrices
 
 
@@ -163,13 +145,10 @@ def _refuse(path: Path, tensors: Iterable[str]) -> None:
             if name.endswith(suffix):
                 refused.setdefault(what, []).append(name)
     for what, names in sorted(refused.items()):
-        raise UserError(
-            "the checkpoint's quantised format cannot be read",
-            where=f"{path}, {min(names)}",
-            observed=f"{what} ({len(names)} tensors)",
-            required="BF16, F32, FP8, MXFP4, or symmetric INT8/INT4 (compressed-tensors)",
-            remedy=_OTHER,
-        )
+        required = "BF16, F32, FP8, MXFP4, or symmetric INT8/INT4 (compressed-tensors)"
+        observed = f"{what} ({len(names)} tensors)"
+        where = f"{path}, {min(names)}"
+        raise damaged("the checkpoint's quantised format cannot be read", where, observed, required, _OTHER)
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -201,13 +180,10 @@ def _parts(name: str, tensors: Mapping[str, TensorInfo]) -> tuple[str, str | Non
     return logical, next((c for c in candidates if c in tensors), None)
 
 
-_Fields = tuple[str, str, TensorInfo, TensorInfo, tuple[int, ...], tuple[int, int]]
-
-
 def _matrix(
-    name: str, data: TensorInfo, scales: TensorInfo, quantization: Mapping[str, Any]
-) -> _Fields | str:
-    """Fields of a StoredMatrix, or what is wrong with the scales."""
+    name: str, keys: tuple[str, ...], data: TensorInfo, scales: TensorInfo, quantization: Mapping[str, Any]
+) -> StoredMatrix | str:
+    """The matrix, or what is wrong with its scales."""
     kind = _kind(data, scales)
     if kind is None:
         return f"{scales.dtype} {list(scales.shape)} (no known format: values {data.dtype})"
@@ -225,7 +201,7 @@ def _matrix(
         return f"{list(scales.shape)} (values {list(shape)})"
     if block[1] < shape[-1] and block[1] % 32:
         return f"{list(scales.shape)} (groups of {block[1]}, required a multiple of 32)"
-    return name, kind, data, scales, shape, block
+    return StoredMatrix(name, kind, data, scales, shape, block, keys)
 
 
 def _kind(data: TensorInfo, scales: TensorInfo) -> str | None:

@@ -25,16 +25,15 @@ import torch
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.manifest import BEST, CHOOSE, MANIFEST, Manifest, ShardInfo, list_checkpoints, unusable
 from kt_ray.checkpoint.safetensors_file import (
-    TORCH_DTYPES,
     TensorInfo,
     build_header,
+    damaged,
     read_header,
-    read_into,
     read_tensor,
-    tensor_bytes,
     write_safetensors,
+    writing,
 )
-from kt_ray.errors import UserError
+from kt_ray.disk import write_atomic
 
 LATEST = "latest"
 
@@ -47,24 +46,11 @@ def step_name(step: int) -> str:
 def begin_checkpoint(root: str | os.PathLike[str], step: int) -> Path:
     """An empty hidden directory beside the checkpoints, for the actors to write their shards into."""
     path = Path(root) / f".{step_name(step)}.partial"
-    try:
+    with writing("checkpoint", path):
         if path.exists():
             shutil.rmtree(path)
         path.mkdir(parents=True)
-    except OSError as error:
-        raise not_written(path, error) from error
     return path
-
-
-def not_written(path: Path, error: OSError, size: int | None = None) -> UserError:
-    """The disk is full (`size` bytes are needed), or not writable."""
-    return UserError(
-        "checkpoint cannot be written",
-        where=str(path),
-        observed=error,
-        required=None if size is None else f"{size} bytes of free space",
-        remedy="free space, or set run.root to another disk",
-    )
 
 
 def write_shard(
@@ -81,51 +67,22 @@ def write_shard(
         raise ValueError(f"checkpoint tensors must be float32: {some(other)}")
     path = Path(directory) / filename
     entries = [(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
-    try:
+    with writing("checkpoint", path, build_header(entries)[2]):
         size, crc = write_safetensors(path, entries, tensors.values())
-    except OSError as error:
-        raise not_written(path, error, build_header(entries)[2]) from error
     return ShardInfo(filename, size, crc, len(tensors))
-
-
-def write_beside_shards(path: Path, text: str) -> None:
-    """A small file of a checkpoint.
-
-    Raises:
-        UserError: the disk is full or not writable.
-    """
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise not_written(path, error) from error
 
 
 def commit_checkpoint(partial: Path, final: Path, manifest: Manifest) -> Path:
     """Write the manifest, rename `partial` to `final` and point `latest` at it.
 
     Raises:
-        UserError: a shard is absent or short (an actor on another node wrote elsewhere), or the disk is full.
+        UserError: a shard is absent or short (an actor on another node wrote elsewhere).
+        OSError: the disk is full or not writable.
     """
     for shard in manifest.shards:
-        file = partial / shard.file
-        size = file.stat().st_size if file.is_file() else None
-        if size != shard.bytes:
-            raise UserError(
-                "an actor's shard did not arrive in the run directory",
-                where=str(file),
-                observed="no such file" if size is None else f"{size} bytes",
-                required=f"{shard.bytes} bytes",
-                remedy="set run.root to a directory that all nodes share",
-            )
-    try:
-        _publish(partial, final, manifest)
-    except OSError as error:
-        raise not_written(final, error) from error
-    return final
-
-
-def _publish(partial: Path, final: Path, manifest: Manifest) -> None:
-    write_text(partial / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
+        remedy = "set run.root to a directory that all nodes share"
+        shard.check_size(partial, "an actor's shard did not arrive in the run directory", remedy)
+    write_atomic(partial / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
     _fsync_dir(partial)
     if final.exists():  # the same step again, after a replay: equal by construction, the newer one stays
         old = final.with_name(f".{final.name}.old")
@@ -137,6 +94,7 @@ def _publish(partial: Path, final: Path, manifest: Manifest) -> None:
         partial.rename(final)
     _link(final.parent, LATEST, final.name)
     _fsync_dir(final.parent)
+    return final
 
 
 def prune_checkpoints(root: str | os.PathLike[str], keep: int) -> list[Path]:
@@ -163,10 +121,8 @@ def mark_best(root: str | os.PathLike[str], step: int) -> None:
     Raises:
         UserError: the disk is full or not writable.
     """
-    try:
+    with writing("checkpoint", Path(root) / BEST):
         _link(Path(root), BEST, step_name(step))
-    except OSError as error:
-        raise not_written(Path(root) / BEST, error) from error
 
 
 def best_checkpoint(root: str | os.PathLike[str]) -> Path | None:
@@ -206,68 +162,40 @@ def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
 def read_named_into(checkpoint: str | os.PathLike[str], targets: Mapping[str, torch.Tensor]) -> None:
     """Read tensors by key ("param/<name>", ...), from whichever shards hold them, into live tensors.
 
-    Contiguous float32 on the CPU needs no copy.
-
     Raises:
         UserError: the checkpoint does not hold some of them, holds one twice, or in another shape.
     """
     places = _locate(Path(checkpoint), list(targets))
     for name, info in places.items():
         if tuple(info.shape) != tuple(targets[name].shape):
-            raise UserError(
+            raise damaged(
                 "checkpoint holds a parameter of another shape",
-                where=str(info.file),
-                observed=f"{name} {tuple(info.shape)}",
-                required=tuple(targets[name].shape),
-                remedy="set lora.rank and the model as in the run that wrote it",
+                info.file,
+                f"{name} {tuple(info.shape)}",
+                tuple(targets[name].shape),
+                "set lora.rank and the model as in the run that wrote it",
             )
-    fds: dict[Path, int] = {}
-    try:
+    with torch.no_grad():
         for name, info in sorted(places.items(), key=lambda item: (item[1].file, item[1].start)):
-            if info.file not in fds:
-                fds[info.file] = os.open(info.file, os.O_RDONLY)
-            target = targets[name]
-            if _readable(target, info):
-                read_into(fds[info.file], tensor_bytes(target), info.start, info.file)
-            else:
-                target.copy_(read_tensor(info))
-    finally:
-        for fd in fds.values():
-            os.close(fd)
-
-
-def _readable(tensor: torch.Tensor, info: TensorInfo) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == TORCH_DTYPES[info.dtype]
+            targets[name].copy_(read_tensor(info))
 
 
 def _locate(path: Path, names: list[str]) -> dict[str, TensorInfo]:
     places: dict[str, TensorInfo] = {}
     for file in sorted(path.glob("*.safetensors")):
-        for name, info in read_header(file, remedy=CHOOSE).tensors.items():
+        for name, info in read_header(file, remedy=CHOOSE).items():
             if name in places:
                 where = f"{file} and {places[name].file.name}"
                 raise unusable("checkpoint holds a parameter twice", where, name)
             places[name] = info
     missing = sorted(name for name in names if name not in places)
     if missing:
-        raise UserError(
-            "checkpoint lacks parameters of this run",
-            where=str(path),
-            observed=f"missing: {some(missing)}",
-            required=f"{len(names)} tensors",
-            remedy="set lora.target_modules and lora.experts as in the run that wrote it",
+        remedy = "set lora.target_modules and lora.experts as in the run that wrote it"
+        observed = f"missing: {some(missing)}"
+        raise damaged(
+            "checkpoint lacks parameters of this run", path, observed, f"{len(names)} tensors", remedy
         )
     return {name: places[name] for name in names}
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file beside and rename it, flushed to the disk."""
-    beside = path.with_name(f".{path.name}.partial")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
 
 
 def _fsync_dir(path: Path) -> None:

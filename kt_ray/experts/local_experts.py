@@ -98,7 +98,7 @@ class LocalExperts:
         file_bytes = index.nbytes
         if spec.experts_path is not None:
             gguf = GgufExperts.open(spec.experts_path, index, layout)
-            layout, read, file_bytes = gguf.layout, gguf.load, gguf.file_bytes
+            layout, read, file_bytes = gguf.layout, gguf.load, gguf.layout.nbytes
         experts = {layer: spec.experts_of(layer) for layer in layout.moe_layers}
         outside = sorted({e for ids in experts.values() for e in ids if e >= layout.num_experts})
         if outside:

@@ -92,8 +92,9 @@ def build_stage_model(spec: StageSpec) -> StageModel:
             if is_experts(module):
                 for name in list(module._parameters):
                     module.register_parameter(name, None)
-    from kt_ray.checkpoint.index import CheckpointIndex
+    from kt_ray.checkpoint.index import CheckpointIndex, some
     from kt_ray.checkpoint.non_experts import load_non_experts, materialize_buffers
+    from kt_ray.checkpoint.safetensors_file import damaged
 
     index = CheckpointIndex.open(Path(spec.model_dir))
     load_non_experts(
@@ -110,14 +111,8 @@ def build_stage_model(spec: StageSpec) -> StageModel:
     materialize_buffers(causal, model.device)
     missing = [name for name, t in [*causal.named_parameters(), *causal.named_buffers()] if t.is_meta]
     if missing:
-        raise UserError(
-            "the checkpoint lacks weights of this model",
-            where=spec.model_dir,
-            observed="no value for "
-            + ", ".join(missing[:4])
-            + (f" and {len(missing) - 4} more" if len(missing) > 4 else ""),
-            remedy="download the checkpoint again, or check that config.json belongs to it",
-        )
+        observed = f"no value for {some(missing, 4)}"
+        raise damaged("the checkpoint lacks weights of this model", spec.model_dir, observed)
     causal.requires_grad_(False)
     causal.eval()
     return model

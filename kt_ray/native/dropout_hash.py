@@ -78,11 +78,9 @@ def row_hash(seed: int, step: int, stream: int, samples_N: Tensor, positions_N: 
     h = 0
     for value in (seed & _MASK, (seed >> 32) & _MASK, step, stream):
         h = combine(h, value)
-    low = (samples_N & _MASK).to(torch.int64)
-    high = (samples_N >> 32) & _MASK
     # int64 -> int32 keeps the low 32 bits
     h_N = torch.full_like(samples_N, _signed(h), dtype=torch.int32)
-    for v_N in (low, high, positions_N):
+    for v_N in (samples_N, samples_N >> 32, positions_N):
         h_N = _fmix_(h_N * 31 + (v_N & _MASK).to(torch.int32) + _signed(_GOLDEN))
     return h_N
 
@@ -95,12 +93,7 @@ def element_hash(row_N: Tensor, features: int) -> Tensor:
 
 
 def keep_mask(row_N: Tensor, features: int, p: float) -> Tensor:
-    """Which elements of each row are kept: bool [N, F].
-
-    Args:
-        row_N: int32 from `row_hash`.
-        p: drop probability.
-    """
+    """Which elements of each row are kept: bool [N, F]; row_N int32 from `row_hash`, p = drop probability."""
     u_NF = element_hash(row_N, features)
     # unsigned comparison by moving both sides into the signed range
     u_NF ^= _signed(1 << 31)
@@ -113,12 +106,9 @@ def dropout_hash(
     """The 32-bit hash of every element of an expert projection's input.
 
     Args:
-        spec: seed and step.
-        layer: index of the layer in the model.
-        expert: global number of the expert.
-        projection: GATE, UP or DOWN.
+        layer, expert, projection: see `expert_stream`.
         keys_N: int64, sample * 2**32 + position.
-        features: number of input features of the projection.
+        features: F.
 
     Returns:
         int64 [N, F] in [0, 2**32); an element is kept iff its hash is >= floor(p * 2**32).

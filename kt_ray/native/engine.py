@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -107,20 +107,13 @@ def _adapter_arg(prefix: str, adapter: ExpertLora, gated: bool) -> _native.LoraA
     return gate_a, gate_b, up_a, up_b, down_a, down_b, adapter.scale
 
 
-def _lora_args(lora: Lora, gated: bool) -> list[_native.LoraArg]:
+def _lora_args(name: str, lora: LoraGrads, gated: bool) -> list[Any]:
+    """One per adapter; None for gradients that are not wanted."""
     if lora is None:
         return []
     if isinstance(lora, ExpertLora):
-        return [_adapter_arg("lora", lora, gated)]
-    return [_adapter_arg(f"lora[{i}]", adapter, gated) for i, adapter in enumerate(lora)]
-
-
-def _grad_args(grads: LoraGrads, gated: bool) -> list[_native.LoraArg | None]:
-    if grads is None:
-        return []
-    if isinstance(grads, ExpertLora):
-        return [_adapter_arg("lora_grads", grads, gated)]
-    return [None if g is None else _adapter_arg(f"lora_grads[{i}]", g, gated) for i, g in enumerate(grads)]
+        return [_adapter_arg(name, lora, gated)]
+    return [None if a is None else _adapter_arg(f"{name}[{i}]", a, gated) for i, a in enumerate(lora)]
 
 
 class Engine:
@@ -249,7 +242,7 @@ class Engine:
             x_arg,
             _arg("ids", ids),
             _arg("weights_TK", weights_TK),
-            _lora_args(lora, weights.gate is not None),
+            _lora_args("lora", lora, weights.gate is not None),
             _optional_arg("adapter_of_token", adapter_of_token),
             None if dropout is None else (dropout.p, dropout.seed, dropout.step),
             _optional_arg("keys", keys),
@@ -299,8 +292,8 @@ class Engine:
             weights_arg,
             saved,
             dy_arg,
-            _lora_args(lora, weights.gate is not None),
-            _grad_args(lora_grads, weights.gate is not None),
+            _lora_args("lora", lora, weights.gate is not None),
+            _lora_args("lora_grads", lora_grads, weights.gate is not None),
             _arg("dx", dx_TH),
             _arg("dw", dw_TK),
             check_finite,

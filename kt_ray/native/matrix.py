@@ -6,7 +6,6 @@ Shapes: E local experts, N rows (outputs) and K columns (inputs) of one projecti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -256,13 +255,13 @@ class ExpertMatrix:
         return ExpertMatrix(self.format, data, shape, scales, (kept, columns))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values [E, N, K]: the formats' definition in float32, then rounded to `dtype`.
-
-        Raises:
-            ImportError: a GGUF type without the gguf package.
-        """
+        """The values [E, N, K]: the formats' definition in float32, then rounded to `dtype`."""
         if self.scales is None:
-            return _dequantize_gguf(self.format, self.data, self.shape[2]).to(dtype)
+            from gguf import quants
+
+            rows = self.data.reshape(self.shape[0] * self.shape[1], -1).contiguous().numpy()
+            values = quants.dequantize(rows, quants.GGMLQuantizationType[self.format.upper()])
+            return torch.from_numpy(values).reshape(self.shape).to(dtype)
         return dequantize(self.format, self.data, self.scales, self.shape, self.scale_block).to(dtype)
 
     def binding_arg(self, name: str) -> MatrixArg:
@@ -303,26 +302,6 @@ def scales_to_float(scales: Tensor) -> Tensor:
     exponent = scales.view(torch.uint8).to(torch.int32)
     bits = torch.where(exponent == 0, 0x00400000, exponent << 23).to(torch.int32)
     return torch.where(exponent == 255, torch.nan, bits.view(torch.float32))
-
-
-def gguf_quants(needed_for: str) -> ModuleType:
-    """The module gguf.quants.
-
-    Raises:
-        ImportError: the package is not installed.
-    """
-    try:
-        import gguf.quants
-    except ImportError as error:
-        raise ImportError(f"{needed_for} needs the gguf package: pip install gguf") from error
-    return gguf.quants  # type: ignore[no-any-return, unused-ignore]
-
-
-def _dequantize_gguf(kind: str, data: Tensor, columns: int) -> Tensor:
-    quants = gguf_quants(f"dequantising {kind}")
-    rows = data.reshape(data.shape[0] * data.shape[1], -1).contiguous().numpy()
-    values = quants.dequantize(rows, quants.GGMLQuantizationType[kind.upper()])
-    return torch.from_numpy(values).reshape(*data.shape[:2], columns)
 
 
 def _three(name: str, tensor: Tensor) -> tuple[int, int, int]:

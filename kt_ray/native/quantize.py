@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kt_ray.native.matrix import FORMATS, GGUF_BLOCKS, ExpertMatrix, gguf_quants, scales_to_float
+from kt_ray.native.matrix import FORMATS, GGUF_BLOCKS, ExpertMatrix, scales_to_float
 
 ScaleType = Literal["float32", "bfloat16", "float16", "ue8m0"]
 
@@ -37,7 +37,6 @@ def quantize(
 
     Raises:
         ValueError: an unknown format, or a shape that it cannot hold.
-        ImportError: Q8_0, Q4_0, Q5_0 or Q5_1 without the gguf package.
     """
     if format not in FORMATS:
         raise ValueError(f"format: {format!r}, required one of {', '.join(FORMATS)}")
@@ -60,7 +59,8 @@ def quantize(
         return ExpertMatrix.gguf(format, _q45_k(w, 4 if format == "q4_k" else 5))
     if format == "q6_k":
         return ExpertMatrix.gguf(format, _q6_k(w))
-    quants = gguf_quants(f"quantising {format}")
+    from gguf import quants
+
     blocks = quants.quantize(w.numpy(), quants.GGMLQuantizationType[format.upper()])
     return ExpertMatrix.gguf(format, torch.from_numpy(blocks))
 

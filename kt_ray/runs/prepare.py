@@ -20,6 +20,7 @@ from kt_ray.checkpoint import (
     check_non_experts,
 )
 from kt_ray.checkpoint.index import some
+from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, eval_waves, load_data
 from kt_ray.demo import resolve_model_dir
@@ -186,7 +187,7 @@ def _as_stored(dims: ModelDims, layout: ExpertLayout, *, own_file: bool = False)
     if dims.plain_expert_layers:
         promised.add(plain_storage(dims.dtype).format)
     formats = set(layout.distinct_formats)
-    size = layout.num_experts * sum(layout.expert_bytes.values())
+    size = layout.nbytes
     if own_file and formats != {"f32"}:
         dims = replace(dims, experts_file_bytes=size)
     if formats == promised:
@@ -207,12 +208,11 @@ def _check_formulas(layout: ExpertLayout, formulas: Mapping[int, ExpertFormula])
     layout.check(moe_layers=formulas, where="transformers' model of config.json")
     for layer, formula in formulas.items():
         if layout.gated == (formula.activation == "relu2"):
-            raise UserError(
+            raise damaged(
                 "checkpoint and model disagree about the experts' gate",
-                where=layout.prefixes[layer],
-                observed=f"{', '.join(layout.leaves.values())} in the weights",
-                required=f"{'a gate' if not layout.gated else 'no gate'} for {formula}",
-                remedy="download the checkpoint again, or check that config.json belongs to it",
+                layout.prefixes[layer],
+                f"{', '.join(layout.leaves.values())} in the weights",
+                f"{'a gate' if not layout.gated else 'no gate'} for {formula}",
             )
 
 

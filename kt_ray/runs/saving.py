@@ -10,22 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from kt_ray.adapter.adapter_dir import adapter_layout, adapter_not_written, create_adapter, finish_adapter
+from kt_ray.adapter.adapter_dir import adapter_layout, create_adapter, finish_adapter
 from kt_ray.adapter.peft_config import AdapterInfo
+from kt_ray.checkpoint.safetensors_file import writing
 from kt_ray.checkpoint.training import (
     Manifest,
     begin_checkpoint,
     best_checkpoint,
     commit_checkpoint,
-    not_written,
     prune_checkpoints,
     set_aside_later,
     step_name,
-    write_beside_shards,
 )
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import flat
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
+from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 from kt_ray.model.family import read_family
 from kt_ray.model.pissa import doubled_shape
@@ -91,28 +91,29 @@ def save_checkpoint(
     """
     partial = begin_checkpoint(rundir.checkpoints, step)
     batches, plan = prepared.batches, prepared.plan
-    try:
-        shards = cluster.save_shards(str(partial))
-        write_beside_shards(partial / LOAD_FILE, load.to_json(owners_of(plan.experts, plan.dims)))
-        epoch, step_in_epoch = divmod(step, batches.steps_per_epoch)
-        manifest = Manifest(
-            step=step,
-            seed=prepared.config.seed,
-            data={"next_step": step, "epoch": epoch, "step_in_epoch": step_in_epoch},
-            model=prepared.fingerprint,
-            fields=_fields(prepared),
-            shards=tuple(shards),
-            state={"total_steps": batches.total_steps}
-            | ({} if eval_loss is None else {"eval_loss": eval_loss}),
-        )
-        checkpoint = commit_checkpoint(partial, rundir.checkpoints / step_name(step), manifest)
-        prune_checkpoints(rundir.checkpoints, prepared.config.trainer.keep_checkpoints)
-        return checkpoint
-    except ActorLost:
-        raise  # written again after the recovery
-    except (UserError, OSError) as error:
-        shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the space
-        raise (error if isinstance(error, UserError) else not_written(partial, error)) from error
+    with writing("checkpoint", partial):
+        try:
+            shards = cluster.save_shards(str(partial))
+            write_atomic(partial / LOAD_FILE, load.to_json(owners_of(plan.experts, plan.dims)))
+            epoch, step_in_epoch = divmod(step, batches.steps_per_epoch)
+            manifest = Manifest(
+                step=step,
+                seed=prepared.config.seed,
+                data={"next_step": step, "epoch": epoch, "step_in_epoch": step_in_epoch},
+                model=prepared.fingerprint,
+                fields=_fields(prepared),
+                shards=tuple(shards),
+                state={"total_steps": batches.total_steps}
+                | ({} if eval_loss is None else {"eval_loss": eval_loss}),
+            )
+            checkpoint = commit_checkpoint(partial, rundir.checkpoints / step_name(step), manifest)
+            prune_checkpoints(rundir.checkpoints, prepared.config.trainer.keep_checkpoints)
+            return checkpoint
+        except ActorLost:
+            raise  # written again after the recovery
+        except (UserError, OSError):
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the space
+            raise
 
 
 def best_so_far(rundir: RunDir) -> tuple[int, float] | None:
@@ -153,12 +154,10 @@ def write_adapter(prepared: Prepared, directory: Path, cluster: Cluster, notes: 
         dropout=lora.dropout,
         notes=notes,
     )
-    try:
+    with writing("adapter", directory, layout.size):
         create_adapter(directory, layout)
         cluster.write_adapter(str(directory), layout)
         return finish_adapter(directory, layout, info, modules=prepared.module_names)
-    except OSError as error:
-        raise adapter_not_written(directory, layout, error) from error
 
 
 def _fields(prepared: Prepared) -> dict[str, Any]:

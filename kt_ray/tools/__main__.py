@@ -85,7 +85,8 @@ def _run(arguments: argparse.Namespace) -> int:
             arguments.source, arguments.out, options, shard_bytes=_bytes(arguments), threads=arguments.threads
         )
     elif command == "merge":
-        from kt_ray.tools.merge import merge, summary
+        from kt_ray.tools.merge import merge
+        from kt_ray.tools.merge import show as show_report
 
         report = merge(
             arguments.base,
@@ -95,7 +96,6 @@ def _run(arguments: argparse.Namespace) -> int:
             shard_bytes=_bytes(arguments),
             threads=arguments.threads,
         )
-        show_report = lambda report, console: console.print(summary(report), soft_wrap=True)  # noqa: E731
     elif command == "export":
         import torch
 

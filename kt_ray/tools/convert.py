@@ -15,38 +15,39 @@ families (Qwen3.5, ...) are released that way when quantised. BF16 is fused wher
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from kt_ray.adapter.peft_config import converts_keys
 from kt_ray.checkpoint.encode_weights import Encoding, Entry
 from kt_ray.checkpoint.expert_groups import ExpertGroup, expert_groups, split_rows
 from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.names import PROJECTIONS, FusedRelease, family, fused_release, is_linear, part_of
-from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Notes, Piece, Unit, copied, finish, write_shards
+from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Notes, Unit, copied, finish, write_shards
 from kt_ray.checkpoint.stored import StoredMatrix
-from kt_ray.checkpoint.training import write_text
+from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
-from kt_ray.tools.quantization import quantization_config
 from kt_ray.tools.units import (
     Placed,
-    add_error,
+    Target,
     as_stored,
     check_directories,
-    encoded,
+    error_of,
+    made,
     position,
     raw_keys,
     rewritten,
     without_quantization,
 )
 
-FORMATS = ("int8", "int4", "fp8", "mxfp4", "bf16")
 REPORT = "convert_report.json"
 
 
@@ -95,7 +96,7 @@ def convert(
         target, units, job, shard_bytes=shard_bytes, threads=threads, title=f"convert to {options.to}"
     )
     report = _report(options, notes)
-    write_text(target / REPORT, json.dumps(report, indent=2) + "\n")
+    write_atomic(target / REPORT, json.dumps(report, indent=2) + "\n")
     finish(target, index.path, plan.config(), units, shard_bytes, own_files=(REPORT,))
     return report
 
@@ -108,8 +109,7 @@ class _Plan:
         self.groups = expert_groups(index)
         self.family = family(index.config)
         self.release = fused_release(self.family) or FusedRelease()
-        self.quantised: set[str] = set()  # names of the result's quantised weights
-        self.plain: set[str] = set()
+        self.plain: set[str] = set()  # parameters outside the experts that are not quantised
 
     def units(self) -> list[Unit]:
         """In the order of the source's bytes."""
@@ -147,8 +147,9 @@ class _Plan:
             return group.fused or released
         return self.options.to == "mxfp4" and self.release.mxfp4_blocks
 
-    def _encoding(self, convention: str, name: str, shape: tuple[int, ...]) -> Encoding:
-        self.quantised.add(name)
+    def _target(self, convention: str, name: str, shape: tuple[int, ...]) -> Target:
+        if self.options.to == "bf16":
+            return Entry(name, "BF16", shape)
         try:
             return Encoding.new(convention, name, shape, group=self.options.columns)
         except ValueError as error:
@@ -166,40 +167,20 @@ class _Plan:
         placed: list[Placed] = []
         for expert in range(group.count):
             for projection in group.projections:
-                source = group.source(projection, expert)
-                name = f"{group.prefix}.{expert}.{group.leaf(projection)}.weight"
-                placed.append((position(self.index, source), self._expert(group, expert, projection, name)))
-            if group.biases:
-                placed.append((position(self.index, source), self._expert_biases(group, expert)))
+                name = f"{group.prefix}.{expert}.{group.leaf(projection)}"
+                # Read as the source is stored: gate and up of one expert.
+                unit = made(
+                    self._target(self.options.to, f"{name}.weight", group.shape(projection)),
+                    lambda _, e=expert, p=projection: group.read(e, p),  # type: ignore[misc]
+                    note=error_of(f"{group.prefix}/{projection}"),
+                )
+                first = position(self.index, group.source(projection, expert))
+                placed.append((first, unit))
+                if group.biases:
+                    entry = Entry(f"{name}.bias", self._bias_dtype(group), group.shape(projection)[:1])
+                    unit = made(entry, lambda _, e=expert, p=projection: group.bias(e, p))  # type: ignore[misc]
+                    placed.append((first, unit))
         return placed
-
-    def _expert(self, group: ExpertGroup, expert: int, projection: str, name: str) -> Unit:
-        label = f"{group.prefix}/{projection}"
-        shape = group.shape(projection)
-        if self.options.to == "bf16":
-            # Read as the source is stored: gate and up of one expert.
-            def produce(notes: Notes) -> Iterator[Piece]:
-                before = group.read(expert, projection)
-                yield Piece(name, before.bfloat16())
-                add_error(notes, label, before, before.bfloat16().float())
-
-            return Unit((Entry(name, "BF16", shape),), produce)
-        return encoded(
-            self._encoding(self.options.to, name, shape),
-            lambda: group.read(expert, projection),
-            lambda notes, before, after: add_error(notes, label, before, after),
-        )
-
-    def _expert_biases(self, group: ExpertGroup, expert: int) -> Unit:
-        names = {p: f"{group.prefix}.{expert}.{group.leaf(p)}.bias" for p in group.projections}
-        dtype = self._bias_dtype(group)
-        entries = tuple(Entry(names[p], dtype, (group.shape(p)[0],)) for p in group.projections)
-
-        def produce(notes: Notes) -> Iterator[Piece]:
-            for projection, name in names.items():
-                yield Piece(name, group.bias(expert, projection))
-
-        return Unit(entries, produce)
 
     def _bias_dtype(self, group: ExpertGroup) -> str:
         return self.index.tensors[next(iter(group.biases.values()))].dtype
@@ -215,64 +196,105 @@ class _Plan:
         return placed
 
     def _stack(self, group: ExpertGroup, role: str, name: str) -> Unit:
-        rows, columns = group.shape(role)
-        plain = self.options.to == "bf16"
-        transposed = plain and (self.release.transposed or (group.fused and group.transposed))
-        if plain:
-            encoding = None
-            end = (columns, rows) if transposed else (rows, columns)
-            entries: tuple[Entry, ...] = (Entry(name, "BF16", (group.count, *end)),)
-        else:
-            encoding = self._encoding("mxfp4-blocks", name, (group.count, rows, columns))
-            entries = encoding.entries
-
-        def produce(notes: Notes) -> Iterator[Piece]:
-            for expert in range(group.count):
-                before = group.read(expert, role)
-                if encoding is None:
-                    written = before.bfloat16()
-                    yield Piece(name, written.t() if transposed else written, expert)
-                    meant = written.float()
-                else:
-                    data, scales, meant = encoding.encode(before)
-                    yield Piece(encoding.data.key, data, expert)
-                    yield Piece(encoding.scales.key, scales, expert)
-                _note_roles(notes, group, role, before, meant)
-
-        return Unit(entries, produce)
+        shape = group.shape(role)
+        transposed = self.options.to == "bf16" and (
+            self.release.transposed or (group.fused and group.transposed)
+        )
+        return made(
+            self._target("mxfp4-blocks", name, (group.count, *(shape[::-1] if transposed else shape))),
+            lambda expert: group.read(expert, role),
+            experts=group.count,
+            transposed=transposed,
+            note=partial(_note_roles, group, role),
+        )
 
     def _stack_biases(self, group: ExpertGroup, role: str) -> Unit:
         if (role, None) in group.biases:
             return copied(self.index.tensors[group.biases[role, None]])
-        name = f"{group.prefix}.{role}_proj_bias"
-
-        def produce(notes: Notes) -> Iterator[Piece]:
-            for expert in range(group.count):
-                yield Piece(name, group.bias(expert, role), expert)
-
-        return Unit((Entry(name, self._bias_dtype(group), (group.count, group.shape(role)[0])),), produce)
+        shape = (group.count, group.shape(role)[0])
+        entry = Entry(f"{group.prefix}.{role}_proj_bias", self._bias_dtype(group), shape)
+        return made(entry, lambda expert: group.bias(expert, role), experts=group.count)
 
     # -- everything else
 
     def _other(self, name: str) -> list[Placed]:
         index, to = self.index, self.options.to
         matrix, at = index.matrices.get(name), position(index, name)
-        label = f"other/{name}"
         if self.options.all_linear and is_linear(name, index.shape(name)):
-            unit = encoded(
-                self._encoding(to, name, index.shape(name)),
-                lambda: index.value(name, torch.float32),
-                lambda notes, before, after: add_error(notes, label, before, after),
-            )
-            return [(at, unit)]
+            target = self._target(to, name, index.shape(name))
+            read: Callable[[int], Tensor] = lambda _: index.value(name, torch.float32)  # noqa: E731
+            return [(at, made(target, read, note=error_of(f"other/{name}")))]
         if matrix is None:
             self.plain.add(name)
             return as_stored(index, raw_keys(index, name))
         if to == "fp8" and _is_block_fp8(matrix):
-            self.quantised.add(name)
             return as_stored(index, raw_keys(index, name))
         self.plain.add(name)
         return [(at, rewritten(index, name, bf16=True))]
+
+
+def quantization_config(convention: str, group: int | None, ignored: Sequence[str]) -> dict[str, Any]:
+    """quantization_config of config.json, as vLLM, SGLang and transformers read it.
+
+    Args:
+        convention: "int8", "int4", "mxfp4", "fp8" or "mxfp4-blocks".
+        group: columns per scale of int8 (None = all) and int4.
+        ignored: modules with a matrix that is not quantised.
+    """
+    if convention == "fp8":
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": list(ignored),
+        }
+    if convention == "mxfp4-blocks":
+        return {"quant_method": "mxfp4", "modules_to_not_convert": list(ignored)}
+    formats = {"int8": "int-quantized", "int4": "pack-quantized", "mxfp4": "mxfp4-pack-quantized"}
+    size = 32 if convention == "mxfp4" else group
+    weights: dict[str, Any] = {
+        "num_bits": 8 if convention == "int8" else 4,
+        "type": "float" if convention == "mxfp4" else "int",
+        "symmetric": True,
+        "strategy": "channel" if size is None else "group",
+        "group_size": size,
+        "dynamic": False,
+        "actorder": None,
+        "block_structure": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
+    if convention == "mxfp4":
+        weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    activations = None
+    if convention == "int8" and size is None:  # the servers' INT8 kernels quantise activations per token
+        activations = {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "token",
+            "dynamic": True,
+            "group_size": None,
+            "observer": None,
+            "observer_kwargs": {},
+        }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats[convention],
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": activations,
+                "output_activations": None,
+            }
+        },
+        "ignore": list(ignored),
+    }
 
 
 def _is_block_fp8(matrix: StoredMatrix) -> bool:
@@ -281,15 +303,13 @@ def _is_block_fp8(matrix: StoredMatrix) -> bool:
     return matrix.scales.name.endswith(".weight_scale_inv") and matrix.scales.shape == blocks
 
 
-def _note_roles(
-    notes: Notes, group: ExpertGroup, role: str, before: torch.Tensor, after: torch.Tensor
-) -> None:
+def _note_roles(group: ExpertGroup, role: str, notes: Notes, before: Tensor, after: Tensor) -> None:
     if role != "gate_up":
-        add_error(notes, f"{group.prefix}/{role}", before, after)
+        error_of(f"{group.prefix}/{role}")(notes, before, after)
         return
     halves = (split_rows(t, group.interleaved) for t in (before, after))
     for projection, old, new in zip(("gate", "up"), *halves, strict=True):
-        add_error(notes, f"{group.prefix}/{projection}", old, new)
+        error_of(f"{group.prefix}/{projection}")(notes, old, new)
 
 
 def _report(options: Options, notes: Notes) -> dict[str, Any]:

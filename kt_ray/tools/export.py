@@ -28,11 +28,16 @@ from kt_ray.adapter.fused import Factors, FusedLayer, fuse_down, fuse_gate_up
 from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS, AdapterInfo, adapter_config
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.names import LEAVES, PROJECTIONS, family, is_interleaved, is_mtp, layer_of, one_expert
-from kt_ray.checkpoint.safetensors_file import NAMES, build_header, read_tensor, write_safetensors
-from kt_ray.checkpoint.training import write_text
+from kt_ray.checkpoint.safetensors_file import (
+    NAMES,
+    build_header,
+    damaged,
+    read_tensor,
+    write_safetensors,
+    writing,
+)
+from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
-
-FORMS = ("peft-fused", "peft-per-expert", "sglang-kt")
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,7 @@ def export(
     """Write the adapter in another form.
 
     Args:
-        adapter: its directory. out: a new directory.
-        form: one of `FORMS`.
+        form: "peft-fused", "peft-per-expert" or "sglang-kt".
         dtype: float32 or bfloat16.
         base: the base model's directory; None = the one that the adapter names.
 
@@ -106,13 +110,9 @@ def _base(lora: Lora, base: str | Path | None) -> CheckpointIndex | None:
         return None
     path = Path(base or lora.base)
     if base is None and not (path / "config.json").is_file():
-        raise UserError(
-            "the adapter's base model is not here",
-            where=str(lora.path / CONFIG),
-            observed=f"base_model_name_or_path {lora.base!r}",
-            required="a directory with config.json",
-            remedy="name it: --base DIR",
-        )
+        observed, required = f"base_model_name_or_path {lora.base!r}", "a directory with config.json"
+        what = "the adapter's base model is not here"
+        raise damaged(what, lora.path / CONFIG, observed, required, "name it: --base DIR")
     return CheckpointIndex.open(path)
 
 
@@ -135,12 +135,12 @@ def _fuse(lora: Lora, prefix: str, interleaved: bool) -> list[Item]:
     missing = [f"{prefix}.{e}.{LEAVES[p]}" for _, e, p in keys if (prefix, e, p) not in lora.experts]
     settings = {(lora.experts[k].rank, lora.experts[k].scale) for k in keys if k in lora.experts}
     if missing or len(settings) > 1:
-        raise UserError(
+        raise damaged(
             "adapter's experts cannot be fused",
-            where=f"{lora.path}, {prefix}",
-            observed=f"missing: {some(missing)}" if missing else f"ranks and scales {sorted(settings)}",
-            required="gate, up and down of every expert, of one rank and scale",
-            remedy="export it as peft-per-expert",
+            f"{lora.path}, {prefix}",
+            f"missing: {some(missing)}" if missing else f"ranks and scales {sorted(settings)}",
+            "gate, up and down of every expert, of one rank and scale",
+            "export it as peft-per-expert",
         )
     rank, scale = settings.pop()
     gate = lora.experts[prefix, 0, "gate"]
@@ -171,23 +171,20 @@ def _fused_config(lora: Lora, linear: list[Item], experts: list[Item]) -> dict[s
     default = _common(linear or [i for i in experts if i.pattern.endswith("down_proj")] or experts)
     config = _plain_config(lora, linear, default)
     if experts:
-        roles = {i.pattern.rpartition(".")[2] for i in experts}
-        config["target_parameters"] = [
-            *(config["target_parameters"] or []),
-            *sorted(f"experts.{r}" for r in roles),
-        ]
-        for role in sorted(roles):
+        roles = sorted({i.pattern.rpartition(".")[2] for i in experts})
+        config["target_parameters"] = [*(config["target_parameters"] or []), *(f"experts.{r}" for r in roles)]
+        for role in roles:
             own = [i for i in experts if i.pattern.endswith(f".{role}")]
             usual = _common(own)
             if usual != default:
                 _add_pattern(config, rf".*\.{role}", usual)
-        for item in experts:
-            usual = _common(
-                [i for i in experts if i.pattern.rpartition(".")[2] == item.pattern.rpartition(".")[2]]
-            )
-            if (item.rank, item.scale) != usual:  # before the general pattern: the first match counts
-                for key, value in (("rank_pattern", item.rank), ("alpha_pattern", item.scale * item.rank)):
-                    config[key] = {item.pattern: value, **config[key]}
+            for item in own:
+                if (item.rank, item.scale) != usual:  # before the general pattern: the first match counts
+                    for key, value in (
+                        ("rank_pattern", item.rank),
+                        ("alpha_pattern", item.scale * item.rank),
+                    ):
+                        config[key] = {item.pattern: value, **config[key]}
     return config
 
 
@@ -236,16 +233,8 @@ def _below(own: str, released: str) -> str:
 def _single_config(lora: Lora, linear: list[Item], experts: list[Item], model_type: str) -> dict[str, Any]:
     if not experts:
         return _plain_config(lora, linear, _common(linear))
-    settings = {(i.rank, i.scale) for i in experts}
-    if len(settings) > 1:
-        raise UserError(
-            "adapter's experts have several ranks or scales",
-            where=str(lora.path),
-            observed=sorted(settings),
-            required="one, as PEFT merges per-expert keys",
-            remedy="train with one rank for all experts",
-        )
-    rank, scale = settings.pop()
+    what, required = "adapter's experts have several ranks or scales", "one, as PEFT merges per-expert keys"
+    rank, scale = _one(lora, experts, what, required, "train with one rank for all experts")
     info = AdapterInfo(lora.base, model_type, rank, rank * scale)
     names = [f"{i.module}.lora_{half}.weight" for i in (*linear, *experts) for half in "AB"]
     config = adapter_config(names, info)
@@ -254,16 +243,12 @@ def _single_config(lora: Lora, linear: list[Item], experts: list[Item], model_ty
 
 
 def _server_config(lora: Lora, items: list[Item]) -> dict[str, Any]:
-    settings = {(i.rank, i.scale) for i in items}
-    if len(settings) > 1:
-        raise UserError(
-            "adapter has several ranks or scales, which servers do not read",
-            where=str(lora.path),
-            observed=sorted(settings),
-            required="one rank and one alpha",
-            remedy="merge the adapter instead: python -m kt_ray.tools merge",
-        )
-    config = _plain_config(lora, [], settings.pop())
+    what, required = (
+        "adapter has several ranks or scales, which servers do not read",
+        "one rank and one alpha",
+    )
+    only = _one(lora, items, what, required, "merge the adapter instead: python -m kt_ray.tools merge")
+    config = _plain_config(lora, [], only)
     return config | {"target_modules": sorted({i.module.rpartition(".")[2] for i in items})}
 
 
@@ -275,15 +260,20 @@ def _common(items: Iterable[Item]) -> tuple[int, float]:
     return Counter((i.rank, i.scale) for i in items).most_common(1)[0][0]
 
 
-def _number(value: float) -> int | float:
-    return int(value) if float(value).is_integer() else float(value)
+def _one(lora: Lora, items: Iterable[Item], what: str, required: str, remedy: str) -> tuple[int, float]:
+    """Rank and scale that all of them have."""
+    settings = {(i.rank, i.scale) for i in items}
+    if len(settings) > 1:
+        raise damaged(what, lora.path, sorted(settings), required, remedy)
+    return settings.pop()
 
 
 def _add_pattern(config: dict[str, Any], name: str, setting: tuple[int, float]) -> None:
     if f"{name}.weight" in (config["target_parameters"] or ()):
         name += ".weight"  # PEFT compares patterns with the parameter there
     config["rank_pattern"][name] = setting[0]
-    config["alpha_pattern"][name] = _number(setting[0] * setting[1])
+    alpha = setting[0] * setting[1]
+    config["alpha_pattern"][name] = int(alpha) if float(alpha).is_integer() else alpha
 
 
 def _add_own_settings(config: dict[str, Any], linear: list[Item], default: tuple[int, float]) -> None:
@@ -308,16 +298,12 @@ def _write(target: Path, items: list[Item], dtype: torch.dtype, prefix: str, con
         for half, shape in (("A", i.a), ("B", i.b))
     ]
     partial = target / f".{WEIGHTS}.partial"
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        write_safetensors(partial, entries, (value.to(dtype) for item in items for value in item.make()))
-        write_text(target / CONFIG, json.dumps(config, indent=2) + "\n")
-        os.replace(partial, target / WEIGHTS)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(
-            "adapter cannot be written",
-            where=str(target),
-            observed=error,
-            required=f"{build_header(entries)[2]} bytes",
-        ) from error
+    with writing("adapter", target, build_header(entries)[2], "free space, or choose another directory"):
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            write_safetensors(partial, entries, (value.to(dtype) for item in items for value in item.make()))
+            write_atomic(target / CONFIG, json.dumps(config, indent=2) + "\n")
+            os.replace(partial, target / WEIGHTS)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kt_ray.adapter.adapter_file import Lora, Pair
+from kt_ray.adapter.adapter_file import Lora
 from kt_ray.adapter.peft_config import CONFIG, WEIGHTS, converts_keys
 from kt_ray.checkpoint.expert_groups import ExpertGroup, expert_groups
 from kt_ray.checkpoint.expert_layout import ExpertLayout
@@ -104,7 +104,7 @@ def _experts(groups: list[ExpertGroup]) -> dict[str, Any] | None:
     return {
         "moe_layers": [g.layer for g in groups],
         "count": first.count,
-        "hidden": first.hidden,
+        "hidden": first.sizes[0],
         "intermediate": first.shape("up")[0],
         "layout": "fused" if first.fused else "per_expert",
         "names": up,
@@ -146,7 +146,7 @@ def _adapter(path: Path) -> dict[str, Any]:
     for pair in pairs:
         a, b = (float(read_tensor(info).double().square().sum()) for info in (pair.a, pair.b))
         zero += b == 0.0
-        sums = squares[_leaf(pair)]
+        sums = squares["experts (fused)" if pair.experts else pair.module.rpartition(".")[2]]
         sums[0] += a
         sums[1] += b
     form = "fused" if lora.fused else "per_expert" if lora.experts else "none"
@@ -171,10 +171,6 @@ def _adapter(path: Path) -> dict[str, Any]:
         "target_parameters": lora.config.get("target_parameters"),
         "takes": _adapter_takes(lora, model),
     }
-
-
-def _leaf(pair: Pair) -> str:
-    return pair.module.rpartition(".")[2] if not pair.experts else "experts (fused)"
 
 
 def _model_type(lora: Lora) -> str | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from kt_ray.adapter.adapter_file import Lora, Pair
@@ -23,16 +24,17 @@ from kt_ray.checkpoint.expert_groups import ExpertGroup, expert_groups, split_ro
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.key_map import KeyNames, tensors_made
 from kt_ray.checkpoint.names import expert_name, family, fused_release, layer_of
-from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Notes, Unit, finish, write_shards
+from kt_ray.checkpoint.safetensors_file import damaged
+from kt_ray.checkpoint.shard_writer import SHARD_BYTES, Unit, finish, write_shards
 from kt_ray.errors import UserError
 from kt_ray.model import layer_calls
 from kt_ray.model.family import build_causal, read_family
 from kt_ray.tools.units import (
     Change,
     Placed,
-    add_error,
     as_stored,
     check_directories,
+    error_of,
     position,
     raw_keys,
     rewritten,
@@ -54,10 +56,8 @@ def merge(
     """Write the merged checkpoint; an interrupted merge resumes.
 
     Args:
-        base: the checkpoint's directory. adapter: the adapter's. out: a new directory.
         bf16: write quantised weights as BF16.
-        shard_bytes: largest shard.
-        threads: weights computed at the same time.
+        shard_bytes, threads: see `write_shards`.
 
     Returns:
         {"touched": parameters changed, "experts": expert matrices changed, "linear": other matrices
@@ -141,18 +141,17 @@ class _Plan:
                 transposed=(swapped, swapped if stays or release is None else swapped or release.transposed),
                 change=self._change(name, group) if name in self.touched else None,
                 touched=self._is_touched(name, group),
-                note=_note if quantised and stays else None,
+                note=error_of("error") if quantised and stays else None,
             )
             placed.append((position(self.index, name), unit))
-        written = {key for name in rewritten_names for key in raw_keys(self.index, name)}
+        # A weight_shape stays where the format does.
+        kept = slice(None) if bf16 else slice(2)
+        written = {key for name in rewritten_names for key in raw_keys(self.index, name)[kept]}
         if bf16:  # scales of activations belong to the quantised format
-            written |= {key for key in self.index.tensors if self._is_auxiliary(key)}
+            parts = {key for matrix in self.index.matrices.values() for key in matrix.keys}
+            written |= set(self.index.tensors) - self.index.names - parts
         placed += as_stored(self.index, [key for key in sorted(self.index.tensors) if key not in written])
         return [unit for _, unit in sorted(placed, key=lambda item: item[0])]
-
-    def _is_auxiliary(self, key: str) -> bool:
-        parts = {k for m in self.index.matrices.values() for k in m.keys}
-        return key not in self.index.names and key not in parts
 
     # -- matching
 
@@ -208,22 +207,13 @@ class _Plan:
 
     def _refuse(self) -> None:
         if self.unknown:
-            raise UserError(
-                "adapter has keys that fit no weight of the base",
-                where=str(self.lora.path),
-                observed=some(sorted(self.unknown), 20),
-                required=f"modules of {self.index.path}"
-                + (f" (only its own names are known: {self.reason})" if self.reason else ""),
-                remedy=_BELONG,
-            )
+            what, observed = "adapter has keys that fit no weight of the base", some(sorted(self.unknown), 20)
+            reason = f" (only its own names are known: {self.reason})" if self.reason else ""
+            raise damaged(what, self.lora.path, observed, f"modules of {self.index.path}{reason}", _BELONG)
         if self.misfits:
-            raise UserError(
-                "adapter's shapes do not fit the base",
-                where=str(self.lora.path),
-                observed=some(sorted(self.misfits), 20),
-                required="B [out, r] and A [r, in] of the weight's [out, in]",
-                remedy=_BELONG,
-            )
+            required = "B [out, r] and A [r, in] of the weight's [out, in]"
+            observed = some(sorted(self.misfits), 20)
+            raise damaged("adapter's shapes do not fit the base", self.lora.path, observed, required, _BELONG)
 
     # -- values
 
@@ -272,18 +262,14 @@ def _add_rows(value: Tensor, pair: Pair, first: int) -> Tensor:
     return value + pair.scale * (b[first : first + value.shape[0]] @ a)
 
 
-def _note(notes: Notes, expert: int, before: Tensor, after: Tensor) -> None:
-    add_error(notes, "error", before, after)
-
-
-def summary(report: dict[str, Any]) -> str:
+def show(report: dict[str, Any], console: Console) -> None:
     """The report in a line."""
     error = report["requantised"]
-    return (
-        f"{report['touched']} parameters changed: {report['experts']} expert matrices, "
-        f"{report['linear']} others"
-        + ("" if error is None else f"; quantised again with relative error {error:.2e}")
-    )
+    text = f"{report['touched']} parameters changed: {report['experts']} expert matrices, "
+    text += f"{report['linear']} others"
+    if error is not None:
+        text += f"; quantised again with relative error {error:.2e}"
+    console.print(text, soft_wrap=True)
 
 
 # -- names of modules outside the experts
@@ -296,25 +282,16 @@ class ModuleNames:
     Adapters name modules as transformers builds them ("model.layers.0.self_attn.q_a_proj"); released
     checkpoints may name them otherwise ("layers.0.attn.wq_a", "model.language_model.layers.0..."). The
     mapping is transformers' own, applied to the names alone.
-
-    Attributes:
-        parameters: module as transformers or the checkpoint names it -> parameter.
-        joined: modules whose weight is a part of, or made from, other tensors of the checkpoint.
-        reason: why transformers' names are not known; "" = they are.
     """
 
-    parameters: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str]  # module as transformers or the checkpoint names it -> parameter
+    # modules whose weight is a part of, or made from, other tensors of the checkpoint
     joined: dict[str, str] = field(default_factory=dict)
-    reason: str = ""
+    reason: str = ""  # why transformers' names are not known
 
 
 def module_names(index: CheckpointIndex, prefixes: Iterable[str]) -> ModuleNames:
-    """Names of every matrix outside the routed experts.
-
-    Args:
-        index: the checkpoint.
-        prefixes: of its routed experts ("model.layers.3.mlp.experts").
-    """
+    """Names of every matrix outside the routed experts (prefixes: "model.layers.3.mlp.experts")."""
     names = sorted(n for n in index.names if expert_name(n) is None and n.endswith(".weight"))
     parameters = {name.removesuffix(".weight"): name for name in names}
     try:

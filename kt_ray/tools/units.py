@@ -19,14 +19,14 @@ from kt_ray.errors import UserError
 _CHUNK = 16 << 20  # values computed at once
 # (values [out, in], expert of a stack or first row of a plain matrix) -> new values.
 Change = Callable[[Tensor, int], Tensor]
-Touched = Callable[[int], bool]
+Note = Callable[[Notes, Tensor, Tensor], None]
+Target = Entry | Encoding
 Placed = tuple[tuple[str, int], Unit]  # a unit with where it begins on the disk, to read in order
 
 
 def position(index: CheckpointIndex, name: str) -> tuple[str, int]:
     """Where a parameter begins on the disk."""
-    matrix = index.matrices.get(name)
-    info = index.tensors[name] if matrix is None else matrix.data
+    info = index.first(name)
     return str(info.file), info.start
 
 
@@ -51,6 +51,50 @@ def uses_powers(index: CheckpointIndex) -> bool:
     return False
 
 
+def made(
+    target: Target,
+    read: Callable[[int], Tensor],
+    *,
+    experts: int = 1,
+    transposed: bool = False,
+    unchanged: Callable[[int], list[Piece]] = lambda expert: [],
+    note: Note | None = None,
+) -> Unit:
+    """A matrix, or a stack of them, computed one expert at a time.
+
+    Args:
+        target: what is written.
+        read: values of an expert, float32 [out, in].
+        experts: E of a stack.
+        transposed: the stack is stored [E, in, out].
+        unchanged: pieces of an expert that is copied; empty = it is computed.
+        note: called with notes, values before writing and as written.
+    """
+
+    def produce(notes: Notes) -> Iterator[Piece]:
+        for expert in range(experts):
+            if pieces := unchanged(expert):
+                yield from pieces
+                continue
+            before = read(expert)
+            if isinstance(target, Entry):
+                after = before.to(TORCH_DTYPES[target.dtype])
+                yield Piece(target.key, after.t() if transposed else after, expert)
+                after = after.float()
+            else:
+                data, scales, after = target.encode(before.t().contiguous() if transposed else before)
+                after = after.t() if transposed else after
+                yield Piece(target.data.key, data, expert)
+                yield Piece(target.scales.key, scales, expert)
+            if note is not None:
+                note(notes, before, after)
+        if isinstance(target, Encoding):
+            for key, value in target.extras().items():
+                yield Piece(key, value)
+
+    return Unit((target,) if isinstance(target, Entry) else target.entries, produce)
+
+
 def rewritten(
     index: CheckpointIndex,
     name: str,
@@ -58,8 +102,8 @@ def rewritten(
     bf16: bool = False,
     transposed: tuple[bool, bool] = (False, False),
     change: Change | None = None,
-    touched: Touched = lambda expert: True,
-    note: Callable[[Notes, int, Tensor, Tensor], None] | None = None,
+    touched: Callable[[int], bool] = lambda expert: True,
+    note: Note | None = None,
 ) -> Unit:
     """A parameter with new values, in its own format or in BF16.
 
@@ -69,57 +113,33 @@ def rewritten(
         transposed: stacks only: [in, out] in the checkpoint, and in the result.
         change: see Change; None = the values stay.
         touched: experts whose values change; the others of a stack are copied where the format stays.
-        note: called with notes, expert, values before writing (float32 [out, in]) and as written.
+        note: see `made`.
     """
     matrix, shape = index.matrices.get(name), index.shape(name)
     stack = len(shape) == 3
     if not stack and not bf16 and matrix is None:
         return _plain_rows(index.tensors[name], change)
-    if stack and bf16 and transposed[0] != transposed[1]:
+    if bf16 and transposed[0] != transposed[1]:
         shape = (shape[0], shape[2], shape[1])
-    encoding = None
-    if bf16:
-        entries: tuple[Entry, ...] = (Entry(name, "BF16", shape),)
-    elif matrix is not None:
-        encoding = Encoding.like(matrix, powers=uses_powers(index))
-        entries = encoding.entries
-    else:
-        entries = (Entry(name, index.tensors[name].dtype, shape),)
-    kept = () if matrix is None or bf16 else matrix.keys[2:]
-    shapes = [copied(index.tensors[key]) for key in kept]  # weight_shape
+    target: Target = Entry(name, "BF16", shape)
+    if matrix is not None and not bf16:
+        target = Encoding.like(matrix, powers=uses_powers(index))
+    elif not bf16:
+        target = Entry(name, index.tensors[name].dtype, shape)
 
-    def values(expert: int) -> Tensor:
-        if not stack:
-            return index.value(name, torch.float32)
-        value = read_one(index, name, expert)
-        return value.t() if transposed[0] else value
+    def read(expert: int) -> Tensor:
+        value = read_one(index, name, expert) if stack else index.value(name, torch.float32)
+        value = value.t() if transposed[0] else value
+        return value if change is None else change(value, expert)
 
-    def produce(notes: Notes) -> Iterator[Piece]:
-        for expert in range(shape[0] if stack else 1):
-            if stack and not bf16 and not touched(expert):
-                for entry in entries:
-                    yield Piece(entry.key, read_tensor(index.tensors[entry.key].one(expert)), expert)
-                continue
-            before = values(expert)
-            if change is not None:
-                before = change(before, expert)
-            if encoding is None:
-                written = before.to(TORCH_DTYPES[entries[0].dtype])
-                stored = written.t() if stack and transposed[1] else written
-                yield Piece(name, stored, expert)
-                meant = written.float()
-            else:
-                oriented = before.t().contiguous() if stack and transposed[0] else before
-                data, scales, meant = encoding.encode(oriented)
-                meant = meant.t() if stack and transposed[0] else meant
-                yield Piece(encoding.data.key, data, expert)
-                yield Piece(encoding.scales.key, scales, expert)
-            if note is not None:
-                note(notes, expert, before, meant)
-        for unit in shapes:
-            yield from unit.produce(notes)
+    def unchanged(expert: int) -> list[Piece]:
+        if not stack or bf16 or touched(expert):
+            return []
+        keys = raw_keys(index, name)[:2]
+        return [Piece(key, read_tensor(index.tensors[key].one(expert)), expert) for key in keys]
 
-    return Unit((*entries, *(e for unit in shapes for e in unit.entries)), produce)
+    experts = shape[0] if stack else 1
+    return made(target, read, experts=experts, transposed=transposed[1], unchanged=unchanged, note=note)
 
 
 def _plain_rows(info: TensorInfo, change: Change | None) -> Unit:
@@ -138,26 +158,14 @@ def _plain_rows(info: TensorInfo, change: Change | None) -> Unit:
     return Unit((Entry(info.name, info.dtype, info.shape),), produce)
 
 
-def encoded(
-    encoding: Encoding, read: Callable[[], Tensor], note: Callable[[Notes, Tensor, Tensor], None]
-) -> Unit:
-    """A matrix quantised anew."""
+def error_of(name: str) -> Note:
+    """Adds up squares for the relative Frobenius error of `name`."""
 
-    def produce(notes: Notes) -> Iterator[Piece]:
-        before = read()
-        data, scales, meant = encoding.encode(before)
-        yield Piece(encoding.data.key, data)
-        yield Piece(encoding.scales.key, scales)
-        for key, value in encoding.extras().items():
-            yield Piece(key, value)
-        note(notes, before, meant)
+    def note(notes: Notes, before: Tensor, after: Tensor) -> None:
+        wrong, whole = (after - before).double(), before.double()
+        notes.add(name, float(wrong.square().sum()), float(whole.square().sum()))
 
-    return Unit(encoding.entries, produce)
-
-
-def add_error(notes: Notes, name: str, before: Tensor, after: Tensor) -> None:
-    """Sums of squares for the relative Frobenius error of `name`."""
-    notes.add(name, float((after - before).double().square().sum()), float(before.double().square().sum()))
+    return note
 
 
 def without_quantization(config: dict[str, Any], *, bf16: bool = True) -> dict[str, Any]:

@@ -249,16 +249,6 @@ def test_round_trip_and_order(tmp_path: Path) -> None:
     assert torch.equal(read(path)[0][name], lora[name] + 1)
 
 
-def test_bfloat16_on_request(tmp_path: Path) -> None:
-    lora = some_lora()
-    layout = adapter_layout({n: t.shape for n, t in lora.items()}, dtype=torch.bfloat16)
-    create_adapter(tmp_path, layout)
-    write_tensors(tmp_path, layout, lora)
-    finish_adapter(tmp_path, layout, INFO)
-    stored = load_file(tmp_path / "adapter_model.safetensors")
-    assert all(torch.equal(stored[f"base_model.model.{n}"], t.bfloat16()) for n, t in lora.items())
-
-
 def test_processes_write_one_file(tmp_path: Path) -> None:
     lora = some_lora()
     layout = adapter_layout({n: t.shape for n, t in lora.items()})
@@ -295,8 +285,6 @@ def test_missing_and_double_tensors_are_found(tmp_path: Path) -> None:
         write_tensors(tmp_path, layout, {names[0]: torch.zeros(1, 1)})
     with pytest.raises(ValueError, match="laid out as None"):
         write_tensors(tmp_path, layout, {"unknown": torch.zeros(1, 1)})
-    with pytest.raises(ValueError, match="float32 or bfloat16"):
-        adapter_layout({}, dtype=torch.float16)
 
 
 def _truncate(path: Path) -> None:

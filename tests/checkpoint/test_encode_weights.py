@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kt_ray.checkpoint import CheckpointIndex
-from kt_ray.checkpoint.encode_weights import CONVENTIONS, Encoding
+from kt_ray.checkpoint.encode_weights import Encoding
 from kt_ray.errors import UserError
-from tests.helpers.tiny_moe import encoded, fused, per_expert, save
+from tests.helpers.tiny_moe import CONVENTIONS, encoded, encoding_of, fused, per_expert, save
 
 # Largest relative Frobenius error of normal values: half a step of each format, spread evenly.
 BOUNDS = {"fp8": 0.03, "int8": 0.01, "int4": 0.11, "mxfp4": 0.14}
@@ -57,7 +57,7 @@ def test_like_keeps_keys_types_and_values(tmp_path: Path, convention: str) -> No
 def test_bands_of_rows_change_nothing(convention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (2, 300, 64) if convention in FUSED else (300, 64)
     value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    encoding = Encoding.new(convention, "x" if convention in FUSED else "x.weight", shape)
+    encoding = encoding_of(convention, "x" if convention in FUSED else "x.weight", shape)
     whole = encoding.encode(value)
     monkeypatch.setattr("kt_ray.checkpoint.encode_weights._BAND", 128)
     for one, other in zip(whole, encoding.encode(value), strict=True):

@@ -78,13 +78,12 @@ def test_types(tmp_path: Path, kind: str) -> None:
     tensors = stacks(kind)
     experts = opened(tmp_path, tensors)
     chosen = [2, 3, 4, 0]
-    seen: list[int] = []
     formula = ExpertFormula("silu", limit=7.0)
-    loaded = experts.load(2, chosen, formula=formula, threads=3, progress=seen.append, drop_cache=True)
+    loaded = experts.load(2, chosen, formula=formula, threads=3, drop_cache=True)
     expected = {"F32": "f32", "F16": "bf16", "BF16": "bf16"}.get(kind, kind.lower())
-    assert loaded.formats == (expected,) * 3 and experts.formats == (expected,)
+    assert loaded.formats == (expected,) * 3 and experts.layout.distinct_formats == (expected,)
     assert len(experts.notes) == (kind == "F16")
-    assert sum(seen) == loaded.bytes == experts.nbytes(2, chosen)
+    assert loaded.bytes == len(chosen) * experts.layout.expert_bytes[2]
     assert (loaded.layer, loaded.expert_ids, loaded.limit) == (2, (2, 3, 4, 0), 7.0)
     for part in ("gate", "up", "down"):
         wanted = values(tensors[f"blk.2.ffn_{part}_exps.weight"])[chosen]
@@ -101,15 +100,15 @@ def test_types_differ_by_tensor_and_layer(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3moe", tensors, split=2)
     experts = GgufExperts.open(path, index, ExpertLayout.detect(index))
     assert len(experts.header.files) == 4
-    assert experts.formats == ("bf16", "q4_k", "q5_1", "q5_k", "q6_k")
+    assert experts.layout.distinct_formats == ("bf16", "q4_k", "q5_1", "q5_k", "q6_k")
     assert experts.layout.formats[1] == {"gate": "q4_k", "up": "q4_k", "down": "q6_k"}
     for layer in (1, 2):
         loaded = experts.load(layer, range(E))
-        assert loaded.bytes == experts.nbytes(layer, range(E))
+        assert loaded.bytes == E * experts.layout.expert_bytes[layer]
         for part in ("gate", "up", "down"):
             wanted = values(tensors[f"blk.{layer}.ffn_{part}_exps.weight"])
             assert torch.equal(dense(getattr(loaded, part)), wanted)
-    assert experts.file_bytes == sum(experts.nbytes(layer, range(E)) for layer in (1, 2))
+    assert experts.layout.nbytes == E * sum(experts.layout.expert_bytes[layer] for layer in (1, 2))
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "BF16"])
@@ -260,7 +259,9 @@ def test_another_architecture(tmp_path: Path, family: str) -> None:
 
 
 def test_unknown_families_go_by_their_sizes(tmp_path: Path) -> None:
-    assert opened(tmp_path, stacks(), "ernie4_5-moe", model_type="ernie4_5_moe").formats == ("q8_0",)
+    assert opened(tmp_path, stacks(), "ernie4_5-moe", model_type="ernie4_5_moe").layout.distinct_formats == (
+        "q8_0",
+    )
 
 
 def test_missing_biases(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_fingerprint_ignores_sharding_and_tells_models_apart(
 
 def test_built_header_is_read_by_safetensors(tmp_path: Path) -> None:
     tensors = {"b": torch.randn(3, 5), "a": torch.randn(2).to(torch.bfloat16)}
-    head, ranges, size = build_header([("b", "F32", (3, 5)), ("a", "BF16", (2,))], {"k": "v"})
+    head, ranges, size = build_header([("b", "F32", (3, 5)), ("a", "BF16", (2,))])
     path = tmp_path / "x.safetensors"
     path.write_bytes(head + bytes(size - len(head)))
     with path.open("r+b") as file:
@@ -74,7 +74,7 @@ def test_built_header_is_read_by_safetensors(tmp_path: Path) -> None:
             write_from(file.fileno(), tensor_bytes(tensor), ranges[name][0])
     loaded = load_file(path)
     assert all(torch.equal(loaded[n], t) for n, t in tensors.items())
-    assert read_header(path).metadata == {"format": "pt", "k": "v"}
+    assert read_header(path).keys() == tensors.keys()
 
 
 def _shard(path: Path, i: int = 0) -> Path:

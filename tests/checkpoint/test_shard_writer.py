@@ -120,7 +120,7 @@ def test_a_disk_that_fills_up_is_said_and_the_job_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     """Also while the small files are written."""
-    real = sw.write_text
+    real = sw.write_atomic
 
     def full(path: Path, text: str) -> None:
         if path.name == file or (file == "note" and path.name.startswith("model")):
@@ -128,13 +128,13 @@ def test_a_disk_that_fills_up_is_said_and_the_job_goes_on(
         real(path, text)
 
     source = save(tmp_path / "source", per_expert())
-    monkeypatch.setattr(sw, "write_text", full)
+    monkeypatch.setattr(sw, "write_atomic", full)
     made = units([])
     with pytest.raises(UserError, match=r"cannot be written.*No space left"):
         write_shards(tmp_path / "out", made, JOB)
         finish(tmp_path / "out", source, {}, made, sw.SHARD_BYTES)
     assert not list((tmp_path / "out").glob(".model*.partial"))
-    monkeypatch.setattr(sw, "write_text", real)
+    monkeypatch.setattr(sw, "write_atomic", real)
     write_shards(tmp_path / "out", made, JOB)
     finish(tmp_path / "out", source, {}, made, sw.SHARD_BYTES)
     assert (tmp_path / "out" / "config.json").is_file() and not (tmp_path / "out" / ".job").exists()

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kt_ray.checkpoint.encode_weights import Encoding
+from kt_ray.checkpoint.encode_weights import CONVENTIONS as WRITTEN
+from kt_ray.checkpoint.encode_weights import Encoding, Entry
 from kt_ray.checkpoint.safetensors_file import build_header, tensor_bytes
 
 E, H, I, LAYERS = 3, 64, 96, 2
@@ -93,6 +94,27 @@ def granite() -> dict[str, Tensor]:
     }
 
 
+CONVENTIONS = (*WRITTEN, "fp8-row", "fp8-fused", "fp4")
+
+
+def encoding_of(convention: str, key: str, shape: tuple[int, ...], **options: Any) -> Encoding:
+    """`Encoding.new`, and conventions that are read but never chosen for writing: compressed-tensors
+    float-quantized, transformers' fused FP8 experts, DeepSeek-V4's FP4."""
+    *lead, rows, columns = shape
+    values, base = Entry(key, "F8_E4M3", shape), key.removesuffix(".weight")
+    if convention == "fp8-row":
+        return Encoding(
+            "fp8", shape, (1, columns), values, Entry(f"{base}.weight_scale", "BF16", (*lead, rows, 1))
+        )
+    if convention == "fp8-fused":
+        scales = Entry(f"{key}_scale_inv", "F32", (*lead, -(-rows // 128), -(-columns // 128)))
+        return Encoding("fp8", shape, (128, 128), values, scales)
+    if convention == "fp4":
+        scales = Entry(f"{base}.scale", "F8_E8M0", (*lead, rows, columns // 32))
+        return Encoding("mxfp4", shape, (1, 32), Entry(key, "I8", (*lead, rows, columns // 2)), scales)
+    return Encoding.new(convention, key, shape, **options)
+
+
 def encoded(tensors: dict[str, Tensor], convention: str, **options: Any) -> dict[str, tuple[str, Tensor]]:
     """Expert weights in a convention: key -> (type as safetensors names it, values); the rest as it is."""
     result: dict[str, tuple[str, Tensor]] = {}
@@ -100,7 +122,7 @@ def encoded(tensors: dict[str, Tensor], convention: str, **options: Any) -> dict
         if ".experts." not in key or "bias" in key:
             result[key] = ({torch.bfloat16: "BF16", torch.float32: "F32"}[value.dtype], value)
             continue
-        encoding = Encoding.new(convention, key, tuple(value.shape), **options)
+        encoding = encoding_of(convention, key, tuple(value.shape), **options)
         data, scales, _ = encoding.encode(value)
         result[encoding.data.key] = (encoding.data.dtype, data)
         result[encoding.scales.key] = (encoding.scales.dtype, scales)

@@ -65,14 +65,7 @@ def report_of(path: Path) -> tuple[list[str], list[str]]:
     index = CheckpointIndex.open(path)
     model = build_on_meta(spec_of(path))
     check_non_experts(index, model.causal)
-    report = load_non_experts(
-        index,
-        model.causal,
-        layers=(0, LAYERS),
-        dtype=torch.float32,
-        device="cpu",
-        layout=ExpertLayout.detect(index),
-    )
+    report = load_non_experts(index, model.causal, layers=(0, LAYERS), dtype=torch.float32, device="cpu")
     return report.ignored, report.unexpected
 
 

@@ -7,7 +7,6 @@ import math
 import re
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kt_ray.native.matrix import FORMATS, GGUF_BLOCKS, ExpertMatrix, gguf_quants, scales_to_float
+from kt_ray.native.matrix import FORMATS, GGUF_BLOCKS, ExpertMatrix, scales_to_float
 from kt_ray.native.quantize import quantize
 from kt_ray.native.tensors import projection_arg
 from tests.helpers.cpp import compile_program
@@ -309,11 +308,3 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 def test_what_does_not_fit_is_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         build()
-
-
-def test_without_gguf_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match="dequantising q4_k needs the gguf package: pip install gguf"):
-        random_matrix("q4_k", (1, 1, 256), generator()).dequantize()
-    with pytest.raises(ImportError, match="this needs the gguf package"):
-        gguf_quants("this")

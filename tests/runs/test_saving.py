@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from kt_ray import cli
+from kt_ray.checkpoint import training
 from kt_ray.checkpoint.training import begin_checkpoint
+from kt_ray.disk import write_atomic
 from kt_ray.runs import saving
 
 RUN = [
@@ -45,9 +47,17 @@ def full_at(step: int, file: str, patch: pytest.MonkeyPatch) -> None:
 
     def begin(root: Path, at: int) -> Path:
         path = begin_checkpoint(root, at)
-        if at == step:
+        if at == step and file.endswith(".json"):
+            for module in (saving, training):
+                patch.setattr(module, "write_atomic", write)
+        elif at == step:
             (path / file).symlink_to("/dev/full")
         return path
+
+    def write(path: Path, text: str) -> None:
+        if path.name == file:
+            Path("/dev/full").write_text(text)
+        write_atomic(path, text)
 
     patch.setattr(saving, "begin_checkpoint", begin)
 
@@ -70,8 +80,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         "experts-0.safetensors",
         "worker-0.safetensors",
-        ".expert_load.json.partial",
-        ".manifest.json.partial",
+        "expert_load.json",
+        "manifest.json",
     ],
 )
 def test_a_full_disk_ends_the_run_with_a_checkpoint_that_resumes(
