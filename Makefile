@@ -36,14 +36,14 @@ quick: $(STAMP)  ## the tests that take seconds, in two processes: what to run b
 	$(PY) -m pytest -q -n 2 --dist worksteal -m "not slow and not ray and not bench" $(TESTS)
 
 check: $(STAMP)  ## formatting, lint, types
-	$(PY) -m ruff format --check kt_ray tests benchmarks launch.py
-	$(PY) -m ruff check kt_ray tests benchmarks launch.py
+	$(PY) -m ruff format --check kt_ray tests benchmarks docs/*.py launch.py
+	$(PY) -m ruff check kt_ray tests benchmarks docs/*.py launch.py
 	$(PY) -m mypy kt_ray launch.py
 	@if [ -n "$(CPP)" ]; then $(VENV)/bin/clang-format --dry-run --Werror $(CPP); fi
 
 format: $(STAMP)  ## write the formatting that `make check` wants
-	$(PY) -m ruff format kt_ray tests benchmarks launch.py
-	$(PY) -m ruff check --fix kt_ray tests benchmarks launch.py
+	$(PY) -m ruff format kt_ray tests benchmarks docs/*.py launch.py
+	$(PY) -m ruff check --fix kt_ray tests benchmarks docs/*.py launch.py
 	@if [ -n "$(CPP)" ]; then $(VENV)/bin/clang-format -i $(CPP); fi
 
 bench: $(STAMP)  ## the short benchmarks, JSON into benchmarks/results/
@@ -51,7 +51,7 @@ bench: $(STAMP)  ## the short benchmarks, JSON into benchmarks/results/
 	$(PY) benchmarks/train_step.py --against hf,peft --json benchmarks/results/train_step.json
 
 docs: $(STAMP)  ## regenerate the references of options and recipes and the predicted figures
-	$(PY) -m kt_ray.config.options_page > docs/configuration.md
+	$(PY) -m docs.options_page > docs/configuration.md
 	$(PY) -m kt_ray.recipe.recipes_page > docs/recipes.md
 	$(PY) -m tests.test_doc_plans
 

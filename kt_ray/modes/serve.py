@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +10,7 @@ from dataclasses import replace
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.config.schema import Config
 from kt_ray.runs.generation import PreparedGeneration, generator_on, load_adapters, prepare_generation
-from kt_ray.runs.start_cluster import interrupted_by_sigterm, started
+from kt_ray.runs.start_cluster import started
 from kt_ray.serve.access import VARIABLE, bare, check_address, digest
 from kt_ray.serve.completions import Served, now
 from kt_ray.serve.run import check_port, make_service, run_server
@@ -33,13 +34,12 @@ def run(config: Config) -> int:
         say(f"serving {', '.join([served.name, *served.adapters])} at http://{host}:{serve.port}/v1")
         say(f"a key is {'needed' if key else 'not needed'}; Ctrl-C ends the server")
 
-    with interrupted_by_sigterm():
-        try:
-            with started(generation, f"{config.model.name}-serve", _check_company(config)) as cluster:
-                load_adapters(generation, cluster)
-                _serve(generation, served, cluster, ready)
-        except KeyboardInterrupt:
-            pass
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        started(generation, f"{config.model.name}-serve", _check_company(config)) as cluster,
+    ):
+        load_adapters(generation, cluster)
+        _serve(generation, served, cluster, ready)
     say("the server has ended")
     return 0
 
