@@ -43,7 +43,7 @@ def fields() -> dict[str, Field]:
 @cache
 def groups() -> dict[str, type]:
     """Every group, nested ones too ("rule", "rule.experts", …), with its dataclass."""
-    return {key: f.hint for key, f in _walk(Config) if dataclasses.is_dataclass(f.hint)}
+    return {key: f.hint for key, f in _walk(Config) if key not in fields()}
 
 
 def type_name(hint: Any) -> str:

@@ -166,11 +166,11 @@ def _build(cls: type, mapping: Any, group: str) -> Any:
         key = f"{group}.{name}" if group else str(name)
         if name not in hints(cls):
             raise unknown_key(key, value)
-        hint = hints(cls)[name]
+        if key in groups():
+            values[name] = _build(groups()[key], value, key)
+            continue
         try:
-            values[name] = (
-                _build(hint, value, key) if dataclasses.is_dataclass(hint) else _coerce(hint, value)
-            )
+            values[name] = _coerce(fields()[key].hint, value)
         except TypeError:
             raise _wrong_type(key, value) from None
     return cls(**values)
