@@ -171,15 +171,17 @@ def _bf16_note(config: Config, plan: Plan) -> list[str]:
 
 
 def _show_placement(console: Console, plan: Plan) -> None:
-    columns = ("worker", "replica", "stage", "device", "layers", "MoE layers", "threads", "CPUs")
+    of_workers = ("worker", "replica", "stage", "device", "layers", "MoE layers", "threads", "CPUs")
     console.print(
-        titled_table("Attention workers", columns, (worker_row(plan, worker) for worker in plan.workers))
+        titled_table("Attention workers", of_workers, (worker_row(plan, worker) for worker in plan.workers))
     )
-    columns = (
+    of_actors = (
         *("actor", "NUMA node", "experts per layer", "threads", "CPUs", "backend", "ISA"),
         *("kept for backward", "lane"),
     )
-    console.print(titled_table("Expert actors", columns, (expert_row(plan, actor) for actor in plan.experts)))
+    console.print(
+        titled_table("Expert actors", of_actors, (expert_row(plan, actor) for actor in plan.experts))
+    )
 
 
 def _show_memory(console: Console, plan: Plan) -> None:

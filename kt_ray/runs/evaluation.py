@@ -139,7 +139,7 @@ def evaluate(
         )
 
     scores = [
-        side and score(side, choice=config.eval.choice, letters=config.eval.letters)
+        None if side is None else score(side, choice=config.eval.choice, letters=config.eval.letters)
         for side in (base, adapter)
     ]
     return compare(*scores, samples=config.eval.samples, losses=losses, notes=notes)
