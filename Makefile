@@ -51,7 +51,7 @@ bench: $(STAMP)  ## the short benchmarks, JSON into benchmarks/results/
 	$(PY) benchmarks/train_step.py --against hf,peft --json benchmarks/results/train_step.json
 
 docs: $(STAMP)  ## regenerate the references of options and recipes and the predicted figures
-	$(PY) -m kt_ray.config.options_page > docs/configuration.md
+	$(PY) -m docs.options_page > docs/configuration.md
 	$(PY) -m docs.recipes_page > docs/recipes.md
 	$(PY) -m tests.test_doc_plans
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,19 +25,8 @@ from kt_ray.errors import BAD_INPUT, OK, UserError, exit_code, guard
 
 # Hydra's flags (and ours, --version).
 FLAGS = (
-    "--help",
-    "--version",
-    "--cfg",
-    "--resolve",
-    "--package",
-    "--run",
-    "--multirun",
-    "--config-dir",
-    "--config-name",
-    "--config-path",
-    "--info",
-    "--hydra-help",
-    "--shell-completion",
+    *("--help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--config-dir"),
+    *("--config-name", "--config-path", "--info", "--hydra-help", "--shell-completion"),
 )
 
 # Of these and their short forms, those followed by a value.
@@ -119,9 +109,7 @@ def _flags_and_keys(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if not argument.startswith("-"):
             keys.append(argument)
             continue
-        flags.append(argument)
-        if argument in TAKES_VALUE:
-            flags += [value for value in [next(rest, None)] if value is not None]
+        flags += [argument, *itertools.islice(rest, int(argument in TAKES_VALUE))]
     return flags, keys
 
 
@@ -162,14 +150,13 @@ def _run_job(composed: Any) -> int:
 @contextmanager
 def _as_process_arguments(arguments: list[str]) -> Iterator[None]:
     """Hydra reads sys.argv, and with HYDRA_FULL_ERROR lets exceptions through; both are put back."""
-    argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    argv, full = sys.argv, os.environ.pop("HYDRA_FULL_ERROR", None)
     sys.argv = [argv[0], *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         yield
     finally:
         sys.argv = argv
-        if full is None:
-            os.environ.pop("HYDRA_FULL_ERROR", None)
-        else:
+        del os.environ["HYDRA_FULL_ERROR"]
+        if full is not None:
             os.environ["HYDRA_FULL_ERROR"] = full

@@ -7,6 +7,7 @@ between processes by pickling them, so `UserError` rebuilds itself from its fiel
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import traceback
@@ -57,22 +58,12 @@ class UserError(Exception):
         return " ".join(text.split())
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.where, self.observed, self.required, self.remedy))
+        rest = {name: getattr(self, name) for name in ("where", "observed", "required", "remedy")}
+        return functools.partial(type(self), self.what, **rest), ()
 
 
 class BadStep(UserError):
     """A training step that must not be applied: its loss or gradients are not finite, or far too large."""
-
-
-def _rebuild(
-    cls: type[UserError],
-    what: str,
-    where: str,
-    observed: str | None,
-    required: str | None,
-    remedy: str,
-) -> UserError:
-    return cls(what, where=where, observed=observed, required=required, remedy=remedy)
 
 
 def guard(action: Callable[[], int]) -> int:

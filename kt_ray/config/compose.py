@@ -28,9 +28,6 @@ HYDRA_VERSION_BASE = "1.3"
 # A path without a group choice means the generic option: model.path=DIR is model=custom model.path=DIR.
 _IMPLIED = {"model": "custom", "data": "jsonl"}
 
-_MISSING_KEY = re.compile(r"Could not override '([^']+)'")
-_IN_FILE = re.compile(r"In '([^']+)':")
-
 
 @cache
 def register_resolvers() -> None:
@@ -111,50 +108,40 @@ def translate(error: Exception, overrides: Sequence[str]) -> UserError:
             where=f"{mark.name} line {mark.line + 1}" if mark else "",
             remedy="correct that line",
         )
-    text = str(error)
+    text, cause = str(error), error.__cause__
     if text.startswith("Ambiguous value for argument"):
         return _ambiguous(text, overrides)
-    missing = _MISSING_KEY.search(text)
-    inner = getattr(error.__cause__, "key", None)
-    if missing and missing[1] in groups() and inner is not None:  # run={nam: x}
-        key = f"{missing[1]}.{inner}"
-        given = _value_given(missing[1], overrides)
-        return unknown_key(key, given.get(inner) if isinstance(given, dict) else given)
-    if missing:
-        in_file = _IN_FILE.search(text)
-        if in_file:
-            return UserError(
-                f"'override /{missing[1]}' matches no group",
-                where=f"{in_file[1]}.yaml",
-                required="one of " + ", ".join(option_groups()),
-                remedy="correct the defaults list of that file",
-            )
-        return _unknown(missing[1], overrides)
-    present = re.search(r"An item is already at '([^']+)'", text)
-    if present:
-        value = show(_value_given(present[1], overrides))
-        return UserError(
-            f"{present[1]} exists, + adds keys that do not",
-            observed=f"+{present[1]}={value}",
-            remedy=f"write {present[1]}={value}",
-        )
-    twice = re.match(r"Multiple values for (\w+)\.", text)
-    if twice:
-        value = show(_value_given(twice[1], overrides))
-        return UserError(
-            f"{twice[1]} has an option already, + adds a second one",
-            observed=f"+{twice[1]}={value}",
-            remedy=f"write {twice[1]}={value}",
-        )
+    if missing := re.search(r"Could not override '([^']+)'", text):
+        return _missing_key(missing[1], text, getattr(cause, "key", None), overrides)
+    for pattern, fault in (
+        (r"An item is already at '([^']+)'", "exists, + adds keys that do not"),
+        (r"Multiple values for (\w+)\.", "has an option already, + adds a second one"),
+    ):
+        if present := re.search(pattern, text):
+            given = f"{present[1]}={show(_value_given(present[1], overrides))}"
+            return UserError(f"{present[1]} {fault}", observed=f"+{given}", remedy=f"write {given}")
     if text.startswith("Config group override must be"):
         group = next(g for g in option_groups() if _is_plain_value(_value_given(g, overrides)))
         return _no_option(group, show(_value_given(group, overrides)), option_names(group))
-    cause = error.__cause__
-    if isinstance(error, OmegaConfBaseException):
-        return _omegaconf(error, overrides)
-    if isinstance(cause, OmegaConfBaseException):
-        return _omegaconf(cause, overrides)
+    for fault_of in (error, cause):
+        if isinstance(fault_of, OmegaConfBaseException):
+            return _omegaconf(fault_of, overrides)
     return UserError(_first_line(error), remedy="see `python launch.py --help` for groups, options and keys")
+
+
+def _missing_key(key: str, text: str, inner: Any, overrides: Sequence[str]) -> UserError:
+    """Hydra could not override `key`; `inner` is the key within a group's mapping that does not exist."""
+    if key in groups() and inner is not None:  # run={nam: x}
+        given = _value_given(key, overrides)
+        return unknown_key(f"{key}.{inner}", given.get(inner) if isinstance(given, dict) else given)
+    if in_file := re.search(r"In '([^']+)':", text):
+        return UserError(
+            f"'override /{key}' matches no group",
+            where=f"{in_file[1]}.yaml",
+            required="one of " + ", ".join(option_groups()),
+            remedy="correct the defaults list of that file",
+        )
+    return _unknown(key, overrides)
 
 
 def _is_plain_value(value: Any) -> bool:
@@ -179,42 +166,28 @@ def _value_given(key: str, overrides: Sequence[str]) -> Any:
 
 def _unknown(key: str, overrides: Sequence[str]) -> UserError:
     value = _value_given(key, overrides)
+    given = f"{key}={show(value)}"
     if key.startswith("model.config."):
         return UserError(
-            f"{key} is not in this model's config",
-            observed=f"{key}={show(value)}",
-            remedy=f"write +{key}={show(value)} to add it",
+            f"{key} is not in this model's config", observed=given, remedy=f"write +{given} to add it"
         )
     if key in fields() or key in groups():  # present in the schema, absent from a file that replaced ours
         return UserError(
-            f"{key} is not in the composed configuration",
-            observed=f"{key}={show(value)}",
-            remedy=f"write ++{key}={show(value)}",
+            f"{key} is not in the composed configuration", observed=given, remedy=f"write ++{given}"
         )
-    parent = next((p for p in _parents(key) if p in fields()), None)
-    if parent:
+    if parent := next((p for p in fields() if key.startswith(f"{p}.")), None):
+        remedy = f"write {parent}={show(value)}"
+        return UserError(f"{parent} is a value, it has no keys", observed=given, remedy=remedy)
+    group = closest(key, option_groups()) if "." not in key else None
+    if group and value is not None:
+        options = option_names(group)
         return UserError(
-            f"{parent} is a value, it has no keys",
-            observed=f"{key}={show(value)}",
-            remedy=f"write {parent}={show(value)}",
+            f"unknown group {key}; did you mean {group}?",
+            observed=given,
+            required="one of " + ", ".join(option_groups()),
+            remedy=f"write {group}={closest(str(value), options) or options[0]}",
         )
-    if "." not in key:
-        group = closest(key, option_groups())
-        if group and value is not None:
-            options = option_names(group)
-            option = closest(str(value), options)
-            return UserError(
-                f"unknown group {key}; did you mean {group}?",
-                observed=f"{key}={show(value)}",
-                required="one of " + ", ".join(option_groups()),
-                remedy=f"write {group}={option or options[0]}",
-            )
     return unknown_key(key, value)
-
-
-def _parents(key: str) -> list[str]:
-    parts = key.split(".")
-    return [".".join(parts[:n]) for n in range(1, len(parts))]
 
 
 def _malformed(override: str) -> UserError:
@@ -296,10 +269,9 @@ def _omegaconf(error: OmegaConfBaseException, overrides: Sequence[str]) -> UserE
         )
     if isinstance(error, ConfigAttributeError | ConfigKeyError) and key:
         return _unknown(key, overrides)
+    value = _value_given(key, overrides)
     return UserError(
         f"{key or 'the configuration'} cannot be composed: {_first_line(error)}",
-        observed=f"{key}={show(_value_given(key, overrides))}"
-        if _value_given(key, overrides) is not None
-        else None,
+        observed=None if value is None else f"{key}={show(value)}",
         remedy=f"set {key}=<value>" if key else "see `python launch.py --help`",
     )

@@ -1,104 +1,49 @@
-"""What the schema says about each key: its type, default and meaning, by command-line name.
-
-One walk over the dataclasses serves the loader's messages, "did you mean" and the generated
-reference, so that none of them can fall behind the schema.
-"""
+"""The keys of the schema by command-line name, with type and default, and how values and types read."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
-import re
 import types
 import typing
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from kt_ray.config.schema import Config
 
-_ENTRY = re.compile(r"^    (\w+): (.*)$")
 
+class Field(NamedTuple):
+    """Resolved type hint of one key, e.g. `int | str`, and its default."""
 
-@dataclass(frozen=True)
-class Field:
-    """One key.
-
-    Attributes:
-        key: name on the command line, e.g. "rule.experts.isa".
-        hint: resolved type hint, e.g. `int | str`.
-        default: value of the dataclass (dataclasses.MISSING = none).
-        doc: its entry under "Attributes:" of the class docstring, on one line.
-        group: the key without its last part ("" at the top level).
-    """
-
-    key: str
     hint: Any
     default: Any
-    doc: str
-    group: str
 
 
 @cache
 def hints(cls: type) -> dict[str, Any]:
     """Resolved type hints of a dataclass's fields, in order."""
-    resolved = typing.get_type_hints(cls)
-    return {f.name: resolved[f.name] for f in dataclasses.fields(cls)}
+    return typing.get_type_hints(cls)
 
 
-def default_of(f: dataclasses.Field[Any]) -> Any:
-    """The default of a dataclass field; `dataclasses.MISSING` if it has none."""
-    if f.default_factory is not dataclasses.MISSING:
-        return f.default_factory()
-    return f.default
-
-
-def attribute_docs(cls: type) -> dict[str, str]:
-    """The entries of "Attributes:" in a class docstring, each joined to one line."""
-    _, _, section = (inspect.getdoc(cls) or "").partition("Attributes:\n")
-    docs: dict[str, str] = {}
-    name = ""
-    for line in section.splitlines():
-        entry = _ENTRY.match(line)
-        if entry:
-            name = entry[1]
-            docs[name] = entry[2].strip()
-        elif name and line.strip():
-            docs[name] += " " + line.strip()
-    return docs
-
-
-def walk(cls: type = Config, group: str = "") -> Iterator[Field]:
-    """Every key below `cls`, depth first, in the schema's order; nested groups are entered, not listed."""
-    docs = attribute_docs(cls)
-    for f in dataclasses.fields(cls):
-        hint = hints(cls)[f.name]
-        key = f"{group}.{f.name}" if group else f.name
+def _walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field]]:
+    """Every group and key below `cls`, depth first, in the schema's order."""
+    for name, hint in hints(cls).items():
+        yield prefix + name, Field(hint, getattr(cls(), name))
         if dataclasses.is_dataclass(hint):
-            yield from walk(typing.cast(type, hint), key)
-        else:
-            yield Field(key, hint, default_of(f), docs.get(f.name, ""), group)
+            yield from _walk(typing.cast(type, hint), f"{prefix}{name}.")
 
 
 @cache
 def fields() -> dict[str, Field]:
     """Every key of the configuration by its command-line name."""
-    return {f.key: f for f in walk()}
+    return {key: f for key, f in _walk(Config) if not dataclasses.is_dataclass(f.hint)}
 
 
 @cache
 def groups() -> dict[str, type]:
     """Every group, nested ones too ("rule", "rule.experts", …), with its dataclass."""
-
-    def inner(cls: type, prefix: str) -> Iterator[tuple[str, type]]:
-        for name, hint in hints(cls).items():
-            if dataclasses.is_dataclass(hint):
-                yield prefix + name, typing.cast(type, hint)
-                yield from inner(typing.cast(type, hint), f"{prefix}{name}.")
-
-    return dict(inner(Config, ""))
+    return {key: f.hint for key, f in _walk(Config) if key not in fields()}
 
 
 def type_name(hint: Any) -> str:

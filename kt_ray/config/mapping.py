@@ -6,6 +6,7 @@ paths (`settle`). Errors name the command-line key, its value, what is required 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.config.checks import check, value_of
-from kt_ray.config.fields import closest_key, default_of, groups, hints, show, type_name
+from kt_ray.config.fields import closest_key, fields, groups, hints, show, type_name
 from kt_ray.config.files import hardware_file
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
@@ -60,38 +61,34 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
     Raises:
         UserError: a multirun resumes the latest checkpoint without saying of which run.
     """
-    for key in _PATHS:
-        if value := value_of(config, key):
+    for key, words in _PATHS.items():
+        value = value_of(config, key)
+        if value and value not in words:
             config = _with(config, key, absolute(value))
-    model, data, hardware, adapters = config.model, config.data, config.plan.hardware, config.serve.adapters
+    model, data, hardware = config.model, config.data, config.plan.hardware
     if model.path is not None:
         name = Path(model.path).name if model.build is not None or model.name == "custom" else model.name
         config = _with(config, "model", dataclasses.replace(model, name=name, build=None))
-    sources = data.sources and [{**source, "path": _paths(source["path"])} for source in data.sources]
-    path = data.path and _paths(data.path)
-    eval_path = data.eval_path and _paths(data.eval_path)
-    builtin = None if path or sources else data.builtin
-    data = dataclasses.replace(data, path=path, sources=sources, eval_path=eval_path, builtin=builtin)
-    config = _with(config, "data", data)
+    if data.sources:
+        sources = [{**source, "path": absolute(source["path"])} for source in data.sources]
+        config = _with(config, "data.sources", sources)
+    if data.path or data.sources:
+        config = _with(config, "data.builtin", None)
     if hardware is not None:
         file = hardware_file(hardware) if "/" not in hardware else None
-        config = _with(config, "plan.hardware", str(file) if file else absolute(hardware))
-    if config.plan.rates not in ("auto", "nominal"):
-        config = _with(config, "plan.rates", absolute(config.plan.rates))
-    if config.trainer.resume not in (None, "latest"):
-        config = _with(config, "trainer.resume", absolute(str(config.trainer.resume)))
-    if adapters is not None:
-        adapters = {name: absolute(directory) for name, directory in adapters.items()}
-        config = _with(config, "serve.adapters", adapters)
+        config = _with(config, "plan.hardware", str(file or absolute(hardware)))
     return _with(config, "run.name", _run_name(config, job, now))
 
 
-# Keys that hold a path, or null.
-_PATHS = (
-    *("model.path", "model.tokenizer", "model.chat_template", "model.experts_path", "rule.experts.load"),
-    *("generate.adapter", "eval.adapter", "eval.base", "eval.out", "report.run", "report.out", "compare.out"),
-    "run.root",
-)
+# Keys that hold a path, paths or null, with the words that they may hold instead.
+_PATHS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("model.path", "model.tokenizer", "model.chat_template", "model.experts_path"), ()),
+    **dict.fromkeys(("rule.experts.load", "data.path", "data.eval_path", "generate.adapter"), ()),
+    **dict.fromkeys(("serve.adapters", "eval.adapter", "eval.base", "eval.out"), ()),
+    **dict.fromkeys(("report.run", "report.out", "compare.out", "run.root"), ()),
+    "plan.rates": ("auto", "nominal"),
+    "trainer.resume": ("latest",),
+}
 
 
 def _with(group: Any, key: str, value: Any) -> Any:
@@ -100,15 +97,22 @@ def _with(group: Any, key: str, value: Any) -> Any:
     return dataclasses.replace(group, **{name: _with(getattr(group, name), rest, value) if rest else value})
 
 
-def absolute(path: str) -> str:
-    """`path` with ~ expanded, from the current directory; links stay as the user wrote them."""
-    return os.path.abspath(os.path.expanduser(path))
+def absolute(path: Any) -> Any:
+    """A path (also each in a list or mapping) with ~ expanded, from the current directory; links stay links.
+
+    Names on the Hugging Face hub stay as they are.
+    """
+    if isinstance(path, Mapping):
+        return {name: absolute(entry) for name, entry in path.items()}
+    if isinstance(path, list):
+        return [absolute(entry) for entry in path]
+    return path if path.startswith("hf://") else os.path.abspath(os.path.expanduser(path))
 
 
-def _paths(path: str | list[str]) -> str | list[str]:
-    if not isinstance(path, str):
-        return [str(_paths(p)) for p in path]
-    return path if path.startswith("hf://") else absolute(path)
+def dated_name(model: str, now: datetime.datetime | None = None) -> str:
+    """The directory name of a run without a name: "<model>-<date>-<time>"."""
+    label = "".join(c if c.isalnum() or c in "._-" else "-" for c in model)
+    return f"{label}-{now or datetime.datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _run_name(config: Config, job: int | None, now: datetime.datetime | None) -> str | None:
@@ -123,19 +127,8 @@ def _run_name(config: Config, job: int | None, now: datetime.datetime | None) ->
             remedy="set run.name=<name>, or resume one run at a time",
         )
     if name is None:
-        name = f"{config.model.name}-{now or datetime.datetime.now():%Y%m%d-%H%M%S}"
+        name = dated_name(config.model.name, now)
     return f"{name}-{job}"
-
-
-def to_dict(config: Config) -> dict[str, Any]:
-    """Plain nested values (tuples as lists), such that `from_dict(to_dict(c)) == c`."""
-    return typing.cast(dict[str, Any], _plain(dataclasses.asdict(config)))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 # Keys that earlier versions had, which runs of theirs still name -> what to do instead.
@@ -168,34 +161,29 @@ def _build(cls: type, mapping: Any, group: str) -> Any:
             required="a mapping with " + ", ".join(hints(cls)),
             remedy=f"set its keys one by one, e.g. {group}.{next(iter(hints(cls)))}=..." if group else "",
         )
-    for key in mapping:
-        if key not in hints(cls):
-            raise unknown_key(f"{group}.{key}" if group else str(key), mapping[key])
     values: dict[str, Any] = {}
-    for f in dataclasses.fields(cls):
-        if f.name not in mapping:
-            continue
-        key = f"{group}.{f.name}" if group else f.name
-        hint = hints(cls)[f.name]
-        if dataclasses.is_dataclass(hint):
-            values[f.name] = _build(typing.cast(type, hint), mapping[f.name], key)
+    for name, value in mapping.items():
+        key = f"{group}.{name}" if group else str(name)
+        if name not in hints(cls):
+            raise unknown_key(key, value)
+        if key in groups():
+            values[name] = _build(groups()[key], value, key)
             continue
         try:
-            values[f.name] = _coerce(hint, mapping[f.name])
+            values[name] = _coerce(fields()[key].hint, value)
         except TypeError:
-            raise _wrong_type(key, mapping[f.name], hint, default_of(f)) from None
+            raise _wrong_type(key, value) from None
     return cls(**values)
 
 
-def _wrong_type(key: str, value: Any, hint: Any, default: Any) -> UserError:
-    kind = "null" if value is None else f"{show(value)} ({type(value).__name__})"
+def _wrong_type(key: str, value: Any) -> UserError:
+    hint, default = fields()[key]
+    example = f"{key}={show(default)}"
     if isinstance(value, bool) and "str" in type_name(hint):
         example = f"{key}=\"'{show(value)}'\" if the word itself is meant"
-    else:
-        example = f"{key}={show(default)}" if default is not None else f"{key}=null"
     return UserError(
         f"{key}={show(value)} has the wrong type",
-        observed=kind,
+        observed="null" if value is None else f"{show(value)} ({type(value).__name__})",
         required=type_name(hint),
         remedy=f"write for example {example}",
     )
@@ -204,49 +192,26 @@ def _wrong_type(key: str, value: Any, hint: Any, default: Any) -> UserError:
 def _coerce(hint: Any, value: Any) -> Any:
     """`value` as `hint`, or TypeError."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is Any or type(value) is hint:
         return value
     if origin in (types.UnionType, typing.Union):
-        # Exact matches first, so that int | str leaves "8" a string and 8 a number.
+        if type(value) in args:  # first, so that int | str leaves "8" a string and 8 a number
+            return value
         for arg in args:
-            if typing.get_origin(arg) is None and arg is not Any and type(value) is arg:
-                return value
-        for arg in args:
-            try:
+            with contextlib.suppress(TypeError):
                 return _coerce(arg, value)
-            except TypeError:
-                continue
-        raise TypeError
-    if hint is type(None):
-        if value is None:
-            return None
-    elif hint is bool:
-        if isinstance(value, bool):
-            return value
-    elif hint is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
-    elif hint is float:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(value, str):
-            try:
-                return float(value)  # YAML 1.1 reads 1e-4 as a string
-            except ValueError:
-                raise TypeError from None
-    elif hint is str:
-        if isinstance(value, str):
-            return value
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return str(value)
-    elif origin is list:
-        if isinstance(value, list | tuple):
-            return [_coerce(args[0], v) for v in value]
-    elif origin is tuple:
-        if isinstance(value, list | tuple) and len(value) == len(args):
-            return tuple(_coerce(a, v) for a, v in zip(args, value, strict=True))
+    elif hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    elif hint is float and (number or isinstance(value, str)):
+        with contextlib.suppress(ValueError):
+            return float(value)  # YAML 1.1 reads 1e-4 as a string
+    elif hint is str and number:
+        return str(value)
+    elif origin is list and isinstance(value, list | tuple):
+        return [_coerce(args[0], v) for v in value]
+    elif origin is tuple and isinstance(value, list | tuple) and len(value) == len(args):
+        return tuple(map(_coerce, args, value))
     elif origin is dict and isinstance(value, Mapping):
         return {str(k): _coerce(args[1], v) for k, v in value.items()}
     raise TypeError

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kt_ray.config.schema import Config
@@ -40,9 +42,9 @@ def run(config: Config) -> int:
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     table = Table("", "check", "found", "what to do", box=SIMPLE_HEAD, pad_edge=False)
     for check in checks:
-        table.add_row(f"[{_STYLES[check.status]}]{check.status}[/]", *map(_plain, check[1:]))
+        table.add_row(f"[{_STYLES[check.status]}]{check.status}[/]", *map(escape, check[1:]))
     console.print(table)
-    counts = {status: sum(1 for check in checks if check.status == status) for status in (PASS, WARN, FAIL)}
+    counts = Counter(check.status for check in checks)
     console.print(f"{counts[PASS]} pass, {counts[WARN]} warn, {counts[FAIL]} fail")
     if config.plan.rates != NOMINAL:
         _measure(config, console)
@@ -74,10 +76,6 @@ def _measure(config: Config, console: Console) -> None:
         console.print(line, markup=False, soft_wrap=True)
     path = doctor_rates.store(config, hardware, rates)
     console.print(f"rates stored in {path}: mode=plan predicts with them", markup=False, soft_wrap=True)
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
 
 
 def examine(config: Config) -> list[Check]:

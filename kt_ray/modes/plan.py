@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-from rich.box import SIMPLE_HEAD
+from omegaconf import OmegaConf
 from rich.console import Console
-from rich.table import Table
 
 from kt_ray.config.files import conf_dir, option_names
 from kt_ray.config.mapping import from_dict
@@ -35,12 +33,11 @@ from kt_ray.placement.render import (
     worker_row,
 )
 from kt_ray.runs.known_load import known_load, resumed_choice
-from kt_ray.runs.plan_time import show_time
+from kt_ray.runs.plan_time import show_time, titled_table
 from kt_ray.timing.choose import choose_plan
 
 FITS, DOES_NOT_FIT = 0, 1
 _WIDTH = 120  # where output is no terminal
-_PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "title_justify": "left"}
 
 
 def run(config: Config) -> int:
@@ -105,13 +102,8 @@ def _own_dims(model: ModelConfig) -> ModelDims:
         from kt_ray.demo.recipes import built
 
         recipe = built(model.build)
-        config = {
-            **recipe.config,
-            "model_type": "deepseek_v3",
-            "vocab_size": recipe.vocab,
-            "dtype": "bfloat16",
-        }
-        dims = dims_from_config(config, model.name)
+        own = {"model_type": "deepseek_v3", "vocab_size": recipe.vocab, "dtype": "bfloat16"}
+        dims = dims_from_config({**recipe.config, **own}, model.name)
         if model.tokenizer is None:
             return dims
         note = "vocabulary planned as the demo tokenizer's; the given tokenizer's may be larger"
@@ -128,37 +120,13 @@ def _own_dims(model: ModelConfig) -> ModelDims:
 
 def other_rules() -> dict[str, RuleConfig]:
     """Every rule of conf/rule by its option name. They build on auto.yaml, as their defaults list says."""
-    folder = conf_dir() / "rule"
-
-    def read(name: str) -> dict[str, object]:
-        text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
-        return {key: value for key, value in yaml.safe_load(text).items() if key != "defaults"}
-
-    base = read("auto")
     rules: dict[str, RuleConfig] = {}
     for name in option_names("rule"):
-        merged = dict(base)
-        for key, value in read(name).items():
-            inner = merged.get(key)
-            merged[key] = {**inner, **value} if isinstance(inner, dict) and isinstance(value, dict) else value
-        rules[name] = from_dict({"rule": merged, **_OTHER_GROUPS}).rule
+        files = [OmegaConf.load(conf_dir() / "rule" / f"{part}.yaml") for part in ("auto", name)]
+        rule: Any = OmegaConf.to_container(OmegaConf.merge(*files))
+        rule.pop("defaults", None)
+        rules[name] = from_dict({"rule": rule}).rule
     return rules
-
-
-# from_dict builds a whole Config; the other groups only need what has no default.
-_OTHER_GROUPS: dict[str, object] = {
-    "mode": "plan",
-    "seed": 0,
-    "model": {"name": "any"},
-    "data": {},
-    "lora": {},
-    "optim": {},
-    "trainer": {},
-    "tracking": {},
-    "cluster": {},
-    "plan": {},
-    "run": {},
-}
 
 
 def _show_head(console: Console, config: Config, plan: Plan) -> None:
@@ -203,39 +171,22 @@ def _bf16_note(config: Config, plan: Plan) -> list[str]:
 
 
 def _show_placement(console: Console, plan: Plan) -> None:
-    workers = Table(
-        *("worker", "replica", "stage", "device", "layers", "MoE layers", "threads", "CPUs"),
-        title="Attention workers",
-        **_PLAIN,
+    of_workers = ("worker", "replica", "stage", "device", "layers", "MoE layers", "threads", "CPUs")
+    console.print(
+        titled_table("Attention workers", of_workers, (worker_row(plan, worker) for worker in plan.workers))
     )
-    for worker in plan.workers:
-        workers.add_row(*worker_row(plan, worker))
-    experts = Table(
-        *(
-            "actor",
-            "NUMA node",
-            "experts per layer",
-            "threads",
-            "CPUs",
-            "backend",
-            "ISA",
-            "kept for backward",
-            "lane",
-        ),
-        title="Expert actors",
-        **_PLAIN,
+    of_actors = (
+        *("actor", "NUMA node", "experts per layer", "threads", "CPUs", "backend", "ISA"),
+        *("kept for backward", "lane"),
     )
-    for actor in plan.experts:
-        experts.add_row(*expert_row(plan, actor))
-    console.print(workers)
-    console.print(experts)
+    console.print(
+        titled_table("Expert actors", of_actors, (expert_row(plan, actor) for actor in plan.experts))
+    )
 
 
 def _show_memory(console: Console, plan: Plan) -> None:
     header, rows = memory_table(plan)
-    table = Table(title="Memory per device", **_PLAIN)
-    for i, name in enumerate(header):
-        table.add_column(name, justify="left" if i == 0 else "right")
+    table = titled_table("Memory per device", header, (), numbers=range(1, len(header)))
     for i, row in enumerate(rows):
         if row[0] == "sum":
             table.add_section()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
 from dataclasses import replace
 
-from kt_ray.actors.cluster import ActorCluster
 from kt_ray.config.schema import Config
 from kt_ray.runs.generation import PreparedGeneration, generator_on, load_adapters, prepare_generation
-from kt_ray.runs.start_cluster import interrupted_by_sigterm, started
+from kt_ray.runs.start_cluster import started
 from kt_ray.serve.access import VARIABLE, bare, check_address, digest
 from kt_ray.serve.completions import Served, now
 from kt_ray.serve.run import check_port, make_service, run_server
@@ -33,13 +32,22 @@ def run(config: Config) -> int:
         say(f"serving {', '.join([served.name, *served.adapters])} at http://{host}:{serve.port}/v1")
         say(f"a key is {'needed' if key else 'not needed'}; Ctrl-C ends the server")
 
-    with interrupted_by_sigterm():
-        try:
-            with started(generation, f"{config.model.name}-serve", _check_company(config)) as cluster:
-                load_adapters(generation, cluster)
-                _serve(generation, served, cluster, ready)
-        except KeyboardInterrupt:
-            pass
+    local = config.cluster.name == "local"
+    if not local:
+        from kt_ray.actors.ray.ray_cluster import RayCluster
+        from kt_ray.actors.ray.serve_app import refuse_company, run_on_serve
+
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        started(generation, f"{config.model.name}-serve", None if local else refuse_company) as cluster,
+    ):
+        load_adapters(generation, cluster)
+        if local:
+            with generator_on(generation, cluster) as generator:
+                run_server(make_service(served, generator), serve.host, serve.port, ready)
+        else:
+            assert isinstance(cluster, RayCluster)
+            run_on_serve(cluster, served, serve.host, serve.port, ready)
     say("the server has ended")
     return 0
 
@@ -68,26 +76,3 @@ def served_of(generation: PreparedGeneration, key: str | None) -> Served:
         fingerprint=generation.fingerprint,
         created=now(),
     )
-
-
-def _check_company(config: Config) -> Callable[[], None] | None:
-    if config.cluster.name == "local":
-        return None
-    from kt_ray.actors.ray.serve_app import refuse_company
-
-    return refuse_company
-
-
-def _serve(
-    generation: PreparedGeneration, served: Served, cluster: ActorCluster, ready: Callable[[], None]
-) -> None:
-    serve = generation.config.serve
-    if generation.config.cluster.name == "local":
-        with generator_on(generation, cluster) as generator:
-            run_server(make_service(served, generator), serve.host, serve.port, ready)
-        return
-    from kt_ray.actors.ray.ray_cluster import RayCluster
-    from kt_ray.actors.ray.serve_app import run_on_serve
-
-    assert isinstance(cluster, RayCluster)
-    run_on_serve(cluster, served, serve.host, serve.port, ready)

@@ -17,10 +17,12 @@ from kt_ray.hardware.machine import socket_name
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.placement.plan import plan_to_dict
 from kt_ray.placement.render import held_per_layer
-from kt_ray.runs.before_after import FinalQuestions, before_and_after, final_questions
+from kt_ray.runs.before_after import before_and_after, final_questions
 from kt_ray.runs.environment import environment
+from kt_ray.runs.generation import PreparedGeneration
 from kt_ray.runs.plan_time import predicted_run, run_line
 from kt_ray.runs.prepare import Prepared, prepare
+from kt_ray.runs.questions import Question
 from kt_ray.runs.rundir import RunDir, dated_as_before, plain
 from kt_ray.runs.saving import (
     ResumePoint,
@@ -30,12 +32,12 @@ from kt_ray.runs.saving import (
     save_checkpoint,
     write_adapter,
 )
-from kt_ray.runs.start_cluster import interrupted_by_sigterm, make_cluster
+from kt_ray.runs.start_cluster import started
 from kt_ray.timeline import Activity
 from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
 from kt_ray.tracking.chrome_trace import write_timeline
 from kt_ray.tracking.console import console, say, setup_logging
-from kt_ray.tracking.progress import LoadProgress, Summary, TrainProgress, show_summary
+from kt_ray.tracking.progress import Summary, TrainProgress, show_summary
 from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.train.trainer import Events, Trainer
 
@@ -53,27 +55,18 @@ def run(config: Config) -> int:
     resume = resume_point(prepared)
     rates = rates_for(config, prepared.plan.hardware)  # may refuse what plan.rates names
     rundir = RunDir.create(config, resume.directory if resume else None)
-    setup_logging(rundir.log_file)
+    setup_logging(rundir.path / "train.log")
     _announce(prepared, rundir)
     prediction = predicted_run(config, prepared.plan, rates, prepared.batches.train(0))
     say(run_line(prediction, rates))
     rundir.write_plan({**plan_to_dict(prepared.plan), "prediction": prediction.to_dict()})
     rundir.write_env(environment())
-    progress = LoadProgress(live=config.tracking.progress)
-    cluster = make_cluster(prepared, rundir.name, progress, str(rundir.path))
-    status = "failed"
-    tracker: MultiTracker | None = None
-    try:
-        with interrupted_by_sigterm():
-            for line in cluster.connect():
-                say(line)
-                logger.info("%s", line)
-            with progress:
-                facts = cluster.start()
-            for line in (note for actor in facts for note in actor.get("notes", ())):
-                say(line)
-            rundir.write_env({**environment(), "actors": facts, "dashboard": _dashboard(cluster)})
-            tracker = make_tracker(config.tracking, extra=_ray_exporter(cluster))
+    with started(prepared, rundir.path.name, run_dir=str(rundir.path)) as cluster:
+        for line in (note for actor in _write_env(rundir, cluster) for note in actor.get("notes", ())):
+            say(line)
+        tracker = make_tracker(config.tracking, extra=_ray_exporter(cluster))
+        status = "failed"
+        try:
             first_step = 0
             if resume is not None:
                 cluster.restore(str(resume.directory), resume.manifest.step)
@@ -84,26 +77,21 @@ def run(config: Config) -> int:
             tracker.start(rundir.path, plain(config), first_step=first_step + 1 if first_step else 0)
             summary = _train(prepared, rundir, cluster, tracker, resume, began)
             if final is not None:
-                _answer(final, rundir, cluster, tracker)
-        status = "finished"
-        if config.tracking.upload_adapter:
-            tracker.artifact(rundir.adapter)
-        if config.tracking.plot:
-            from kt_ray.tracking.plot import plot_loss
+                _answer(*final, rundir, cluster, tracker)
+            status = "finished"
+            if config.tracking.upload_adapter:
+                tracker.artifact(rundir.adapter)
+            if config.tracking.plot:
+                from kt_ray.tracking.plot import plot_loss
 
-            plot_loss(rundir.metrics_file, rundir.plot_file)
-        show_summary(summary)
-        return 0
-    except KeyboardInterrupt:
-        status = "interrupted"
-        raise
-    finally:
-        # Nested: a second Ctrl-C during a slow upload must not leave actors behind.
-        try:
-            if tracker is not None:
-                tracker.finish(status)
+                plot_loss(rundir.path / "metrics.jsonl", rundir.path / "loss.png")
+            show_summary(summary)
+            return 0
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
         finally:
-            cluster.shutdown()
+            tracker.finish(status)
 
 
 def _announce(prepared: Prepared, rundir: RunDir) -> None:
@@ -134,8 +122,12 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
         )
 
 
-def _dashboard(cluster: ActorCluster) -> str | None:
-    return getattr(cluster, "dashboard_url", None)
+def _write_env(rundir: RunDir, cluster: ActorCluster) -> list[dict[str, Any]]:
+    """env.json with what the actors say of themselves, which is returned."""
+    facts = cluster.info()
+    dashboard = getattr(cluster, "dashboard_url", None)
+    rundir.write_env({**environment(), "actors": facts, "dashboard": dashboard})
+    return facts
 
 
 def _ray_exporter(cluster: ActorCluster) -> list[Any]:
@@ -176,7 +168,7 @@ def _train(
         return save_checkpoint(prepared, rundir, cluster, step, trainer.load, loss)
 
     def timeline(step: int, activities: Sequence[Activity]) -> None:
-        write_timeline(rundir.timelines, step, activities, {"run": rundir.name, "step": step})
+        write_timeline(rundir.path / "timelines", step, activities, {"run": rundir.path.name, "step": step})
 
     def best(step: int, loss: float) -> None:
         mark_best(rundir.checkpoints, step)
@@ -193,8 +185,7 @@ def _train(
             raise
         except UserError as error:
             raise trainer.recovery.with_way_on(error) from error
-        # Once more at the end: how many kernel calls ran, and where.
-        rundir.write_env({**environment(), "actors": cluster.info(), "dashboard": _dashboard(cluster)})
+        _write_env(rundir, cluster)  # once more: how many kernel calls ran, and where
 
     with display:
         events = Events(on_step, on_eval, save, timeline, display.repeating, display.line, best)
@@ -229,10 +220,16 @@ def _train(
     )
 
 
-def _answer(final: FinalQuestions, rundir: RunDir, cluster: ActorCluster, tracker: MultiTracker) -> None:
+def _answer(
+    generation: PreparedGeneration,
+    questions: list[Question],
+    rundir: RunDir,
+    cluster: ActorCluster,
+    tracker: MultiTracker,
+) -> None:
     """Answers before and after. The adapter is safe by now: what fails here fails nothing else."""
     try:
-        result = before_and_after(final, rundir, cluster)
+        result = before_and_after(generation, questions, rundir, cluster)
     except Exception as error:
         logger.info("held-out questions were not answered", exc_info=error)  # the whole of it: to train.log
         reason = error.line() if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

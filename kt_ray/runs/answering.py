@@ -81,11 +81,11 @@ def answer(job: AnswerJob, generator: Generator) -> None:
     Raises:
         BaseException: what ended the session of generation.
     """
-    questions, start = job.remaining, time.monotonic()
-    tokens = _answer(job.generation, generator, questions, job.path)
+    start, count = time.monotonic(), len(job.remaining)
+    tokens = _answer(job, generator)
     seconds = time.monotonic() - start
     rate = tokens / max(seconds, 1e-9)
-    say(f"{len(questions)} rows in {seconds:.1f} s, {tokens} tokens, {rate:.1f} tokens/s: {job.path}")
+    say(f"{count} rows in {seconds:.1f} s, {tokens} tokens, {rate:.1f} tokens/s: {job.path}")
 
 
 def sides(generation: PreparedGeneration) -> tuple[str, ...]:
@@ -174,21 +174,20 @@ def _read_rows(file: Path) -> dict[int, dict[str, Any]]:
     return {int(row["id"]): row for row in rows}
 
 
-def _answer(
-    generation: PreparedGeneration, generator: Generator, questions: list[Question], path: Path
-) -> int:
-    """Ask all questions and write each row when its answers are complete. Returns tokens generated."""
-    tokens, adapters = 0, [side == "adapter" for side in sides(generation)]
+def _answer(job: AnswerJob, generator: Generator) -> int:
+    """Ask the remaining questions, write each row when its answers are complete. Returns tokens generated."""
+    generation, tokens = job.generation, 0
+    adapters = [side == "adapter" for side in sides(generation)]
     waiting: dict[int, tuple[Question, list[Answer]]] = {}
     ended: queue.SimpleQueue[Piece | BaseException] = queue.SimpleQueue()
     ahead = 2 * generation.config.generate.batch_size * generation.plan.replicas
-    upcoming = iter(questions)
+    upcoming = iter(job.remaining)
 
     def listen(piece: Piece | BaseException) -> None:
         if isinstance(piece, BaseException) or piece.token.finish:
             ended.put(piece)
 
-    with path.open("a", encoding="utf-8") as file:
+    with job.path.open("a", encoding="utf-8") as file:
         while True:
             for question in islice(upcoming, max(0, ahead - len(waiting))):
                 seed = (generation.config.seed + question.id) % 2**63

@@ -8,14 +8,13 @@ adapter on and off. All results are kept, so the same command continues where it
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.adapter.from_peft import adapter_directory
 from kt_ray.config.fields import show
-from kt_ray.config.mapping import to_dict
 from kt_ray.config.schema import Config
 from kt_ray.evaluate.answer_file import find_answers
 from kt_ray.evaluate.loss_sums import LOSSES_FILE
@@ -33,7 +32,7 @@ from kt_ray.runs.generation import (
 from kt_ray.runs.held_out_loss import HeldOut, measure, open_held_out
 from kt_ray.runs.prepare import Prepared
 from kt_ray.runs.questions import Question, questions_of
-from kt_ray.runs.rundir import RunDir, flatten, is_run, settings_of
+from kt_ray.runs.rundir import RunDir, flatten, is_run, plain, settings_of
 from kt_ray.runs.start_cluster import started
 from kt_ray.tracking.console import console
 
@@ -101,7 +100,7 @@ def _other_rows(config: Config, run: Path) -> Iterable[str]:
     own = config.generate.split == "eval" and config.data.eval_path is None
     if not own:
         return
-    then, now = settings_of(run), flatten(to_dict(config))
+    then, now = settings_of(run), flatten(plain(config))
     keys = [key for key in now if key == "seed" or (key.startswith("data.") and key not in _SAME_ROWS)]
     changes = [
         f"{key}={show(then[key])}, here {show(now[key])}"
@@ -112,16 +111,10 @@ def _other_rows(config: Config, run: Path) -> Iterable[str]:
         yield f"the adapter was trained with {', '.join(changes)}: it may have learnt from some of these rows"
 
 
-@dataclass(frozen=True)
-class FinalQuestions:
-    """What base and adapter will be asked after training; checked before it begins."""
+def final_questions(prepared: Prepared) -> tuple[PreparedGeneration, list[Question]] | None:
+    """What base and adapter will be asked after training: the first eval.after_training held-out rows.
 
-    generation: PreparedGeneration
-    questions: list[Question]
-
-
-def final_questions(prepared: Prepared) -> FinalQuestions | None:
-    """The first eval.after_training held-out rows; None = it is 0.
+    None = eval.after_training is 0.
 
     Raises:
         UserError: the family cannot generate, or a row does not fit the model's context.
@@ -131,18 +124,21 @@ def final_questions(prepared: Prepared) -> FinalQuestions | None:
         return None
     model = replace(prepared, config=settings_after(config))
     generation = generation_of(model, prepared.data.tokenizer)
-    return FinalQuestions(generation, questions_of(generation))
+    return generation, questions_of(generation)
 
 
-def before_and_after(final: FinalQuestions, run: RunDir, cluster: ActorCluster) -> Comparison:
+def before_and_after(
+    generation: PreparedGeneration, questions: list[Question], run: RunDir, cluster: ActorCluster
+) -> Comparison:
     """Answer, print the table, and write predictions.jsonl, eval.json and eval.md into the run directory.
 
     Args:
+        generation, questions: from `final_questions`.
         run: of the training, with its adapter and its held-out losses.
         cluster: as training left it: no model is loaded again.
     """
-    generation = replace(final.generation, adapter=str(run.adapter))
-    job = open_job(generation, final.questions, run.path, overwrite=True)
+    generation = replace(generation, adapter=str(run.adapter))
+    job = open_job(generation, questions, run.path, overwrite=True)
     (run.path / LOSSES_FILE).unlink(missing_ok=True)  # of an earlier adapter in this directory
     with generator_on(generation, cluster) as generator:
         answer(job, generator)

@@ -25,12 +25,13 @@ def environment() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
+    name = cpu_name()  # /proc/cpuinfo names no model on ARM
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "hostname": socket.gethostname(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "cpu": _cpu(),
+        "cpu": name if name != UNKNOWN_CPU else platform.processor() or platform.machine() or name,
         "cores": os.cpu_count(),
         "cores_allowed": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -39,12 +40,6 @@ def environment() -> dict[str, Any]:
         "argv": list(sys.argv),
         "pid": os.getpid(),
     }
-
-
-def _cpu() -> str:
-    """The processor, also where /proc/cpuinfo names no model, as on ARM."""
-    name = cpu_name()
-    return name if name != UNKNOWN_CPU else platform.processor() or platform.machine() or name
 
 
 def _git_commit() -> str | None:
@@ -61,8 +56,7 @@ def _git_commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + (
-            "+" if git("status", "--porcelain", "--untracked-files=no") else ""
-        )
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None

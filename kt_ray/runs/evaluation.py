@@ -28,7 +28,7 @@ from kt_ray.evaluate.answer_file import (
     of_present_adapter,
 )
 from kt_ray.evaluate.loss_sums import perplexity, read_losses
-from kt_ray.evaluate.scores import Scores, score
+from kt_ray.evaluate.scores import score
 from kt_ray.evaluate.table import Comparison, compare
 from kt_ray.runs.rundir import plain, settings_of
 from kt_ray.tracking import WandbTracker, read_jsonl
@@ -138,12 +138,11 @@ def evaluate(
             "start mode=predict or mode=eval with generate.adapter again to ask them once more",
         )
 
-    def scored(answers: AnswerFile | None) -> Scores | None:
-        if answers is None:
-            return None
-        return score(answers, choice=config.eval.choice, letters=config.eval.letters)
-
-    return compare(scored(base), scored(adapter), samples=config.eval.samples, losses=losses, notes=notes)
+    scores = [
+        None if side is None else score(side, choice=config.eval.choice, letters=config.eval.letters)
+        for side in (base, adapter)
+    ]
+    return compare(*scores, samples=config.eval.samples, losses=losses, notes=notes)
 
 
 def write(result: Comparison, directory: Path) -> None:

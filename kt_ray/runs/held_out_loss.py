@@ -68,16 +68,9 @@ def open_held_out(generation: PreparedGeneration, ids: Sequence[int], directory:
     rows = [row for row in answers if row.sample_id in selected and row.sign >= 0]
     settings = {**model_settings(generation), "rows": _digest(rows)}
     plan, trainer = generation.plan, config.trainer
-    waves = eval_waves(
-        rows,
-        trainer.batch_size,
-        trainer.micro_batch_size,
-        plan.replicas,
-        plan.groups,
-        bundle.pad_id,
-        largest=plan.wave,
-        multiple=data.pad_to_multiple_of,
-    )
+    sizes = (trainer.batch_size, trainer.micro_batch_size, plan.replicas, plan.groups)
+    multiple = data.pad_to_multiple_of
+    waves = eval_waves(rows, *sizes, bundle.pad_id, largest=plan.wave, multiple=multiple)
     file = directory / LOSSES_FILE
     content = losses_file(file)
     losses = sums(content) if content.get("settings") == settings else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -50,8 +50,8 @@ def predicted_run(config: Config, plan: Plan, rates: Rates, waves: Sequence[Sequ
         waves: of one step, as `StepBatches.train` gives them.
     """
     shapes = tuple(_shape(wave) for wave in waves)
-    rows = sum(m.rows for wave in shapes for groups in wave for group in groups for m in group)
-    tokens = sum(m.tokens for wave in shapes for groups in wave for group in groups for m in group)
+    micros = [m for wave in shapes for groups in wave for group in groups for m in group]
+    rows, tokens = sum(m.rows for m in micros), sum(m.tokens for m in micros)
     text = f"the first step's {rows} rows, {tokens / max(1, rows):.0f} tokens each on average"
     return predict(plan, config, rates, shapes, rows=text)
 
@@ -76,35 +76,44 @@ def _micro(mb: MicroBatch) -> Micro:
     return Micro(rows, width, mb.tokens, mb.loss_tokens)
 
 
-def _table(prediction: Prediction) -> Table:
-    table = Table(
-        title="Time of a step (each kind of work by itself; they overlap)",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        title_justify="left",
-    )
-    table.add_column("term")
-    table.add_column("seconds", justify="right")
-    table.add_column("of the step", justify="right")
-    table.add_column("rate")
-    wall = prediction.simulated.seconds
-    for term in prediction.terms:
-        table.add_row(term.name, f"{term.seconds:.3g}", f"{term.seconds / wall:.0%}", _clip(term.source))
+def titled_table(
+    title: str,
+    columns: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    numbers: Container[int] = (),
+) -> Table:
+    """A table as mode=plan shows them.
+
+    Args:
+        numbers: columns that are aligned to the right.
+    """
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i in numbers else "left")
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def _table(prediction: Prediction) -> Table:
+    wall = prediction.simulated.seconds
+    return titled_table(
+        "Time of a step (each kind of work by itself; they overlap)",
+        ("term", "seconds", "of the step", "rate"),
+        (
+            (term.name, f"{term.seconds:.3g}", f"{term.seconds / wall:.0%}", _clip(term.source))
+            for term in prediction.terms
+        ),
+        numbers=(1, 2),
+    )
 
 
 def _compared_table(plan: Plan) -> Table:
     """Plans that were simulated, the chosen one first."""
-    table = Table(
-        title="Plans compared, as under Ray (the first is taken; another must be 5 % faster)",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        title_justify="left",
-    )
-    table.add_column("plan")
-    table.add_column("s per step", justify="right")
-    for i, choice in enumerate(plan.compared):
-        table.add_row(choice_text(choice), f"{choice.seconds:.3g}", style="bold" if i == 0 else None)
+    rows = [(choice_text(choice), f"{choice.seconds:.3g}") for choice in plan.compared]
+    title = "Plans compared, as under Ray (the first is taken; another must be 5 % faster)"
+    table = titled_table(title, ("plan", "s per step"), rows, numbers=(1,))
+    table.rows[0].style = "bold"
     return table
 
 
@@ -161,7 +170,7 @@ def _figure(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds, minutes, hours or days, as reads best."""
-    for unit, size in (("days", 86400 * 2), ("hours", 7200), ("minutes", 120)):
-        if seconds >= size:
-            return f"{seconds / {'days': 86400, 'hours': 3600, 'minutes': 60}[unit]:.1f} {unit}"
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -12,13 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from kt_ray.checkpoint import (
-    CheckpointIndex,
-    ExpertLayout,
-    GgufExperts,
-    check_content,
-    check_non_experts,
-)
+from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_content, check_non_experts
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.config.schema import Config
@@ -126,11 +120,23 @@ def prepare_model(config: Config, *, training: bool) -> PreparedModel:
     if stored != dims:
         plan = plan_for(stored)
     _check_fits(plan, config, training)
-    whole = build_on_meta(_meta_spec(config, dims, model_dir))
+    whole_spec = StageSpec(
+        model_dir=model_dir,
+        layers=(0, dims.num_layers),
+        num_layers=dims.num_layers,
+        dtype=config.model.dtype,
+        attn_implementation=config.model.attn_implementation,
+        seed=config.seed,
+        lora=config.lora,
+        keep_quantized=config.model.keep_quantized,
+    )
+    whole = build_on_meta(whole_spec)
     _check_formulas(layout, whole.formulas)
     if training and config.trainer.aux_loss:
         router_recorder(whole.causal)
-    ignored = check_non_experts(index, whole.causal, layout=layout).ignored
+    notes = [*index.notes, *(() if gguf is None else gguf.notes)]
+    if ignored := check_non_experts(index, whole.causal, layout=layout).ignored:
+        notes.append(f"checkpoint tensors that training ignores (as the family does): {some(ignored, 4)}")
     check_content(index)
     return PreparedModel(
         config=config,
@@ -140,7 +146,7 @@ def prepare_model(config: Config, *, training: bool) -> PreparedModel:
         formulas=whole.formulas,
         root=whole.root,
         module_names=tuple(whole.lora_names),
-        notes=(*index.notes, *_ignored_note(ignored), *(() if gguf is None else gguf.notes)),
+        notes=tuple(notes),
     )
 
 
@@ -192,10 +198,8 @@ def _as_stored(dims: ModelDims, layout: ExpertLayout, *, own_file: bool = False)
         dims = replace(dims, experts_file_bytes=size)
     if formats == promised:
         return dims
-    note = (
-        f"routed experts are stored as {' and '.join(sorted(formats))}, not {' and '.join(sorted(promised))}"
-    )
-    notes = (*dims.notes, note)
+    stored, said = (" and ".join(sorted(names)) for names in (formats, promised))
+    notes = (*dims.notes, f"routed experts are stored as {stored}, not {said}")
     plain = {"f32": "float32", "bf16": "bfloat16"}
     if len(formats) == 1 and formats <= set(plain):
         storage = plain_storage(plain[formats.pop()])
@@ -216,12 +220,6 @@ def _check_formulas(layout: ExpertLayout, formulas: Mapping[int, ExpertFormula])
             )
 
 
-def _ignored_note(ignored: list[str]) -> list[str]:
-    if not ignored:
-        return []
-    return [f"checkpoint tensors that training ignores (as the family does): {some(ignored, 4)}"]
-
-
 def _check_isa(config: Config) -> None:
     """Refuse a forced instruction set before an expert actor does; KT_RAY_ISA overrides "auto"."""
     isa = config.rule.experts.isa
@@ -236,20 +234,6 @@ def _check_isa(config: Config) -> None:
             required=", ".join(("auto", *available_isas())),
             remedy=f"unset {key}" if isa == "auto" else f"set {key}=auto",
         ) from None
-
-
-def _meta_spec(config: Config, dims: ModelDims, model_dir: str) -> StageSpec:
-    """The whole model as one stage: built on meta only, to check family and LoRA targets."""
-    return StageSpec(
-        model_dir=model_dir,
-        layers=(0, dims.num_layers),
-        num_layers=dims.num_layers,
-        dtype=config.model.dtype,
-        attn_implementation=config.model.attn_implementation,
-        seed=config.seed,
-        lora=config.lora,
-        keep_quantized=config.model.keep_quantized,
-    )
 
 
 def _check_fits(plan: Plan, config: Config, training: bool) -> None:
@@ -293,11 +277,11 @@ def for_stage(stage: str, data: DataBundle) -> DataBundle:
             f"the data is not what trainer.stage={stage} learns from",
             where="data.path",
             observed=fault,
-            required={
-                "dpo": "rows with a prompt, a chosen and a rejected answer",
-                "orpo": "rows with a prompt, a chosen and a rejected answer",
-                "kto": "rows with a prompt, an answer and whether it is wanted",
-            }.get(stage, "rows with one answer each"),
+            required="rows with "
+            + {
+                **dict.fromkeys(("dpo", "orpo"), "a prompt, a chosen and a rejected answer"),
+                "kto": "a prompt, an answer and whether it is wanted",
+            }.get(stage, "one answer each"),
             remedy="choose the file in data.path for this stage, or set trainer.stage",
         )
     if stage != "pt":
@@ -310,18 +294,10 @@ def for_stage(stage: str, data: DataBundle) -> DataBundle:
 
 def _batches(config: Config, plan: Plan, data: DataBundle) -> StepBatches:
     trainer = config.trainer
-    if config.lora.target_modules == "none" and not config.lora.experts:
-        raise UserError(
-            "nothing would be trained",
-            where="lora.target_modules=none with lora.experts=false",
-            remedy="set lora.experts=true or lora.target_modules=auto",
-        )
+    sizes = (trainer.batch_size, trainer.micro_batch_size, plan.replicas, plan.groups)
     batches = Batches(
         data.train,
-        trainer.batch_size,
-        trainer.micro_batch_size,
-        plan.replicas,
-        plan.groups,
+        *sizes,
         shuffle=config.data.shuffle,
         seed=config.seed,
         pad_id=data.pad_id,
@@ -332,16 +308,8 @@ def _batches(config: Config, plan: Plan, data: DataBundle) -> StepBatches:
     total = trainer.max_steps
     if total is None:
         total = max(1, math.ceil(trainer.epochs * batches.steps_per_epoch))
-    held_out = eval_waves(
-        data.eval,
-        trainer.batch_size,
-        trainer.micro_batch_size,
-        plan.replicas,
-        plan.groups,
-        data.pad_id,
-        largest=plan.wave,
-        multiple=config.data.pad_to_multiple_of,
-    )
+    multiple = config.data.pad_to_multiple_of
+    held_out = eval_waves(data.eval, *sizes, data.pad_id, largest=plan.wave, multiple=multiple)
     return StepBatches(
         total_steps=total,
         steps_per_epoch=batches.steps_per_epoch,

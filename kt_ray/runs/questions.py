@@ -124,10 +124,10 @@ def _label(row: Conversation) -> str:
 def _options(generation: PreparedGeneration, row: Conversation) -> Options:
     before, last = row.messages[:-1], row.messages[-1]
     answers = option_answers(last["content"], generation.config.eval.letters)
-    ids = {
-        letter: _tokens(generation, replace(row, messages=(*before, {**last, "content": text})))
-        for letter, text in answers.items()
-    }
+    ids: dict[str, list[int]] = {}  # as training sees the row with each answer
+    for letter, text in answers.items():
+        encoded, _ = generation.encoder.encode(replace(row, messages=(*before, {**last, "content": text})))
+        ids[letter] = encoded.tolist()
     same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*ids.values(), strict=False))
     prompt = tuple(tokens[0] for tokens in same)
     tokens = {letter: of_row[len(prompt)] for letter, of_row in ids.items() if len(of_row) > len(prompt)}
@@ -140,9 +140,3 @@ def _options(generation: PreparedGeneration, row: Conversation) -> Options:
             remedy="set eval.choice=off: the generated answers are then compared as text",
         )
     return Options(prompt, tokens)
-
-
-def _tokens(generation: PreparedGeneration, row: Conversation) -> list[int]:
-    """As training sees the row."""
-    ids, _ = generation.encoder.encode(row)
-    return [int(token) for token in ids]

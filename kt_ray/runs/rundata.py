@@ -17,7 +17,7 @@ import yaml
 from kt_ray.config.fields import fields
 from kt_ray.config.mapping import REMOVED
 from kt_ray.errors import UserError
-from kt_ray.runs.rundir import find_checkpoints, flatten, is_run
+from kt_ray.runs.rundir import find_checkpoints, flatten, is_run, plain
 from kt_ray.tracking.jsonl import read_jsonl, series
 
 Points = list[tuple[int, float]]
@@ -77,17 +77,9 @@ class RunData:
 
     def changed_settings(self) -> dict[str, Any]:
         """The settings that differ from the schema's default, without keys of earlier versions."""
-        known = fields()
-
-        def default(key: str) -> Any:
-            value = known[key].default
-            return list(value) if isinstance(value, tuple) else value
-
-        return {
-            k: v
-            for k, v in self.settings().items()
-            if k not in REMOVED and (k not in known or v != default(k))
-        }
+        settings = {key: value for key, value in self.settings().items() if key not in REMOVED}
+        defaults = {key: plain(known.default) for key, known in fields().items()}
+        return {k: v for k, v in settings.items() if k not in defaults or v != defaults[k]}
 
     def figures(self) -> dict[str, float]:
         """The run in a few numbers, as far as it has them.
@@ -198,11 +190,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _damaged(file: Path, reason: object) -> UserError:
-    return UserError(
-        "a file of the run cannot be read",
-        where=str(file),
-        observed=reason,
-        remedy="restore it, or move it away: the report then leaves it out"
-        if file.name != "config.yaml"
-        else "restore it from train.log or the command line in env.json",
-    )
+    remedy = "restore it, or move it away: the report then leaves it out"
+    if file.name == "config.yaml":
+        remedy = "restore it from train.log or the command line in env.json"
+    return UserError("a file of the run cannot be read", where=str(file), observed=reason, remedy=remedy)

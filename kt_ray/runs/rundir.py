@@ -13,7 +13,6 @@ import datetime
 import json
 import logging
 import shutil
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from kt_ray.config.mapping import dated_name
 from kt_ray.config.schema import Config
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
@@ -56,12 +56,11 @@ class RunDir:
         """Make or find the directory that `run` and `trainer.resume` ask for, and write its config.yaml.
 
         Args:
-            config: the run's configuration.
             checkpoint: the result of `checkpoint_to_resume`, if it is known already.
 
         Raises:
-            UserError: the name is no plain directory name, the place cannot be written, the
-                directory already holds a run, or there is nothing to resume from.
+            UserError: the place cannot be written, the directory already holds a run, or there is nothing to
+                resume from.
         """
         checkpoint = checkpoint or checkpoint_to_resume(config)
         root, named = _root_and_named(config)
@@ -85,22 +84,6 @@ class RunDir:
         return self.path.name
 
     @property
-    def config_file(self) -> Path:
-        return self.path / _CONFIG
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def log_file(self) -> Path:
-        return self.path / "train.log"
-
-    @property
-    def plot_file(self) -> Path:
-        return self.path / "loss.png"
-
-    @property
     def checkpoints(self) -> Path:
         """Made by whoever writes the first checkpoint."""
         return self.path / "checkpoints"
@@ -110,14 +93,10 @@ class RunDir:
         """Made by whoever writes the adapter."""
         return self.path / "adapter"
 
-    @property
-    def timelines(self) -> Path:
-        """Made by whoever writes the first timeline."""
-        return self.path / "timelines"
-
     def write_config(self, config: Config) -> None:
         """config.yaml, the resolved configuration."""
-        write_atomic(self.config_file, yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
+        text = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+        write_atomic(self.path / _CONFIG, text)
 
     def write_plan(self, plan: Any) -> None:
         """plan.json: a `kt_ray.placement` plan, or any tree of dataclasses, mappings and lists."""
@@ -150,7 +129,7 @@ def checkpoint_to_resume(config: Config) -> Path | None:
         return None
     if config.trainer.resume == "latest":
         return _latest_checkpoint(root, named, config.model.name)
-    return _named_checkpoint(Path(config.trainer.resume).expanduser().absolute())
+    return _named_checkpoint(Path(config.trainer.resume))
 
 
 def dated_as_before(config: Config) -> Config:
@@ -224,39 +203,24 @@ def find_checkpoints(run: Path) -> list[Path]:
     return [path for _, path in sorted(numbered)]
 
 
-def _check_name(name: str) -> None:
-    if not name or name in (".", "..") or "/" in name or "\0" in name or name != name.strip():
-        raise UserError(
-            "run.name is no directory name",
-            observed=repr(name),
-            required="one name without '/'",
-            remedy="give a plain run.name=..., and put the directory into run.root=...",
-        )
-
-
 def _root_and_named(config: Config) -> tuple[Path, Path | None]:
     """run.root, and the run directory when it is named."""
-    root = Path(config.run.root).expanduser().absolute()
-    if config.run.name is None:
-        return root, None
-    _check_name(config.run.name)
-    return root, root / config.run.name
+    root = Path(config.run.root).absolute()
+    return root, None if config.run.name is None else root / config.run.name
 
 
 def _fresh(root: Path, named: Path | None, config: Config) -> Path:
     if named is None:
         root.mkdir(parents=True, exist_ok=True)
-        model = "".join(c if c.isalnum() or c in "._-" else "-" for c in config.model.name) or "model"
-        base = f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+        base = path = root / dated_name(config.model.name)
         number = 1
         while True:
-            # mkdir decides between two runs that start in the same second.
-            path = root / (base if number == 1 else f"{base}-{number}")
             try:
-                path.mkdir()
+                path.mkdir()  # decides between two runs that start in the same second
                 return path
             except FileExistsError:
                 number += 1
+                path = root / f"{base.name}-{number}"
     if named.is_dir() and any(named.iterdir()):
         if not is_run(named):
             raise UserError(
@@ -266,13 +230,11 @@ def _fresh(root: Path, named: Path | None, config: Config) -> Path:
                 remedy="choose another run.name",
             )
         if _trained(named) and not config.run.overwrite:
-            saved = (
-                " (add run.name and trainer.resume=latest to continue it)" if find_checkpoints(named) else ""
-            )
+            on = " (add run.name and trainer.resume=latest to continue it)" if find_checkpoints(named) else ""
             raise UserError(
                 "this directory already holds a run",
                 where=str(named),
-                remedy=f"choose another run.name, or set run.overwrite=true to delete that run{saved}",
+                remedy=f"choose another run.name, or set run.overwrite=true to delete that run{on}",
             )
         _clear(named)
     named.mkdir(parents=True, exist_ok=True)

@@ -162,23 +162,16 @@ def write_adapter(prepared: Prepared, directory: Path, cluster: Cluster, notes: 
 
 def _fields(prepared: Prepared) -> dict[str, Any]:
     """Settings that decide what a step number means. Placement is not among them."""
-    config: Config = prepared.config
-    lora = config.lora
+    config, lora = prepared.config, prepared.config.lora
     quantised = config.rule.experts.backend
-    # Only where it is set: checkpoints of versions without the key stay valid.
-    grouped = {"data.group_by_length": True} if config.data.group_by_length else {}
     return {
-        **grouped,
+        # Only where it is set: checkpoints of versions without the key stay valid.
+        **({"data.group_by_length": True} if config.data.group_by_length else {}),
         "seed": config.seed,
         # These backends change the frozen weights; the others compute the checkpoint's own.
         "rule.experts.backend": quantised if quantised in BACKEND_STORAGE else "auto",
-        "lora.rank": lora.rank,
-        "lora.alpha": lora.alpha,
-        "lora.rslora": lora.rslora,
-        "lora.dropout": lora.dropout,
-        "lora.target_modules": lora.target_modules,
-        "lora.experts": lora.experts,
-        **({} if lora.init == "default" else {"lora.init": lora.init}),
+        # lora.init, too, only where it is set.
+        **{f"lora.{key}": value for key, value in vars(lora).items() if (key, value) != ("init", "default")},
         **_stage_fields(config),
         "optim.name": config.optim.name,
         "trainer.batch_size": config.trainer.batch_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from kt_ray.actors.specs import actor_specs
 from kt_ray.runs.prepare import PreparedModel
 from kt_ray.tracking.console import say
 from kt_ray.tracking.progress import LoadProgress
+
+logger = logging.getLogger(__name__)
 
 
 def make_cluster(
@@ -41,31 +44,37 @@ def make_cluster(
 
 @contextlib.contextmanager
 def started(
-    model: PreparedModel, name: str, connected: Callable[[], None] | None = None
+    model: PreparedModel,
+    name: str,
+    connected: Callable[[], None] | None = None,
+    run_dir: str | None = None,
 ) -> Iterator[ActorCluster]:
     """A started cluster, which ends with the block. Its LoRA has no effect yet: it is the base model.
 
+    In the block SIGTERM does what Ctrl-C does.
+
     Args:
-        name: as in `make_cluster`.
+        name, run_dir: as in `make_cluster`.
         connected: called once Ray is there, before anything starts on it.
     """
     progress = LoadProgress(live=model.config.tracking.progress)
-    cluster = make_cluster(model, name, progress)
+    cluster = make_cluster(model, name, progress, run_dir)
     try:
-        for line in cluster.connect():
-            say(line)
-        if connected is not None:
-            connected()
-        with progress:
-            cluster.start()
-        yield cluster
+        with _interrupted_by_sigterm():
+            for line in cluster.connect():
+                say(line)
+                logger.info("%s", line)
+            if connected is not None:
+                connected()
+            with progress:
+                cluster.start()
+            yield cluster
     finally:
         cluster.shutdown()
 
 
 @contextlib.contextmanager
-def interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does: actors stopped, trackers told."""
+def _interrupted_by_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return

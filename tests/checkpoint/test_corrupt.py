@@ -15,8 +15,9 @@ import pytest
 from kt_ray import cli
 from kt_ray.checkpoint import CheckpointIndex
 from kt_ray.config.compose import compose
-from kt_ray.config.mapping import load, to_dict
+from kt_ray.config.mapping import load
 from kt_ray.errors import BAD_INPUT, guard
+from kt_ray.runs.rundir import plain
 from tests.helpers.corrupt import CASES, Case, Folder, make_bases
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +56,7 @@ def test_the_corpus_is_large_enough() -> None:
 @pytest.fixture(scope="module")
 def composed() -> dict[str, Any]:
     """The configuration of the command line; paths that are every case's own are put in later."""
-    return to_dict(compose(_arguments(Path("/model"), Path("/place"))))
+    return plain(compose(_arguments(Path("/model"), Path("/place"))))
 
 
 def _run(composed: dict[str, Any], model: Path, place: Path) -> int:

@@ -149,6 +149,11 @@ def _nest(key: str, value: object) -> dict[str, Any]:
     return value
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp/a", " a", "a\0"])
+def test_bad_run_names(name: str) -> None:
+    assert "cannot be a directory name" in _line(_config(run={"name": name}))
+
+
 @pytest.mark.parametrize(
     ("experts", "message"),
     [

@@ -354,7 +354,7 @@ def test_launch_multirun_with_a_wrong_value(tmp_path: Path) -> None:
 
 def test_configuration_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from kt_ray import cli; import kt_ray.config.options_page; "
+        "import sys; from kt_ray import cli; "
         "assert cli.main(['--cfg', 'job']) == 0; assert cli.main(['lora.rank=0']) == 2; "
         "heavy = {'torch', 'ray', 'transformers', 'peft', 'numpy', 'wandb'} & set(sys.modules); "
         "assert not heavy, heavy"

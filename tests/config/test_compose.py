@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
+from docs.options_page import comments, option_list, render
 from kt_ray.config.compose import compose, expand
 from kt_ray.config.fields import fields, groups
 from kt_ray.config.files import conf_dir, hardware_file, option_groups, option_names
-from kt_ray.config.mapping import from_dict, load, to_dict
-from kt_ray.config.options_page import option_list, render
+from kt_ray.config.mapping import from_dict, load
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
-from kt_ray.runs.rundir import RunDir
+from kt_ray.runs.rundir import RunDir, plain
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -40,7 +40,7 @@ COMPLETE = {
 
 @cache
 def composed(*overrides: str) -> dict[str, Any]:
-    return to_dict(compose(["mode=plan", *overrides]))
+    return plain(compose(["mode=plan", *overrides]))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -65,7 +65,7 @@ def test_every_option_composes(group: str) -> None:
 @pytest.mark.parametrize("experiment", option_names("experiment"))
 def test_every_experiment_composes(experiment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KT_RAY_TEST_DATA", "/data")
-    assert to_dict(compose([f"experiment={experiment}", "mode=plan"])) != composed()
+    assert plain(compose([f"experiment={experiment}", "mode=plan"])) != composed()
 
 
 def test_experiment_overrides_groups_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,17 +82,17 @@ def test_experiment_overrides_groups_and_keys(monkeypatch: pytest.MonkeyPatch) -
 def test_complete_option_states_the_schemas_defaults(group: str) -> None:
     stated = yaml.safe_load((conf_dir() / group / f"{COMPLETE[group]}.yaml").read_text())
     built = from_dict({group: stated})
-    assert to_dict(built)[group] == to_dict(Config())[group]
-    wanted = {f.key.removeprefix(group + ".") for f in fields().values() if f.key.startswith(group + ".")}
+    assert plain(built)[group] == plain(Config())[group]
+    wanted = {key.removeprefix(group + ".") for key in fields() if key.startswith(group + ".")}
     assert set(_leaves(stated)) == wanted
 
 
 def test_primary_file_states_the_schemas_defaults() -> None:
     stated = yaml.safe_load((conf_dir() / "config.yaml").read_text())
-    names = {k for k in to_dict(Config()) if k not in COMPLETE}
+    names = {k for k in plain(Config()) if k not in COMPLETE}
     assert set(stated) == names | {"defaults", "hydra"}
     for key in names:
-        assert stated[key] == to_dict(Config())[key]
+        assert stated[key] == plain(Config())[key]
 
 
 def test_every_field_of_every_file_has_a_comment() -> None:
@@ -119,8 +119,8 @@ def test_the_demo_brings_its_own_training_settings_and_a_choice_beats_them() -> 
     demo = compose([])
     assert (demo.model.build, demo.data.builtin, demo.cluster.name) == ("demo_base", "demo", "ray")
     assert demo.trainer.max_steps is not None and demo.optim.lr > Config().optim.lr
-    plain = compose(["trainer=default", "optim=adamw"])
-    assert plain.trainer == Config().trainer and plain.optim == Config().optim
+    chosen = compose(["trainer=default", "optim=adamw"])
+    assert chosen.trainer == Config().trainer and chosen.optim == Config().optim
 
 
 def test_paths_choose_the_generic_options() -> None:
@@ -145,19 +145,24 @@ def test_options_of_a_users_own_directory(tmp_path: Path) -> None:
 def test_option_list_is_frozen() -> None:
     frozen = Path(__file__).with_name("options.txt").read_text().splitlines()
     assert option_list() == frozen, (
-        "if the new options are meant: "
-        "python -m kt_ray.config.options_page --options > tests/config/options.txt"
+        "if the new options are meant: python -m docs.options_page --options > tests/config/options.txt"
     )
 
 
 def test_committed_reference_is_current() -> None:
     committed = (REPO / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert committed == render(), "run python -m kt_ray.config.options_page > docs/configuration.md"
+    assert committed == render(), "run python -m docs.options_page > docs/configuration.md"
 
 
-def test_every_key_and_group_is_documented() -> None:
-    assert [f.key for f in fields().values() if not f.doc] == []
+def test_every_key_has_a_comment_in_one_file() -> None:
+    assert {key: texts for key in fields() if len(texts := comments().get(key, [])) != 1} == {}
     assert "rule.experts" in groups()
+
+
+def test_a_comment_is_one_line_without_its_examples_and_without_the_files_own() -> None:
+    assert comments()["model.name"][0].startswith("Label for logs")  # not custom.yaml's first line
+    (layers,) = comments()["rule.layers"]
+    assert layers.endswith("names one per replica.") and "\n" not in layers
 
 
 def test_conf_of_an_installed_package_comes_first(tmp_path: Path) -> None:
@@ -189,7 +194,7 @@ def test_config_yaml_of_a_run_reads_back(tmp_path: Path) -> None:
     )
     run = RunDir(tmp_path)
     run.write_config(config)
-    assert from_dict(yaml.safe_load(run.config_file.read_text(encoding="utf-8"))) == config
+    assert from_dict(yaml.safe_load((run.path / "config.yaml").read_text(encoding="utf-8"))) == config
 
 
 def _leaves(mapping: dict[str, object], prefix: str = "") -> list[str]:

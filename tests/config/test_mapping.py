@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from kt_ray.config.fields import attribute_docs, closest, closest_key, fields, show, type_name
-from kt_ray.config.mapping import from_dict, load, settle, to_dict
+from kt_ray.config.fields import closest, closest_key, fields, show, type_name
+from kt_ray.config.mapping import from_dict, load, settle
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.errors import UserError
+from kt_ray.runs.rundir import plain
 
 
 def test_empty_mapping_is_the_default() -> None:
@@ -22,7 +23,7 @@ def test_empty_mapping_is_the_default() -> None:
 
 def test_round_trip() -> None:
     config = Config(lora=LoraConfig(rank=16, target_modules=["q_proj"]))
-    assert from_dict(to_dict(config)) == config
+    assert from_dict(plain(config)) == config
 
 
 def test_configuration_is_frozen() -> None:
@@ -120,11 +121,6 @@ def test_errors_survive_pickling() -> None:
     with pytest.raises(UserError) as caught:
         from_dict({"lora": {"rnk": 8}})
     assert pickle.loads(pickle.dumps(caught.value)).line() == caught.value.line()
-
-
-def test_attribute_docs_join_lines() -> None:
-    docs = attribute_docs(Config)
-    assert docs["mode"].startswith('"train"') and "\n" not in docs["mode"]
 
 
 def test_paths_become_absolute_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

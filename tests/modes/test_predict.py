@@ -118,9 +118,10 @@ def test_a_slow_answer_holds_no_other_row_up(model: Path, monkeypatch: pytest.Mo
             return get(self, *args, **options)
 
     monkeypatch.setattr(answering.queue, "SimpleQueue", Counted)
-    path = Path("rows.jsonl")
+    job = answering.AnswerJob(generation, questions_of(generation), Path(), frozenset())
+    path = job.path
     slow = Slow(3, path)
-    tokens = answering._answer(generation, slow, questions_of(generation), path)  # type: ignore[arg-type]
+    tokens = answering._answer(job, slow)  # type: ignore[arg-type]
     assert slow.written == [2] and tokens == 6 and len(path.read_text().splitlines()) == 3
     # Once for each answer at most (fewer if the row is complete before its pieces are taken): no busy loop.
     assert len(looked) in range(1, 7)
@@ -133,9 +134,10 @@ def test_the_end_of_the_session_ends_it(model: Path) -> None:
                 answer.fail(UserError("an actor died"))
 
     config = compose(["mode=predict", "data=demo", f"model.path={model}", *SMALL, *SHORT, "generate.limit=4"])
-    generation, path = prepare_generation(config), Path("rows.jsonl")
+    generation = prepare_generation(config)
+    job = answering.AnswerJob(generation, questions_of(generation), Path(), frozenset())
     with pytest.raises(UserError, match="an actor died"):
-        answering._answer(generation, Broken(2, path), questions_of(generation), path)  # type: ignore[arg-type]
+        answering._answer(job, Broken(2, job.path))  # type: ignore[arg-type]
 
 
 def test_a_row_that_went_wrong_says_why(

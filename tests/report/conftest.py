@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from kt_ray.config.mapping import to_dict
 from kt_ray.config.schema import Config, LoraConfig, ModelConfig, RunConfig
 from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.runs.rundir import plain
 
 
 def write_run(
@@ -38,7 +38,7 @@ def write_run(
         run=RunConfig(name=name, root=str(root)),
     )
     config = dataclasses.replace(config, **sections)
-    (path / "config.yaml").write_text(yaml.safe_dump(to_dict(config), sort_keys=False))
+    (path / "config.yaml").write_text(yaml.safe_dump(plain(config), sort_keys=False))
     lines = [json.dumps({"step": 0, "eval_loss": 5.25})] if eval_every else []
     for step in range(1, steps + 1):
         lines.append(json.dumps(record(step, steps, level)))
