@@ -50,8 +50,6 @@ class CounterDropout(nn.Module):
 
     def __init__(self, p: float, name: str, context: DropoutContext) -> None:
         super().__init__()
-        if not 0.0 <= p < 1.0:
-            raise ValueError(f"dropout probability must be in [0, 1), got {p}")
         self.p = p
         self.name = name
         self.stream = module_stream(name)
@@ -60,7 +58,7 @@ class CounterDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Drop elements of x [..., features], whose leading axes flatten to the context's N rows."""
         context = self.context
-        if self.p == 0.0 or not context.enabled:
+        if not context.enabled:
             return x
         if context.samples_N is None or context.positions_N is None:
             raise RuntimeError(f"dropout of {self.name} ran outside a layer call of its stage")
@@ -74,6 +72,3 @@ class CounterDropout(nn.Module):
         keep = keep_mask(row_N, features, self.p).view(x.shape)
         # `where` saves only the bool mask for backward
         return torch.where(keep, x * (1.0 / (1.0 - self.p)), torch.zeros((), dtype=x.dtype, device=x.device))
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}, stream=0x{self.stream:08x}"

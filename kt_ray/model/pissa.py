@@ -50,10 +50,9 @@ def doubled_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def relative_to_weights(now: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The adapter of rank 2r for the unchanged weights: A over A0, B beside −B0; its alpha is doubled too."""
-    doubled = {}
-    for name, value in now.items():
-        if name.endswith(".lora_A.weight"):
-            doubled[name] = torch.cat([value, initial[name].to(value)])
-        else:
-            doubled[name] = torch.cat([value, -initial[name].to(value)], dim=1)
-    return doubled
+    return {
+        name: torch.cat([value, initial[name].to(value)])
+        if name.endswith(".lora_A.weight")
+        else torch.cat([value, -initial[name].to(value)], dim=1)
+        for name, value in now.items()
+    }

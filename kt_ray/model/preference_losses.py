@@ -92,17 +92,12 @@ def kto_losses(
 
     Args:
         logps, reference: [N]. wanted: bool [N].
-        kl: `kto_kl` of the step.
+        kl: KTO's reference point: the step's mean log-ratio of answers to other rows' prompts, at least 0.
     """
     ratio = logps - reference
     gained = desirable_weight * (1 - torch.sigmoid(beta * (ratio - kl)))
     avoided = undesirable_weight * (1 - torch.sigmoid(beta * (kl - ratio)))
     return torch.where(wanted, gained, avoided)
-
-
-def kto_kl(policy: Tensor, reference: Tensor) -> float:
-    """KTO's reference point: the mean of log-ratios of answers to other rows' prompts, at least 0."""
-    return max(0.0, float((policy - reference).mean())) if policy.numel() else 0.0
 
 
 def _log1mexp(x: Tensor) -> Tensor:

@@ -54,17 +54,14 @@ class MicroState:
             documents = torch.from_numpy(within).to(device)
         valid = position < np.asarray(batch.lengths)[:, None]
         full = bool(valid.all())
-        flat = valid.reshape(-1)
-        keys = ((sample << 32) + within).reshape(-1)[flat]
+        masked = not full and documents is None
         return cls(
             batch=batch,
-            rows=None if full else torch.from_numpy(np.flatnonzero(flat)).to(device),
-            keys_T=torch.from_numpy(keys),
+            rows=None if full else torch.from_numpy(np.flatnonzero(valid)).to(device),
+            keys_T=torch.from_numpy(((sample << 32) + within)[valid]),
             samples_N=torch.from_numpy(sample.reshape(-1)).to(device),
             positions_N=torch.from_numpy(within.reshape(-1)).to(device),
-            mask=None
-            if full or documents is not None
-            else torch.from_numpy(valid.astype(np.int64)).to(device),
+            mask=torch.from_numpy(valid.astype(np.int64)).to(device) if masked else None,
             documents=documents,
         )
 
