@@ -132,7 +132,7 @@ class SessionSpec:
 
     Attributes:
         number: another one for every session of a cluster: part of messages' tags.
-        max_rows: rows of one replica that run at the same time.
+        max_rows: rows of one replica that run at the same time; others wait.
         prefill_tokens: tokens, padding included, that one step reads in at the most (a single prompt may
             be longer).
         pad_id: an id to fill padding with; what it is does not matter.

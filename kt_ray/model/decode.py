@@ -168,7 +168,8 @@ class DecodeLoop(LayerLoop):
         stages: StageExchange | None,
     ) -> None:
         spec = PassSpec(step.number, 0, "generate", 0, (), 0)
-        super().__init__(stage, spec, groups, experts, stages, Clock(stage.device))
+        own = (stage.model, stage.scales, stage.dropout, stage.head)
+        super().__init__(*own, spec, groups, experts, stages, Clock(stage.device))
         self.step = step
         self.adapters = stage.adapters
 
@@ -195,7 +196,8 @@ class DecodeLoop(LayerLoop):
         self.experts.adapter = adapter
         context = self.model.experts.get(layer)
         if context is None or self.scales[layer] is not None:
-            return super().forward(layer, group)
+            super().forward(layer, group)
+            return
         state = self.groups[group]
         (hidden,) = require(state.hidden, "forward", layer, group)
         (micro,) = state.micro

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -30,15 +30,15 @@ from torch import Tensor
 
 from kt_ray.batch import PassSpec
 from kt_ray.errors import BadStep
+from kt_ray.model.build import StageModel
 from kt_ray.model.clock import Clock
+from kt_ray.model.dropout import DropoutContext
 from kt_ray.model.layer_calls import Handler, LayerContext
 from kt_ray.model.preference_losses import preference_loss
 from kt_ray.model.routing import RouterWatch
 from kt_ray.model.state import Graph, GroupState, MicroState, Routes
+from kt_ray.model.token_loss import Head
 from kt_ray.placement.order import Op
-
-if TYPE_CHECKING:
-    from kt_ray.model.stage import Stage
 
 _WEIGHT_TOLERANCE = 1e-5  # routing weights recomputed on the same device are bit-equal in practice
 
@@ -110,7 +110,10 @@ class LayerLoop:
     """One replica's pass over one stage.
 
     Args:
-        stage: its modules, `scales`, dropout and head.
+        model: the stage's modules.
+        scales: MoE layer -> c, or None when not affine.
+        dropout: read by the LoRA layers.
+        head: of the last stage.
         spec: the pass.
         groups: state of each group.
         experts: exchange with the expert actors.
@@ -134,7 +137,10 @@ class LayerLoop:
 
     def __init__(
         self,
-        stage: Stage,
+        model: StageModel,
+        scales: dict[int, float | None],
+        dropout: DropoutContext,
+        head: Head | None,
         spec: PassSpec,
         groups: list[GroupState],
         experts: ExpertExchange,
@@ -142,8 +148,8 @@ class LayerLoop:
         clock: Clock,
         watch: RouterWatch | None = None,
     ) -> None:
-        self.model, self.device = stage.model, stage.device
-        self.scales, self.dropout, self.head = stage.scales, stage.dropout, stage.head
+        self.model, self.device = model, model.device
+        self.scales, self.dropout, self.head = scales, dropout, head
         self.spec = spec
         self.groups = groups
         self.experts = experts

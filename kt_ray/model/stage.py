@@ -152,7 +152,8 @@ class Stage:
                 GroupState([self._record(MicroState.create(mb, self.device)) for mb in group])
                 for group in spec.wave[replica]
             ]
-        return LayerLoop(self, spec, groups, experts, stages, clock, self._watch)
+        own = (self.model, self.scales, self.dropout, self.head)
+        return LayerLoop(*own, spec, groups, experts, stages, clock, self._watch)
 
     def _record(self, micro: MicroState) -> MicroState:
         ids = torch.from_numpy(micro.batch.input_ids)
