@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from kt_ray.config.schema import Config
 from kt_ray.runs.generation import PreparedGeneration, generator_on, load_adapters, prepare_generation
 from kt_ray.runs.start_cluster import interrupted_by_sigterm, started
 from kt_ray.serve.access import VARIABLE, bare, check_address, digest
-from kt_ray.serve.completions import Served, now
+from kt_ray.serve.completions import Served
 from kt_ray.serve.run import check_port, make_service, run_server
 from kt_ray.tracking.console import say
 
@@ -66,7 +67,7 @@ def served_of(generation: PreparedGeneration, key: str | None) -> Served:
         max_body=serve.max_body,
         key=digest(key) if key else None,
         fingerprint=generation.fingerprint,
-        created=now(),
+        created=int(time.time()),
     )
 
 
