@@ -33,11 +33,6 @@ class LossSum:
             raise ValueError("a loss over no tokens has no value")
         return self.nats / self.tokens
 
-    @property
-    def perplexity(self) -> float:
-        """exp(loss); infinite where that is beyond a double."""
-        return perplexity(self.loss)
-
 
 def perplexity(loss: float) -> float:
     """exp of a mean loss in nats; infinite where that is beyond a double (a loss above 709)."""

@@ -18,7 +18,7 @@ _LEAST = -9999.0  # what an impossible token's log-probability is called: JSON h
 
 
 class Delta(NamedTuple):
-    """What a piece added to an answer: text and scored tokens that are certain now; finish "" = more follow."""
+    """What a piece added to an answer: text and tokens that are certain now; finish "" = more follow."""
 
     text: str
     scored: Sequence[Piece]
