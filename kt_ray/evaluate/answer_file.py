@@ -34,22 +34,15 @@ _REMEDY = "write one JSON object per line with prompt, predict and label, as mod
 
 @dataclass(frozen=True)
 class AnswerRow:
-    """One answer.
+    """One answer."""
 
-    Attributes:
-        prompt: as text ("" when the file does not say).
-        label: what the data says.
-        option_logits: option letter -> logit; empty = not measured.
-        loss: of the label under the model; None = not measured.
-        failed: whether this answer, or another in the same row, ended with an error.
-    """
-
-    prompt: str
+    prompt: str  # as text ("" when the file does not say)
     answer: str
-    label: str
+    label: str  # what the data says
+    # option letter -> logit; empty = not measured
     option_logits: dict[str, float] = field(default_factory=dict)
-    loss: LossSum | None = None
-    failed: bool = False
+    loss: LossSum | None = None  # of the label under the model; None = not measured
+    failed: bool = False  # whether this answer, or another in the same row, ended with an error
 
 
 @dataclass(frozen=True)

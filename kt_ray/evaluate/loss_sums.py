@@ -13,15 +13,10 @@ LOSSES_FILE = "losses.json"  # beside predictions.jsonl; kt_ray.runs.held_out_lo
 
 @dataclass(frozen=True)
 class LossSum:
-    """Negative log-likelihood over some tokens; sums add up with `+`.
+    """Negative log-likelihood over some tokens; sums add up with `+`."""
 
-    Attributes:
-        nats: sum over tokens of -log p(token).
-        tokens: number of tokens in the sum.
-    """
-
-    nats: float = 0.0
-    tokens: int = 0
+    nats: float = 0.0  # sum over tokens of -log p(token)
+    tokens: int = 0  # number of tokens in the sum
 
     def __add__(self, other: LossSum) -> LossSum:
         return LossSum(self.nats + other.nats, self.tokens + other.tokens)

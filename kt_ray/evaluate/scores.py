@@ -13,19 +13,12 @@ from kt_ray.evaluate.text_metrics import TEXT_METRICS, text_scores
 
 @dataclass(frozen=True)
 class Metric:
-    """How a metric reads in a table.
+    """How a metric reads in a table."""
 
-    Attributes:
-        name: its key.
-        title: in tables.
-        better: "higher" or "lower".
-        percent: whether its values are percent.
-    """
-
-    name: str
-    title: str
-    better: str
-    percent: bool = True
+    name: str  # its key
+    title: str  # in tables
+    better: str  # "higher" or "lower"
+    percent: bool = True  # whether its values are percent
 
 
 METRICS: tuple[Metric, ...] = (
@@ -42,15 +35,10 @@ METRICS: tuple[Metric, ...] = (
 
 @dataclass(frozen=True)
 class Scores:
-    """A set of answers and its metrics.
+    """A set of answers and its metrics."""
 
-    Attributes:
-        answers: what was scored.
-        metrics: metric name -> value, mean over rows; metrics that do not apply are absent.
-    """
-
-    answers: AnswerFile
-    metrics: dict[str, float]
+    answers: AnswerFile  # what was scored
+    metrics: dict[str, float]  # metric name -> value, mean over rows; metrics that do not apply are absent
 
     @property
     def rows(self) -> int:

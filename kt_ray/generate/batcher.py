@@ -148,12 +148,7 @@ class Batcher:
         return Batch(name, rows[0].request.adapter, numbers, ids, lengths, fresh=True)
 
     def advance(self, step: Step, logits: Sequence[Tensor]) -> list[Token]:
-        """Choose every row's next token.
-
-        Args:
-            step: as `next` made it.
-            logits: per batch, float32 [b, V] of the last position.
-        """
+        """Choose every row's next token, from float32 logits [b, V] of the last position per batch."""
         tokens: list[Token] = []
         for batch, logits_BV in zip(step.batches, logits, strict=True):
             if batch.fresh:

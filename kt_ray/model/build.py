@@ -28,42 +28,25 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "
 
 @dataclass
 class StageModel:
-    """A stage's modules.
+    """A stage's modules."""
 
-    Attributes:
-        causal: the ...ForCausalLM with foreign layers stubbed and routed experts without parameters.
-        base: its inner language model.
-        root: module name of `base`; its layers are root + ".layers.3".
-        layers: own decoder layers by index. names: their Hugging Face names.
-        experts: context of each own MoE layer.
-        formulas: what the experts of each MoE layer of the whole model compute.
-        capture: gives the layers' call arguments.
-        lora_names: linear modules of the whole model that LoRA may adapt (all layers).
-        dtype: compute type.
-        num_experts: routed experts per MoE layer. top_k: experts per token.
-    """
-
-    causal: Any  # PreTrainedModel: torch's stubs type every attribute of a Module as Tensor | Module
-    base: Any
-    root: str
-    layers: dict[int, nn.Module]
-    names: dict[int, str]
-    experts: dict[int, LayerContext]
-    formulas: dict[int, ExpertFormula]
-    capture: LayerCallCapture
-    lora_names: list[str]
+    # the ...ForCausalLM with foreign layers stubbed and routed experts without parameters;
+    # PreTrainedModel: torch's stubs type every attribute of a Module as Tensor | Module
+    causal: Any
+    base: Any  # its inner language model
+    root: str  # module name of `base`; its layers are root + ".layers.3"
+    layers: dict[int, nn.Module]  # own decoder layers by index
+    names: dict[int, str]  # their Hugging Face names
+    experts: dict[int, LayerContext]  # context of each own MoE layer
+    formulas: dict[int, ExpertFormula]  # what the experts of each MoE layer of the whole model compute
+    capture: LayerCallCapture  # gives the layers' call arguments
+    lora_names: list[str]  # linear modules of the whole model that LoRA may adapt (all layers)
     device: torch.device
-    dtype: torch.dtype
-    num_experts: int
-    top_k: int
+    dtype: torch.dtype  # compute type
+    num_experts: int  # routed experts per MoE layer
+    top_k: int  # experts per token
     hidden_size: int
     vocab_size: int
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of parameters and buffers that this stage holds."""
-        tensors = [*self.causal.parameters(), *self.causal.buffers()]
-        return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
 
 
 def build_stage_model(spec: StageSpec) -> StageModel:

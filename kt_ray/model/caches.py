@@ -17,12 +17,10 @@ from kt_ray.errors import UserError
 
 
 def new_cache(config: Any, layers: Iterable[int]) -> Any:
-    """An empty cache of a model.
+    """An empty cache of a language model, of which `layers` are computed.
 
-    Args:
-        config: of the language model.
-        layers: layers to compute. The places of the others show the length of a layer of the same kind, as
-            masks are made for the first layer of each kind.
+    The places of the others show the length of a layer of the same kind, as masks are made for the first
+    layer of each kind.
 
     Raises:
         UserError: a kind of layer that transformers has no cache for.
@@ -58,13 +56,7 @@ def can_join(config: Any) -> bool:
 
 
 def join(caches: Sequence[Any], columns: int, layers: Iterable[int]) -> Any:
-    """All rows in the first cache, one cache after another.
-
-    Args:
-        caches: of one model.
-        columns: of the widest, padding included.
-        layers: layers with a cache.
-    """
+    """All rows in the first cache, one cache after another; `columns` of the widest, padding included."""
     for index in layers:
         parts = [cache.layers[index] for cache in caches]
         target = parts[0]
@@ -84,14 +76,11 @@ def join(caches: Sequence[Any], columns: int, layers: Iterable[int]) -> Any:
 
 
 def select(cache: Any, rows: Sequence[int], padding: int, columns: int, layers: Iterable[int]) -> None:
-    """Keep some rows, and take off columns that are padding in all of them.
+    """In place: keep some rows, and take off columns that are padding in all of them.
 
     Args:
-        cache: changed in place.
-        rows: numbers of the rows to keep, in order.
         padding: columns on the left to take off; the caller has made sure that `can_join`, else 0.
         columns: present number of columns.
-        layers: layers with a cache.
     """
     for index in layers:
         layer = cache.layers[index]

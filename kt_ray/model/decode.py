@@ -36,13 +36,9 @@ from kt_ray.placement.order import Op
 
 
 class DecodeExchange(ExpertExchange, Protocol):
-    """An exchange that can leave the experts' LoRA out.
+    """An exchange that can leave the experts' LoRA out."""
 
-    Attributes:
-        adapter: whether LoRA takes part in what is submitted from now on, or which adapter.
-    """
-
-    adapter: bool | str
+    adapter: bool | str  # whether LoRA takes part in what is submitted from now on, or which adapter
 
 
 @dataclass
@@ -56,11 +52,7 @@ class Cohort:
 
 
 class Decoder:
-    """The cohorts of one stage, and one step after the other.
-
-    Args:
-        stage: its weights and adapters; the caches are the decoder's own.
-    """
+    """The cohorts of one stage, with their caches, and one step after the other."""
 
     def __init__(self, stage: Stage) -> None:
         self.model = stage.model

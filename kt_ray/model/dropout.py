@@ -19,33 +19,25 @@ def module_stream(name: str) -> int:
 
 @dataclass
 class DropoutContext:
-    """What a stage's dropout modules read: which rows the next layer call holds.
+    """What a stage's dropout modules read: which rows the next layer call holds."""
 
-    Attributes:
-        seed: the run's seed.
-        step: optimizer step.
-        enabled: False in evaluation.
-        samples_N: int64 [N] sample id of each row of the layer's input (b·s rows, padding included).
-        positions_N: int64 [N] position of each row.
-    """
-
-    seed: int = 0
-    step: int = 0
-    enabled: bool = False
+    seed: int = 0  # the run's seed
+    step: int = 0  # optimizer step
+    enabled: bool = False  # False in evaluation
+    # int64 [N] sample id of each row of the layer's input (b·s rows, padding included)
     samples_N: Tensor | None = None
-    positions_N: Tensor | None = None
+    positions_N: Tensor | None = None  # int64 [N] position of each row
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DropoutContext:
         return self  # a copied layer keeps reading its stage's context
 
 
 class CounterDropout(nn.Module):
-    """Replaces a LoRA layer's `lora_dropout`. Stateless: the rows come from the context.
+    """Replaces a LoRA layer's `lora_dropout`. Stateless: the rows come from the stage's context.
 
     Args:
         p: drop probability, 0 < p < 1.
         name: Hugging Face name of the adapted module; selects the stream.
-        context: shared by all modules of a stage.
     """
 
     def __init__(self, p: float, name: str, context: DropoutContext) -> None:

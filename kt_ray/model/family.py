@@ -31,19 +31,12 @@ _OTHER = "set model.path to a model of a family that the installed transformers 
 
 @dataclass(frozen=True)
 class Family:
-    """What a config.json describes.
+    """What a config.json describes."""
 
-    Attributes:
-        model_type: as config.json says it, of the whole model.
-        text_type: transformers' name of the language model's family.
-        config: of the language model.
-        whole: configuration of the multimodal model that holds it, or None.
-    """
-
-    model_type: str
-    text_type: str
-    config: Any
-    whole: Any | None
+    model_type: str  # as config.json says it, of the whole model
+    text_type: str  # transformers' name of the language model's family
+    config: Any  # of the language model
+    whole: Any | None  # configuration of the multimodal model that holds it, or None
 
     @property
     def label(self) -> str:

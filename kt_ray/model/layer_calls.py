@@ -29,19 +29,13 @@ Handler = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One layer's call, without its hidden state.
+    """One layer's call, without its hidden state."""
 
-    Attributes:
-        args: positional arguments after the hidden state.
-        kwargs: keyword arguments without the hidden state.
-        by_name: whether the hidden state was passed as `hidden_states`, not first by position.
-        carried: names under which the family hands a layer's second output to the next (see layer_checks);
-            None where layers have no second output.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    by_name: bool
+    args: tuple[Any, ...]  # positional arguments after the hidden state
+    kwargs: dict[str, Any]  # keyword arguments without the hidden state
+    by_name: bool  # whether the hidden state was passed as `hidden_states`, not first by position
+    # names under which the family hands a layer's second output to the next (see layer_checks); None
+    # where layers have no second output
     carried: tuple[str, ...] | None = None
 
     def run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
@@ -107,7 +101,7 @@ class LayerCallCapture:
     """Runs a model with stubbed layers.
 
     Args:
-        causal: the ...ForCausalLM. base: its inner model, whose `layers` are replaced while recording.
+        causal: the ...ForCausalLM. base: its inner model, whose `layers` are replaced meanwhile.
         originals: every decoder layer, own or not.
     """
 

@@ -102,11 +102,8 @@ def check_carry(
     """Refuse a family whose layers use the second output of the layer before, found by trying.
 
     GLM-5's layers hand their sparse attention's choice on, but each makes its own unless its
-    configuration says that it shares.
-
-    Args:
-        capture: of the family. layers, calls: of this stage, experts answered by the caller.
-        hidden: two different hidden states of the calls' shape.
+    configuration says that it shares. `hidden` are two different hidden states of the calls' shape; the
+    caller answers for the experts.
     """
     if not capture.carried:
         return
@@ -134,15 +131,13 @@ def probe_layer(
     constants: tuple[float, ...] = (),
     seed: int = 0,
 ) -> float | None:
-    """c of h_out = h_partial + c·y, or None when there is no such constant.
+    """c of h_out = h_partial + c·y of a decoder layer, or None when there is no such constant.
 
     Args:
-        layer: a decoder layer with routed experts, on its device.
         call: arguments recorded for [b, s] tokens.
         context: of its experts.
         shape: (b, s, H), or (b, s, streams, H) of hyper-connections, which are never affine.
         constants: numbers c may equal exactly (a family's residual multiplier); 1 always is among them.
-        seed: of the random h and y.
 
     Raises:
         UserError: the layer does not call its experts exactly once.
@@ -194,18 +189,8 @@ def _run_with(layer: nn.Module, call: RecordedCall, context: LayerContext, h: Te
     return out
 
 
-def check_packing(
-    capture: LayerCallCapture,
-    layers: Mapping[int, nn.Module],
-    state_shape: tuple[int, ...],
-    device: torch.device,
-) -> None:
-    """Run every layer on three documents packed and alone, and compare.
-
-    Args:
-        capture: of the family.
-        layers: of this stage, their experts answered by the caller.
-        state_shape: of the hidden state after [b, s].
+def check_packing(capture: LayerCallCapture, layers: Mapping[int, nn.Module], device: torch.device) -> None:
+    """Run every layer on three documents packed and alone, and compare. The caller answers for the experts.
 
     Raises:
         UserError: a layer whose output for a document depends on its neighbours in the row.
@@ -217,8 +202,9 @@ def check_packing(
     starts = [sum(_DOCUMENTS[:i]) for i in range(len(_DOCUMENTS))]
     alone = [capture.record({"input_ids": ids[:, :n]}, None) for n in _DOCUMENTS]
     generator = torch.Generator().manual_seed(0)
-    shape = (1, total, *state_shape)
-    hidden = torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
+    hidden = torch.randn((1, total, *capture.state_shape), generator=generator, dtype=torch.float32).to(
+        device
+    )
     for index, layer in layers.items():
         layer = _in_float(layer)
         with torch.no_grad():

@@ -53,8 +53,7 @@ class ExpertExchange(Protocol):
     def alloc(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """CPU memory to fill and submit once, page-locked where the stage computes on CUDA.
 
-        Experts in shared memory read it without another copy. It belongs to the exchange once it is
-        submitted.
+        Experts in shared memory read it without another copy. Submitted, it belongs to the exchange.
         """
 
     def submit_forward(
@@ -110,12 +109,7 @@ class LayerLoop:
     """One replica's pass over one stage.
 
     Args:
-        model: the stage's modules.
-        scales: MoE layer -> c, or None when not affine.
-        dropout: read by the LoRA layers.
-        head: of the last stage.
-        spec: the pass.
-        groups: state of each group.
+        model, scales, dropout, head: the stage's.
         experts: exchange with the expert actors.
         stages: exchange with the neighbouring stages; None = the only stage.
         clock: seconds by term: "attention", "experts_wait", "loss".
@@ -160,11 +154,7 @@ class LayerLoop:
         self.loss_sum = 0.0
 
     def run(self, op: Op) -> None:
-        """Do one operation of the stage's program.
-
-        Raises:
-            ValueError: the loop has no such operation.
-        """
+        """Do one operation of the stage's program. Raises ValueError: the loop has no such operation."""
         method = self.OPERATIONS.get(op.kind)
         if method is None:
             raise ValueError(f"operation {op} is not known to the {type(self).__name__}")

@@ -129,8 +129,6 @@ def inject_lora(
     Args:
         layers: Hugging Face name of each own decoder layer -> the layer, weights loaded.
         targets: full names of the linear modules to adapt, from `resolve_targets`.
-        config: rank, alpha, rsLoRA, dropout.
-        seed: of the initialisation.
         context: what the dropout modules read.
         device: where the adapters go.
 
@@ -185,12 +183,7 @@ def inject_lora(
 
 
 class AdapterSwitch:
-    """Which adapter the LoRA modules of each layer use: the trained one (True), none (False), or a named one.
-
-    Args:
-        layers: own decoder layers by index, LoRA injected.
-        parameters: canonical name -> LoRA parameter.
-    """
+    """Which adapter the LoRA modules of each layer use: the trained one (True), none (False), or a named."""
 
     def __init__(self, layers: Mapping[int, nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
         self._modules: dict[int, list[Any]] = {index: [] for index in layers}
@@ -216,10 +209,9 @@ class AdapterSwitch:
         """Use an adapter from the next call of a layer on."""
         if self._state[layer] == which:
             return
-        if (self._state[layer] is False) != (which is False):
-            for module in self._modules[layer]:
-                # not enable_adapters(): that sets requires_grad of the parameters, too
-                module._disable_adapters = which is False
+        for module in self._modules[layer]:
+            # not enable_adapters(): that sets requires_grad of the parameters, too
+            module._disable_adapters = which is False
         if which is not False and self._loaded[layer] != which:
             values = self._values[which]
             for name, parameter in self._parameters[layer].items():

@@ -19,10 +19,9 @@ from kt_ray.config.schema import LoraConfig
 
 @torch.no_grad()
 def take_principal(linear: Any, a: Tensor, b: Tensor, lora: LoraConfig, key: str) -> None:
-    """Move the `lora.rank` largest singular values of a linear module's weight into its adapter, in place.
+    """Move the r largest singular values of a linear module's weight [out, in] into its adapter, in place.
 
     Args:
-        linear: module with a floating-point weight [out, in].
         a: [r, in]. b: [out, r].
         lora: its init says how: "pissa" = a full SVD, "pissa_niter_16" = 16 rounds of subspace iteration.
         key: names the random start of the iteration.

@@ -22,12 +22,6 @@ from kt_ray.errors import UserError
 class RouterWatch:
     """What the routers of a stage's layers gave out last, as transformers' loss reads it.
 
-    Args:
-        causal: the ...ForCausalLM.
-        layers: own decoder layers.
-        top_k: experts per token.
-        num_experts: E.
-
     Attributes:
         counts, probabilities: float64 [E], summed since `reset`.
     """

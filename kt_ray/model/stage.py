@@ -86,7 +86,8 @@ class Stage:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights and buffers held, adapters included."""
-        return self.model.weight_bytes
+        tensors = [*self.model.causal.parameters(), *self.model.causal.buffers()]
+        return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
 
     def _inject(self, model: StageModel) -> dict[str, nn.Parameter]:
         prefixes = tuple(name + "." for name in model.names.values())
@@ -103,7 +104,9 @@ class Stage:
     def _probe(self) -> dict[int, float | None]:
         model = self.model
         b, s = 2, 4
-        calls = model.capture.record(self._inputs(torch.zeros(b, s, dtype=torch.int64)), None)
+        calls = model.capture.record(
+            {"input_ids": torch.zeros(b, s, dtype=torch.int64, device=self.device)}, None
+        )
         shape = (b, s, *self.state_shape)
         generator = torch.Generator().manual_seed(0)
         hidden = [torch.randn(shape, generator=generator, dtype=torch.float32) for _ in range(2)]
@@ -123,23 +126,12 @@ class Stage:
                 stack.enter_context(context.handled_by(lambda x, ids, weights: torch.zeros_like(x)))
             yield
 
-    def _inputs(self, input_ids: Tensor) -> dict[str, Tensor]:
-        """What the inner model is given: token ids on every stage (see BlankEmbedding)."""
-        return {"input_ids": input_ids.to(self.device)}
-
     # ------------------------------------------------------------------ a pass
 
     def begin(
         self, spec: PassSpec, replica: int, experts: ExpertExchange, stages: StageExchange | None = None
     ) -> LayerLoop:
-        """Start a pass: record every micro-batch's call arguments.
-
-        Args:
-            spec: the pass.
-            replica: whose micro-batches.
-            experts: exchange with the expert actors.
-            stages: exchange with the neighbouring stages; None = this is the only stage.
-        """
+        """Start a pass of a replica's micro-batches: record their call arguments. See LayerLoop."""
         clock = Clock(self.device)
         self.adapters.switch_all(spec.adapters)
         watching = spec.routing or spec.router_slopes is not None
@@ -156,28 +148,26 @@ class Stage:
         return LayerLoop(*own, spec, groups, experts, stages, clock, self._watch)
 
     def _record(self, micro: MicroState) -> MicroState:
-        ids = torch.from_numpy(micro.batch.input_ids)
-        start, stop = self.spec.layers
-
         def note(index: int, hidden: Tensor) -> Tensor:
             if index == 0 and self.first:
                 micro.embedded = hidden
             return hidden
 
-        inputs = self._inputs(ids)
+        # Token ids on every stage: see BlankEmbedding.
+        inputs = {"input_ids": torch.from_numpy(micro.batch.input_ids).to(self.device)}
         if micro.documents is not None:
             self.check_packing()
             # transformers makes a block-diagonal mask of position ids that restart (masking_utils)
             inputs["position_ids"] = micro.documents
         calls = self.model.capture.record(inputs, micro.mask, note)
-        micro.calls = {layer: calls[layer] for layer in range(start, stop)}
+        micro.calls = {layer: calls[layer] for layer in self.model.layers}
         return micro
 
     def check_packing(self) -> None:
         """Raises UserError where a layer mixes packed documents; once per stage."""
         if not self._packing_checked:
             with self._zero_experts():
-                check_packing(self.model.capture, self.model.layers, self.state_shape, self.device)
+                check_packing(self.model.capture, self.model.layers, self.device)
             self._packing_checked = True
 
     # ------------------------------------------------------------- parameters

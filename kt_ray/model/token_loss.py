@@ -54,10 +54,6 @@ def shifted_targets(labels: Tensor) -> Tensor:
 class Head:
     """From the last layer's output to logits and losses.
 
-    Args:
-        model: the last stage's modules.
-        loss_chunk: see TrainerConfig.
-
     Attributes:
         norm: the final norm when logits = lm_head(norm(h)) exactly, found by trying; None for a family
             that scales or caps its logits, which goes through its own forward.

@@ -24,21 +24,13 @@ FEW = 5  # points that smoothing would tell nothing of
 
 @dataclass(frozen=True)
 class Line:
-    """One curve.
+    """One curve."""
 
-    Attributes:
-        label: in the legend; "" = not in it.
-        points: (step, value) in order of steps.
-        colour: number of its class, taken modulo `SERIES_COLOURS`.
-        faint: thin and pale, as for raw values behind a smoothed curve.
-        dots: a mark on every point.
-    """
-
-    label: str
-    points: Points
-    colour: int = 0
-    faint: bool = False
-    dots: bool = False
+    label: str  # in the legend; "" = not in it
+    points: Points  # (step, value) in order of steps
+    colour: int = 0  # number of its class, taken modulo `SERIES_COLOURS`
+    faint: bool = False  # thin and pale, as for raw values behind a smoothed curve
+    dots: bool = False  # a mark on every point
 
 
 def line_chart(lines: Sequence[Line], unit: str, *, from_zero: bool = False) -> str:

@@ -68,15 +68,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Runs in the order of the table.
+    """Runs in the order of the table."""
 
-    Attributes:
-        entries: at least two.
-        differing: configuration keys whose values are not the same in all runs.
-    """
-
-    entries: tuple[Entry, ...]
-    differing: tuple[str, ...]
+    entries: tuple[Entry, ...]  # at least two
+    differing: tuple[str, ...]  # configuration keys whose values are not the same in all runs
 
     @property
     def columns(self) -> list[Column]:

@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kt_ray.data.row_types import Turn
 from kt_ray.data.template import ChatEncoder
 from kt_ray.errors import UserError
-from kt_ray.generate.generator import Answer, Piece
+from kt_ray.generate.generator import Answer, Generator, Piece
 from kt_ray.generate.requests import Request, Sampling
 from kt_ray.serve.api_errors import ApiError, engine_stopped, of_user_error, shutting_down
 from kt_ray.serve.schemas import ChatMessage, ChatRequest, CompletionRequest
@@ -25,47 +25,23 @@ _COMPLETION_TOKENS = 16  # of a completion that names no limit, as in OpenAI's A
 
 @dataclass(frozen=True)
 class Served:
-    """What is served; travels to the process that answers.
+    """What is served; travels to the process that answers."""
 
-    Attributes:
-        name: of the base model. adapters: names of the others.
-        tokenizer: directory. template: file of a chat template, or None. template_name: see DataConfig.
-        eos: token ids that end an answer.
-        context: tokens that prompt and answer may have together.
-        max_tokens: of one answer; None = what the context leaves.
-        running: answers that are generated at the same time, over all replicas. max_queue: that wait.
-        session: arguments of the Generator: max_rows, prefill_tokens, cache_tokens.
-        max_body: bytes of a request. key: digest of the clients' key, or None.
-        fingerprint: of the model's weights.
-        created: seconds since 1970.
-    """
-
-    name: str
-    adapters: tuple[str, ...]
-    tokenizer: str
-    template: str | None
-    template_name: str | None
-    eos: tuple[int, ...]
-    context: int
-    max_tokens: int | None
-    running: int
-    max_queue: int
-    session: Mapping[str, Any]
-    max_body: int
-    key: bytes | None
-    fingerprint: str
-    created: int
-
-
-class Submits(Protocol):
-    """What the service needs of a generator (kt_ray.generate.generator.Generator)."""
-
-    @property
-    def error(self) -> BaseException | None: ...
-
-    def submit(self, request: Request, listener: Any = None) -> Answer: ...
-
-    def close(self) -> None: ...
+    name: str  # of the base model
+    adapters: tuple[str, ...]  # names of the others
+    tokenizer: str  # directory
+    template: str | None  # file of a chat template, or None
+    template_name: str | None  # see DataConfig
+    eos: tuple[int, ...]  # token ids that end an answer
+    context: int  # tokens that prompt and answer may have together
+    max_tokens: int | None  # of one answer; None = what the context leaves
+    running: int  # answers that are generated at the same time, over all replicas
+    max_queue: int  # answers that wait
+    session: Mapping[str, Any]  # arguments of the Generator: max_rows, prefill_tokens, cache_tokens
+    max_body: int  # bytes of a request
+    key: bytes | None  # digest of the clients' key, or None
+    fingerprint: str  # of the model's weights
+    created: int  # seconds since 1970
 
 
 class Job:
@@ -112,7 +88,7 @@ class CompletionService:
         outstanding: answers that run or wait.
     """
 
-    def __init__(self, served: Served, encoder: ChatEncoder, generator: Submits) -> None:
+    def __init__(self, served: Served, encoder: ChatEncoder, generator: Generator) -> None:
         self.served = served
         self.encoder = encoder
         self.generator = generator
@@ -246,10 +222,7 @@ class CompletionService:
         return asked
 
     def check_room(self, answers: int) -> None:
-        """Before work is put into a request: refuse it if it could not be taken now.
-
-        Args:
-            answers: prompts, times answers to each.
+        """Before work is put into a request for so many answers: refuse it if it could not be taken now.
 
         Raises:
             ApiError: too many wait already, or there are never so many (429); generation has stopped (503).

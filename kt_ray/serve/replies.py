@@ -61,12 +61,7 @@ class Choice:
 
 
 class Replies(ABC):
-    """The bodies of one HTTP request's answer.
-
-    Args:
-        service: that answers.
-        body: the request. prompts: its prompts as token ids.
-    """
+    """The bodies of one HTTP request's answer."""
 
     prefix: ClassVar[str]  # of the id
     kind: ClassVar[str]  # of a whole answer

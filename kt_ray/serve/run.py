@@ -12,12 +12,13 @@ import uvicorn
 
 from kt_ray.data.template import ChatEncoder, load_tokenizer
 from kt_ray.errors import UserError
+from kt_ray.generate.generator import Generator
 from kt_ray.serve.access import bare
 from kt_ray.serve.app import make_app
-from kt_ray.serve.completions import FAREWELL, CompletionService, Served, Submits
+from kt_ray.serve.completions import FAREWELL, CompletionService, Served
 
 
-def make_service(served: Served, generator: Submits) -> CompletionService:
+def make_service(served: Served, generator: Generator) -> CompletionService:
     """With a tokenizer of its own: the generator decodes with its own in other threads."""
     tokenizer = load_tokenizer(served.tokenizer)
     tokenizer("a")  # drops what the file says about padding and truncation, once and not beside others
@@ -64,12 +65,7 @@ class _Server(uvicorn.Server):
 
 
 def run_server(service: CompletionService, host: str, port: int, ready: Callable[[], None]) -> None:
-    """Serve until Ctrl-C, SIGTERM or the service's end.
-
-    Args:
-        service: that answers.
-        host, port: to listen on.
-        ready: called once requests are answered.
+    """Serve until Ctrl-C, SIGTERM or the service's end; `ready` is called once requests are answered.
 
     Raises:
         BaseException: what ended the service.
