@@ -102,7 +102,7 @@ class Gate:
             )
 
     def _check_key(self, headers: Headers, wanted: bytes) -> None:
-        given = headers.get("authorization", "").strip()
+        given = headers.get("authorization", "").strip(" \t")  # not what Latin-1 has for bytes of UTF-8
         scheme, _, key = given.partition(" ")
         # Clients send what is not ASCII as UTF-8 or, the older way, as Latin-1.
         digests = [digest(key.encode("latin-1")), digest(key)]
