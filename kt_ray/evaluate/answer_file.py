@@ -279,7 +279,8 @@ def _option_logits(value: dict[str, Any], key: str, where: str) -> dict[str, flo
 
 
 def _loss(value: dict[str, Any], where: str) -> LossSum | None:
-    nats, tokens = value.get("loss_nats"), value.get("loss_tokens")
+    nats: Any = value.get("loss_nats")
+    tokens = value.get("loss_tokens")
     if nats is None and tokens is None:
         return None
     if not _is_number(nats):

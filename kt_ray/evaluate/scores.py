@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kt_ray.errors import UserError
@@ -60,7 +61,7 @@ def score(answers: AnswerFile, *, choice: str = "auto", letters: str = "ABCD") -
     Raises:
         UserError: choice="on" and a label that is no option.
     """
-    options = choice_labels(answers, choice, letters) or [None] * len(answers.rows)
+    options: Sequence[str | None] = choice_labels(answers, choice, letters) or [None] * len(answers.rows)
     by_row = [_score_row(*each, letters) for each in zip(answers.rows, options, strict=True)]
     shared = [m.name for m in METRICS if all(m.name in scores for scores in by_row)]
     metrics = {name: sum(scores[name] for scores in by_row) / len(by_row) for name in shared}

@@ -29,6 +29,7 @@ class RouterWatch:
     def __init__(self, causal: Any, layers: Mapping[int, nn.Module], top_k: int, num_experts: int) -> None:
         self.top_k = top_k
         self.num_experts = num_experts
+        self._last: Tensor | None = None
         recorder = router_recorder(causal)
 
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -43,8 +44,7 @@ class RouterWatch:
 
     def reset(self, watching: bool) -> None:
         """Begin a pass that asks for routers, or one that does not."""
-        self._watching = watching
-        self._last: Tensor | None = None
+        self._watching, self._last = watching, None
         self.counts = np.zeros(self.num_experts)
         self.probabilities = np.zeros(self.num_experts)
 
@@ -91,7 +91,7 @@ def router_recorder(causal: Any) -> Any:
 
     name = type(causal).__name__
     function = getattr(sys.modules[type(causal).__module__], "load_balancing_loss_func", None)
-    recorder = (getattr(causal, "_can_record_outputs", None) or {}).get("router_logits")
+    recorder: Any = (getattr(causal, "_can_record_outputs", None) or {}).get("router_logits")
     missing = function is None or recorder is None
     if missing or not _agrees(function):
         raise UserError(
