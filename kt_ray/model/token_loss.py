@@ -151,6 +151,6 @@ class Head:
             for rows in trained.split(chunk):
                 leaf = flat_NH[rows].requires_grad_(scale is not None)
                 grad = derivative(rows, entropy(self.lm_head(self.norm(leaf)), targets_N[rows]), leaf)
-                if grad_NH is not None:
+                if grad_NH is not None and grad is not None:
                     grad_NH[rows] = grad
             return parts, None if grad_NH is None else grad_NH.view_as(h)
