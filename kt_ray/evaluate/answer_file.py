@@ -34,23 +34,15 @@ _REMEDY = "write one JSON object per line with prompt, predict and label, as mod
 
 @dataclass(frozen=True)
 class AnswerRow:
-    """One answer.
+    """One answer."""
 
-    Attributes:
-        prompt: what the model was asked, as text ("" when the file does not say).
-        answer: what it answered.
-        label: what the data says.
-        option_logits: option letter -> logit; empty = not measured.
-        loss: of the label under the model; None = not measured.
-        failed: whether this answer, or another in the same row, ended with an error.
-    """
-
-    prompt: str
+    prompt: str  # as text ("" when the file does not say)
     answer: str
-    label: str
+    label: str  # what the data says
+    # option letter -> logit; empty = not measured
     option_logits: dict[str, float] = field(default_factory=dict)
-    loss: LossSum | None = None
-    failed: bool = False
+    loss: LossSum | None = None  # of the label under the model; None = not measured
+    failed: bool = False  # whether this answer, or another in the same row, ended with an error
 
 
 @dataclass(frozen=True)
@@ -94,7 +86,8 @@ def _read_both(file: Path) -> tuple[AnswerFile | None, AnswerFile | None]:
     """(base's, adapter's) of one file, by its `base` column and by what predictions.json says of it."""
     rows = _rows(file)
     answers = AnswerFile(str(file), tuple(_row(value, where) for value, where in rows))
-    if _of_base(file):
+    names = _settings(file).get("answers")
+    if isinstance(names, list) and names[:1] == ["base"]:
         return answers, None
     has_base = [isinstance(value.get("base"), str) for value, _ in rows]
     if not any(has_base):
@@ -113,12 +106,6 @@ def _read_both(file: Path) -> tuple[AnswerFile | None, AnswerFile | None]:
         for answer, (value, where) in zip(answers.rows, rows, strict=True)
     )
     return AnswerFile(str(file), base), answers
-
-
-def _of_base(file: Path) -> bool:
-    """Whether predictions.json beside predictions.jsonl says that the base model answered."""
-    answers = _settings(file).get("answers")
-    return isinstance(answers, list) and answers[:1] == ["base"]
 
 
 def _settings(file: Path) -> dict[str, Any]:
@@ -212,41 +199,42 @@ def _rows(file: Path) -> list[tuple[dict[str, Any], str]]:
 
 def check_same_questions(base: AnswerFile, adapter: AnswerFile) -> None:
     """Raises UserError unless both answer the same prompts with the same labels, in the same order."""
+    where = f"{base.source} and {adapter.source}"
     if len(base.rows) != len(adapter.rows):
         raise UserError(
             "base and adapter answered different numbers of prompts, so they cannot be compared",
-            where=f"{base.source} and {adapter.source}",
+            where=where,
             observed=f"{len(base.rows)} and {len(adapter.rows)} rows",
             required="the same prompts in the same order",
             remedy="predict both from the same data with the same limit",
         )
     for number, (b, a) in enumerate(zip(base.rows, adapter.rows, strict=True), 1):
-        different = next((k for k in ("prompt", "label") if getattr(b, k) != getattr(a, k)), None)
-        if different:
-            raise UserError(
-                f"base and adapter have another {different} in row {number}, so they cannot be compared",
-                where=f"{base.source} and {adapter.source}",
-                observed=f"{_short(getattr(b, different))!r} and {_short(getattr(a, different))!r}",
-                required="the same prompts and labels in the same order",
-                remedy="predict both from the same data with the same chat template and seed",
-            )
+        for name, asked, other in (("prompt", b.prompt, a.prompt), ("label", b.label, a.label)):
+            if asked != other:
+                raise UserError(
+                    f"base and adapter have another {name} in row {number}, so they cannot be compared",
+                    where=where,
+                    observed=f"{_short(asked)!r} and {_short(other)!r}",
+                    required="the same prompts and labels in the same order",
+                    remedy="predict both from the same data with the same chat template and seed",
+                )
 
 
 def _object(line: str, where: str) -> dict[str, Any]:
     try:
         value: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        # mode=predict appends: a process that was killed leaves its last line torn.
-        raise UserError(
-            "a line of the predictions is no JSON object",
-            where=where,
-            observed=_short(line),
-            remedy="if this is the last line, mode=predict was stopped: start it again, it continues; else "
-            + _REMEDY,
-        ) from error
-    if not isinstance(value, dict):
-        raise UserError("a line of the predictions is no JSON object", where=where, remedy=_REMEDY)
-    return value
+    except json.JSONDecodeError:
+        value = None
+    if isinstance(value, dict):
+        return value
+    # mode=predict appends: a process that was killed leaves its last line torn.
+    raise UserError(
+        "a line of the predictions is no JSON object",
+        where=where,
+        observed=_short(line),
+        remedy="if this is the last line, mode=predict was stopped: start it again, it continues; else "
+        + _REMEDY,
+    )
 
 
 def _row(value: dict[str, Any], where: str) -> AnswerRow:
@@ -255,7 +243,7 @@ def _row(value: dict[str, Any], where: str) -> AnswerRow:
         if not isinstance(value.get(key), str):
             raise _fault(where, key, value, "a text")
     return AnswerRow(
-        prompt=_prompt(value["messages"] if _is_question(value) else value.get("prompt", ""), where),
+        prompt=_prompt(value, where),
         answer=value[answer_key],
         label=value["label"],
         option_logits=_option_logits(value, "option_logits", where),
@@ -264,23 +252,23 @@ def _row(value: dict[str, Any], where: str) -> AnswerRow:
     )
 
 
-def _is_question(row: dict[str, Any]) -> bool:
-    """Whether the row has messages that end before the answer; other programs' may hold it."""
-    turns: Any = row.get("messages")
-    if not isinstance(turns, list) or not all(isinstance(m, dict) and "content" in m for m in turns):
-        return False
-    return bool(turns) and turns[-1].get("role") != "assistant"
-
-
-def _prompt(value: Any, where: str) -> str:
+def _prompt(row: dict[str, Any], where: str) -> str:
     """A text as it is, messages one after the other with their roles."""
+    value, turns = row.get("prompt", ""), row.get("messages")
+    # Other programs' messages may hold the answer.
+    if turns and _are_turns(turns) and turns[-1].get("role") != "assistant":
+        value = turns
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and all(isinstance(m, dict) and "content" in m for m in value):
-        if len(value) == 1:
-            return str(value[0]["content"])
-        return "\n\n".join(f"{m.get('role', 'user')}: {m['content']}" for m in value)
-    raise _fault(where, "prompt", {"prompt": value}, "a text or a list of messages")
+    if not _are_turns(value):
+        raise _fault(where, "prompt", row, "a text or a list of messages")
+    if len(value) == 1:
+        return str(value[0]["content"])
+    return "\n\n".join(f"{m.get('role', 'user')}: {m['content']}" for m in value)
+
+
+def _are_turns(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(m, dict) and "content" in m for m in value)
 
 
 def _option_logits(value: dict[str, Any], key: str, where: str) -> dict[str, float]:
@@ -307,11 +295,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _fault(where: str, key: str, row: dict[str, Any], required: str) -> UserError:
-    observed = _short(repr(row[key])) if key in row else f"no {key}"
     return UserError(
         f"a line of the predictions has no usable {key}",
         where=where,
-        observed=observed,
+        observed=_short(repr(row[key])) if key in row else f"no {key}",
         required=required,
         remedy=_REMEDY,
     )

@@ -49,10 +49,6 @@ def extract_letter(text: str, letters: str = "ABCD") -> str | None:
     option letter that stands alone anywhere and is not denied. Reasoning in <think> is left out. Options
     are capital letters; a small one counts only where the whole answer, or all behind "answer:", is that
     letter. An article ("A cat") or "I" is no option.
-
-    Args:
-        text: the answer.
-        letters: the options' letters, capitals.
     """
     text = _plain(_THINKING.sub("", text), keep_lines=True)
     known = _options(letters)
@@ -109,10 +105,7 @@ def option_answers(label: str, letters: str = "ABCD") -> dict[str, str]:
 
 
 def argmax_letter(logits: Mapping[str, float]) -> str:
-    """The option with the largest logit; the first of equal ones.
-
-    Args:
-        logits: option letter -> logit (or log-probability) of its token as the next one.
+    """The option with the largest logit (or log-probability); the first of equal ones.
 
     Raises:
         UserError: no option, or a logit that is not a number.

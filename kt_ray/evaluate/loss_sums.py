@@ -13,15 +13,10 @@ LOSSES_FILE = "losses.json"  # beside predictions.jsonl; kt_ray.runs.held_out_lo
 
 @dataclass(frozen=True)
 class LossSum:
-    """Negative log-likelihood over some tokens; sums add up with `+`.
+    """Negative log-likelihood over some tokens; sums add up with `+`."""
 
-    Attributes:
-        nats: sum over tokens of -log p(token).
-        tokens: number of tokens in the sum.
-    """
-
-    nats: float = 0.0
-    tokens: int = 0
+    nats: float = 0.0  # sum over tokens of -log p(token)
+    tokens: int = 0  # number of tokens in the sum
 
     def __add__(self, other: LossSum) -> LossSum:
         return LossSum(self.nats + other.nats, self.tokens + other.tokens)
@@ -32,11 +27,6 @@ class LossSum:
         if self.tokens < 1:
             raise ValueError("a loss over no tokens has no value")
         return self.nats / self.tokens
-
-    @property
-    def perplexity(self) -> float:
-        """exp(loss); infinite where that is beyond a double."""
-        return perplexity(self.loss)
 
 
 def perplexity(loss: float) -> float:

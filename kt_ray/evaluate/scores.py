@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kt_ray.errors import UserError
 from kt_ray.evaluate.answer_file import AnswerFile, AnswerRow
 from kt_ray.evaluate.choice import argmax_letter, exact_match, extract_letter, label_letter
-from kt_ray.evaluate.loss_sums import LossSum
+from kt_ray.evaluate.loss_sums import LossSum, perplexity
 from kt_ray.evaluate.text_metrics import TEXT_METRICS, text_scores
 
 
 @dataclass(frozen=True)
 class Metric:
-    """How a metric reads in a table.
+    """How a metric reads in a table."""
 
-    Attributes:
-        name: its key.
-        title: in tables.
-        better: "higher" or "lower".
-        percent: whether its values are percent.
-    """
-
-    name: str
-    title: str
-    better: str
-    percent: bool = True
+    name: str  # its key
+    title: str  # in tables
+    better: str  # "higher" or "lower"
+    percent: bool = True  # whether its values are percent
 
 
 METRICS: tuple[Metric, ...] = (
@@ -42,15 +36,10 @@ METRICS: tuple[Metric, ...] = (
 
 @dataclass(frozen=True)
 class Scores:
-    """A set of answers and its metrics.
+    """A set of answers and its metrics."""
 
-    Attributes:
-        answers: what was scored.
-        metrics: metric name -> value, mean over rows; metrics that do not apply are absent.
-    """
-
-    answers: AnswerFile
-    metrics: dict[str, float]
+    answers: AnswerFile  # what was scored
+    metrics: dict[str, float]  # metric name -> value, mean over rows; metrics that do not apply are absent
 
     @property
     def rows(self) -> int:
@@ -72,18 +61,15 @@ def score(answers: AnswerFile, *, choice: str = "auto", letters: str = "ABCD") -
     Raises:
         UserError: choice="on" and a label that is no option.
     """
-    options = choice_labels(answers, choice, letters)
-    by_row = [
-        _score_row(row, options[number] if options else None, letters)
-        for number, row in enumerate(answers.rows)
-    ]
+    options: Sequence[str | None] = choice_labels(answers, choice, letters) or [None] * len(answers.rows)
+    by_row = [_score_row(*each, letters) for each in zip(answers.rows, options, strict=True)]
     shared = [m.name for m in METRICS if all(m.name in scores for scores in by_row)]
     metrics = {name: sum(scores[name] for scores in by_row) / len(by_row) for name in shared}
     # A mean of the rows' losses would weigh short answers too much.
     losses = [row.loss for row in answers.rows if row.loss is not None]
     total = sum(losses, LossSum())
     if len(losses) == len(answers.rows) and total.tokens:
-        metrics = {"loss": total.loss, "perplexity": total.perplexity, **metrics}
+        metrics = {"loss": total.loss, "perplexity": perplexity(total.loss), **metrics}
     return Scores(answers, metrics)
 
 
@@ -110,7 +96,9 @@ def choice_labels(answers: AnswerFile, choice: str, letters: str) -> list[str] |
     options: list[str] = []
     for number, row in enumerate(answers.rows, 1):
         letter = label_letter(row.label, letters)
-        if letter is None and choice == "on":
+        if letter is not None:
+            options.append(letter)
+        elif choice == "on":
             raise UserError(
                 "a label of the multiple-choice questions is no option",
                 where=f"{answers.source}, row {number}",
@@ -118,7 +106,6 @@ def choice_labels(answers: AnswerFile, choice: str, letters: str) -> list[str] |
                 required=f"one of {', '.join(letters)}, alone or before '.', ')' or ':'",
                 remedy="set eval.letters to the options' letters, or eval.choice=auto",
             )
-        if letter is None:
+        else:
             return None
-        options.append(letter)
     return options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kt_ray.evaluate.answer_file import AnswerFile
@@ -34,6 +34,16 @@ class Line:
             return None
         return (self.change > 0) == (self.metric.better == "higher")
 
+    def texts(self, columns: Sequence[str]) -> list[str]:
+        """The title, and of "base", "adapter", "change" those asked for."""
+        texts = [self.metric.title]
+        for name in columns:
+            value = getattr(self, name)
+            digits = 2 if self.metric.percent else 4
+            sign = "+" if name == "change" else ""
+            texts.append("–" if value is None else f"{value:{sign}.{digits}f}")
+        return texts
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -48,19 +58,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of an evaluation.
-
-    Attributes:
-        lines: metrics in the order of `METRICS`, without those that neither side has.
-        samples: some prompts with their answers.
-        base, adapter: the scores; at least one is given.
-    """
+    """The result of an evaluation: some prompts with their answers, and the scores of at least one side."""
 
     lines: tuple[Line, ...]
     samples: tuple[Sample, ...]
     base: Scores | None = None
     adapter: Scores | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -79,38 +83,20 @@ class Comparison:
         text += [f"{note[0].upper()}{note[1:]}." for note in self.notes]
         for sample in self.samples:
             text += ["", f"**Row {sample.row}**", ""]
-            parts = (
-                ("prompt", sample.prompt),
-                ("label", sample.label),
-                ("base", sample.base),
-                ("adapter", sample.adapter),
-            )
-            for name, value in parts:
+            for name in ("prompt", "label", "base", "adapter"):
+                value = getattr(sample, name)
                 if value is not None:
-                    text += [f"- {name}:", *(f"  > {line}".rstrip() for line in _lines(value))]
+                    text += [f"- {name}:", *(f"  > {line}".rstrip() for line in value.splitlines() or [""])]
         return "\n".join(text) + "\n"
 
     def columns(self) -> list[str]:
         """Headings: the metric, each side that was measured, and the change if both were."""
-        sides = [
-            side
-            for side in ("base", "adapter")
-            if any(getattr(line, side) is not None for line in self.lines)
-        ]
+        sides = [s for s in ("base", "adapter") if any(getattr(line, s) is not None for line in self.lines)]
         return ["metric", *sides, *(["change"] if len(sides) == 2 else [])]
 
     def cells(self) -> list[list[str]]:
         """The table's body as texts, one list per line."""
-        return [self._cells(line) for line in self.lines]
-
-    def _cells(self, line: Line) -> list[str]:
-        cells = [line.metric.title]
-        for name in self.columns()[1:]:
-            value = getattr(line, name)
-            digits = 2 if line.metric.percent else 4
-            sign = "+" if name == "change" else ""
-            cells.append("–" if value is None else f"{value:{sign}.{digits}f}")
-        return cells
+        return [line.texts(self.columns()[1:]) for line in self.lines]
 
     def to_dict(self) -> dict[str, Any]:
         """eval.json: plain values; metrics by name."""
@@ -129,7 +115,7 @@ class Comparison:
         metrics = [
             [line.metric.name, *(getattr(line, name) for name in self.columns()[1:])] for line in self.lines
         ]
-        samples = [[s.row, s.prompt, s.label, s.base, s.adapter] for s in self.samples]
+        samples = [list(vars(sample).values()) for sample in self.samples]
         return {
             "eval/metrics": (self.columns(), metrics),
             "eval/samples": (["row", "prompt", "label", "base", "adapter"], samples),
@@ -158,14 +144,19 @@ def compare(
     losses = losses or {}
     before = {**losses.get("base", {}), **(base.metrics if base else {})}
     after = {**losses.get("adapter", {}), **(adapter.metrics if adapter else {})}
-    lines = [Line(m, before.get(m.name), after.get(m.name)) for m in METRICS]
     return Comparison(
-        lines=tuple(line for line in lines if line.base is not None or line.adapter is not None),
+        lines=measured(before, after),
         samples=pick_samples(base.answers if base else None, adapter.answers if adapter else None, samples),
         base=base,
         adapter=adapter,
         notes=notes,
     )
+
+
+def measured(base: Mapping[str, float], adapter: Mapping[str, float]) -> tuple[Line, ...]:
+    """A line for every metric that a side has, in the order of `METRICS`."""
+    lines = (Line(m, base.get(m.name), adapter.get(m.name)) for m in METRICS)
+    return tuple(line for line in lines if line.base is not None or line.adapter is not None)
 
 
 def pick_samples(base: AnswerFile | None, adapter: AnswerFile | None, count: int) -> tuple[Sample, ...]:
@@ -202,7 +193,3 @@ def spread(total: int, count: int) -> list[int]:
 
 def _side(scores: Scores | None) -> dict[str, Any] | None:
     return None if scores is None else {"source": scores.answers.source, "metrics": scores.metrics}
-
-
-def _lines(text: str) -> list[str]:
-    return text.splitlines() or [""]

@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+from torch import Tensor
 
 from kt_ray.generate.requests import Batch, Request, SessionSpec, Step, Token
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kt_ray.generate.sampling import RowSampler
-
+from kt_ray.generate.sampling import RowSampler, failed, sample
 
 _KEPT = 100_000  # numbers of requests: a server runs for months
 
 
-class _Recent:
-    """The last numbers that were added."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, None] = {}  # in the order that they came
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._numbers
+class _Recent(dict[int, bool]):
+    """The last numbers that were added, each with True."""
 
     def add(self, number: int) -> None:
-        self._numbers[number] = None
-        if len(self._numbers) > _KEPT:
-            del self._numbers[next(iter(self._numbers))]
-
-    def discard(self, number: int) -> bool:
-        """Whether it was there."""
-        return self._numbers.pop(number, 0) is None
+        self[number] = True
+        if len(self) > _KEPT:
+            del self[next(iter(self))]
 
 
 class Batcher:
@@ -68,10 +50,8 @@ class Batcher:
 
     def add(self, number: int, request: Request) -> list[Token]:
         """A new request waits for its turn; its end, if it was cancelled before or cannot be served."""
-        from kt_ray.generate.sampling import RowSampler, failed
-
         self._seen.add(number)
-        if self._unwanted.discard(number):
+        if self._unwanted.pop(number, False):
             return [Token(number, -1, finish="cancelled")]
         room = self.spec.cache_tokens
         if room is not None and request.longest > room:
@@ -86,13 +66,13 @@ class Batcher:
         """Between steps: a request's end, if it has not ended yet. May overtake the request itself."""
         if number not in self._seen:
             self._unwanted.add(number)
-        for row in self._waiting:
-            if row.number == number:
-                self._waiting.remove(row)
-                return [Token(number, -1, finish="cancelled")]
-        if number not in self._rows:
+        waiting = next((row for row in self._waiting if row.number == number), None)
+        if waiting is not None:
+            self._waiting.remove(waiting)
+        elif number in self._rows:
+            self._leave(number)
+        else:
             return []
-        self._leave(number)
         return [Token(number, -1, finish="cancelled")]
 
     def _leave(self, number: int) -> None:
@@ -106,9 +86,9 @@ class Batcher:
 
     def next(self) -> Step:
         """The next step: a token for all that run, and as many of those that wait as there is room for."""
-        batches = [self._running(name, rows) for name, rows in self._cohorts.items()]
-        batches += self._fresh()
-        step = Step(self.steps, tuple(self._drop), tuple(batches))
+        running = [self._running(name, rows) for name, rows in self._cohorts.items()]
+        fresh = [self._read_in(name, rows) for name, rows in self._taken().items()]
+        step = Step(self.steps, tuple(self._drop), (*running, *fresh))
         self._drop.clear()
         self.steps += 1
         return step
@@ -123,34 +103,33 @@ class Batcher:
         lengths = np.ones(len(rows), dtype=np.int64)
         return Batch(name, samplers[0].request.adapter, tuple(rows), ids, lengths, fresh=False)
 
-    def _fresh(self) -> list[Batch]:
-        taken: dict[str, list[RowSampler]] = {}
-        longest: dict[str, int] = {}
+    def _taken(self) -> dict[str, list[RowSampler]]:
+        """Cohort -> rows that join it now."""
+        taken: list[RowSampler] = []
         while self._waiting and len(self._rows) < self.spec.max_rows:
             row = self._waiting[0]
-            name = self._cohort_of(row)
-            length = len(row.request.prompt)
-            sizes = {n: longest[n] * len(rows) for n, rows in taken.items()}
-            sizes[name] = max(length, longest.get(name, 0)) * (len(taken.get(name, ())) + 1)
-            if taken and sum(sizes.values()) > self.spec.prefill_tokens:
+            width = self._padded([*taken, row], lambda request: len(request.prompt))
+            if taken and width > self.spec.prefill_tokens:
                 break
-            if not self._has_room(name, row):
+            # The caches must hold every row to its end, whatever the answers become.
+            room = self.spec.cache_tokens
+            rows = [*self._rows.values(), row]
+            if room is not None and self._padded(rows, lambda request: request.longest) > room:
                 break
-            self._waiting.popleft()
-            self._rows[row.number] = row
-            taken.setdefault(name, []).append(row)
-            longest[name] = max(length, longest.get(name, 0))
-        return [self._read_in(name, rows) for name, rows in taken.items()]
+            self._rows[row.number] = self._waiting.popleft()
+            taken.append(row)
+        return self._by_cohort(taken)
 
-    def _has_room(self, name: str, row: RowSampler) -> bool:
-        """Whether the caches can hold one more row to its end, whatever the others' answers become."""
-        room = self.spec.cache_tokens
-        if room is None:
-            return True
-        cohorts: dict[str, list[int]] = {name: [row.request.longest]}
-        for other in self._rows.values():  # those taken in this step as well
-            cohorts.setdefault(self._cohort_of(other), []).append(other.request.longest)
-        return sum(max(longest) * len(longest) for longest in cohorts.values()) <= room
+    def _by_cohort(self, rows: Iterable[RowSampler]) -> dict[str, list[RowSampler]]:
+        cohorts: dict[str, list[RowSampler]] = {}
+        for row in rows:
+            cohorts.setdefault(self._cohort_of(row), []).append(row)
+        return cohorts
+
+    def _padded(self, rows: Iterable[RowSampler], length: Callable[[Request], int]) -> int:
+        """Tokens of rows that are padded to the longest of their cohort."""
+        cohorts = self._by_cohort(rows).values()
+        return sum(max(length(row.request) for row in cohort) * len(cohort) for cohort in cohorts)
 
     def _cohort_of(self, row: RowSampler) -> str:
         if not self.joint:
@@ -169,14 +148,7 @@ class Batcher:
         return Batch(name, rows[0].request.adapter, numbers, ids, lengths, fresh=True)
 
     def advance(self, step: Step, logits: Sequence[Tensor]) -> list[Token]:
-        """Choose every row's next token.
-
-        Args:
-            step: as `next` made it.
-            logits: per batch, float32 [b, V] of the last position.
-        """
-        from kt_ray.generate.sampling import sample
-
+        """Choose every row's next token, from float32 logits [b, V] of the last position per batch."""
         tokens: list[Token] = []
         for batch, logits_BV in zip(step.batches, logits, strict=True):
             if batch.fresh:

@@ -11,7 +11,7 @@ class TextStream:
     """The text of one answer, piece by piece.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: of the model; None = there is no text.
         stop: strings that end the answer; neither they nor what comes after them is given out.
         skip: token ids that are no text (eos).
 
@@ -41,19 +41,17 @@ class TextStream:
         if self.stopped or token in self._skip:
             return ""
         self._ids.append(token)
-        before = self._decode(self._ids[self._context : self._settled])
-        after = self._decode(self._ids[self._context :])
-        if after.endswith(_UNFINISHED) and len(self._ids) - self._settled < 8:
+        piece = self._unsettled()
+        if piece.endswith(_UNFINISHED) and len(self._ids) - self._settled < 8:
             return ""
         self._context, self._settled = self._settled, len(self._ids)
-        return self._give(after[len(before) :])
+        return self._give(piece)
 
     def end(self) -> str:
         """What was held back, when no more tokens come."""
         if self.stopped:
             return ""
-        before = self._decode(self._ids[self._context : self._settled])
-        piece = self._give(self._decode(self._ids[self._context :])[len(before) :])
+        piece = self._give(self._unsettled())
         self._settled = len(self._ids)
         if not self.stopped:
             piece += self._held
@@ -63,22 +61,23 @@ class TextStream:
 
     def _give(self, piece: str) -> str:
         waiting = self._held + piece
-        found = [at for at in (waiting.find(stop) for stop in self._stop) if at >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            out = waiting[: min(found)]
+        places = [place for place in map(waiting.find, self._stop) if place >= 0]
+        if places:
+            self.stopped = True
+            out, self._held = waiting[: min(places)], ""
         else:
-            longest = 0
-            for stop in self._stop:
-                for size in range(min(len(stop) - 1, len(waiting)), longest, -1):
-                    if waiting.endswith(stop[:size]):
-                        longest = size
-                        break
-            out, self._held = waiting[: len(waiting) - longest], waiting[len(waiting) - longest :]
+            beginnings = (stop[:size] for stop in self._stop for size in range(1, len(stop)))
+            self._held = max(filter(waiting.endswith, beginnings), key=len, default="")
+            out = waiting.removesuffix(self._held)
         self.text += out
         return out
 
+    def _unsettled(self) -> str:
+        """Text of the tokens that are not decoded for good."""
+        before = self._decode(self._ids[self._context : self._settled])
+        return self._decode(self._ids[self._context :])[len(before) :]
+
     def _decode(self, ids: list[int]) -> str:
-        if not ids:
+        if self._tokenizer is None or not ids:
             return ""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -18,9 +18,10 @@ import logging
 import queue
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import TracebackType
+from functools import partial
 from typing import Any, Protocol
 
 from kt_ray.errors import UserError
@@ -87,9 +88,7 @@ class Answer:
         self.logprobs: list[Token] = []
         self.finish = ""
         self.cancel = cancel
-        self._stream: TextStream | None = None
-        if tokenizer is not None:
-            self._stream = TextStream(tokenizer, request.stop, request.sampling.eos)
+        self._stream = TextStream(tokenizer, request.stop, request.sampling.eos)
         self._pieces: queue.SimpleQueue[Piece | BaseException] = queue.SimpleQueue()
         self._give = self._pieces.put if listener is None else listener
         self._ended = threading.Event()
@@ -98,7 +97,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        return self._stream.text if self._stream is not None else ""
+        return self._stream.text
 
     @property
     def error(self) -> str:
@@ -130,25 +129,20 @@ class Answer:
         """The generator's side: one more token."""
         if self.finish:
             return
-        text, finish = "", token.finish
-        at = self._stream.decoded if self._stream is not None else 0
+        text, finish, at = "", token.finish, self._stream.decoded
         if token.token >= 0:
             self.tokens.append(token.token)
             if token.logprob is not None:
                 self.logprobs.append(token)
-            if self._stream is not None:
-                text = self._stream.add(token.token)
-        if self._stream is not None:
-            if finish:
-                text += self._stream.end()
-            if self._stream.stopped:
-                if not finish:
-                    self.cancel()
-                finish = "stop"
+            text = self._stream.add(token.token)
+        if finish:
+            text += self._stream.end()
+        if self._stream.stopped:
+            if not finish:
+                self.cancel()
+            finish = "stop"
         self.finish, self._reason = finish, token.error
-        if finish != token.finish:
-            token = replace(token, finish=finish)
-        self._give(Piece(token, text, at))
+        self._give(Piece(replace(token, finish=finish), text, at))
         if finish:
             self._ended.set()
 
@@ -176,8 +170,10 @@ class Generator:
     Args:
         cluster: started.
         tokenizer: for text and stop strings; None = token ids only.
-        max_rows: requests of one replica that run at the same time; others wait.
-        prefill_tokens, cache_tokens: see SessionSpec.
+        max_rows, prefill_tokens, cache_tokens: see SessionSpec.
+
+    Attributes:
+        error: what ended the session before it was closed, or None.
 
     What is wrong with one request ends that request: `submit` refuses it, or its answer's `finish` is "error"
     and its `error` says why. An error of the session itself, in an actor, ends all of them; the cluster then
@@ -203,13 +199,13 @@ class Generator:
         self._answers: dict[int, tuple[int, Answer]] = {}  # number -> (rank of its coordinator, answer)
         self._lock = threading.Lock()
         self._opened = threading.Event()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._closed = False
         self._threads = [threading.Thread(target=self._run_session, name="kt-session", daemon=True)]
-        for rank in cluster.coordinators:
-            self._threads.append(
-                threading.Thread(target=self._fetch, args=(rank,), name=f"kt-tokens-{rank}", daemon=True)
-            )
+        self._threads += [
+            threading.Thread(target=self._fetch, args=(rank,), name=f"kt-tokens-{rank}", daemon=True)
+            for rank in cluster.coordinators
+        ]
         for thread in self._threads:
             thread.start()
         self._opened.wait()
@@ -217,9 +213,7 @@ class Generator:
     def __enter__(self) -> Generator:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def submit(
@@ -237,21 +231,19 @@ class Generator:
         """
         self._check(request)
         with self._lock:
-            if self._error is not None:
+            if self.error is not None:
                 raise UserError(
                     "this session of generation has ended with an error",
-                    observed=f"{type(self._error).__name__}: {self._error}",
+                    observed=f"{type(self.error).__name__}: {self.error}",
                     remedy="make another generator on the same cluster; if an actor died, another cluster",
-                ) from self._error
+                ) from self.error
             if self._closed:
                 raise UserError("the generator is closed", remedy="make another one")
-            ranks = self.cluster.coordinators
-            load = dict.fromkeys(ranks, 0)
-            for rank, _ in self._answers.values():
-                load[rank] += 1
-            rank = min(ranks, key=lambda r: (load[r], r))
+            load = Counter(rank for rank, _ in self._answers.values())
+            rank = min(self.cluster.coordinators, key=lambda r: (load[r], r))
             number = next(self._numbers)
-            answer = Answer(number, request, self.tokenizer, lambda: self._cancel(rank, number), listener)
+            cancel = partial(self._order, rank, "cancel", number)
+            answer = Answer(number, request, self.tokenizer, cancel, listener)
             self._answers[number] = rank, answer
             self.cluster.order(rank, "request", self.spec.number, number, request)
         return answer
@@ -262,8 +254,8 @@ class Generator:
                 "stop strings need a tokenizer", observed=request.stop, remedy="give the generator one"
             )
         vocab, ids = self.cluster.vocab_size, request.prompt
-        if min(ids) < 0 or max(ids) >= vocab:
-            place = next(i for i, token in enumerate(ids) if not 0 <= token < vocab)
+        place = next((i for i, token in enumerate(ids) if not 0 <= token < vocab), None)
+        if place is not None:
             raise UserError(
                 "a token id of the prompt is not in the model's vocabulary",
                 where=f"token {place} of {len(ids)}",
@@ -279,14 +271,6 @@ class Generator:
                 required=f"at most {room} tokens together (generate.cache_tokens)",
                 remedy="shorten the prompt, lower max_new_tokens, or raise generate.cache_tokens",
             )
-
-    def _cancel(self, rank: int, number: int) -> None:
-        self.cluster.order(rank, "cancel", self.spec.number, number)
-
-    @property
-    def error(self) -> BaseException | None:
-        """What ended the session before it was closed."""
-        return self._error
 
     def close(self) -> None:
         """End the session: what still runs is cancelled."""
@@ -316,22 +300,22 @@ class Generator:
         try:
             self.reports = self.cluster.generate(self.spec, self._opened.set)
         except BaseException as error:
-            self._error = error
+            self.error = error
             self._fail(error)
         finally:
             self._opened.set()
 
     def _fetch(self, rank: int) -> None:
         self._opened.wait()
-        more = self._error is None
-        while more and self._error is None:
+        more = self.error is None
+        while more and self.error is None:
             try:
                 tokens, more = self.cluster.tokens(rank, _POLL)
             except BaseException as error:
                 self._threads[0].join(_NOTICE)  # the session's own error says more
-                if self._error is None:
-                    self._error = error
-                self._fail(self._error)
+                if self.error is None:
+                    self.error = error
+                self._fail(self.error)
                 return
             for token in tokens:
                 with self._lock:

@@ -16,34 +16,22 @@ from kt_ray.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one request are chosen.
+    """How the tokens of one request are chosen."""
 
-    Attributes:
-        max_new_tokens: at most this many.
-        min_new_tokens: no token of `eos` before this many.
-        temperature: 0 = the most probable token always (greedy); so is less than 1e-5.
-        top_p: share of the probability that is kept, 1 = all.
-        top_k: most probable tokens kept, 0 = all.
-        min_p: least probability kept, relative to the most probable token's; 0 = all.
-        repetition_penalty: as in CTRL (Keskar et al. 2019); 1 = none.
-        seed: of this request's random draws; the batch that it runs in does not matter.
-        eos: token ids that end the answer (they are its last token).
-        logprobs: None = no log-probabilities; n = the chosen token's and those of the n most probable, of
-            the model's own distribution (temperature 1, nothing cut off).
-        candidates: tokens whose log-probabilities are told instead of the most probable ones', in this order
-            (with logprobs=0).
-    """
-
-    max_new_tokens: int = 256
-    min_new_tokens: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    eos: tuple[int, ...] = ()
+    max_new_tokens: int = 256  # at most this many
+    min_new_tokens: int = 0  # no token of `eos` before this many
+    temperature: float = 0.0  # 0 = the most probable token always (greedy); so is less than 1e-5
+    top_p: float = 1.0  # share of the probability that is kept, 1 = all
+    top_k: int = 0  # most probable tokens kept, 0 = all
+    min_p: float = 0.0  # least probability kept, relative to the most probable token's; 0 = all
+    repetition_penalty: float = 1.0  # as in CTRL (Keskar et al. 2019); 1 = none
+    seed: int = 0  # of this request's random draws; the batch that it runs in does not matter
+    eos: tuple[int, ...] = ()  # token ids that end the answer (they are its last token)
+    # None = no log-probabilities; n = the chosen token's and those of the n most probable, of the
+    # model's own distribution (temperature 1, nothing cut off)
     logprobs: int | None = None
+    # tokens whose log-probabilities are told instead of the most probable ones', in this order (with
+    # logprobs=0)
     candidates: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -74,19 +62,14 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to go on from.
+    """A prompt to go on from."""
 
-    Attributes:
-        prompt: token ids, at least one.
-        sampling: see Sampling.
-        adapter: False = the base model answers, as if there were no LoRA; True = with the LoRA that was
-            loaded; a name = with the adapter kept under it (`ActorCluster.load_adapters`).
-        stop: strings that end the answer and are not part of it (the driver looks for them).
-    """
-
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # token ids, at least one
     sampling: Sampling = field(default_factory=Sampling)
+    # False = the base model answers, as if there were no LoRA; True = with the LoRA that was loaded; a
+    # name = with the adapter kept under it (`ActorCluster.load_adapters`)
     adapter: bool | str = True
+    # strings that end the answer and are not part of it (the driver looks for them)
     stop: tuple[str, ...] = ()
 
     @property
@@ -107,43 +90,28 @@ class Request:
 
 @dataclass(frozen=True)
 class Token:
-    """One token of an answer, or its end.
+    """One token of an answer, or its end."""
 
-    Attributes:
-        request: number that `submit` gave.
-        token: the id; -1 where only the end is told (a cancelled request).
-        logprob, top: where asked for: natural logarithm of its probability; (id, logprob) of the most
-            probable ones, falling, or of Sampling.candidates in their order.
-        finish: "" = more follow; "stop" (an eos token), "length", "cancelled" or "error".
-        error: what went wrong, where finish is "error": of this request alone, others go on.
-    """
-
-    request: int
-    token: int
-    logprob: float | None = None
+    request: int  # number that `submit` gave
+    token: int  # the id; -1 where only the end is told (a cancelled request)
+    logprob: float | None = None  # natural logarithm of its probability, where asked for
+    # (id, logprob) of the most probable ones, falling, or of Sampling.candidates in their order
     top: tuple[tuple[int, float], ...] = ()
-    finish: str = ""
-    error: str = ""
+    finish: str = ""  # "" = more follow; "stop" (an eos token), "length", "cancelled" or "error"
+    error: str = ""  # what went wrong, where finish is "error": of this request alone, others go on
 
 
 @dataclass(frozen=True)
 class SessionSpec:
-    """One session, the same for all actors.
+    """One session, the same for all actors."""
 
-    Attributes:
-        number: another one for every session of a cluster: part of messages' tags.
-        max_rows: rows of one replica that run at the same time.
-        prefill_tokens: tokens, padding included, that one step reads in at the most (a single prompt may
-            be longer).
-        pad_id: an id to fill padding with; what it is does not matter.
-        cache_tokens: room in one replica's caches: a request is taken in when the longest that its batch's
-            answers can get, times their number, is not more; None = whenever a row is free.
-    """
-
-    number: int
-    max_rows: int = 32
+    number: int  # another one for every session of a cluster: part of messages' tags
+    max_rows: int = 32  # rows of one replica that run at the same time; others wait
+    # tokens, padding included, that one step reads in at the most (a single prompt may be longer)
     prefill_tokens: int = 2048
-    pad_id: int = 0
+    pad_id: int = 0  # an id to fill padding with; what it is does not matter
+    # room in one replica's caches: a request is taken in when the longest that its batch's answers can
+    # get, times their number, is not more; None = whenever a row is free
     cache_tokens: int | None = None
 
     def tag(self, step: int) -> int:
@@ -157,37 +125,21 @@ class SessionSpec:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows that pass the layers together in one step.
+    """Rows that pass the layers together in one step."""
 
-    Attributes:
-        cohort: which cache they have.
-        adapter: whether LoRA takes part, or which (see Request).
-        rows: request numbers, in the order of the cache's rows.
-        ids: int64 [b, s] tokens, padded on the left.
-        lengths: int64 [b] valid ones of each row.
-        fresh: rows without a cache so far: they join the cohort after the step.
-    """
-
-    cohort: str
-    adapter: bool | str
-    rows: tuple[int, ...]
-    ids: np.ndarray
-    lengths: np.ndarray
-    fresh: bool
+    cohort: str  # which cache they have
+    adapter: bool | str  # whether LoRA takes part, or which (see Request)
+    rows: tuple[int, ...]  # request numbers, in the order of the cache's rows
+    ids: np.ndarray  # int64 [b, s] tokens, padded on the left
+    lengths: np.ndarray  # int64 [b] valid ones of each row
+    fresh: bool  # rows without a cache so far: they join the cohort after the step
 
 
 @dataclass(frozen=True)
 class Step:
-    """What all stages of a replica do next.
+    """What all stages of a replica do next."""
 
-    Attributes:
-        number: of the step in its session, from 0.
-        drop: rows that have ended: they leave their cohorts before anything is computed.
-        batches: to compute.
-        last: the session is over; nothing is computed.
-    """
-
-    number: int
-    drop: tuple[int, ...] = ()
-    batches: tuple[Batch, ...] = ()
-    last: bool = False
+    number: int  # of the step in its session, from 0
+    drop: tuple[int, ...] = ()  # rows that have ended: they leave their cohorts before anything is computed
+    batches: tuple[Batch, ...] = ()  # to compute
+    last: bool = False  # the session is over; nothing is computed

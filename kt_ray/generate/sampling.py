@@ -16,10 +16,6 @@ NOT_FINITE = "the logits of its next token are not finite"
 class RowSampler:
     """Chooses the tokens of one request. Runs on the CPU; its random numbers are its own.
 
-    Args:
-        number: of the request, for `Token`.
-        request: prompt and settings.
-
     Attributes:
         tokens: chosen so far.
     """
@@ -88,8 +84,13 @@ def sample(rows: Sequence[RowSampler], logits_BV: Tensor) -> list[Token]:
             failed(row.number, NOT_FINITE) if wrong else row.take(token)
             for row, token, wrong in zip(rows, best.indices.tolist(), bad, strict=True)
         ]
-    host = logits_BV.cpu()
-    return [_next(row, logits) for row, logits in zip(rows, host, strict=True)]
+    tokens = []
+    for row, logits_V in zip(rows, logits_BV.cpu(), strict=True):
+        try:
+            tokens.append(row.next(logits_V))
+        except Exception as error:  # of this row's settings: the others of its batch go on
+            tokens.append(failed(row.number, error))
+    return tokens
 
 
 def failed(number: int, error: object) -> Token:
@@ -98,34 +99,24 @@ def failed(number: int, error: object) -> Token:
     return Token(number, -1, finish="error", error=text)
 
 
-def _next(row: RowSampler, logits_V: Tensor) -> Token:
-    try:
-        return row.next(logits_V)
-    except Exception as error:  # of this row's settings: the others of its batch go on
-        return failed(row.number, error)
-
-
 def _processors(request: Request) -> Any:
     """transformers' LogitsProcessorList for the settings; empty = the logits as they are."""
     from transformers.generation import logits_process as hf
 
     sampling = request.sampling
-    found: list[Any] = []
+    processors = hf.LogitsProcessorList()
     if sampling.repetition_penalty != 1.0:
-        found.append(hf.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        processors.append(hf.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     if sampling.min_new_tokens > 0 and sampling.eos:
-        found.append(
-            hf.MinNewTokensLengthLogitsProcessor(
-                len(request.prompt), sampling.min_new_tokens, list(sampling.eos), device="cpu"
-            )
-        )
+        limits = len(request.prompt), sampling.min_new_tokens, list(sampling.eos)
+        processors.append(hf.MinNewTokensLengthLogitsProcessor(*limits, device="cpu"))
     if not sampling.greedy:
         if sampling.temperature != 1.0:
-            found.append(hf.TemperatureLogitsWarper(sampling.temperature))
+            processors.append(hf.TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k > 0:
-            found.append(hf.TopKLogitsWarper(sampling.top_k))
+            processors.append(hf.TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1.0:
-            found.append(hf.TopPLogitsWarper(sampling.top_p))
+            processors.append(hf.TopPLogitsWarper(sampling.top_p))
         if sampling.min_p > 0.0:
-            found.append(hf.MinPLogitsWarper(sampling.min_p))
-    return hf.LogitsProcessorList(found)
+            processors.append(hf.MinPLogitsWarper(sampling.min_p))
+    return processors

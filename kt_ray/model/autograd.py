@@ -11,31 +11,21 @@ would run the experts twice.
 
 from __future__ import annotations
 
-import threading
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kt_ray.errors import UserError
 from kt_ray.model.formula import formula_of
-
-if TYPE_CHECKING:
-    from kt_ray.native import Engine, ExpertWeights
-
-_engine: Engine | None = None
-_lock = threading.Lock()
+from kt_ray.native import Engine, ExpertWeights
 
 
+@cache
 def default_engine() -> Engine:
     """The engine this process shares among modules that belong to no stage."""
-    global _engine
-    with _lock:
-        if _engine is None:
-            from kt_ray.native import Engine
-
-            _engine = Engine()
-        return _engine
+    return Engine()
 
 
 class NativeExperts(torch.autograd.Function):
@@ -100,8 +90,6 @@ def expert_weights(module: Any) -> ExpertWeights:
     cached = module.__dict__.get("_kt_weights")
     if cached is not None and cached[0] == key:
         return cached[1]
-    from kt_ray.native import ExpertWeights
-
     formula = formula_of(module, getattr(module.config, "model_type", type(module).__name__))
     first = parameters["gate_up_proj" if module.has_gate else "up_proj"].detach().to("cpu")
     down = parameters["down_proj"].detach().to("cpu")
@@ -115,13 +103,12 @@ def expert_weights(module: Any) -> ExpertWeights:
         )
     if module.is_transposed:  # [E, H, 2I], [E, I, H]
         first, down = first.transpose(1, 2), down.transpose(1, 2)
-    gate, up = _halves(first, module) if module.has_gate else (None, first)
-    gate_bias = up_bias = down_bias = None
+    gate, up = _gate_and_up(first, module)
+    biases: list[Tensor | None] = [None] * 3
     if module.has_bias:
-        first_bias = parameters["gate_up_proj_bias" if module.has_gate else "up_proj_bias"]
-        gate_bias, up_bias = _halves(first_bias, module) if module.has_gate else (None, first_bias)
-        gate_bias, up_bias = _bias(gate_bias), _bias(up_bias)
-        down_bias = _bias(parameters["down_proj_bias"])
+        both = parameters["gate_up_proj_bias" if module.has_gate else "up_proj_bias"]
+        biases = [*_gate_and_up(both, module), parameters["down_proj_bias"]]
+        biases = [None if b is None else b.detach().to("cpu", torch.float32).contiguous() for b in biases]
     weights = ExpertWeights(
         gate,
         up,
@@ -129,21 +116,19 @@ def expert_weights(module: Any) -> ExpertWeights:
         activation=formula.activation,
         alpha=formula.alpha,
         limit=formula.limit,
-        gate_bias=gate_bias,
-        up_bias=up_bias,
-        down_bias=down_bias,
+        gate_bias=biases[0],
+        up_bias=biases[1],
+        down_bias=biases[2],
     )
     module.__dict__["_kt_weights"] = (key, weights)
     return weights
 
 
-def _halves(both: Tensor, module: Any) -> tuple[Tensor, Tensor]:
-    """Gate and up of a fused tensor [E, 2I, ...]."""
+def _gate_and_up(first: Tensor, module: Any) -> tuple[Tensor | None, Tensor]:
+    """Of a tensor [E, 2I, ...] that holds both, or [E, I, ...] of a module without a gate."""
+    if not module.has_gate:
+        return None, first
     if module.is_concatenated:
-        gate, up = both.chunk(2, dim=1)
+        gate, up = first.chunk(2, dim=1)
         return gate, up
-    return both[:, 0::2], both[:, 1::2]
-
-
-def _bias(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.detach().to("cpu", torch.float32).contiguous()
+    return first[:, 0::2], first[:, 1::2]

@@ -24,54 +24,29 @@ from kt_ray.model.lora import linear_names
 from kt_ray.model.stage_spec import StageSpec
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts", "moe_top_k")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
 class StageModel:
-    """A stage's modules.
+    """A stage's modules."""
 
-    Attributes:
-        causal: the ...ForCausalLM with foreign layers stubbed and routed experts without parameters.
-        base: its inner language model.
-        layers: own decoder layers by index.
-        root: module name of `base`; its layers are root + ".layers.3".
-        names: Hugging Face name of each own layer.
-        experts: context of each own MoE layer.
-        formulas: what the experts of each MoE layer of the whole model compute.
-        text_part: of a multimodal checkpoint, whose other towers are ignored.
-        capture: gives the layers' call arguments.
-        lora_names: linear modules of the whole model that LoRA may adapt (all layers).
-        device: of the stage.
-        dtype: compute type.
-        num_experts: routed experts per MoE layer.
-        top_k: experts per token.
-        hidden_size: H.
-        vocab_size: V.
-    """
-
-    causal: Any  # PreTrainedModel: torch's stubs type every attribute of a Module as Tensor | Module
-    base: Any
-    root: str
-    layers: dict[int, nn.Module]
-    names: dict[int, str]
-    experts: dict[int, LayerContext]
-    formulas: dict[int, ExpertFormula]
-    text_part: bool
-    capture: LayerCallCapture
-    lora_names: list[str]
+    # the ...ForCausalLM with foreign layers stubbed and routed experts without parameters;
+    # PreTrainedModel: torch's stubs type every attribute of a Module as Tensor | Module
+    causal: Any
+    base: Any  # its inner language model
+    root: str  # module name of `base`; its layers are root + ".layers.3"
+    layers: dict[int, nn.Module]  # own decoder layers by index
+    names: dict[int, str]  # their Hugging Face names
+    experts: dict[int, LayerContext]  # context of each own MoE layer
+    formulas: dict[int, ExpertFormula]  # what the experts of each MoE layer of the whole model compute
+    capture: LayerCallCapture  # gives the layers' call arguments
+    lora_names: list[str]  # linear modules of the whole model that LoRA may adapt (all layers)
     device: torch.device
-    dtype: torch.dtype
-    num_experts: int
-    top_k: int
+    dtype: torch.dtype  # compute type
+    num_experts: int  # routed experts per MoE layer
+    top_k: int  # experts per token
     hidden_size: int
     vocab_size: int
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of parameters and buffers that this stage holds."""
-        tensors = [*self.causal.parameters(), *self.causal.buffers()]
-        return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
 
 
 def build_stage_model(spec: StageSpec) -> StageModel:
@@ -144,19 +119,18 @@ def build_on_meta(spec: StageSpec) -> StageModel:
     prefix = f"{root}.layers"
     contexts, formulas = _check_experts(layers, prefix, family)
     drop_towers(causal, root)
-    own = {index: layers[index] for index in range(start, stop)}
-    every_layer = {f"{prefix}.{index}": layer for index, layer in enumerate(layers)}
+    names = [f"{prefix}.{index}" for index in range(len(layers))]
+    own = range(start, stop)
     return StageModel(
         causal=causal,
         base=base,
         root=root,
-        layers=own,
-        names={index: f"{prefix}.{index}" for index in own},
+        layers={index: layers[index] for index in own},
+        names={index: names[index] for index in own},
         experts={index: context for index, context in contexts.items() if index in own},
         formulas=formulas,
-        text_part=family.whole is not None or family.text_type != family.model_type,
         capture=LayerCallCapture(causal, base, list(layers)),
-        lora_names=linear_names(every_layer),
+        lora_names=linear_names(dict(zip(names, layers, strict=True))),
         device=torch.device(spec.device),
         dtype=dtype,
         num_experts=max(context.num_experts for context in contexts.values()),
@@ -186,18 +160,16 @@ def _check_experts(
         for _, module in modules:
             formulas[index] = check_trainable(module, label, family.config.hidden_size)
             contexts[index] = module._kt_stage = LayerContext(index, int(module.num_experts))
-        experts = [name for name, _ in modules]
+        experts = tuple(f"{name}." for name, _ in modules)
         stray = [
             name
-            for name, module in layer.named_modules()
-            if ".experts." in f".{name}."
-            and any(True for _ in module.parameters(recurse=False))
-            and not any(name == e or name.startswith(e + ".") for e in experts)
+            for name, _ in layer.named_parameters()
+            if ".experts." in f".{name}" and not name.startswith(experts)
         ]
         if stray:
             raise UserError(
                 f"transformers does not dispatch the routed experts of {label}",
-                where=f"{prefix}.{index}.{stray[0]}",
+                where=f"{prefix}.{index}.{stray[0].rpartition('.')[0]}",
                 remedy="choose another model family, or a transformers version that dispatches this one",
             )
     if not contexts:
@@ -211,27 +183,15 @@ def _check_experts(
 
 
 def _resolve_dtype(name: str, *configs: object) -> torch.dtype:
-    if name == "float16":
-        name = "bfloat16"  # as below
-    if name == "auto":
-        stated = [getattr(config, "dtype", None) for config in configs]
-        dtype = next((value for value in stated if value is not None), torch.float32)
-        dtype = _DTYPES[dtype] if isinstance(dtype, str) else dtype
-        # float16 trains badly and the engine has none
-        return torch.bfloat16 if dtype == torch.float16 else dtype
-    if name not in ("float32", "bfloat16"):
-        raise UserError(
-            "model.dtype is not one this project computes in",
-            observed=repr(name),
-            required="auto, bfloat16 or float32",
-            remedy="set model.dtype=auto",
-        )
-    return _DTYPES[name]
+    """model.dtype, or what the first configuration says that says something."""
+    stated = [getattr(config, "dtype", None) for config in configs] if name == "auto" else [name]
+    dtype = next((value for value in stated if value is not None), torch.float32)
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return torch.bfloat16 if dtype == torch.float16 else dtype  # float16 trains badly, the engine has none
 
 
 def _top_k(config: object, label: str) -> int:
-    for name in _TOP_K:
-        value = getattr(config, name, None)
+    for value in (getattr(config, name, None) for name in _TOP_K):
         if isinstance(value, int) and value > 0:
             return value
     raise UserError(

@@ -17,12 +17,10 @@ from kt_ray.errors import UserError
 
 
 def new_cache(config: Any, layers: Iterable[int]) -> Any:
-    """An empty cache of a model.
+    """An empty cache of a language model, of which `layers` are computed.
 
-    Args:
-        config: of the language model.
-        layers: layers to compute. The places of the others show the length of a layer of the same kind, as
-            masks are made for the first layer of each kind.
+    The places of the others show the length of a layer of the same kind, as masks are made for the first
+    layer of each kind.
 
     Raises:
         UserError: a kind of layer that transformers has no cache for.
@@ -40,10 +38,8 @@ def new_cache(config: Any, layers: Iterable[int]) -> Any:
     own = list(layers)
     for index, layer in enumerate(cache.layers):
         if index not in own:
-            alike = (n for n in own if _kind(cache.layers[n]) == _kind(layer))
-            place = next(alike, None)
-            if place is not None:
-                cache.layers[index] = cache.layers[place]
+            alike = (cache.layers[n] for n in own if _kind(cache.layers[n]) == _kind(layer))
+            cache.layers[index] = next(alike, layer)
     return cache
 
 
@@ -59,19 +55,11 @@ def can_join(config: Any) -> bool:
     return all(type(layer) in joinable for layer in new_cache(config, ()).layers)
 
 
-def join(caches: Sequence[Any], columns: Sequence[int], layers: Iterable[int]) -> Any:
-    """All rows in the first cache, one cache after another.
-
-    Args:
-        caches: of one model.
-        columns: of each, padding included.
-        layers: layers with a cache.
-    """
-    total = max(columns)
-    first = caches[0]
+def join(caches: Sequence[Any], columns: int, layers: Iterable[int]) -> Any:
+    """All rows in the first cache, one cache after another; `columns` of the widest, padding included."""
     for index in layers:
         parts = [cache.layers[index] for cache in caches]
-        target = first.layers[index]
+        target = parts[0]
         if hasattr(target, "conv_states"):
             for states in ("conv_states", "recurrent_states"):
                 own = getattr(target, states)
@@ -79,23 +67,20 @@ def join(caches: Sequence[Any], columns: Sequence[int], layers: Iterable[int]) -
                     if value is not None:
                         own[number] = torch.cat([getattr(part, states)[number] for part in parts])
             continue
-        keep = _kept(target, total)
+        keep = _kept(target, columns)
         target.keys = torch.cat([_widened(part.keys, keep) for part in parts])
         target.values = torch.cat([_widened(part.values, keep) for part in parts])
         if hasattr(target, "cumulative_length"):
-            target.cumulative_length = total
-    return first
+            target.cumulative_length = columns
+    return caches[0]
 
 
 def select(cache: Any, rows: Sequence[int], padding: int, columns: int, layers: Iterable[int]) -> None:
-    """Keep some rows, and take off columns that are padding in all of them.
+    """In place: keep some rows, and take off columns that are padding in all of them.
 
     Args:
-        cache: changed in place.
-        rows: numbers of the rows to keep, in order.
         padding: columns on the left to take off; the caller has made sure that `can_join`, else 0.
         columns: present number of columns.
-        layers: layers with a cache.
     """
     for index in layers:
         layer = cache.layers[index]

@@ -27,7 +27,6 @@ from kt_ray.model.layer_loop import (
     LayerLoop,
     StageExchange,
     answer_with,
-    handle_experts,
     require,
     valid_rows,
 )
@@ -37,38 +36,23 @@ from kt_ray.placement.order import Op
 
 
 class DecodeExchange(ExpertExchange, Protocol):
-    """An exchange that can leave the experts' LoRA out.
+    """An exchange that can leave the experts' LoRA out."""
 
-    Attributes:
-        adapter: whether LoRA takes part in what is submitted from now on, or which adapter.
-    """
-
-    adapter: bool | str
+    adapter: bool | str  # whether LoRA takes part in what is submitted from now on, or which adapter
 
 
 @dataclass
 class Cohort:
-    """Rows with one cache.
+    """Rows with one cache."""
 
-    Attributes:
-        rows: request numbers, as the cache's rows lie.
-        cache: transformers' Cache.
-        padding: int64 [b] columns on the left that are no tokens.
-        columns: of the cache, padding included.
-    """
-
-    rows: list[int]
-    cache: Any
-    padding: np.ndarray
-    columns: int
+    rows: list[int]  # request numbers, as the cache's rows lie
+    cache: Any  # transformers' Cache
+    padding: np.ndarray  # int64 [b]: columns on the left that are no tokens
+    columns: int  # of the cache, padding included
 
 
 class Decoder:
-    """The cohorts of one stage, and one step after the other.
-
-    Args:
-        stage: its weights and adapters; the caches are the decoder's own.
-    """
+    """The cohorts of one stage, with their caches, and one step after the other."""
 
     def __init__(self, stage: Stage) -> None:
         self.model = stage.model
@@ -77,43 +61,38 @@ class Decoder:
         self.joint = caches.can_join(self.config)
         self._stage = stage
         self._cohorts: dict[str, Cohort] = {}
-        self._batches: tuple[Batch, ...] = ()
-        self._running: list[Cohort] = []  # of each batch
+        self._running: list[tuple[Batch, Cohort]] = []
 
     # ------------------------------------------------------------------ a step
 
     def begin(self, step: Step, experts: DecodeExchange, stages: StageExchange | None = None) -> DecodeLoop:
         """Let rows go that have ended; record the call arguments of every batch."""
         self._drop(step.drop)
-        self._batches, self._running, groups = step.batches, [], []
+        self._running, groups = [], []
         for batch in step.batches:
-            cohort = self._fresh(batch) if batch.fresh else self._cohorts[batch.cohort]
+            if batch.fresh:
+                cache = caches.new_cache(self.config, self.model.layers)
+                cohort = Cohort(list(batch.rows), cache, batch.ids.shape[1] - batch.lengths, 0)
+            else:
+                cohort = self._cohorts[batch.cohort]
             assert cohort.rows == list(batch.rows), f"cohort {batch.cohort} has other rows than the step"
-            self._running.append(cohort)
+            self._running.append((batch, cohort))
             groups.append(GroupState([self._record(batch, cohort)]))
         return DecodeLoop(self._stage, step, groups, experts, stages)
-
-    def _fresh(self, batch: Batch) -> Cohort:
-        padding = batch.ids.shape[1] - batch.lengths
-        return Cohort(list(batch.rows), caches.new_cache(self.config, self.model.layers), padding, 0)
 
     def _record(self, batch: Batch, cohort: Cohort) -> MicroState:
         b, s = batch.ids.shape
         places = cohort.columns + np.arange(s)[None, :] - cohort.padding[:, None]  # [b, s], < 0 on padding
         valid = (places >= 0).reshape(-1)
-        tokens = int(valid.sum())
-        total = cohort.columns + s
-        padded = bool(cohort.padding.any())
-        mask = (np.arange(total)[None, :] >= cohort.padding[:, None]).astype(np.int64) if padded else None
+        tokens = np.arange(cohort.columns + s)[None, :] >= cohort.padding[:, None]
         positions = torch.from_numpy(np.maximum(places, 0)).to(self.device)
-        whole = tokens == b * s
         micro = MicroState(
             batch=MicroBatch(batch.ids, batch.ids, batch.lengths, np.zeros(b, dtype=np.int64)),
-            rows=None if whole else torch.from_numpy(np.flatnonzero(valid)).to(self.device),
-            keys_T=torch.zeros(tokens, dtype=torch.int64),
+            rows=None if valid.all() else torch.from_numpy(np.flatnonzero(valid)).to(self.device),
+            keys_T=torch.zeros(int(valid.sum()), dtype=torch.int64),
             samples_N=torch.zeros(b * s, dtype=torch.int64, device=self.device),
             positions_N=positions.reshape(-1),
-            mask=None if mask is None else torch.from_numpy(mask).to(self.device),
+            mask=None if tokens.all() else torch.from_numpy(tokens.astype(np.int64)).to(self.device),
         )
 
         def note(index: int, hidden: Tensor) -> Tensor:
@@ -130,20 +109,18 @@ class Decoder:
 
     def finish(self) -> None:
         """End of a step: caches have grown, fresh rows join their cohorts."""
-        for batch, cohort in zip(self._batches, self._running, strict=True):
+        for batch, cohort in self._running:
             cohort.columns += batch.ids.shape[1]
-        for batch, cohort in zip(self._batches, self._running, strict=True):
-            if not batch.fresh:
-                continue
-            older = self._cohorts.get(batch.cohort)
-            self._cohorts[batch.cohort] = cohort if older is None else self._joined(older, cohort)
+        for batch, cohort in self._running:
+            if batch.fresh:
+                older = self._cohorts.get(batch.cohort)
+                self._cohorts[batch.cohort] = cohort if older is None else self._joined(older, cohort)
 
     # ------------------------------------------------------------------ cohorts
 
     def _joined(self, old: Cohort, new: Cohort) -> Cohort:
-        columns = (old.columns, new.columns)
-        total = max(columns)
-        cache = caches.join((old.cache, new.cache), columns, self.model.layers)
+        total = max(old.columns, new.columns)
+        cache = caches.join((old.cache, new.cache), total, self.model.layers)
         padding = np.concatenate([c.padding + total - c.columns for c in (old, new)])
         return Cohort([*old.rows, *new.rows], cache, padding, total)
 
@@ -164,7 +141,7 @@ class Decoder:
         """Forget every cache; leave the adapters as training wants them."""
         self._stage.adapters.switch_all(True)
         self._cohorts.clear()
-        self._running, self._batches = [], ()
+        self._running = []
 
 
 class DecodeLoop(LayerLoop):
@@ -183,20 +160,13 @@ class DecodeLoop(LayerLoop):
         stages: StageExchange | None,
     ) -> None:
         spec = PassSpec(step.number, 0, "generate", 0, (), 0)
-        clock = Clock(stage.device)
-        super().__init__(
-            stage.model, stage.scales, stage.dropout, stage.head, spec, groups, experts, stages, clock
-        )
+        own = (stage.model, stage.scales, stage.dropout, stage.head)
+        super().__init__(*own, spec, groups, experts, stages, Clock(stage.device))
         self.step = step
         self.adapters = stage.adapters
 
     def program(self, layers: tuple[int, int], *, first: bool, last: bool) -> Iterator[Op]:
-        """The operations of this step on a stage: every batch through a layer before the next layer.
-
-        Args:
-            layers: of the stage, half-open.
-            first, last: whether the stage embeds, and whether it has the head.
-        """
+        """The operations of this step on a stage with `layers` (half-open): layer by layer, all batches."""
         start, stop = layers
         groups = range(len(self.groups))
         for layer in range(start, stop):
@@ -230,7 +200,7 @@ class DecodeLoop(LayerLoop):
                 y_TH = self.experts.join_forward(layer, group).to(self.device, non_blocking=True)
             return answer_with(micro, y_TH)(hidden_NH, ids_NK, weights_NK)
 
-        with torch.no_grad(), handle_experts(context, handler), self.clock.device("attention"):
+        with torch.no_grad(), context.handled_by(handler), self.clock.device("attention"):
             state.hidden = [self._run(layer, micro, hidden)]
 
     def join(self, layer: int, group: int) -> None:

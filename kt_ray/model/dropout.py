@@ -19,39 +19,29 @@ def module_stream(name: str) -> int:
 
 @dataclass
 class DropoutContext:
-    """What a stage's dropout modules read: which rows the next layer call holds.
+    """What a stage's dropout modules read: which rows the next layer call holds."""
 
-    Attributes:
-        seed: the run's seed.
-        step: optimizer step.
-        enabled: False in evaluation.
-        samples_N: int64 [N] sample id of each row of the layer's input (b·s rows, padding included).
-        positions_N: int64 [N] position of each row.
-    """
-
-    seed: int = 0
-    step: int = 0
-    enabled: bool = False
+    seed: int = 0  # the run's seed
+    step: int = 0  # optimizer step
+    enabled: bool = False  # False in evaluation
+    # int64 [N] sample id of each row of the layer's input (b·s rows, padding included)
     samples_N: Tensor | None = None
-    positions_N: Tensor | None = None
+    positions_N: Tensor | None = None  # int64 [N] position of each row
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DropoutContext:
         return self  # a copied layer keeps reading its stage's context
 
 
 class CounterDropout(nn.Module):
-    """Replaces a LoRA layer's `lora_dropout`. Stateless: the rows come from the context.
+    """Replaces a LoRA layer's `lora_dropout`. Stateless: the rows come from the stage's context.
 
     Args:
         p: drop probability, 0 < p < 1.
         name: Hugging Face name of the adapted module; selects the stream.
-        context: shared by all modules of a stage.
     """
 
     def __init__(self, p: float, name: str, context: DropoutContext) -> None:
         super().__init__()
-        if not 0.0 <= p < 1.0:
-            raise ValueError(f"dropout probability must be in [0, 1), got {p}")
         self.p = p
         self.name = name
         self.stream = module_stream(name)
@@ -60,7 +50,7 @@ class CounterDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Drop elements of x [..., features], whose leading axes flatten to the context's N rows."""
         context = self.context
-        if self.p == 0.0 or not context.enabled:
+        if not context.enabled:
             return x
         if context.samples_N is None or context.positions_N is None:
             raise RuntimeError(f"dropout of {self.name} ran outside a layer call of its stage")
@@ -74,6 +64,3 @@ class CounterDropout(nn.Module):
         keep = keep_mask(row_N, features, self.p).view(x.shape)
         # `where` saves only the bool mask for backward
         return torch.where(keep, x * (1.0 / (1.0 - self.p)), torch.zeros((), dtype=x.dtype, device=x.device))
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}, stream=0x{self.stream:08x}"

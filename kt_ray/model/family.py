@@ -31,19 +31,12 @@ _OTHER = "set model.path to a model of a family that the installed transformers 
 
 @dataclass(frozen=True)
 class Family:
-    """What a config.json describes.
+    """What a config.json describes."""
 
-    Attributes:
-        model_type: as config.json says it, of the whole model.
-        text_type: transformers' name of the language model's family.
-        config: of the language model.
-        whole: configuration of the multimodal model that holds it, or None.
-    """
-
-    model_type: str
-    text_type: str
-    config: Any
-    whole: Any | None
+    model_type: str  # as config.json says it, of the whole model
+    text_type: str  # transformers' name of the language model's family
+    config: Any  # of the language model
+    whole: Any | None  # configuration of the multimodal model that holds it, or None
 
     @property
     def label(self) -> str:
@@ -65,10 +58,9 @@ def read_family(model_dir: str | Path) -> Family:
     for name in _NESTED[::-1]:
         nested = raw.get(name)
         if isinstance(nested, dict) and _known(raw) is None:
-            raw = dict(nested)  # unknown around a known text model: Kimi-K2.5
+            raw = nested  # unknown around a known text model: Kimi-K2.5
     config = _config(raw, model_type, where)
-    if getattr(config, "thinker_config", None) is not None:
-        config = config.thinker_config
+    config = getattr(config, "thinker_config", None) or config
     text = config.get_text_config()
     return Family(model_type, text.model_type, text, None if text is config else config)
 
@@ -76,7 +68,7 @@ def read_family(model_dir: str | Path) -> Family:
 def build_causal(
     family: Family, dtype: torch.dtype, attn_implementation: str, device: str = "meta"
 ) -> tuple[Any, Any, str]:
-    """The model under `device`, its experts dispatched to the hook of layer_calls.
+    """The model on `device`, its experts dispatched to the hook of layer_calls.
 
     A family without "sdpa" attention (gpt-oss, DeepSeek-V4) gets "eager" in its place.
 
@@ -116,11 +108,11 @@ def build_causal(
         raise UserError(
             f"transformers cannot build {family.label} for text generation",
             where="config.json",
-            observed=_first_line(error),
+            observed=first_line(error),
             remedy="set model.attn_implementation=eager, or choose another model",
         ) from error
     prefix = causal.base_model_prefix if config is family.config else _decoder(causal)
-    base = causal.get_submodule(prefix) if prefix and _has(causal, prefix) else None
+    base = dict(causal.named_modules()).get(prefix) if prefix else None
     return causal, base, prefix
 
 
@@ -156,15 +148,11 @@ def _config(raw: dict[str, Any], model_type: str, where: Path) -> Any:
             required="a family of transformers (remote code is never run)",
             remedy=_OTHER,
         )
-    values = {k: v for k, v in raw.items() if k not in ("quantization_config", "auto_map")}
-    # A nested quantization_config would make transformers look for a quantiser; weights are read by us.
-    values = {
-        k: {n: x for n, x in v.items() if n not in ("quantization_config", "auto_map")}
-        if isinstance(v, dict) and k in _NESTED
-        else v
-        for k, v in values.items()
-    }
-    values["model_type"] = name
+    # A quantization_config would make transformers look for a quantiser; weights are read by us.
+    values = _without_quantization(raw) | {"model_type": name}
+    for key in _NESTED:
+        if isinstance(values.get(key), dict):
+            values[key] = _without_quantization(values[key])
     try:
         kind = CONFIG_MAPPING[name]
         # save_pretrained writes an infinity as {"__float__": "Infinity"}
@@ -173,9 +161,13 @@ def _config(raw: dict[str, Any], model_type: str, where: Path) -> Any:
         raise UserError(
             "transformers cannot read this model's configuration",
             where=str(where),
-            observed=f"{model_type}: {_first_line(error)}",
+            observed=f"{model_type}: {first_line(error)}",
             remedy="download config.json again, or " + _OTHER,
         ) from error
+
+
+def _without_quantization(raw: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in raw.items() if k not in ("quantization_config", "auto_map")}
 
 
 def _generates(auto: Any, config: Any) -> bool:
@@ -205,11 +197,8 @@ def _decoder(causal: Any) -> str:
     return ""
 
 
-def _has(module: nn.Module, name: str) -> bool:
-    return any(name == other for other, _ in module.named_modules())
-
-
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says in short."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and lines[0].endswith(":"):  # a heading: the reason follows
         return " ".join(lines[:2])

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kt_ray.errors import UserError
-from kt_ray.native import ExpertFormula
+from kt_ray.native import ExpertFormula, ExpertWeights
+from kt_ray.native.reference import activate
 
 _WEIGHTS = frozenset({"gate_up_proj", "up_proj", "down_proj"})
 _BIASES = frozenset({"gate_up_proj_bias", "up_proj_bias", "down_proj_bias"})
@@ -55,11 +56,9 @@ def formula_of(module: Any, model_type: str) -> ExpertFormula:
 
 
 def check_trainable(module: Any, model_type: str, hidden_size: int | None = None) -> ExpertFormula:
-    """What expert actors compute for a module; refuses what they cannot load or dispatch.
+    """What expert actors compute for a layer's experts; refuses what they cannot load or dispatch.
 
     Args:
-        module: the experts of one layer (on meta, as a rule).
-        model_type: names the family in messages.
         hidden_size: of the model; experts of another width sit between projections of their own.
 
     Raises:
@@ -83,9 +82,8 @@ def _recognised(module: Any) -> ExpertFormula | None:
     limit, alpha = _number(module, _LIMITS), _number(module, _ALPHAS)
     candidates = [ExpertFormula("relu2")]
     if module.has_gate:
-        bounds = (None, limit) if limit is not None else (None,)
         candidates = [ExpertFormula("gelu_tanh")]
-        for bound in bounds:
+        for bound in dict.fromkeys((None, limit)):
             candidates.append(ExpertFormula("silu", limit=bound))
             if alpha is not None:
                 candidates.append(ExpertFormula("swiglu_oai", alpha, bound))
@@ -113,9 +111,6 @@ def _applied(module: Any, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _activated(formula: ExpertFormula, gate: Tensor, up: Tensor) -> Tensor:
-    from kt_ray.native import ExpertWeights
-    from kt_ray.native.reference import activate
-
     one = torch.zeros(1, 1, 1, dtype=torch.float32)
     gated = formula.activation != "relu2"
     experts = ExpertWeights(

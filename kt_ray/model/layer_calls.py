@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,19 +29,13 @@ Handler = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One layer's call, without its hidden state.
+    """One layer's call, without its hidden state."""
 
-    Attributes:
-        args: positional arguments after the hidden state.
-        kwargs: keyword arguments without the hidden state.
-        keyword: name the hidden state was passed under, or None when it came first by position.
-        carried: names under which the family hands a layer's second output to the next (see layer_checks);
-            None where layers have no second output.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    keyword: str | None
+    args: tuple[Any, ...]  # positional arguments after the hidden state
+    kwargs: dict[str, Any]  # keyword arguments without the hidden state
+    by_name: bool  # whether the hidden state was passed as `hidden_states`, not first by position
+    # names under which the family hands a layer's second output to the next (see layer_checks); None
+    # where layers have no second output
     carried: tuple[str, ...] | None = None
 
     def run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
@@ -49,10 +44,10 @@ class RecordedCall:
 
     def outputs(self, layer: nn.Module, hidden: Tensor) -> tuple[Any, ...]:
         """All outputs of the layer, the hidden state first."""
-        if self.keyword is None:
-            out = layer(hidden, *self.args, **self.kwargs)
+        if self.by_name:
+            out = layer(hidden_states=hidden, **self.kwargs)
         else:
-            out = layer(*self.args, **{self.keyword: hidden}, **self.kwargs)
+            out = layer(hidden, *self.args, **self.kwargs)
         if not isinstance(out, tuple):
             return (out,)
         if any(extra is not None for extra in out[1:]) and self.carried is None:
@@ -92,9 +87,6 @@ class BlankEmbedding(nn.Module):
     """Stands in for the embedding on stages that get their hidden state from another one.
 
     Its values stand for the tokens, so that an argument made from them is noticed.
-
-    Args:
-        hidden_size: H. dtype: of the hidden state.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
@@ -109,8 +101,7 @@ class LayerCallCapture:
     """Runs a model with stubbed layers.
 
     Args:
-        causal: the ...ForCausalLM.
-        base: its inner model, whose `layers` are replaced while recording.
+        causal: the ...ForCausalLM. base: its inner model, whose `layers` are replaced meanwhile.
         originals: every decoder layer, own or not.
     """
 
@@ -129,23 +120,15 @@ class LayerCallCapture:
     def _stubbed(
         self, on_call: Callable[[int, Tensor], Tensor], calls: dict[int, RecordedCall]
     ) -> Iterator[None]:
-        def make(index: int) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-            def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                if args:
-                    hidden, rest, keyword = args[0], args[1:], None
-                else:
-                    keyword = "hidden_states"
-                    kwargs = dict(kwargs)
-                    hidden, rest = kwargs.pop("hidden_states"), ()
-                calls[index] = RecordedCall(rest, dict(kwargs), keyword, self.carried)
-                out = on_call(index, hidden)
-                return (out, self.extra)[: self.outputs] if self.outputs else out
-
-            return call
+        def note(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            hidden = args[0] if args else kwargs.pop("hidden_states")
+            calls[index] = RecordedCall(args[1:], kwargs, not args, self.carried)
+            out = on_call(index, hidden)
+            return (out, self.extra)[: self.outputs] if self.outputs else out
 
         real = self.base.layers
         for index, stub in enumerate(self.stubs):
-            stub.__dict__["on_call"] = make(index)
+            stub.__dict__["on_call"] = partial(note, index)
         self.base.layers = nn.ModuleList(self.stubs)
         try:
             yield
@@ -198,7 +181,7 @@ def unsupported(model_type: str, observed: str, what: str = "any placement") -> 
 class LayerContext:
     """Ties an experts module to the stage that owns its layer.
 
-    The loop sets `handler` around each call of the layer; a call without one is a programming error.
+    The loop sets a handler around each call of the layer; a call without one is a programming error.
     """
 
     def __init__(self, layer: int, num_experts: int) -> None:
@@ -206,6 +189,15 @@ class LayerContext:
         self.num_experts = num_experts
         self.handler: Handler | None = None
         self.calls = 0
+
+    @contextmanager
+    def handled_by(self, handler: Handler) -> Iterator[None]:
+        """Inside, the experts' calls go to `handler`."""
+        self.handler = handler
+        try:
+            yield
+        finally:
+            self.handler = None
 
     def __call__(self, hidden_NH: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
         if self.handler is None:
@@ -238,7 +230,5 @@ def register() -> None:
 
 def is_experts(module: nn.Module) -> bool:
     """Whether transformers dispatches this module through its experts interface."""
-    return all(
-        hasattr(module, flag)
-        for flag in ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
-    )
+    flags = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
+    return all(hasattr(module, flag) for flag in flags)

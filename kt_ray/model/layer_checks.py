@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from kt_ray.errors import UserError
+from kt_ray.model.family import first_line
 from kt_ray.model.layer_calls import LayerCallCapture, LayerContext, RecordedCall, unsupported
 
 # Of float32 layers at the probe's magnitudes; a norm or a gate is off by orders more.
@@ -58,21 +60,13 @@ def check_family(capture: LayerCallCapture, first: bool, last: bool, hidden_size
             refusal = refusal or error
             continue
         state = next(iter(shapes))
-        if (
-            len(shapes) == 1
-            and state[:2] == (b, s)
-            and len(state) in (3, 4)
-            and state[-1] == hidden_size
-            and (not last or capture.output_shape == (b, s, hidden_size))
-        ):
+        fits = state[:2] == (b, s) and len(state) in (3, 4) and state[-1] == hidden_size
+        if fits and len(shapes) == 1 and (not last or capture.output_shape == (b, s, hidden_size)):
             capture.state_shape = state[2:]
             break
     else:
-        raise unsupported(
-            model_type,
-            f"layers whose input is not one hidden state ({_first_line(refusal) or sorted(shapes)})",
-            "any placement",
-        )
+        reason = first_line(refusal) if refusal else sorted(shapes)
+        raise unsupported(model_type, f"layers whose input is not one hidden state ({reason})")
     if capture.outputs == 2:
         capture.extra = torch.zeros(1, device=device)
         calls = capture.record(inputs(0), None)
@@ -108,11 +102,8 @@ def check_carry(
     """Refuse a family whose layers use the second output of the layer before, found by trying.
 
     GLM-5's layers hand their sparse attention's choice on, but each makes its own unless its
-    configuration says that it shares.
-
-    Args:
-        capture: of the family. layers, calls: of this stage, experts answered by the caller.
-        hidden: two different hidden states of the calls' shape.
+    configuration says that it shares. `hidden` are two different hidden states of the calls' shape; the
+    caller answers for the experts.
     """
     if not capture.carried:
         return
@@ -129,7 +120,6 @@ def check_carry(
             raise unsupported(
                 capture.causal.config.model_type,
                 f"layer {index} uses {capture.carried[0]} of the layer before",
-                "any placement",
             )
 
 
@@ -141,68 +131,53 @@ def probe_layer(
     constants: tuple[float, ...] = (),
     seed: int = 0,
 ) -> float | None:
-    """c of h_out = h_partial + c·y, or None when there is no such constant.
+    """c of h_out = h_partial + c·y of a decoder layer, or None when there is no such constant.
 
     Args:
-        layer: a decoder layer with routed experts, on its device.
         call: arguments recorded for [b, s] tokens.
         context: of its experts.
         shape: (b, s, H), or (b, s, streams, H) of hyper-connections, which are never affine.
         constants: numbers c may equal exactly (a family's residual multiplier); 1 always is among them.
-        seed: of the random h and y.
 
     Raises:
         UserError: the layer does not call its experts exactly once.
     """
-    if any(p.dtype != torch.float32 for p in layer.parameters()):
-        layer = copy.deepcopy(layer).float()
+    layer, call = _in_float(layer), _float_call(call)
     device = next(layer.parameters()).device
     generator = torch.Generator().manual_seed(seed)
 
     def normal(scale: float) -> Tensor:
         return (torch.randn(shape, generator=generator, dtype=torch.float32) * scale).to(device)
 
-    call = _float_call(call)
     if len(shape) > 3:  # y goes to several streams by gates computed from h
-        try:
-            with torch.no_grad():
-                _run_with(
-                    layer, call, context, normal(1.0), torch.zeros(*shape[:2], shape[-1], device=device)
-                )
-        finally:
-            context.handler = None
+        _run_with(layer, call, context, normal(1.0), torch.zeros(*shape[:2], shape[-1], device=device))
         return None
     estimates: list[float] = []
-    try:
-        with torch.no_grad():
-            for scale_h, scale_y in ((1.0, 1.0), (0.3, 5.0), (3.0, 0.5)):
-                h, y = normal(scale_h), normal(scale_y)
-                partial = _run_with(layer, call, context, h, torch.zeros_like(h))
-                full = _run_with(layer, call, context, h, y)
-                delta = (full - partial).double()
-                c = float((delta * y.double()).sum() / y.double().square().sum())
-                residual = float((delta - c * y.double()).norm())
-                # rounding of the two outputs, not of their difference, bounds what can be asked
-                size = float(full.double().norm() + partial.double().norm() + y.double().norm())
-                if not residual <= _AFFINE_TOLERANCE * size:
-                    return None
-                estimates.append(c)
-    finally:
-        context.handler = None
+    for scale_h, scale_y in ((1.0, 1.0), (0.3, 5.0), (3.0, 0.5)):
+        h, y = normal(scale_h), normal(scale_y)
+        partial = _run_with(layer, call, context, h, torch.zeros_like(h))
+        full = _run_with(layer, call, context, h, y)
+        delta = (full - partial).double()
+        c = float((delta * y.double()).sum() / y.double().square().sum())
+        residual = float((delta - c * y.double()).norm())
+        # rounding of the two outputs, not of their difference, bounds what can be asked
+        size = float(full.double().norm() + partial.double().norm() + y.double().norm())
+        if not residual <= _AFFINE_TOLERANCE * size:
+            return None
+        estimates.append(c)
     # the largest y relative to h gives the best estimate
     c = estimates[1]
     if any(abs(other - c) > 20 * _AFFINE_TOLERANCE * max(1.0, abs(c)) for other in estimates):
         return None
-    exact = [
-        value for value in (1.0, *constants) if abs(value - c) <= _AFFINE_TOLERANCE * max(1.0, abs(value))
-    ]
-    return min(exact, key=lambda value: abs(value - c)) if exact else c
+    nearest = min((1.0, *constants), key=lambda value: abs(value - c))
+    return nearest if abs(nearest - c) <= _AFFINE_TOLERANCE * max(1.0, abs(nearest)) else c
 
 
+@torch.no_grad()
 def _run_with(layer: nn.Module, call: RecordedCall, context: LayerContext, h: Tensor, y: Tensor) -> Tensor:
     calls = context.calls
-    context.handler = lambda hidden, ids, weights: y.reshape(hidden.shape)
-    out = call.run(layer, h)
+    with context.handled_by(lambda hidden, ids, weights: y.reshape(hidden.shape)):
+        out = call.run(layer, h)
     if context.calls != calls + 1:
         raise UserError(
             "a layer with routed experts does not call them exactly once",
@@ -214,18 +189,8 @@ def _run_with(layer: nn.Module, call: RecordedCall, context: LayerContext, h: Te
     return out
 
 
-def check_packing(
-    capture: LayerCallCapture,
-    layers: Mapping[int, nn.Module],
-    state_shape: tuple[int, ...],
-    device: torch.device,
-) -> None:
-    """Run every layer on three documents packed and alone, and compare.
-
-    Args:
-        capture: of the family.
-        layers: of this stage, their experts answered by the caller.
-        state_shape: of the hidden state after [b, s].
+def check_packing(capture: LayerCallCapture, layers: Mapping[int, nn.Module], device: torch.device) -> None:
+    """Run every layer on three documents packed and alone, and compare. The caller answers for the experts.
 
     Raises:
         UserError: a layer whose output for a document depends on its neighbours in the row.
@@ -237,11 +202,11 @@ def check_packing(
     starts = [sum(_DOCUMENTS[:i]) for i in range(len(_DOCUMENTS))]
     alone = [capture.record({"input_ids": ids[:, :n]}, None) for n in _DOCUMENTS]
     generator = torch.Generator().manual_seed(0)
-    shape = (1, total, *state_shape)
-    hidden = torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
+    hidden = torch.randn((1, total, *capture.state_shape), generator=generator, dtype=torch.float32).to(
+        device
+    )
     for index, layer in layers.items():
-        if any(p.dtype != torch.float32 for p in layer.parameters()):
-            layer = copy.deepcopy(layer).float()
+        layer = _in_float(layer)
         with torch.no_grad():
             together = _float_call(packed[index]).run(layer, hidden)
             apart = [
@@ -260,69 +225,61 @@ def check_packing(
             )
 
 
+def _in_float(layer: nn.Module) -> nn.Module:
+    """The layer, or a float32 copy of one in another type."""
+    if all(p.dtype == torch.float32 for p in layer.parameters()):
+        return layer
+    return copy.deepcopy(layer).float()
+
+
 def _float_call(call: RecordedCall) -> RecordedCall:
-    return replace(call, args=_as_float(call.args), kwargs=_as_float(call.kwargs))
+    """The same call with floating tensors in float32."""
+
+    def cast(value: Tensor) -> Tensor:
+        return value.float() if value.is_floating_point() else value
+
+    return replace(
+        call, args=tree_map_only(Tensor, cast, call.args), kwargs=tree_map_only(Tensor, cast, call.kwargs)
+    )
 
 
 def _attention_name(layer: nn.Module) -> str:
-    for name in ("self_attn", "linear_attn", "mixer", "mamba", "attention"):
-        if hasattr(layer, name):
-            return type(getattr(layer, name)).__name__
-    return type(layer).__name__
+    names = ("self_attn", "linear_attn", "mixer", "mamba", "attention")
+    return type(next((getattr(layer, name) for name in names if hasattr(layer, name)), layer)).__name__
 
 
-def _as_float(value: Any) -> Any:
-    """The same arguments with floating tensors in float32."""
-    if isinstance(value, Tensor):
-        return value.float() if value.is_floating_point() else value
-    if isinstance(value, tuple):
-        return tuple(_as_float(v) for v in value)
-    if isinstance(value, list):
-        return [_as_float(v) for v in value]
-    if isinstance(value, dict):
-        return {k: _as_float(v) for k, v in value.items()}
-    return value
+def _leaves(value: Any) -> tuple[list[Any], Any]:
+    """Leaves of nested arguments and their structure; an empty dict or list is a leaf."""
+    return tree_flatten(value, is_leaf=lambda v: isinstance(v, dict | list) and not v)
 
 
-def _odd(value: Any) -> str:
+def _odd(call: RecordedCall) -> str:
     """Name of the first argument that a layer could change or that cannot be kept, or ""."""
-    if isinstance(value, RecordedCall):
-        return _odd(value.args) or next((f"{k}: {o}" for k, v in value.kwargs.items() if (o := _odd(v))), "")
-    if isinstance(value, Mapping):
-        if not value:
-            return "an empty dict (a place for layers to leave results)"
-        return next((o for v in value.values() if (o := _odd(v))), "")
-    if isinstance(value, list) and not value:
-        return "an empty list (a place for layers to leave results)"
-    if isinstance(value, (tuple, list)):
-        return next((o for v in value if (o := _odd(v))), "")
-    if value is None or isinstance(
-        value, (Tensor, bool, int, float, str, torch.dtype, torch.device, torch.Size)
-    ):
-        return ""
-    return f"a {type(value).__name__}"
+    plain = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+    for name, value in [("", call.args), *((f"{name}: ", value) for name, value in call.kwargs.items())]:
+        for leaf in _leaves(value)[0]:
+            if isinstance(leaf, dict | list):
+                return f"{name}an empty {type(leaf).__name__} (a place for layers to leave results)"
+            if not isinstance(leaf, plain):
+                return f"{name}a {type(leaf).__name__}"
+    return ""
 
 
-def _same(a: Any, b: Any, also: Callable[[Tensor, Tensor], bool] = lambda a, b: False) -> bool:
+def _same(a: RecordedCall, b: RecordedCall, also: Callable[[Tensor, Tensor], bool] | None = None) -> bool:
     """Whether two calls have equal arguments, or tensors that `also` lets pass."""
-    if isinstance(a, RecordedCall):
-        return _same(a.args, b.args, also) and _same(a.kwargs, b.kwargs, also)
-    if isinstance(a, Tensor):
-        if not isinstance(b, Tensor) or a.shape != b.shape:
+
+    def equal(x: Any, y: Any) -> bool:
+        if not isinstance(x, Tensor):
+            return bool(x == y)
+        if not isinstance(y, Tensor) or x.shape != y.shape:
             return False
-        return torch.equal(a, b) or also(a, b)
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(_same(a[k], b[k], also) for k in a)
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(_same(x, y, also) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
+        return torch.equal(x, y) or (also is not None and also(x, y))
+
+    (own, structure), (other, wanted) = _leaves((a.args, a.kwargs)), _leaves((b.args, b.kwargs))
+    return structure == wanted and all(map(equal, own, other))
 
 
 def _ids(a: Tensor, b: Tensor) -> bool:
     """The token ids themselves, of check_family's two inputs: every stage has them."""
     whole = a.dtype == b.dtype == torch.int64
     return whole and bool((a == 0).all()) and bool((b == 1).all())
-
-
-def _first_line(error: Exception | None) -> str:
-    return "" if error is None else (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -21,9 +21,8 @@ hyper-connections.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import ClassVar, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -54,8 +53,7 @@ class ExpertExchange(Protocol):
     def alloc(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """CPU memory to fill and submit once, page-locked where the stage computes on CUDA.
 
-        Experts in shared memory read it without another copy. It belongs to the exchange once it is
-        submitted.
+        Experts in shared memory read it without another copy. Submitted, it belongs to the exchange.
         """
 
     def submit_forward(
@@ -111,12 +109,7 @@ class LayerLoop:
     """One replica's pass over one stage.
 
     Args:
-        model: the stage's modules.
-        scales: MoE layer -> c, or None when not affine.
-        dropout: read by the LoRA layers.
-        head: of the last stage.
-        spec: the pass.
-        groups: state of each group.
+        model, scales, dropout, head: the stage's.
         experts: exchange with the expert actors.
         stages: exchange with the neighbouring stages; None = the only stage.
         clock: seconds by term: "attention", "experts_wait", "loss".
@@ -149,26 +142,19 @@ class LayerLoop:
         clock: Clock,
         watch: RouterWatch | None = None,
     ) -> None:
-        self.model = model
-        self.scales = scales
-        self.dropout = dropout
-        self.head = head
+        self.model, self.device = model, model.device
+        self.scales, self.dropout, self.head = scales, dropout, head
         self.spec = spec
         self.groups = groups
         self.experts = experts
         self.stages = stages
         self.clock = clock
-        self.device = model.device
         self.watch = watch
         self.train = spec.kind == "train"
         self.loss_sum = 0.0
 
     def run(self, op: Op) -> None:
-        """Do one operation of the stage's program.
-
-        Raises:
-            ValueError: the loop has no such operation.
-        """
+        """Do one operation of the stage's program. Raises ValueError: the loop has no such operation."""
         method = self.OPERATIONS.get(op.kind)
         if method is None:
             raise ValueError(f"operation {op} is not known to the {type(self).__name__}")
@@ -179,12 +165,11 @@ class LayerLoop:
     def embed(self, layer: int, group: int) -> None:
         """First stage: the embedded tokens become the group's hidden state."""
         state = self.groups[group]
-        hidden = []
+        state.hidden = []
         for micro in state.micro:
             assert micro.embedded is not None, "embed runs once per group, on the first stage"
-            hidden.append(micro.embedded)
+            state.hidden.append(micro.embedded)
             micro.embedded = None
-        state.hidden = hidden
 
     def recv_hidden(self, layer: int, group: int) -> None:
         """Take a group's hidden states from the stage before."""
@@ -253,7 +238,7 @@ class LayerLoop:
                     with torch.no_grad():
                         logits.append(self.head.logits(h).float().cpu())
         total = 0.0
-        for value in state.losses:
+        for value in state.losses:  # not sum(), which compensates from Python 3.12 on
             total += value
         if not math.isfinite(total):
             raise _not_finite(total, state, group, spec.step)
@@ -289,7 +274,7 @@ class LayerLoop:
         if not state.micro:
             self._submit_forward(layer, group, [])
         out: list[Tensor] = []
-        with torch.no_grad(), handle_experts(context, handler), self.clock.device("attention"):
+        with torch.no_grad(), context.handled_by(handler), self.clock.device("attention"):
             for micro, h in zip(state.micro, hidden, strict=True):
                 try:
                     out.append(self._run(layer, micro, h))
@@ -334,11 +319,10 @@ class LayerLoop:
             if self.train:
                 state.expert_outputs[layer] = list(parts)
             context = self.model.experts[layer]
-            again: list[Tensor] = []
+            state.hidden = []
             for micro, h, y_TH in zip(state.micro, hidden, parts, strict=True):
-                with handle_experts(context, answer_with(micro, y_TH)):
-                    again.append(self._run(layer, micro, h))
-            state.hidden = again
+                with context.handled_by(answer_with(micro, y_TH)):
+                    state.hidden.append(self._run(layer, micro, h))
 
     # --------------------------------------------------------------- backward
 
@@ -359,44 +343,37 @@ class LayerLoop:
         if scale is not None:
             dy = [m.take(g.reshape(-1, g.shape[-1])).float() for m, g in zip(state.micro, grads, strict=True)]
             self._submit_backward(layer, group, dy, scale)
-        state.graphs[layer], ids = self._recompute_experts(layer, state, context, leaves)
-        self._compare(layer, group, ids)
+        ys: list[Any] = [None] * len(leaves)  # leaves, too, where dy is their gradient
         if scale is None:
-            self._submit_leaf_gradients(layer, group, grads)
+            ys = [y_TH.detach().requires_grad_() for y_TH in state.expert_outputs.pop(layer)]
+        recomputed = [
+            self._recompute_experts(layer, context, micro, h, y_TH)
+            for micro, h, y_TH in zip(state.micro, leaves, ys, strict=True)
+        ]
+        state.graphs[layer] = [graph for graph, _ in recomputed]
+        self._compare(layer, group, [ids_TK for _, ids_TK in recomputed])
+        if scale is None:
+            self._submit_leaf_gradients(layer, group, ys, grads)
 
     def _recompute_experts(
-        self, layer: int, state: GroupState, context: LayerContext, leaves: list[Tensor]
-    ) -> tuple[list[Graph], list[Tensor]]:
-        """The graphs of a layer's micro-batches, and the experts chosen this time ([T_i, K] each)."""
-        graphs: list[Graph] = []
-        leaves_y = state.expert_outputs.get(layer)
-        if leaves_y is not None:
-            leaves_y = state.expert_outputs[layer] = [y.detach().requires_grad_() for y in leaves_y]
-        ids: list[Tensor] = []
-        for number, (micro, h) in enumerate(zip(state.micro, leaves, strict=True)):
-            graph = Graph(h, h)
+        self, layer: int, context: LayerContext, micro: MicroState, h: Tensor, y_TH: Tensor | None
+    ) -> tuple[Graph, Tensor]:
+        """The graph of a micro-batch's layer, and the experts chosen this time, [T_i, K]."""
+        graph, ids = Graph(h, h), torch.empty(0)
 
-            def handler(
-                hidden_NH: Tensor,
-                ids_NK: Tensor,
-                weights_NK: Tensor,
-                micro: MicroState = micro,
-                graph: Graph = graph,
-                number: int = number,
-            ) -> Tensor:
-                graph.x_TH, ids_TK, graph.weights_TK = valid_rows(micro, hidden_NH, ids_NK, weights_NK)
-                ids.append(ids_TK)
-                if leaves_y is None:
-                    return torch.zeros_like(hidden_NH)
-                return answer_with(micro, leaves_y[number])(hidden_NH, ids_NK, weights_NK)
+        def handler(hidden_NH: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
+            nonlocal ids
+            graph.x_TH, ids, graph.weights_TK = valid_rows(micro, hidden_NH, ids_NK, weights_NK)
+            if y_TH is None:
+                return torch.zeros_like(hidden_NH)
+            return answer_with(micro, y_TH)(hidden_NH, ids_NK, weights_NK)
 
-            with torch.enable_grad(), handle_experts(context, handler), self.clock.device("attention"):
-                graph.out = self._run(layer, micro, h)
-                if self.watch is not None and self.spec.router_slopes is not None:
-                    slopes_E = torch.tensor(self.spec.router_slopes, dtype=torch.float32, device=self.device)
-                    graph.balance = (self.watch.take(micro.rows) * slopes_E).sum()
-            graphs.append(graph)
-        return graphs, ids
+        with torch.enable_grad(), context.handled_by(handler), self.clock.device("attention"):
+            graph.out = self._run(layer, micro, h)
+            if self.watch is not None and self.spec.router_slopes is not None:
+                slopes_E = torch.tensor(self.spec.router_slopes, dtype=torch.float32, device=self.device)
+                graph.balance = (self.watch.take(micro.rows) * slopes_E).sum()
+        return graph, ids
 
     def _compare(self, layer: int, group: int, ids: list[Tensor]) -> None:
         """Hold the recomputation against the forward."""
@@ -417,15 +394,14 @@ class LayerLoop:
                 f"layer {layer}, group {group}: recomputed routing weights differ by {drift:.3g}"
             )
 
-    def _submit_leaf_gradients(self, layer: int, group: int, grads: list[Tensor]) -> None:
+    def _submit_leaf_gradients(self, layer: int, group: int, ys: list[Tensor], grads: list[Tensor]) -> None:
         """Non-affine layers: dy is the gradient at y."""
-        state = self.groups[group]
-        leaves = state.expert_outputs.pop(layer)
-        dy: list[Tensor] = []
+        graphs = self.groups[group].graphs[layer]
         with self.clock.device("attention"):
-            for graph, leaf, grad in zip(state.graphs[layer], leaves, grads, strict=True):
-                (value,) = torch.autograd.grad(graph.out, leaf, grad, retain_graph=True)
-                dy.append(value)
+            dy = [
+                torch.autograd.grad(graph.out, y, grad, retain_graph=True)[0]
+                for graph, y, grad in zip(graphs, ys, grads, strict=True)
+            ]
         self._submit_backward(layer, group, dy, 1.0)
 
     def _submit_backward(self, layer: int, group: int, dy: list[Tensor], scale: float) -> None:
@@ -439,13 +415,10 @@ class LayerLoop:
         state = self.groups[group]
         grads = require(state.grads, "backward", layer, group)
         graphs = state.graphs.pop(layer)
-        dx: tuple[Tensor, ...] = ()
-        dw: tuple[Tensor, ...] = ()
         if layer in self.model.experts:
             with self.clock.host("experts_wait"):
-                dx_TH, dw_TK = self.experts.join_backward(layer, group)
-            dx = dx_TH.to(self.device, non_blocking=True).split(state.sizes)
-            dw = dw_TK.to(self.device, non_blocking=True).split(state.sizes)
+                joined = self.experts.join_backward(layer, group)
+            dx, dw = (d.to(self.device, non_blocking=True).split(state.sizes) for d in joined)
         new: list[Tensor] = []
         with self.clock.device("attention"):
             for number, (graph, grad) in enumerate(zip(graphs, grads, strict=True)):
@@ -466,8 +439,7 @@ class LayerLoop:
 
     def seconds(self) -> dict[str, float]:
         """Seconds so far by term: "attention", "experts_wait", "loss"."""
-        seconds = self.clock.read()
-        return {term: seconds.get(term, 0.0) for term in ("attention", "experts_wait", "loss")}
+        return {"attention": 0.0, "experts_wait": 0.0, "loss": 0.0} | self.clock.read()
 
     def losses(self) -> list[list[float]]:
         """Last stage: summed token losses by group and micro-batch."""
@@ -525,15 +497,6 @@ class LayerLoop:
         return tuple(host)
 
 
-@contextmanager
-def handle_experts(context: LayerContext, handler: Handler) -> Iterator[None]:
-    context.handler = handler
-    try:
-        yield
-    finally:
-        context.handler = None
-
-
 def valid_rows(
     micro: MicroState, hidden: Tensor, ids: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -571,13 +534,7 @@ def require(tensors: list[Tensor] | None, op: str, layer: int, group: int) -> li
 
 
 def _not_finite(total: float, state: GroupState, group: int, step: int) -> BadStep:
-    """The error of a group whose loss is not finite, with the first layer whose kept input is not.
-
-    Args:
-        total: the group's loss.
-        state: of the group on the last stage.
-        step: of the optimizer, counted from 0.
-    """
+    """The error of a group whose loss is not finite, with the first layer whose kept input is not."""
     origin = "the head or the last layer"
     for layer in sorted(state.layer_inputs):
         if not all(bool(torch.isfinite(h).all()) for h in state.layer_inputs[layer]):

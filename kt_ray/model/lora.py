@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,19 +28,14 @@ _GATES = re.compile(r"(^|\.)(gate|router|indexer|[a-z0-9_]*_gate|router_[a-z0-9_
 
 
 def init_lora_a(seed: int, name: str, shape: Sequence[int], init: str = "default") -> Tensor:
-    """Initial value of a LoRA A matrix, a pure function of (seed, name).
+    """Initial value of a LoRA A matrix [rank, in], a pure function of (seed, name): float32, on the CPU.
 
     Uniform in ±1/sqrt(in), which is PEFT's kaiming_uniform_(a=sqrt(5)); "gaussian" is normal with
-    deviation 1/rank, as PEFT's.
+    deviation 1/rank, as PEFT's. PiSSA's A comes from the weight (kt_ray/model/pissa.py) and not from here.
 
     Args:
-        seed: the run's seed.
         name: canonical name of the parameter, e.g. "model.layers.3.self_attn.q_a_proj.lora_A.weight".
-        shape: (rank, in).
-        init: see LoraConfig; PiSSA's A comes from the weight (kt_ray/model/pissa.py) and not from here.
-
-    Returns:
-        float32 tensor on the CPU.
+        init: see LoraConfig.
     """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
@@ -63,21 +58,16 @@ def is_gate(name: str) -> bool:
     return _GATES.search(name) is not None
 
 
-def resolve_targets(
-    target_modules: str | Sequence[str], available: Iterable[str], *, require_all: bool = True
-) -> tuple[str, ...]:
+def resolve_targets(target_modules: str | Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     """Names of the modules that get LoRA.
 
     Args:
         target_modules: "auto", "none", a list of module name suffixes, or a regex (full match).
-        available: Hugging Face names of every linear module outside the routed experts that could be adapted.
-        require_all: whether a suffix (or the regex) that matches nothing is an error. A stage of several
-            may own no module of a kind that another stage has.
+        names: Hugging Face names of every linear module of the whole model that could be adapted.
 
     Raises:
-        UserError: something matches nothing; lists the suffixes that exist.
+        UserError: a suffix (or the regex) matches nothing; lists the suffixes that exist.
     """
-    names = list(available)
     if isinstance(target_modules, str):
         if target_modules == "none":
             return ()
@@ -95,23 +85,19 @@ def resolve_targets(
         chosen = tuple(name for name in names if pattern.fullmatch(name))
         unmatched = [] if chosen else [target_modules]
     else:
-        suffixes = list(target_modules)
-        chosen = tuple(name for name in names if any(_has_suffix(name, suffix) for suffix in suffixes))
-        unmatched = [suffix for suffix in suffixes if not any(_has_suffix(name, suffix) for name in names)]
-    if unmatched and require_all:
-        endings = sorted({name.rsplit(".", 1)[-1] for name in names})
+        endings = tuple("." + suffix for suffix in target_modules)
+        chosen = tuple(name for name in names if f".{name}".endswith(endings))
+        unmatched = [e[1:] for e in endings if not any(f".{name}".endswith(e) for name in chosen)]
+    if unmatched:
+        known = sorted({name.rpartition(".")[2] for name in names})
         raise UserError(
             "lora.target_modules names modules that this model does not have outside its routed experts",
             observed=", ".join(unmatched),
-            required="among the suffixes " + ", ".join(endings) if endings else "no module can be adapted",
+            required="among the suffixes " + ", ".join(known) if known else "no module can be adapted",
             remedy="change lora.target_modules (lm_head, embeddings and routed experts are never targets; "
             "lora.experts trains the routed experts)",
         )
     return chosen
-
-
-def _has_suffix(name: str, suffix: str) -> bool:
-    return name == suffix or name.endswith("." + suffix)
 
 
 def linear_names(layers: Mapping[str, nn.Module]) -> list[str]:
@@ -143,8 +129,6 @@ def inject_lora(
     Args:
         layers: Hugging Face name of each own decoder layer -> the layer, weights loaded.
         targets: full names of the linear modules to adapt, from `resolve_targets`.
-        config: rank, alpha, rsLoRA, dropout.
-        seed: of the initialisation.
         context: what the dropout modules read.
         device: where the adapters go.
 
@@ -157,35 +141,36 @@ def inject_lora(
     import peft
 
     # The holder has no `config`, so PEFT does not rewrite the targets by a family's v4 names.
-    holder = nn.Module()
-    keys = {}
-    for number, (prefix, layer) in enumerate(layers.items()):
-        holder.add_module(f"l{number}", layer)
-        keys[prefix] = f"l{number}"
-    relative = [_relative(name, keys) for name in targets]
+    holder = nn.ModuleList(layers.values())
+    names = {
+        f"{number}.{name.removeprefix(prefix + '.')}": name
+        for number, prefix in enumerate(layers)
+        for name in targets
+        if name.startswith(prefix + ".")
+    }
+    if len(names) < len(targets):
+        raise ValueError(f"{sorted({*targets} - {*names.values()})} lie in none of this stage's layers")
     peft_config = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # a float is fine, PEFT divides
         use_rslora=config.rslora,
         lora_dropout=config.dropout,
-        target_modules="|".join(re.escape(name) for name in relative),
+        target_modules="|".join(map(re.escape, names)),
         bias="none",
     )
     # low_cpu_mem_usage: adapters start on meta, so PEFT draws no random numbers of its own
     peft.inject_adapter_in_model(peft_config, holder, adapter_name=ADAPTER, low_cpu_mem_usage=True)
 
     parameters: dict[str, nn.Parameter] = {}
-    names = dict(zip(relative, targets, strict=True))
-    for relative_name, module in holder.named_modules():
-        name = names.get(relative_name)
+    for relative, module in holder.named_modules():
+        name = names.get(relative)
         if name is None:
             continue
         assert isinstance(module, peft.tuners.lora.Linear), f"{name} was not adapted by PEFT"
         for side in ("A", "B"):
             linear = getattr(module, f"lora_{side}")[ADAPTER]
             key = f"{name}.lora_{side}.weight"
-            shape = tuple(linear.weight.shape)
-            value = initial_lora(seed, key, shape, config.init)
+            value = initial_lora(seed, key, linear.weight.shape, config.init)
             linear.weight = nn.Parameter(value.to(device), requires_grad=True)
             parameters[key] = linear.weight
         if config.init.startswith("pissa"):
@@ -197,20 +182,8 @@ def inject_lora(
     return parameters
 
 
-def _relative(name: str, keys: Mapping[str, str]) -> str:
-    for prefix, key in keys.items():
-        if name.startswith(prefix + "."):
-            return key + name[len(prefix) :]
-    raise ValueError(f"{name} lies in none of this stage's layers")
-
-
 class AdapterSwitch:
-    """Which adapter the LoRA modules of each layer use: the trained one (True), none (False), or a named one.
-
-    Args:
-        layers: own decoder layers by index, LoRA injected.
-        parameters: canonical name -> LoRA parameter.
-    """
+    """Which adapter the LoRA modules of each layer use: the trained one (True), none (False), or a named."""
 
     def __init__(self, layers: Mapping[int, nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
         self._modules: dict[int, list[Any]] = {index: [] for index in layers}
@@ -236,10 +209,9 @@ class AdapterSwitch:
         """Use an adapter from the next call of a layer on."""
         if self._state[layer] == which:
             return
-        if (self._state[layer] is False) != (which is False):
-            for module in self._modules[layer]:
-                # not enable_adapters(): that sets requires_grad of the parameters, too
-                module._disable_adapters = which is False
+        for module in self._modules[layer]:
+            # not enable_adapters(): that sets requires_grad of the parameters, too
+            module._disable_adapters = which is False
         if which is not False and self._loaded[layer] != which:
             values = self._values[which]
             for name, parameter in self._parameters[layer].items():

@@ -19,10 +19,9 @@ from kt_ray.config.schema import LoraConfig
 
 @torch.no_grad()
 def take_principal(linear: Any, a: Tensor, b: Tensor, lora: LoraConfig, key: str) -> None:
-    """Move the `lora.rank` largest singular values of a linear module's weight into its adapter, in place.
+    """Move the r largest singular values of a linear module's weight [out, in] into its adapter, in place.
 
     Args:
-        linear: module with a floating-point weight [out, in].
         a: [r, in]. b: [out, r].
         lora: its init says how: "pissa" = a full SVD, "pissa_niter_16" = 16 rounds of subspace iteration.
         key: names the random start of the iteration.
@@ -50,10 +49,9 @@ def doubled_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def relative_to_weights(now: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The adapter of rank 2r for the unchanged weights: A over A0, B beside −B0; its alpha is doubled too."""
-    doubled = {}
-    for name, value in now.items():
-        if name.endswith(".lora_A.weight"):
-            doubled[name] = torch.cat([value, initial[name].to(value)])
-        else:
-            doubled[name] = torch.cat([value, -initial[name].to(value)], dim=1)
-    return doubled
+    return {
+        name: torch.cat([value, initial[name].to(value)])
+        if name.endswith(".lora_A.weight")
+        else torch.cat([value, -initial[name].to(value)], dim=1)
+        for name, value in now.items()
+    }

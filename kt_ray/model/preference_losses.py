@@ -27,82 +27,55 @@ from torch.nn.functional import logsigmoid
 from kt_ray.batch import IGNORE, MicroBatch, Objective
 from kt_ray.model.token_loss import Head, shifted_targets
 
-DPO_KINDS = ("sigmoid", "hinge", "ipo", "robust")
 
-
-def dpo_losses(
-    chosen: Tensor,
-    rejected: Tensor,
-    reference_chosen: Tensor,
-    reference_rejected: Tensor,
-    *,
-    beta: float,
-    kind: str = "sigmoid",
-    label_smoothing: float = 0.0,
-    chosen_tokens: Tensor | None = None,
-    rejected_tokens: Tensor | None = None,
-) -> Tensor:
+def dpo_losses(ratio: Tensor, tokens: Tensor, objective: Objective) -> Tensor:
     """Loss of every pair, [P].
 
     Args:
-        chosen, rejected: [P] the policy's log-probabilities. reference_chosen, reference_rejected: likewise.
-        beta: strength of the reference; for ipo the paper's tau.
-        kind: one of DPO_KINDS.
-        label_smoothing: share of pairs that are taken to be the wrong way round (sigmoid and robust).
-        chosen_tokens, rejected_tokens: [P] answers' lengths (ipo).
+        ratio: [N] log-probabilities, the reference's subtracted: chosen and rejected rows by turns.
+        tokens: [N] answers' lengths (ipo).
+        objective: `beta` is the strength of the reference, for ipo the paper's tau; `label_smoothing` the
+            share of pairs that are taken to be the wrong way round (sigmoid and robust).
     """
-    won, lost = chosen - reference_chosen, rejected - reference_rejected
+    won, lost = ratio[0::2], ratio[1::2]
+    beta, smoothing, kind = objective.beta, objective.label_smoothing, objective.kind
     margin = beta * (won - lost)
     if kind == "sigmoid":
-        losses = -logsigmoid(margin) * (1 - label_smoothing)
-        return losses - logsigmoid(-margin) * label_smoothing if label_smoothing else losses
+        losses = -logsigmoid(margin) * (1 - smoothing)
+        return losses - logsigmoid(-margin) * smoothing if smoothing else losses
     if kind == "robust":
         clean, flipped = -logsigmoid(margin), -logsigmoid(-margin)
-        return ((1 - label_smoothing) * clean - label_smoothing * flipped) / (1 - 2 * label_smoothing)
+        return ((1 - smoothing) * clean - smoothing * flipped) / (1 - 2 * smoothing)
     if kind == "hinge":
         return torch.relu(1 - margin)
     if kind == "ipo":
-        assert chosen_tokens is not None and rejected_tokens is not None
-        mean = won / chosen_tokens.clamp(min=1) - lost / rejected_tokens.clamp(min=1)
+        mean = won / tokens[0::2].clamp(min=1) - lost / tokens[1::2].clamp(min=1)
         return (mean - 1 / (2 * beta)) ** 2
-    raise ValueError(f"{kind!r} is not one of {DPO_KINDS}")
+    raise ValueError(f"{kind!r} is no kind of DPO")
 
 
-def orpo_losses(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+def orpo_losses(mean: Tensor, objective: Objective) -> Tensor:
     """ORPO's odds-ratio term of every pair, [P]; the chosen rows' mean token loss is added to its mean.
 
     Args:
-        chosen, rejected: [P] *mean* log-probabilities per answer token.
+        mean: [N] *mean* log-probabilities per answer token: chosen and rejected rows by turns.
     """
+    chosen, rejected = mean[0::2], mean[1::2]
     odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
-    return -beta * logsigmoid(odds)
+    return -objective.beta * logsigmoid(odds)
 
 
-def kto_losses(
-    logps: Tensor,
-    reference: Tensor,
-    wanted: Tensor,
-    kl: float,
-    *,
-    beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-) -> Tensor:
+def kto_losses(ratio: Tensor, wanted: Tensor, objective: Objective) -> Tensor:
     """Loss of every row, [N].
 
     Args:
-        logps, reference: [N]. wanted: bool [N].
-        kl: `kto_kl` of the step.
+        ratio: [N] log-probabilities, the reference's subtracted. wanted: bool [N].
+        objective: `kl` is the step's mean log-ratio of answers to other rows' prompts, at least 0.
     """
-    ratio = logps - reference
-    gained = desirable_weight * (1 - torch.sigmoid(beta * (ratio - kl)))
-    avoided = undesirable_weight * (1 - torch.sigmoid(beta * (kl - ratio)))
+    beta, kl = objective.beta, objective.kl
+    gained = objective.desirable_weight * (1 - torch.sigmoid(beta * (ratio - kl)))
+    avoided = objective.undesirable_weight * (1 - torch.sigmoid(beta * (kl - ratio)))
     return torch.where(wanted, gained, avoided)
-
-
-def kto_kl(policy: Tensor, reference: Tensor) -> float:
-    """KTO's reference point: the mean of log-ratios of answers to other rows' prompts, at least 0."""
-    return max(0.0, float((policy - reference).mean())) if policy.numel() else 0.0
 
 
 def _log1mexp(x: Tensor) -> Tensor:
@@ -130,9 +103,7 @@ def preference_loss(
         token losses without an objective; dH of the step's loss like h, or None; float64 [b] the rows'
         log-probabilities)
     """
-    labels = torch.from_numpy(batch.labels).to(h.device)
-    trained = shifted_targets(labels)
-    targets = trained
+    targets = trained = shifted_targets(torch.from_numpy(batch.labels).to(h.device))
     everywhere: Tensor | None = None
     if objective is not None and objective.stage == "orpo":
         everywhere = _chosen_tokens(batch).to(h.device)
@@ -146,7 +117,7 @@ def preference_loss(
     leaf = logps.detach().requires_grad_()
     with torch.enable_grad():
         total = _losses(leaf, answer_BS.sum(dim=1), batch, objective).sum()
-        (slope,) = torch.autograd.grad(total, leaf)
+    (slope,) = torch.autograd.grad(total, leaf)
     value = float(total.detach())
     weight_BS = -slope[:, None] * answer_BS
     if everywhere is not None:
@@ -165,32 +136,13 @@ def preference_loss(
 
 def _losses(logps: Tensor, tokens: Tensor, batch: MicroBatch, objective: Objective) -> Tensor:
     if objective.stage == "kto":
-        return kto_losses(
-            logps,
-            _reference(batch, logps),
-            torch.from_numpy(batch.signs > 0).to(logps.device),
-            objective.kl,
-            beta=objective.beta,
-            desirable_weight=objective.desirable_weight,
-            undesirable_weight=objective.undesirable_weight,
-        )
+        wanted = torch.from_numpy(batch.signs > 0).to(logps.device)
+        return kto_losses(logps - _reference(batch, logps), wanted, objective)
     if (batch.signs[0::2] <= 0).any() or (batch.signs[1::2] >= 0).any() or len(batch.signs) % 2:
         raise ValueError(f"rows of a pair must follow each other, chosen first; signs {batch.signs.tolist()}")
     if objective.stage == "orpo":
-        mean = logps / tokens
-        return orpo_losses(mean[0::2], mean[1::2], beta=objective.beta)
-    reference = _reference(batch, logps)
-    return dpo_losses(
-        logps[0::2],
-        logps[1::2],
-        reference[0::2],
-        reference[1::2],
-        beta=objective.beta,
-        kind=objective.kind,
-        label_smoothing=objective.label_smoothing,
-        chosen_tokens=tokens[0::2],
-        rejected_tokens=tokens[1::2],
-    )
+        return orpo_losses(logps / tokens, objective)
+    return dpo_losses(logps - _reference(batch, logps), tokens, objective)
 
 
 def _reference(batch: MicroBatch, like: Tensor) -> Tensor:

@@ -22,12 +22,6 @@ from kt_ray.errors import UserError
 class RouterWatch:
     """What the routers of a stage's layers gave out last, as transformers' loss reads it.
 
-    Args:
-        causal: the ...ForCausalLM.
-        layers: own decoder layers.
-        top_k: experts per token.
-        num_experts: E.
-
     Attributes:
         counts, probabilities: float64 [E], summed since `reset`.
     """
@@ -36,22 +30,17 @@ class RouterWatch:
         self.top_k = top_k
         self.num_experts = num_experts
         self._last: Tensor | None = None
-        self._watching = False
         recorder = router_recorder(causal)
-        for layer in layers.values():
-            for name, module in layer.named_modules():
-                if isinstance(module, recorder.target_class) and (
-                    recorder.layer_name is None or recorder.layer_name in name
-                ):
-                    module.register_forward_hook(self._noter(recorder.index))
-        self.reset(False)
 
-    def _noter(self, index: int) -> Any:
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
             if self._watching:
-                self._last = output[index] if isinstance(output, tuple | list) else output
+                self._last = output[recorder.index] if isinstance(output, tuple | list) else output
 
-        return note
+        for layer in layers.values():
+            for name, module in layer.named_modules():
+                if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
+                    module.register_forward_hook(note)
+        self.reset(False)
 
     def reset(self, watching: bool) -> None:
         """Begin a pass that asks for routers, or one that does not."""
@@ -98,28 +87,22 @@ def router_recorder(causal: Any) -> Any:
     Raises:
         UserError: the family has no such loss, or another one.
     """
+    from transformers.utils.output_capturing import OutputRecorder
+
     name = type(causal).__name__
     function = getattr(sys.modules[type(causal).__module__], "load_balancing_loss_func", None)
-    recorder = (getattr(causal, "_can_record_outputs", None) or {}).get("router_logits")
-    if function is None or recorder is None or not _agrees(function):
+    recorder: Any = (getattr(causal, "_can_record_outputs", None) or {}).get("router_logits")
+    missing = function is None or recorder is None
+    if missing or not _agrees(function):
         raise UserError(
             f"{name} has no load-balancing loss of its routers in transformers"
-            if function is None or recorder is None
+            if missing
             else f"{name} has another load-balancing loss",
             where="trainer.aux_loss",
             required="a family with Switch Transformer's loss (Mixtral, Qwen-MoE, OLMoE, gpt-oss, ...)",
             remedy="set trainer.aux_loss=0",
         )
-    return recorder if hasattr(recorder, "target_class") else _Plain(recorder)
-
-
-class _Plain:
-    """A class where transformers notes no more than that."""
-
-    index, layer_name = 0, None
-
-    def __init__(self, target_class: type[nn.Module]) -> None:
-        self.target_class = target_class
+    return recorder if isinstance(recorder, OutputRecorder) else OutputRecorder(recorder)
 
 
 def _agrees(function: Any) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +38,10 @@ class Stage:
         spec: which model, which layers, which device, which LoRA.
 
     Attributes:
-        spec: as given.
-        first: whether this stage embeds.
-        last: whether this stage has the head.
+        first: whether this stage embeds. last: whether it has the head.
         moe_layers: own layers with routed experts.
         parameters: canonical name -> float32 LoRA parameter, gradients in `.grad`.
         principal: PiSSA: the parameters' initial values, on the CPU; else empty.
-        num_experts, top_k, hidden_size, vocab_size: dimensions.
         state_shape: of the hidden state between layers after [b, s]: (H,), or (streams, H).
         dtype: of the hidden state.
         scales: MoE layer -> c of h_out = h_partial + c·y, or None where the layer is not affine in y.
@@ -89,7 +86,8 @@ class Stage:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights and buffers held, adapters included."""
-        return self.model.weight_bytes
+        tensors = [*self.model.causal.parameters(), *self.model.causal.buffers()]
+        return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
 
     def _inject(self, model: StageModel) -> dict[str, nn.Parameter]:
         prefixes = tuple(name + "." for name in model.names.values())
@@ -106,15 +104,15 @@ class Stage:
     def _probe(self) -> dict[int, float | None]:
         model = self.model
         b, s = 2, 4
-        calls = model.capture.record(self._inputs(torch.zeros(b, s, dtype=torch.int64)), None)
+        calls = model.capture.record(
+            {"input_ids": torch.zeros(b, s, dtype=torch.int64, device=self.device)}, None
+        )
         shape = (b, s, *self.state_shape)
         generator = torch.Generator().manual_seed(0)
         hidden = [torch.randn(shape, generator=generator, dtype=torch.float32) for _ in range(2)]
         with self._zero_experts():
             check_carry(model.capture, model.layers, calls, [h.to(self.device, self.dtype) for h in hidden])
-        numbers = tuple(
-            float(v) for v in model.causal.config.to_dict().values() if isinstance(v, float) and abs(v) > 0
-        )
+        numbers = tuple(v for v in model.causal.config.to_dict().values() if isinstance(v, float) and v)
         return {
             layer: probe_layer(model.layers[layer], calls[layer], context, shape, numbers, seed=layer)
             for layer, context in sorted(model.experts.items())
@@ -123,37 +121,22 @@ class Stage:
     @contextmanager
     def _zero_experts(self) -> Iterator[None]:
         """Experts answer zeros."""
-        for context in self.model.experts.values():
-            context.handler = lambda x, ids, weights: torch.zeros_like(x)
-        try:
-            yield
-        finally:
+        with ExitStack() as stack:
             for context in self.model.experts.values():
-                context.handler = None
-
-    def _inputs(self, input_ids: Tensor) -> dict[str, Tensor]:
-        """What the inner model is given: token ids on every stage (see BlankEmbedding)."""
-        return {"input_ids": input_ids.to(self.device)}
+                stack.enter_context(context.handled_by(lambda x, ids, weights: torch.zeros_like(x)))
+            yield
 
     # ------------------------------------------------------------------ a pass
 
     def begin(
         self, spec: PassSpec, replica: int, experts: ExpertExchange, stages: StageExchange | None = None
     ) -> LayerLoop:
-        """Start a pass: record every micro-batch's call arguments.
-
-        Args:
-            spec: the pass.
-            replica: whose micro-batches.
-            experts: exchange with the expert actors.
-            stages: exchange with the neighbouring stages; None = this is the only stage.
-        """
+        """Start a pass of a replica's micro-batches: record their call arguments. See LayerLoop."""
         clock = Clock(self.device)
         self.adapters.switch_all(spec.adapters)
         watching = spec.routing or spec.router_slopes is not None
         if watching and self._watch is None:
-            model = self.model
-            self._watch = RouterWatch(model.causal, model.layers, self.top_k, self.num_experts)
+            self._watch = RouterWatch(self.model.causal, self.model.layers, self.top_k, self.num_experts)
         if self._watch is not None:
             self._watch.reset(watching)
         with clock.device("attention"):
@@ -161,43 +144,31 @@ class Stage:
                 GroupState([self._record(MicroState.create(mb, self.device)) for mb in group])
                 for group in spec.wave[replica]
             ]
-        return LayerLoop(
-            self.model,
-            self.scales,
-            self.dropout,
-            self.head,
-            spec,
-            groups,
-            experts,
-            stages,
-            clock,
-            self._watch,
-        )
+        own = (self.model, self.scales, self.dropout, self.head)
+        return LayerLoop(*own, spec, groups, experts, stages, clock, self._watch)
 
     def _record(self, micro: MicroState) -> MicroState:
-        ids = torch.from_numpy(micro.batch.input_ids)
-        start, stop = self.spec.layers
-
         def note(index: int, hidden: Tensor) -> Tensor:
             if index == 0 and self.first:
                 micro.embedded = hidden
             return hidden
 
-        inputs = self._inputs(ids)
+        # Token ids on every stage: see BlankEmbedding.
+        inputs = {"input_ids": torch.from_numpy(micro.batch.input_ids).to(self.device)}
         if micro.documents is not None:
-            if not self._packing_checked:
-                self.check_packing()
+            self.check_packing()
             # transformers makes a block-diagonal mask of position ids that restart (masking_utils)
             inputs["position_ids"] = micro.documents
         calls = self.model.capture.record(inputs, micro.mask, note)
-        micro.calls = {layer: calls[layer] for layer in range(start, stop)}
+        micro.calls = {layer: calls[layer] for layer in self.model.layers}
         return micro
 
     def check_packing(self) -> None:
         """Raises UserError where a layer mixes packed documents; once per stage."""
-        with self._zero_experts():
-            check_packing(self.model.capture, self.model.layers, self.state_shape, self.device)
-        self._packing_checked = True
+        if not self._packing_checked:
+            with self._zero_experts():
+                check_packing(self.model.capture, self.model.layers, self.device)
+            self._packing_checked = True
 
     # ------------------------------------------------------------- parameters
 
@@ -206,16 +177,13 @@ class Stage:
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad.zero_()
+            parameter.grad.zero_()
 
     def initial_parameters(self) -> dict[str, Tensor]:
         """Every parameter's value before the first step."""
         spec = self.spec
-        return {
-            name: self.principal[name]
-            if name in self.principal
-            else initial_lora(spec.seed, name, p.shape, spec.lora.init)
+        return self.principal or {
+            name: initial_lora(spec.seed, name, p.shape, spec.lora.init)
             for name, p in self.parameters.items()
         }
 

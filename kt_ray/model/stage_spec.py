@@ -9,30 +9,20 @@ from kt_ray.config.schema import LoraConfig
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What one stage of a model is.
+    """What one stage of a model is."""
 
-    Attributes:
-        model_dir: Hugging Face directory with config.json and safetensors.
-        layers: own decoder layers, half-open range (start, stop).
-        num_layers: decoder layers of the whole model.
-        device: "cpu" or "cuda:0".
-        dtype: "auto" (the checkpoint's), "float32" or "bfloat16": attention, norms, shared experts.
-        attn_implementation: "sdpa" or "eager".
-        seed: of LoRA's initialisation.
-        lora: rank, targets, dropout.
-        loss_chunk: rows of logits per cross-entropy chunk; "auto" or 0 (never), see TrainerConfig.
-        keep_quantized: quantised weights outside the experts stay as stored, dequantised at each use.
-    """
-
-    model_dir: str
-    layers: tuple[int, int]
-    num_layers: int
-    device: str = "cpu"
+    model_dir: str  # Hugging Face directory with config.json and safetensors
+    layers: tuple[int, int]  # own decoder layers, half-open range (start, stop)
+    num_layers: int  # decoder layers of the whole model
+    device: str = "cpu"  # "cpu" or "cuda:0"
+    # "auto" (the checkpoint's), "float32" or "bfloat16": attention, norms, shared experts
     dtype: str = "auto"
-    attn_implementation: str = "sdpa"
-    seed: int = 0
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    attn_implementation: str = "sdpa"  # "sdpa" or "eager"
+    seed: int = 0  # of LoRA's initialisation
+    lora: LoraConfig = field(default_factory=LoraConfig)  # rank, targets, dropout
+    # rows of logits per cross-entropy chunk; "auto" or 0 (never), see TrainerConfig
     loss_chunk: int | str = "auto"
+    # quantised weights outside the experts stay as stored, dequantised at each use
     keep_quantized: bool = False
 
     @property

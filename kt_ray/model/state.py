@@ -17,29 +17,20 @@ from kt_ray.model.layer_calls import RecordedCall
 
 @dataclass
 class MicroState:
-    """One micro-batch on the stage's device.
+    """One micro-batch on the stage's device."""
 
-    Attributes:
-        batch: as the driver sent it.
-        rows: int64 [T] flat indices of the valid positions, or None when all N are valid.
-        keys_T: int64 [T] on the CPU: sample · 2³² + position.
-        samples_N: int64 [N]; positions_N: int64 [N].
-        mask: int64 [b, s], 1 for valid positions; None when all are, or when rows are packed: then
-            `documents` keeps padding apart too.
-        documents: int64 [b, s] position ids that restart with each document of packed rows, or None.
-        calls: own layer -> call arguments.
-        embedded: [b, s, H] input of the first layer (first stage only, until `embed`).
-    """
-
-    batch: MicroBatch
-    rows: Tensor | None
-    keys_T: Tensor
-    samples_N: Tensor
-    positions_N: Tensor
+    batch: MicroBatch  # as the driver sent it
+    rows: Tensor | None  # int64 [T] flat indices of the valid positions, or None when all N are valid
+    keys_T: Tensor  # int64 [T] on the CPU: sample · 2³² + position
+    samples_N: Tensor  # int64 [N]
+    positions_N: Tensor  # int64 [N]
+    # int64 [b, s], 1 for valid positions; None when all are, or when rows are packed: then `documents`
+    # keeps padding apart too
     mask: Tensor | None
+    # int64 [b, s] position ids that restart with each document of packed rows, or None
     documents: Tensor | None = None
-    calls: dict[int, RecordedCall] = field(default_factory=dict)
-    embedded: Tensor | None = None
+    calls: dict[int, RecordedCall] = field(default_factory=dict)  # own layer -> call arguments
+    embedded: Tensor | None = None  # [b, s, H] input of the first layer (first stage only, until `embed`)
 
     @classmethod
     def create(cls, batch: MicroBatch, device: torch.device) -> MicroState:
@@ -54,17 +45,14 @@ class MicroState:
             documents = torch.from_numpy(within).to(device)
         valid = position < np.asarray(batch.lengths)[:, None]
         full = bool(valid.all())
-        flat = valid.reshape(-1)
-        keys = ((sample << 32) + within).reshape(-1)[flat]
+        masked = not full and documents is None
         return cls(
             batch=batch,
-            rows=None if full else torch.from_numpy(np.flatnonzero(flat)).to(device),
-            keys_T=torch.from_numpy(keys),
+            rows=None if full else torch.from_numpy(np.flatnonzero(valid)).to(device),
+            keys_T=torch.from_numpy(((sample << 32) + within)[valid]),
             samples_N=torch.from_numpy(sample.reshape(-1)).to(device),
             positions_N=torch.from_numpy(within.reshape(-1)).to(device),
-            mask=None
-            if full or documents is not None
-            else torch.from_numpy(valid.astype(np.int64)).to(device),
+            mask=torch.from_numpy(valid.astype(np.int64)).to(device) if masked else None,
             documents=documents,
         )
 
@@ -104,30 +92,20 @@ class Graph:
 
 @dataclass
 class GroupState:
-    """What one group holds.
+    """What one group holds."""
 
-    Attributes:
-        micro: its micro-batches.
-        hidden: h of each, between layers.
-        grads: dH of each, between layers (backward).
-        layer_inputs: layer -> h of each at the layer's input.
-        expert_outputs: non-affine layer -> y float32 [T_i, H] of each.
-        routes: MoE layer -> experts chosen.
-        graphs: layer -> recomputed graph of each.
-        logits: float32 [b, s, V] of each, on the CPU, when asked for.
-        losses: summed losses of each, after `loss`. logps: float64 [b] of each, when asked for.
-    """
-
-    micro: list[MicroState]
-    hidden: list[Tensor] | None = None
-    grads: list[Tensor] | None = None
+    micro: list[MicroState]  # its micro-batches
+    hidden: list[Tensor] | None = None  # h of each, between layers
+    grads: list[Tensor] | None = None  # dH of each, between layers (backward)
+    # layer -> h of each at the layer's input
     layer_inputs: dict[int, list[Tensor]] = field(default_factory=dict)
+    # non-affine layer -> y float32 [T_i, H] of each
     expert_outputs: dict[int, list[Tensor]] = field(default_factory=dict)
-    routes: dict[int, Routes] = field(default_factory=dict)
-    graphs: dict[int, list[Graph]] = field(default_factory=dict)
-    logits: list[Tensor] | None = None
-    losses: list[float] = field(default_factory=list)
-    logps: list[np.ndarray] = field(default_factory=list)
+    routes: dict[int, Routes] = field(default_factory=dict)  # MoE layer -> experts chosen
+    graphs: dict[int, list[Graph]] = field(default_factory=dict)  # layer -> recomputed graph of each
+    logits: list[Tensor] | None = None  # float32 [b, s, V] of each, on the CPU, when asked for
+    losses: list[float] = field(default_factory=list)  # summed losses of each, after `loss`
+    logps: list[np.ndarray] = field(default_factory=list)  # float64 [b] of each, when asked for
 
     @property
     def sizes(self) -> list[int]:

@@ -54,10 +54,6 @@ def shifted_targets(labels: Tensor) -> Tensor:
 class Head:
     """From the last layer's output to logits and losses.
 
-    Args:
-        model: the last stage's modules.
-        loss_chunk: see TrainerConfig.
-
     Attributes:
         norm: the final norm when logits = lm_head(norm(h)) exactly, found by trying; None for a family
             that scales or caps its logits, which goes through its own forward.
@@ -84,13 +80,8 @@ class Head:
             self.device, self.dtype
         )
         expected = self.capture.logits(self._inputs(1, 3), None, h)
-        for name, module in base.named_children():
-            if "norm" not in name or name == "layers":
-                continue
-            got = self.lm_head(module(h))
-            if got.shape == expected.shape and torch.equal(got, expected):
-                return module
-        return None
+        norms = (module for name, module in base.named_children() if "norm" in name)
+        return next((norm for norm in norms if torch.equal(self.lm_head(norm(h)), expected)), None)
 
     def logits(self, h: Tensor) -> Tensor:
         """Logits [b, s, V] of one micro-batch's h [b, s, *state_shape], in the model's dtype."""
@@ -110,11 +101,11 @@ class Head:
         Returns:
             (float64 sum over trained tokens, dH like h or None).
         """
-        targets = shifted_targets(labels)
-        with torch.set_grad_enabled(scale is not None):
-            if self.norm is None:
-                return self._whole(h, targets, scale)
-            return self._rows(h, targets, scale)
+        parts, grad = self._losses(h, shifted_targets(labels), scale)
+        total = torch.zeros((), dtype=torch.float64, device=h.device)
+        for _, losses in parts:
+            total += losses.sum()
+        return float(total), grad
 
     def token_losses(self, h: Tensor, targets: Tensor, with_grad: bool) -> tuple[Tensor, Tensor | None]:
         """Every token's loss, and the gradient of each at its own position.
@@ -127,58 +118,39 @@ class Head:
             (float64 [b, s], 0 without a target; like h: at a position the gradient of that position's loss,
             or None). Heads act on positions one by one.
         """
-        with torch.set_grad_enabled(with_grad):
+        parts, grad = self._losses(h, targets, 1.0 if with_grad else None)
+        out_N = torch.zeros(targets.numel(), dtype=torch.float64, device=h.device)
+        for rows, losses in parts:
+            out_N[rows] = losses
+        return out_N.view(targets.shape), grad
+
+    def _losses(
+        self, h: Tensor, targets: Tensor, scale: float | None
+    ) -> tuple[list[tuple[Any, Tensor]], Tensor | None]:
+        """By chunk (flat positions, their losses in float64), and the gradient of scale · their sum."""
+        targets_N = targets.reshape(-1)
+        parts: list[tuple[Any, Tensor]] = []
+
+        def derivative(rows: Any, losses: Tensor, leaf: Tensor) -> Tensor | None:
+            parts.append((rows, losses.detach().double()))
+            if scale is None:
+                return None
+            return torch.autograd.grad(losses, leaf, torch.full_like(losses, scale))[0]
+
+        with torch.set_grad_enabled(scale is not None):
             if self.norm is None:
-                leaf = h.detach().requires_grad_(with_grad)
-                logits = self.logits(leaf)
-                losses_N = plain_cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
-                grad = None
-                if with_grad:
-                    (grad,) = torch.autograd.grad(losses_N.sum(), leaf)
-                return losses_N.detach().double().view(targets.shape), grad
-            flat_NH, targets_N = h.detach().reshape(-1, self.hidden_size), targets.reshape(-1)
-            rows = (targets_N != IGNORE).nonzero().squeeze(1)
-            chunk = logit_rows(self.loss_chunk, rows.numel(), self.lm_head.out_features)
-            entropy = chunked_cross_entropy() if chunk < rows.numel() else plain_cross_entropy
-            out_N = torch.zeros(targets_N.shape, dtype=torch.float64, device=h.device)
-            grad_NH = torch.zeros_like(flat_NH) if with_grad else None
-            for part in rows.split(chunk):
-                leaf = flat_NH[part].requires_grad_(with_grad)
-                losses = entropy(self.lm_head(self.norm(leaf)), targets_N[part])
-                out_N[part] = losses.detach().double()
-                if grad_NH is not None:
-                    (grad_NH[part],) = torch.autograd.grad(losses.sum(), leaf)
-            return out_N.view(targets.shape), None if grad_NH is None else grad_NH.view_as(h)
-
-    def _rows(self, h: Tensor, targets: Tensor, scale: float | None) -> tuple[float, Tensor | None]:
-        flat_NH, targets_N = h.detach().reshape(-1, self.hidden_size), targets.reshape(-1)
-        # positions without a target have neither a loss nor a gradient
-        rows = (targets_N != IGNORE).nonzero().squeeze(1)
-        chunk = logit_rows(self.loss_chunk, rows.numel(), self.lm_head.out_features)
-        entropy = chunked_cross_entropy() if chunk < rows.numel() else plain_cross_entropy
-        total = torch.zeros((), dtype=torch.float64, device=h.device)
-        grad_NH = torch.zeros_like(flat_NH) if scale is not None else None
-        for part in rows.split(chunk):
-            leaf = flat_NH[part].requires_grad_(scale is not None)
-            assert self.norm is not None
-            losses = entropy(self.lm_head(self.norm(leaf)), targets_N[part])
-            total += losses.detach().double().sum()
-            if grad_NH is not None and scale is not None:
-                (grad,) = torch.autograd.grad(losses, leaf, torch.full_like(losses, scale))
-                grad_NH[part] = grad
-        return float(total), None if grad_NH is None else grad_NH.view_as(h)
-
-    def _whole(self, h: Tensor, targets: Tensor, scale: float | None) -> tuple[float, Tensor | None]:
-        leaf = h.detach().requires_grad_(scale is not None)
-        logits = self.logits(leaf)
-        losses = torch.nn.functional.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]).float(),
-            targets.reshape(-1),
-            reduction="none",
-            ignore_index=IGNORE,
-        )
-        total = float(losses.detach().double().sum())
-        if scale is None:
-            return total, None
-        (grad,) = torch.autograd.grad(losses, leaf, torch.full_like(losses, scale))
-        return total, grad
+                leaf = h.detach().requires_grad_(scale is not None)
+                losses = plain_cross_entropy(self.logits(leaf).flatten(0, -2), targets_N)
+                return parts, derivative(slice(None), losses, leaf)
+            flat_NH = h.detach().reshape(-1, self.hidden_size)
+            # positions without a target have neither a loss nor a gradient
+            trained = (targets_N != IGNORE).nonzero().squeeze(1)
+            chunk = logit_rows(self.loss_chunk, trained.numel(), self.lm_head.out_features)
+            entropy = chunked_cross_entropy() if chunk < trained.numel() else plain_cross_entropy
+            grad_NH = None if scale is None else torch.zeros_like(flat_NH)
+            for rows in trained.split(chunk):
+                leaf = flat_NH[rows].requires_grad_(scale is not None)
+                grad = derivative(rows, entropy(self.lm_head(self.norm(leaf)), targets_N[rows]), leaf)
+                if grad_NH is not None and grad is not None:
+                    grad_NH[rows] = grad
+            return parts, None if grad_NH is None else grad_NH.view_as(h)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from dataclasses import replace
 
 from kt_ray.config.schema import Config
 from kt_ray.runs.generation import PreparedGeneration, generator_on, load_adapters, prepare_generation
 from kt_ray.runs.start_cluster import started
 from kt_ray.serve.access import VARIABLE, bare, check_address, digest
-from kt_ray.serve.completions import Served, now
+from kt_ray.serve.completions import Served
 from kt_ray.serve.run import check_port, make_service, run_server
 from kt_ray.tracking.console import say
 
@@ -74,5 +75,5 @@ def served_of(generation: PreparedGeneration, key: str | None) -> Served:
         max_body=serve.max_body,
         key=digest(key) if key else None,
         fingerprint=generation.fingerprint,
-        created=now(),
+        created=int(time.time()),
     )

@@ -13,30 +13,24 @@ from html import escape
 from itertools import pairwise
 
 from kt_ray.runs.rundata import Points
+from kt_ray.tracking.plot import smooth
 
 WIDTH, HEIGHT = 560, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 12, 34
 _POINTS = 600
 SERIES_COLOURS, HEAT_COLOURS = 8, 10
+FEW = 5  # points that smoothing would tell nothing of
 
 
 @dataclass(frozen=True)
 class Line:
-    """One curve.
+    """One curve."""
 
-    Attributes:
-        label: in the legend; "" = not in it.
-        points: (step, value) in order of steps.
-        colour: number of its class, taken modulo `SERIES_COLOURS`.
-        faint: thin and pale, as for raw values behind a smoothed curve.
-        dots: a mark on every point.
-    """
-
-    label: str
-    points: Points
-    colour: int = 0
-    faint: bool = False
-    dots: bool = False
+    label: str  # in the legend; "" = not in it
+    points: Points  # (step, value) in order of steps
+    colour: int = 0  # number of its class, taken modulo `SERIES_COLOURS`
+    faint: bool = False  # thin and pale, as for raw values behind a smoothed curve
+    dots: bool = False  # a mark on every point
 
 
 def line_chart(lines: Sequence[Line], unit: str, *, from_zero: bool = False) -> str:
@@ -123,13 +117,11 @@ def heat_map(rows: Mapping[int, Sequence[float]], *, row_name: str, column_name:
         y = number * height
         for column, value in enumerate(row):
             level = min(HEAT_COLOURS - 1, int(value / top * HEAT_COLOURS))
-            x = left + column * cell
-            paths[level].append(f"M{x:.1f} {y:.1f}h{cell:.2f}v{height:.1f}h-{cell:.2f}z")
+            path = f"M{left + column * cell:.1f} {y:.1f}h{cell:.2f}v{height:.1f}h-{cell:.2f}z"
+            paths[level].append(path)
             if by_cell:
-                tips.append(
-                    f'<path d="M{x:.1f} {y:.1f}h{cell:.2f}v{height:.1f}h-{cell:.2f}z">'
-                    f"<title>{row_name} {name}, {column_name} {column}: {value:.2f}</title></path>"
-                )
+                text = f"{row_name} {name}, {column_name} {column}: {value:.2f}"
+                tips.append(f'<path d="{path}"><title>{text}</title></path>')
         if not by_cell:
             fullest = max(range(len(row)), key=lambda i: row[i])
             tips.append(
@@ -161,6 +153,10 @@ def heat_scale(top: float) -> str:
     return f'<div class="legend"><span>0</span><span class="scale">{cells}</span><span>≥ {top:g}</span></div>'
 
 
+def smoothed(points: Points) -> list[tuple[int, float]]:
+    return list(zip([step for step, _ in points], smooth([value for _, value in points]), strict=True))
+
+
 def thinned(points: Points, limit: int) -> list[tuple[float, float]]:
     """At most `limit` points: means of equal groups of neighbours; unchanged when there are no more."""
     if len(points) <= limit:
@@ -187,8 +183,8 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
     largest = max(abs(tick) for tick in ticks)
     if largest and (largest < 1e-3):
         return [f"{tick:.3g}" for tick in ticks]
-    scale, suffix = next(((s, t) for s, t in ((1e9, "G"), (1e6, "M"), (1e4, "k")) if largest >= s), (1.0, ""))
-    scale = 1e3 if suffix == "k" else scale
+    units = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"), (0.0, 1.0, ""))
+    scale, suffix = next((scale, suffix) for least, scale, suffix in units if largest >= least)
     gaps = [b - a for a, b in pairwise(ticks) if b > a]
     gap = min(gaps, default=largest or 1.0) / scale
     digits = max(0, min(6, -math.floor(math.log10(gap) + 1e-9)))

@@ -68,19 +68,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Runs in the order of the table.
+    """Runs in the order of the table."""
 
-    Attributes:
-        entries: at least two.
-        differing: configuration keys whose values are not the same in all runs.
-    """
-
-    entries: tuple[Entry, ...]
-    differing: tuple[str, ...]
+    entries: tuple[Entry, ...]  # at least two
+    differing: tuple[str, ...]  # configuration keys whose values are not the same in all runs
 
     @property
     def columns(self) -> list[Column]:
-        """Columns that at least one run has a figure for."""
+        """Those that a run has a figure for."""
         return [c for c in COLUMNS if any(c.name in entry.figures for entry in self.entries)]
 
     @property
@@ -210,7 +205,7 @@ def find_runs(names: Sequence[str], root: Path) -> list[Path]:
     for entry in names or [str(root)]:
         runs = _runs_of(entry, root)
         if not runs:
-            known = [run.name for run in _inside(root)]
+            known = [run.name for run in sorted(runs_in(root), key=natural)]
             close = difflib.get_close_matches(entry, known, n=1)
             raise UserError(
                 f"compare.runs: {entry} is no run and holds none",
@@ -228,26 +223,17 @@ def _runs_of(entry: str, root: Path) -> list[Path]:
     path = Path(entry).expanduser()
     places = [path] if path.is_absolute() or "/" in entry else [root / entry, path]
     if re.search(r"[*?\[]", entry):
-        parent = places[0].parent
-        matched = sorted(parent.glob(places[0].name), key=natural) if parent.is_dir() else []
-        return [match for match in matched if is_run(match)]
+        return sorted(filter(is_run, places[0].parent.glob(places[0].name)), key=natural)
     for place in places:
         if is_run(place):
             return [place]
-        if inside := _inside(place):
-            return inside
         # The jobs of a multirun: <name>-0, <name>-1, …
-        if place.parent.is_dir():
-            jobs = [
-                p for p in place.parent.glob(f"{place.name}-*") if p.name[len(place.name) + 1 :].isdigit()
-            ]
-            if runs := sorted((job for job in jobs if is_run(job)), key=natural):
-                return runs
+        jobs = (
+            p for p in place.parent.glob(f"{place.name}-*") if p.name.removeprefix(f"{place.name}-").isdigit()
+        )
+        if runs := list(runs_in(place)) or list(filter(is_run, jobs)):
+            return sorted(runs, key=natural)
     return []
-
-
-def _inside(directory: Path) -> list[Path]:
-    return sorted(runs_in(directory), key=natural)
 
 
 def natural(path: Path) -> list[tuple[bool, int, str]]:

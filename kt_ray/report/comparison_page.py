@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from kt_ray.report.charts import SERIES_COLOURS, Line, line_chart
+from kt_ray.report.charts import FEW, SERIES_COLOURS, Line, line_chart, smoothed
 from kt_ray.report.comparison import RunComparison
-from kt_ray.report.html import card, page, section, table
-from kt_ray.runs.rundata import RunData
-from kt_ray.tracking.plot import smooth
+from kt_ray.report.html import boxed, card, page, section, table
 
 _CURVES = (
     ("Training loss, smoothed", "loss", "nats per token", False),
@@ -31,14 +29,12 @@ def compare_page(comparison: RunComparison) -> str:
         "runs · kt_ray",
         [
             f"<h1>{len(labels)} runs</h1>",
-            section(
-                "Results", f'<div class="card">{table(comparison.headings(), cells, classes=classes)}</div>'
-            ),
+            section("Results", boxed(table(comparison.headings(), cells, classes=classes))),
             section("Curves", f'<div class="grid2">{"".join(charts)}</div>' if any(charts) else ""),
             f'<p class="soft">Curves of the first {SERIES_COLOURS} runs.</p>' if left_out > 0 else "",
             section(
                 "What differs",
-                f'<div class="card">{table(["key", *labels], settings)}</div>' if settings else "",
+                boxed(table(["key", *labels], settings)) if settings else "",
                 "" if comparison.differing else '<p class="soft">No configuration key differs.</p>',
             ),
             "<footer>Written by kt_ray mode=compare from the files in the run directories.</footer>",
@@ -49,13 +45,8 @@ def compare_page(comparison: RunComparison) -> str:
 def _curve(comparison: RunComparison, key: str, unit: str, from_zero: bool) -> str:
     lines = []
     for number, entry in enumerate(comparison.entries[:SERIES_COLOURS]):
-        points = _points(entry.run, key)
+        points = entry.run.series(key)
+        if key == "loss" and len(points) >= FEW:
+            points = smoothed(points)
         lines.append(Line(entry.label, points, number, dots=key == "eval_loss" and len(points) <= 100))
     return line_chart(lines, unit, from_zero=from_zero)
-
-
-def _points(run: RunData, key: str) -> list[tuple[int, float]]:
-    points = run.series(key)
-    if key != "loss" or len(points) < 5:
-        return points
-    return list(zip([step for step, _ in points], smooth([value for _, value in points]), strict=True))

@@ -50,16 +50,18 @@ def table(
 
     Args:
         columns: headings; none = a table without them.
-        rows: texts.
         numbers: all columns but the first are numbers, aligned right.
         classes: further classes of every cell.
     """
-    kind = ["key", *(["num" if numbers else "key"] * 100)]
-    head = "".join(f'<th class="{kind[i]}">{escape(name)}</th>' for i, name in enumerate(columns))
+
+    def cell(tag: str, number: int, text: str, more: str = "") -> str:
+        kind = "num" if numbers and number else "key"
+        return f'<{tag} class="{f"{kind} {more}".strip()}">{escape(text)}</{tag}>'
+
+    head = "".join(cell("th", c, name) for c, name in enumerate(columns))
     body = []
     for r, row in enumerate(rows):
-        named = [f"{kind[c]} {classes[r][c] if classes else ''}".strip() for c in range(len(row))]
-        cells = (f'<td class="{name}">{escape(cell)}</td>' for name, cell in zip(named, row, strict=True))
+        cells = (cell("td", c, text, classes[r][c] if classes else "") for c, text in enumerate(row))
         body.append(f"<tr>{''.join(cells)}</tr>")
     thead = f"<thead><tr>{head}</tr></thead>" if columns else ""
     return f'<div class="scroll"><table>{thead}<tbody>{"".join(body)}</tbody></table></div>'
@@ -68,7 +70,11 @@ def table(
 def card(title: str, *parts: str) -> str:
     """A titled box; "" when there is nothing in it."""
     inner = "".join(parts)
-    return f'<div class="card"><h3>{escape(title)}</h3>{inner}</div>' if inner else ""
+    return boxed(f"<h3>{escape(title)}</h3>{inner}") if inner else ""
+
+
+def boxed(inner: str) -> str:
+    return f'<div class="card">{inner}</div>'
 
 
 def section(title: str, *parts: str) -> str:

@@ -11,13 +11,11 @@ import yaml
 
 from kt_ray.config.fields import show
 from kt_ray.evaluate.answer_file import ADAPTER_FILE, BASE_FILE, find_answers
-from kt_ray.evaluate.scores import METRICS
-from kt_ray.evaluate.table import Sample, pick_samples
-from kt_ray.report.charts import Line, heat_map, heat_scale, line_chart
+from kt_ray.evaluate.table import Sample, measured, pick_samples
+from kt_ray.report.charts import FEW, SERIES_COLOURS, Line, heat_map, heat_scale, line_chart, smoothed
 from kt_ray.report.findings import findings
-from kt_ray.report.html import card, page, section, table, tile
+from kt_ray.report.html import boxed, card, page, section, table, tile
 from kt_ray.runs.rundata import RunData
-from kt_ray.tracking.plot import smooth
 from kt_ray.tracking.progress import duration, size
 
 _TERMS = (
@@ -29,12 +27,7 @@ _TERMS = (
 
 
 def report_page(run: RunData, samples: int = 5) -> str:
-    """The whole document.
-
-    Args:
-        run: what its directory tells.
-        samples: predictions shown.
-    """
+    """The whole document, with so many predictions."""
     return page(
         f"{run.name} · kt_ray",
         [
@@ -78,54 +71,61 @@ def _tiles(run: RunData) -> str:
             tile("held-out loss", f"{f['eval_loss']:.3f}", f"{before}best {f['eval_loss_best']:.3f}")
         )
     if "tokens_per_s" in f:
-        tiles.append(tile("tokens/s", _amount(f["tokens_per_s"]), "all steps but the first"))
+        rate = f["tokens_per_s"]
+        tiles.append(tile("tokens/s", f"{rate:,.{0 if rate >= 100 else 1}f}", "all steps but the first"))
     if "seconds" in f:
-        tiles.append(
-            tile("time in steps", duration(f["seconds"]), f"{f['seconds'] / f['steps']:.2f} s a step")
-        )
+        a_step = f"{f['seconds'] / f['steps']:.2f} s a step"
+        tiles.append(tile("time in steps", duration(f["seconds"]), a_step))
     if "host_bytes" in f:
         tiles.append(tile("host memory", size(int(f["host_bytes"])), "peak of all processes"))
     if "gpu_bytes" in f:
         tiles.append(tile("GPU memory", size(int(f["gpu_bytes"])), "peak of all devices"))
     if f.get("recoveries"):
-        tiles.append(
-            tile("recoveries", f"{f['recoveries']:.0f}", f"{duration(f.get('seconds_lost', 0))} lost")
-        )
+        lost = f"{duration(f.get('seconds_lost', 0))} lost"
+        tiles.append(tile("recoveries", f"{f['recoveries']:.0f}", lost))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
 def _remarks(run: RunData) -> str:
+    items = "".join(f'<li class="{f.level}">{escape(f.text)}</li>' for f in findings(run))
     if not run.records:
-        return section(
-            "Remarks", '<p class="look">No step has been finished yet: metrics.jsonl is empty.</p>'
-        )
-    remarks = findings(run)
-    if not remarks:
-        return section("Remarks", '<p class="soft">Nothing out of the ordinary in the figures.</p>')
-    items = "".join(f'<li class="{f.level}">{escape(f.text)}</li>' for f in remarks)
-    return section("Remarks", f'<ul class="remarks">{items}</ul>')
+        text = '<p class="look">No step has been finished yet: metrics.jsonl is empty.</p>'
+    elif not items:
+        text = '<p class="soft">Nothing out of the ordinary in the figures.</p>'
+    else:
+        text = f'<ul class="remarks">{items}</ul>'
+    return section("Remarks", text)
 
 
 def _curves(run: RunData) -> str:
     loss, held_out = run.series("loss"), run.series("eval_loss")
-    smoothed = list(zip([s for s, _ in loss], smooth([v for _, v in loss]), strict=True))
-    few = len(loss) < 5
+    few = len(loss) < FEW
     curves = [
         Line("" if not few else "training", loss, 0, faint=not few, dots=few),
-        Line("training, smoothed", [] if few else smoothed, 0),
+        Line("training, smoothed", [] if few else smoothed(loss), 0),
         Line("held-out", held_out, 1, dots=len(held_out) <= 100),
     ]
     total = Line("whole step", run.series("seconds"), 4)
     terms = [Line(name, run.series(key), i) for i, (key, name) in enumerate(_TERMS)]
+    busy = run.keys("busy_")[:SERIES_COLOURS]  # more curves than colours tell nothing
+    actors = [Line(key.removeprefix("busy_"), run.series(key), i) for i, key in enumerate(busy)]
+    imbalance = [
+        Line("experts", run.series("expert_load_imbalance"), 0),
+        Line("expert actors", run.series("actor_load_imbalance"), 1),
+    ]
+
+    def alone(key: str, colour: int) -> list[Line]:
+        return [Line("", run.series(key), colour)]
+
     charts = [
         card("Loss", line_chart(curves, "nats per token")),
-        card("Learning rate", line_chart([Line("", run.series("lr"), 0)], "learning rate", from_zero=True)),
-        card("Throughput", line_chart([Line("", run.series("tokens_per_s"), 2)], "tokens/s", from_zero=True)),
-        card("Gradient norm", line_chart([Line("", run.series("grad_norm"), 3)], "norm", from_zero=True)),
+        card("Learning rate", line_chart(alone("lr", 0), "learning rate", from_zero=True)),
+        card("Throughput", line_chart(alone("tokens_per_s", 2), "tokens/s", from_zero=True)),
+        card("Gradient norm", line_chart(alone("grad_norm", 3), "norm", from_zero=True)),
         card("Time of a step", line_chart([total, *terms], "seconds", from_zero=True), _time_split(run)),
-        card("Memory", _memory(run)),
-        card("Who is busy", _per_actor(run, "busy_", "share of the step")),
-        card("Expert load", _imbalance(run)),
+        card("Memory", line_chart(_memory(run), "GB", from_zero=True)),
+        card("Who is busy", line_chart(actors, "share of the step", from_zero=True)),
+        card("Expert load", line_chart(imbalance, "fullest over mean", from_zero=True)),
     ]
     return section("Curves", f'<div class="grid2">{"".join(charts)}</div>' if any(charts) else "")
 
@@ -141,34 +141,17 @@ def _time_split(run: RunData) -> str:
         for key, name in _TERMS
         if (points := run.series(key))
     ]
-    return (
-        f'<p class="soft">Share of all steps: {escape(", ".join(shares))}. They overlap.</p>'
-        if shares
-        else ""
-    )
+    text = f'<p class="soft">Share of all steps: {escape(", ".join(shares))}. They overlap.</p>'
+    return text if shares else ""
 
 
-def _memory(run: RunData) -> str:
+def _memory(run: RunData) -> list[Line]:
     lines: list[Line] = []
     for prefix, kind in (("host_rss_bytes_", "host"), ("gpu_memory_bytes_", "GPU")):
         for key in run.keys(prefix):
             points = [(step, value / 1e9) for step, value in run.series(key)]
             lines.append(Line(f"{kind}: {key.removeprefix(prefix)}", points, len(lines)))
-    return line_chart(lines, "GB", from_zero=True)
-
-
-def _per_actor(run: RunData, prefix: str, unit: str) -> str:
-    keys = run.keys(prefix)[:8]  # more curves than colours tell nothing
-    lines = [Line(key.removeprefix(prefix), run.series(key), i) for i, key in enumerate(keys)]
-    return line_chart(lines, unit, from_zero=True)
-
-
-def _imbalance(run: RunData) -> str:
-    lines = [
-        Line("experts", run.series("expert_load_imbalance"), 0),
-        Line("expert actors", run.series("actor_load_imbalance"), 1),
-    ]
-    return line_chart(lines, "fullest over mean", from_zero=True)
+    return lines
 
 
 def _expert_load(run: RunData) -> str:
@@ -188,7 +171,7 @@ def _expert_load(run: RunData) -> str:
         f"Fullest: {largest:.1f} times the mean. Experts without a token: {unused}."
     )
     inner = f'<p class="soft">{escape(note)}</p>{heat_scale(top)}{drawn}'
-    return section("Tokens per expert", f'<div class="card">{inner}</div>')
+    return section("Tokens per expert", boxed(inner))
 
 
 def _answers(run: RunData, count: int) -> str:
@@ -207,22 +190,12 @@ def _answers(run: RunData, count: int) -> str:
 
 
 def _metrics(evaluation: dict[str, Any]) -> str:
-    sides = {name: (evaluation.get(name) or {}).get("metrics", {}) for name in ("base", "adapter")}
-    change = evaluation.get("change", {})
-    rows: list[list[str]] = []
-    classes: list[list[str]] = []
-    for metric in METRICS:
-        values = [sides[name].get(metric.name) for name in sides]
-        if all(value is None for value in values):
-            continue
-        difference = change.get(metric.name)
-        digits = 2 if metric.percent else 4
-        cells = ["–" if v is None else f"{v:.{digits}f}" for v in values]
-        rows.append([metric.title, *cells, "–" if difference is None else f"{difference:+.{digits}f}"])
-        better = bool(difference) and (difference > 0) == (metric.better == "higher")
-        classes.append(["", "", "", "" if not difference else "better" if better else "worse"])
-    text = table(("metric", "base", "adapter", "change"), rows, classes=classes)
-    return card(f"{evaluation.get('rows', '?')} answers, scores in percent", text) if rows else ""
+    lines = measured(*((evaluation.get(side) or {}).get("metrics", {}) for side in ("base", "adapter")))
+    columns = ("base", "adapter", "change")
+    colours = {True: "better", False: "worse", None: ""}
+    classes = [["", "", "", colours[line.improved]] for line in lines]
+    text = table(("metric", *columns), [line.texts(columns) for line in lines], classes=classes)
+    return card(f"{evaluation.get('rows', '?')} answers, scores in percent", text) if lines else ""
 
 
 def _sample(sample: Sample) -> str:
@@ -241,40 +214,29 @@ def _actors(run: RunData) -> str:
     rows = []
     for actor in run.environment.get("actors") or []:
         layers = actor.get("layers")
-        holds = (
-            f"layers {layers[0]}–{layers[1] - 1}"
-            if layers
-            else f"{actor.get('experts', '?')} experts a layer"
-        )
+        experts = f"{actor.get('experts', '?')} experts a layer"
         where = " ".join(str(actor[key]) for key in ("host", "device", "isa") if actor.get(key))
         weights, load = actor.get("weight_bytes"), actor.get("load_seconds")
         rows.append(
             [
                 str(actor.get("actor", "?")),
                 where,
-                holds,
+                f"layers {layers[0]}–{layers[1] - 1}" if layers else experts,
                 str(actor.get("threads", "–")),
                 size(weights) if isinstance(weights, int) else "–",
                 f"{load:.1f} s" if isinstance(load, int | float) else "–",
             ]
         )
     columns = ("actor", "where", "holds", "threads", "weights", "loaded in")
-    return (
-        section("Who held what", f'<div class="card">{table(columns, rows, numbers=False)}</div>')
-        if rows
-        else ""
-    )
+    return section("Who held what", boxed(table(columns, rows, numbers=False))) if rows else ""
 
 
 def _settings(run: RunData) -> str:
     changed = [[key, show(value)] for key, value in run.changed_settings().items() if key != "model.config"]
     whole = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
     rest = f"<details><summary>all of config.yaml</summary><pre>{escape(whole)}</pre></details>"
-    return section(
-        "Configuration",
-        f'<div class="card"><p class="soft">Keys that differ from their defaults</p>'
-        f"{table((), changed, numbers=False)}{rest}</div>",
-    )
+    note = '<p class="soft">Keys that differ from their defaults</p>'
+    return section("Configuration", boxed(f"{note}{table((), changed, numbers=False)}{rest}"))
 
 
 def _environment(run: RunData) -> str:
@@ -285,8 +247,4 @@ def _environment(run: RunData) -> str:
         if isinstance(value, dict):
             value = ", ".join(f"{name} {version}" for name, version in value.items() if version)
         rows.append([key, size(value) if key == "memory_bytes" and isinstance(value, int) else str(value)])
-    return section("Environment", f'<div class="card">{table((), rows, numbers=False)}</div>') if rows else ""
-
-
-def _amount(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+    return section("Environment", boxed(table((), rows, numbers=False))) if rows else ""

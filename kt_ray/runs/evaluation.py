@@ -197,7 +197,7 @@ def _losses(home: Path) -> tuple[dict[str, dict[str, float]], str]:
     """Loss and perplexity by side, and their source: losses.json, else the run's own figures."""
     measured = {side: total for side, total in read_losses(home).items() if total.tokens}
     if measured:
-        figures = {side: {"loss": s.loss, "perplexity": s.perplexity} for side, s in measured.items()}
+        figures = {side: {"loss": s.loss, "perplexity": perplexity(s.loss)} for side, s in measured.items()}
         tokens = max(total.tokens for total in measured.values())
         return figures, f"loss and perplexity are over the rows' {tokens} answer tokens"
     note = "loss and perplexity are the run's own held-out ones (metrics.jsonl), over its eval split"

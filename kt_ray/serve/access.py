@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import json
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive, Scope, Send
 
 from kt_ray.errors import UserError
 from kt_ray.serve.api_errors import ApiError
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 VARIABLE = "KT_RAY_API_KEY"
 OPEN = ("/health",)  # paths that need no key
@@ -22,7 +20,7 @@ OPEN = ("/health",)  # paths that need no key
 
 def bare(host: str) -> str:
     """An address without the brackets that IPv6 ones have in URLs."""
-    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    return host.removeprefix("[").removesuffix("]")
 
 
 def is_loopback(host: str) -> bool:
@@ -74,24 +72,26 @@ class Gate:
         self._max_body = max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            self._check_host(scope)
-            self._check_key(scope)
-            receive = await self._read(scope, receive)
-        except ApiError as error:
-            await _answer(send, error)
-            return
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            try:
+                if scope["path"] not in OPEN:
+                    if self._key is None:
+                        self._check_host(headers)
+                    else:
+                        self._check_key(headers, self._key)
+                receive = await self._read(headers, scope, receive)
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+            except ClientDisconnect:
+                return
         await self._app(scope, receive, send)
 
-    def _check_host(self, scope: Scope) -> None:
+    def _check_host(self, headers: Headers) -> None:
         """Where no key is asked for, web pages open on this machine must not ask either: one whose owner
         points its name at 127.0.0.1 (DNS rebinding) sends that name as Host."""
-        if self._key is not None or scope["path"] in OPEN:
-            return
-        given = _header(scope, b"host").decode("latin-1").strip()
+        given = headers.get("host", "").strip()
         # A program that is no browser may leave the header out.
         if given and not is_loopback(_without_port(given)):
             raise ApiError(
@@ -101,15 +101,13 @@ class Gate:
                 code="host_not_allowed",
             )
 
-    def _check_key(self, scope: Scope) -> None:
-        if self._key is None or scope["path"] in OPEN:
-            return
-        given = _header(scope, b"authorization").strip()
-        scheme, _, key = given.partition(b" ")
+    def _check_key(self, headers: Headers, wanted: bytes) -> None:
+        given = headers.get("authorization", "").strip(" \t")  # not what Latin-1 has for bytes of UTF-8
+        scheme, _, key = given.partition(" ")
         # Clients send what is not ASCII as UTF-8 or, the older way, as Latin-1.
-        digests = [digest(key), digest(key.decode("latin-1"))]
-        right = [hmac.compare_digest(one, self._key) for one in digests]
-        if scheme.lower() != b"bearer" or not any(right):
+        digests = [digest(key.encode("latin-1")), digest(key)]
+        right = [hmac.compare_digest(one, wanted) for one in digests]
+        if scheme.lower() != "bearer" or not any(right):
             what = "incorrect API key provided" if given else "no API key provided"
             raise ApiError(
                 401,
@@ -118,59 +116,30 @@ class Gate:
                 headers={"www-authenticate": "Bearer"},
             )
 
-    async def _read(self, scope: Scope, receive: Receive) -> Receive:
-        """Read the body, as far as it may go; what follows it is left to the application."""
-        stated = _header(scope, b"content-length")
-        if stated.isdigit() and int(stated) > self._max_body:
-            raise self._too_large()
-        parts: list[bytes] = []
-        size, more = 0, True
-        while more:
-            message = await receive()
-            if message["type"] != "http.request":  # the client left
-                return _after(message, receive)
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._max_body:
-                raise self._too_large()
-            more = message.get("more_body", False)
-        return _after({"type": "http.request", "body": b"".join(parts), "more_body": False}, receive)
+    async def _read(self, headers: Headers, scope: Scope, receive: Receive) -> Receive:
+        """Read the body, as far as it may go; what follows it is left to the application.
 
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413,
-            f"the request is larger than {self._max_body} bytes (serve.max_body)",
-            code="request_too_large",
-        )
+        Raises:
+            ClientDisconnect: the client left before its end.
+        """
+        message = f"the request is larger than {self._max_body} bytes (serve.max_body)"
+        too_large = ApiError(413, message, code="request_too_large")
+        stated, body = headers.get("content-length", ""), bytearray()
+        if stated.isdecimal() and int(stated) > self._max_body:
+            raise too_large
+        async for part in Request(scope, receive).stream():
+            body += part
+            if len(body) > self._max_body:
+                raise too_large
+        waiting: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
+        async def replay() -> Message:
+            return waiting.pop() if waiting else await receive()
 
-def _after(first: MutableMapping[str, Any], receive: Receive) -> Receive:
-    waiting = [first]
-
-    async def replay() -> MutableMapping[str, Any]:
-        return waiting.pop() if waiting else await receive()
-
-    return replay
+        return replay
 
 
 def _without_port(host: str) -> str:
     """ "localhost:8000" -> "localhost", "[::1]:8000" -> "[::1]"."""
     name, colon, port = host.rpartition(":")
     return name if colon and port.isdigit() and (":" not in name or name.endswith("]")) else host
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    return next((bytes(value) for key, value in scope["headers"] if key.lower() == name), b"")
-
-
-async def _answer(send: Send, error: ApiError) -> None:
-    body = json.dumps(error.body).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
-    await send(
-        {
-            "type": "http.response.start",
-            "status": error.status,
-            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-        }
-    )
-    await send({"type": "http.response.body", "body": body})

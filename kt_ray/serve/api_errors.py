@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 from kt_ray.errors import UserError
 
 
@@ -12,11 +14,8 @@ class ApiError(Exception):
     """An answer that is an error.
 
     Args:
-        status: HTTP code.
-        message: for people.
         param: the field of the request that is at fault.
         code: for programs, as in OpenAI's API ("model_not_found", "context_length_exceeded", ...).
-        headers: of the response.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.code = code
-        self.headers = dict(headers or {})
+        self.headers = headers
         super().__init__(message)
 
     @property
@@ -42,14 +41,25 @@ class ApiError(Exception):
             kind = "rate_limit_error"
         elif self.status >= 500:
             kind = "server_error"
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
-        }
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, headers=self.headers)
 
 
 def of_user_error(error: UserError) -> ApiError:
     """A request that the engine refuses."""
     return ApiError(400, error.line())
+
+
+def shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down")
+
+
+def engine_stopped(error: BaseException) -> ApiError:
+    """For clients: what happened, and no more; addresses and processes are the operator's."""
+    what = error.what if isinstance(error, UserError) else "a fault in it"
+    return ApiError(503, f"generation has stopped: {what}", code="engine_stopped")
 
 
 def of_validation(errors: Sequence[Any]) -> ApiError:
@@ -84,10 +94,8 @@ def _name(place: Sequence[Any]) -> str:
     for number, part in enumerate(place):
         if isinstance(part, int):
             name += f"[{part}]"
-        elif number and not str(part).isidentifier():
-            break  # "list[str]", "function-after[...]"
-        elif number and str(part) in ("str", "int"):
-            break
+        elif number and (not part.isidentifier() or part in ("str", "int")):
+            break  # also "list[str]", "function-after[...]"
         else:
             name += f".{part}" if name else str(part)
     return name

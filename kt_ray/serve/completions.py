@@ -8,15 +8,15 @@ import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kt_ray.data.row_types import Turn
 from kt_ray.data.template import ChatEncoder
 from kt_ray.errors import UserError
-from kt_ray.generate.generator import Answer, Piece
+from kt_ray.generate.generator import Answer, Generator, Piece
 from kt_ray.generate.requests import Request, Sampling
-from kt_ray.serve.api_errors import ApiError, of_user_error
-from kt_ray.serve.schemas import ChatMessage, ChatRequest, Common, CompletionRequest
+from kt_ray.serve.api_errors import ApiError, engine_stopped, of_user_error, shutting_down
+from kt_ray.serve.schemas import ChatMessage, ChatRequest, CompletionRequest
 
 FAREWELL = 5.0  # seconds that running answers get when the server is stopped
 _LONG = 20_000  # characters from which on tokenizing does not hold the event loop up
@@ -25,47 +25,23 @@ _COMPLETION_TOKENS = 16  # of a completion that names no limit, as in OpenAI's A
 
 @dataclass(frozen=True)
 class Served:
-    """What is served; travels to the process that answers.
+    """What is served; travels to the process that answers."""
 
-    Attributes:
-        name: of the base model. adapters: names of the others.
-        tokenizer: directory. template: file of a chat template, or None. template_name: see DataConfig.
-        eos: token ids that end an answer.
-        context: tokens that prompt and answer may have together.
-        max_tokens: of one answer; None = what the context leaves.
-        running: answers that are generated at the same time, over all replicas. max_queue: that wait.
-        session: arguments of the Generator: max_rows, prefill_tokens, cache_tokens.
-        max_body: bytes of a request. key: digest of the clients' key, or None.
-        fingerprint: of the model's weights.
-        created: seconds since 1970.
-    """
-
-    name: str
-    adapters: tuple[str, ...]
-    tokenizer: str
-    template: str | None
-    template_name: str | None
-    eos: tuple[int, ...]
-    context: int
-    max_tokens: int | None
-    running: int
-    max_queue: int
-    session: Mapping[str, Any]
-    max_body: int
-    key: bytes | None
-    fingerprint: str
-    created: int
-
-
-class Submits(Protocol):
-    """What the service needs of a generator (kt_ray.generate.generator.Generator)."""
-
-    @property
-    def error(self) -> BaseException | None: ...
-
-    def submit(self, request: Request, listener: Any = None) -> Answer: ...
-
-    def close(self) -> None: ...
+    name: str  # of the base model
+    adapters: tuple[str, ...]  # names of the others
+    tokenizer: str  # directory
+    template: str | None  # file of a chat template, or None
+    template_name: str | None  # see DataConfig
+    eos: tuple[int, ...]  # token ids that end an answer
+    context: int  # tokens that prompt and answer may have together
+    max_tokens: int | None  # of one answer; None = what the context leaves
+    running: int  # answers that are generated at the same time, over all replicas
+    max_queue: int  # answers that wait
+    session: Mapping[str, Any]  # arguments of the Generator: max_rows, prefill_tokens, cache_tokens
+    max_body: int  # bytes of a request
+    key: bytes | None  # digest of the clients' key, or None
+    fingerprint: str  # of the model's weights
+    created: int  # seconds since 1970
 
 
 class Job:
@@ -89,11 +65,11 @@ class Job:
         while running:
             number, piece = await self._queue.get()
             if isinstance(piece, BaseException):
-                raise ApiError(503, f"generation has stopped: {_line(piece)}", code="engine_stopped")
+                raise engine_stopped(piece)
             if piece.token.finish == "error":
                 raise ApiError(500, f"this answer failed: {piece.token.error}", code="answer_failed")
             if piece.token.finish == "cancelled":
-                raise ApiError(503, "the server is shutting down", code="shutting_down")
+                raise shutting_down()
             if piece.token.finish:
                 running -= 1
             yield number, piece
@@ -108,19 +84,17 @@ class Job:
 class CompletionService:
     """Checks requests and hands them to a generator.
 
-    Args:
-        served: what is served.
-        encoder: tokenizer and chat template.
-        generator: that answers.
+    Attributes:
+        outstanding: answers that run or wait.
     """
 
-    def __init__(self, served: Served, encoder: ChatEncoder, generator: Submits) -> None:
+    def __init__(self, served: Served, encoder: ChatEncoder, generator: Generator) -> None:
         self.served = served
         self.encoder = encoder
         self.generator = generator
         self.vocabulary = len(encoder.tokenizer)
         self._adapters: dict[str, bool | str] = {served.name: False, **{n: n for n in served.adapters}}
-        self._outstanding = 0
+        self.outstanding = 0
         self._lock = threading.Lock()
         self._stopping = False
 
@@ -132,11 +106,6 @@ class CompletionService:
     @property
     def healthy(self) -> bool:
         return self.generator.error is None and not self._stopping
-
-    @property
-    def outstanding(self) -> int:
-        """Answers that run or wait."""
-        return self._outstanding
 
     def adapter_of(self, model: str) -> bool | str:
         """Raises ApiError: there is no such model."""
@@ -157,7 +126,7 @@ class CompletionService:
         """No further requests; those that run get a moment; then the session ends. Blocks."""
         self.stop()
         deadline = time.monotonic() + FAREWELL
-        while self._outstanding and time.monotonic() < deadline:
+        while self.outstanding and time.monotonic() < deadline:
             time.sleep(0.05)
         self.generator.close()
 
@@ -210,37 +179,27 @@ class CompletionService:
         requests: list[Request] = []
         for prompt in prompts:
             limit = self._limit(body, len(prompt))
-            for _ in range(body.n or 1):
-                requests.append(
-                    Request(
-                        prompt,
-                        self._sampling(body, limit, (seed + len(requests)) % 2**63),
-                        adapter,
-                        body.stops,
-                    )
+            for _ in range(body.n):
+                sampling = Sampling(
+                    max_new_tokens=limit,
+                    min_new_tokens=body.min_tokens,
+                    temperature=body.temperature,
+                    top_p=body.top_p,
+                    top_k=body.top_k,
+                    min_p=body.min_p,
+                    repetition_penalty=body.repetition_penalty,
+                    seed=(seed + len(requests)) % 2**63,
+                    eos=self.served.eos,
+                    logprobs=body.top,
                 )
+                requests.append(Request(prompt, sampling, adapter, body.stops))
         return requests
 
-    def _sampling(self, body: ChatRequest | CompletionRequest, limit: int, seed: int) -> Sampling:
-        return Sampling(
-            max_new_tokens=limit,
-            min_new_tokens=body.min_tokens or 0,
-            temperature=_given(body.temperature, 1.0),
-            top_p=_given(body.top_p, 1.0),
-            top_k=body.top_k or 0,
-            min_p=body.min_p or 0.0,
-            repetition_penalty=_given(body.repetition_penalty, 1.0),
-            seed=seed,
-            eos=self.served.eos,
-            logprobs=body.top if isinstance(body, ChatRequest) else body.logprobs,
-        )
-
-    def _limit(self, body: Common, prompt: int) -> int:
+    def _limit(self, body: ChatRequest | CompletionRequest, prompt: int) -> int:
         """Tokens of an answer at the most."""
-        context, most = self.served.context, self.served.max_tokens
-        asked = body.limit if isinstance(body, ChatRequest | CompletionRequest) else None
+        context, most, asked = self.served.context, self.served.max_tokens, body.limit
         room = context - prompt
-        if room < 1 or (asked is not None and asked > room):
+        if room < (asked or 1):
             field = "messages" if isinstance(body, ChatRequest) else "prompt"
             completion = f" and {asked} in the completion" if asked is not None else ""
             raise ApiError(
@@ -250,39 +209,33 @@ class CompletionService:
                 param=field,
                 code="context_length_exceeded",
             )
-        if asked is not None:
-            if most is not None and asked > most:
-                raise ApiError(
-                    400,
-                    f"max_tokens={asked} is more than one answer can have here: {most} (serve.max_tokens)",
-                    param="max_tokens",
-                    code="invalid_value",
-                )
-            return asked
-        if isinstance(body, CompletionRequest):
-            return min(room, _COMPLETION_TOKENS, most or room)
-        return min(room, most or room)
+        if asked is None:
+            usual = _COMPLETION_TOKENS if isinstance(body, CompletionRequest) else room
+            return min(room, usual, most or room)
+        if most is not None and asked > most:
+            raise ApiError(
+                400,
+                f"max_tokens={asked} is more than one answer can have here: {most} (serve.max_tokens)",
+                param="max_tokens",
+                code="invalid_value",
+            )
+        return asked
 
     def check_room(self, answers: int) -> None:
-        """Before work is put into a request: refuse it if it could not be taken now.
-
-        Args:
-            answers: prompts, times answers to each.
+        """Before work is put into a request for so many answers: refuse it if it could not be taken now.
 
         Raises:
             ApiError: too many wait already, or there are never so many (429); generation has stopped (503).
         """
         if self._stopping:
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
+            raise shutting_down()
         if self.generator.error is not None:
-            raise ApiError(
-                503, f"generation has stopped: {_line(self.generator.error)}", code="engine_stopped"
-            )
-        most, outstanding = self.served.running + self.served.max_queue, self._outstanding
-        if outstanding + answers > most:
+            raise engine_stopped(self.generator.error)
+        most = self.served.running + self.served.max_queue
+        if self.outstanding + answers > most:
             raise ApiError(
                 429,
-                f"too many requests: {outstanding} answers are running or waiting, {most} can"
+                f"too many requests: {self.outstanding} answers are running or waiting, {most} can"
                 + (f"; this request asks for {answers}" if answers > 1 else ""),
                 code="queue_full",
                 headers={"retry-after": "1"},
@@ -299,44 +252,27 @@ class CompletionService:
         """
         with self._lock:
             self.check_room(len(requests))
-            self._outstanding += len(requests)
+            self.outstanding += len(requests)
         job, loop = Job(), asyncio.get_running_loop()
         try:
             for number, request in enumerate(requests):
                 job.answers.append(self.generator.submit(request, self._listener(job, loop, number)))
         except BaseException as error:
             with self._lock:
-                self._outstanding -= len(requests) - len(job.answers)
+                self.outstanding -= len(requests) - len(job.answers)
             job.cancel()
-            if isinstance(error, UserError) and (self.generator.error is not None or self._stopping):
-                raise ApiError(
-                    503, f"generation has stopped: {_line(error)}", code="engine_stopped"
-                ) from error
-            if isinstance(error, UserError):
-                raise of_user_error(error) from error
-            raise
+            if not isinstance(error, UserError):
+                raise
+            stopped = self.generator.error is not None or self._stopping
+            raise (engine_stopped(error) if stopped else of_user_error(error)) from error
         return job
 
     def _listener(self, job: Job, loop: asyncio.AbstractEventLoop, number: int) -> Any:
         def take(piece: Piece | BaseException) -> None:
             if isinstance(piece, BaseException) or piece.token.finish:
                 with self._lock:
-                    self._outstanding -= 1
+                    self.outstanding -= 1
             if not loop.is_closed():
                 loop.call_soon_threadsafe(job.put, number, piece)
 
         return take
-
-
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else value
-
-
-def _line(error: BaseException) -> str:
-    """For clients: what happened, and no more; addresses and processes are the operator's."""
-    return error.what if isinstance(error, UserError) else "a fault in it"
-
-
-def now() -> int:
-    """Seconds since 1970."""
-    return int(time.time())

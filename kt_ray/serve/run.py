@@ -6,21 +6,19 @@ import asyncio
 import contextlib
 import logging
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import uvicorn
 
 from kt_ray.data.template import ChatEncoder, load_tokenizer
 from kt_ray.errors import UserError
+from kt_ray.generate.generator import Generator
 from kt_ray.serve.access import bare
 from kt_ray.serve.app import make_app
-from kt_ray.serve.completions import FAREWELL, CompletionService, Served, Submits
-
-_LOOK = 0.5  # seconds between looks at the service
+from kt_ray.serve.completions import FAREWELL, CompletionService, Served
 
 
-def make_service(served: Served, generator: Submits) -> CompletionService:
+def make_service(served: Served, generator: Generator) -> CompletionService:
     """With a tokenizer of its own: the generator decodes with its own in other threads."""
     tokenizer = load_tokenizer(served.tokenizer)
     tokenizer("a")  # drops what the file says about padding and truncation, once and not beside others
@@ -46,11 +44,19 @@ def check_port(host: str, port: int) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Ends the service beside its connections, so that streams end with an event and not in their middle."""
+    """Ends with the service, and ends it beside its connections: streams end with an event, not midway."""
 
-    def __init__(self, config: uvicorn.Config, service: CompletionService) -> None:
+    def __init__(self, config: uvicorn.Config, service: CompletionService, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._service = service
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._service.generator.error is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.ensure_future(asyncio.to_thread(self._service.close))
@@ -59,12 +65,7 @@ class _Server(uvicorn.Server):
 
 
 def run_server(service: CompletionService, host: str, port: int, ready: Callable[[], None]) -> None:
-    """Serve until Ctrl-C, SIGTERM or the service's end.
-
-    Args:
-        service: that answers.
-        host, port: to listen on.
-        ready: called once requests are answered.
+    """Serve until Ctrl-C, SIGTERM or the service's end; `ready` is called once requests are answered.
 
     Raises:
         BaseException: what ended the service.
@@ -78,30 +79,7 @@ def run_server(service: CompletionService, host: str, port: int, ready: Callable
         lifespan="off",
         timeout_graceful_shutdown=int(2 * FAREWELL),  # clients that do not read what they are sent
     )
-    server = _Server(config, service)
-    with _watched(service, server, ready), contextlib.suppress(KeyboardInterrupt):
-        server.run()  # uvicorn takes the signals, ends, and raises them again
+    with contextlib.suppress(KeyboardInterrupt):
+        _Server(config, service, ready).run()  # uvicorn takes the signals, ends, and raises them again
     if service.generator.error is not None:
         raise service.generator.error
-
-
-@contextlib.contextmanager
-def _watched(service: CompletionService, server: uvicorn.Server, ready: Callable[[], None]) -> Iterator[None]:
-    over = threading.Event()
-
-    def watch() -> None:
-        told = False
-        while not over.wait(0.05 if not told else _LOOK):
-            if server.started and not told:
-                told = True
-                ready()
-            if service.generator.error is not None:
-                server.should_exit = True
-
-    thread = threading.Thread(target=watch, name="kt-serve-watch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()

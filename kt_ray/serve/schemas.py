@@ -62,15 +62,15 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out(cls, given: Any) -> Any:
+        """Drop what asks for nothing, a null in the place of a default included."""
         if not isinstance(given, dict):
             return given
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
         kept = {}
         for name, value in given.items():
-            if name in cls.labels:
-                continue
-            if name in cls.neutral:
-                if value is not None and value not in cls.neutral[name]:
-                    raise unsupported(name)
+            if name in cls.neutral and value is not None and value not in cls.neutral[name]:
+                raise unsupported(name)
+            if name in cls.neutral or name in cls.labels or (value is None and name in optional):
                 continue
             kept[name] = value
         return kept
@@ -99,7 +99,7 @@ class ChatMessage(Body):
 class StreamOptions(Body):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
 
-    include_usage: bool | None = None
+    include_usage: bool = False
 
 
 class Common(Body):
@@ -109,16 +109,16 @@ class Common(Body):
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = Field(None, ge=0)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    n: int | None = Field(None, ge=1, le=128)
+    min_tokens: int = Field(0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stop | Stops | None = None
-    stream: bool | None = None
+    stop: Stop | Stops = []
+    stream: bool = False
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
@@ -129,11 +129,11 @@ class Common(Body):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        return self.stream_options is not None and self.stream_options.include_usage
 
 
 class ChatRequest(Common):
@@ -143,7 +143,7 @@ class ChatRequest(Common):
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
+    logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
     @model_validator(mode="after")
@@ -171,13 +171,13 @@ class CompletionRequest(Common):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NEUTRAL, "suffix": ("",)}
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    echo: bool | None = None
+    echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of != (self.n or 1):
+        if self.best_of not in (None, self.n):
             raise unsupported("best_of", "is not supported unless it equals n")
         if self.echo and self.logprobs is not None:
             raise unsupported("echo", "is not supported together with logprobs")
@@ -188,6 +188,11 @@ class CompletionRequest(Common):
     @property
     def limit(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        """Log-probabilities per token; None = none are asked for."""
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:

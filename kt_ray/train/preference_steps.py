@@ -102,7 +102,6 @@ class Preference:
             for mine, theirs in zip(policy, reference, strict=True):
                 for group, other in zip(mine, theirs, strict=True):
                     ratios += [a - b for a, b in zip(group, other, strict=True)]
-        # kt_ray.model.preference_losses.kto_kl, without torch
         return max(0.0, float(np.concatenate(ratios).mean()))
 
     def _with_reference(self, step: int, wave: Wave) -> Wave:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from kt_ray.actors.cluster import ActorCluster
-from kt_ray.batch import IGNORE
+from kt_ray.batch import IGNORE, Objective
 from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.data.batches import Batches, mismatched
 from kt_ray.data.row_types import Pair, Row
 from kt_ray.errors import UserError
-from kt_ray.model.preference_losses import dpo_losses, kto_kl, kto_losses, orpo_losses
+from kt_ray.model.preference_losses import dpo_losses, kto_losses, orpo_losses
 from kt_ray.runs.prepare import for_stage
 from kt_ray.train.trainer import StepBatches, Trainer
 from tests.helpers.hf_reference import Reference, build_checkpoint, random_rows
@@ -61,14 +61,14 @@ def expected_loss(stage: str, policy: Reference, base: Reference, rows: list[Row
     if stage == "kto":
         others = mismatched(rows, 512)
         with torch.no_grad():
-            kl = kto_kl(answers(policy, others), answers(base, others))
+            kl = max(0.0, float((answers(policy, others) - answers(base, others)).mean()))
         wanted = torch.tensor([r.sign > 0 for r in rows])
-        return kto_losses(mine, theirs, wanted, kl, beta=0.1).mean()
+        return kto_losses(mine - theirs, wanted, Objective("kto", 0, kl=kl)).mean()
     if stage == "orpo":
         mean = mine / torch.tensor([r.trained for r in rows])
         nll = -torch.cat([token_logps(policy, r) for r in rows[0::2]]).mean()
-        return nll + orpo_losses(mean[0::2], mean[1::2], beta=0.1).mean()
-    return dpo_losses(mine[0::2], mine[1::2], theirs[0::2], theirs[1::2], beta=0.1).mean()
+        return nll + orpo_losses(mean, Objective("orpo", 0)).mean()
+    return dpo_losses(mine - theirs, torch.zeros(()), Objective("dpo", 0)).mean()
 
 
 def trainer_for(cluster: ActorCluster, config: Config, units: list[Row] | list[Pair]) -> Trainer:
