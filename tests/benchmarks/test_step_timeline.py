@@ -31,7 +31,8 @@ def test_a_run_ends_in_a_record_and_a_trace(case: str, clusters: list[str], tmp_
     """The demo's model stands in for the shapes; under Ray the stand-in stage travels to the worker."""
     model, out = ensure_demo_model("demo", cache_dir=tmp_path), tmp_path / "out.json"
     command = [sys.executable, str(REPO / "benchmarks" / "step_timeline.py"), model, "--case", case]
-    arguments = f"--tokens 48 --rows 2 --steps 2 --clusters {','.join(clusters)} --set cluster.dashboard=false"
+    command += ["--clusters", ",".join(clusters)]
+    arguments = "--tokens 48 --rows 2 --steps 2 --set cluster.dashboard=false"
     done = subprocess.run(
         [*command, *arguments.split(), "--json", str(out), "--traces", str(tmp_path / "traces")],
         env={**os.environ, "KT_RAY_CACHE": str(tmp_path)},
