@@ -46,7 +46,7 @@ class GenerationCluster(Protocol):
 
     def generate(self, spec: SessionSpec, opened: Callable[[], None]) -> list[Any]: ...
 
-    def order(
+    def instruct(
         self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
     ) -> None: ...
 
@@ -253,7 +253,7 @@ class Generator:
             number = next(self._numbers)
             answer = Answer(number, request, self.tokenizer, lambda: self._cancel(rank, number), listener)
             self._answers[number] = rank, answer
-            self.cluster.order(rank, "request", self.spec.number, number, request)
+            self.cluster.instruct(rank, "request", self.spec.number, number, request)
         return answer
 
     def _check(self, request: Request) -> None:
@@ -281,7 +281,7 @@ class Generator:
             )
 
     def _cancel(self, rank: int, number: int) -> None:
-        self.cluster.order(rank, "cancel", self.spec.number, number)
+        self.cluster.instruct(rank, "cancel", self.spec.number, number)
 
     @property
     def error(self) -> BaseException | None:
@@ -296,17 +296,17 @@ class Generator:
         # After an error of the fetching alone the session still runs, and would do so for ever.
         if first and self._threads[0].is_alive():
             for number, (rank, _) in outstanding:
-                self._order(rank, "cancel", number)
+                self._instruct(rank, "cancel", number)
             for rank in self.cluster.coordinators:
-                self._order(rank, "stop")
+                self._instruct(rank, "stop")
         for thread in self._threads:
             thread.join()
         self._fail(UserError("the generator was closed before this answer ended", remedy="ask again"))
 
-    def _order(self, rank: int, kind: str, number: int = -1) -> None:
+    def _instruct(self, rank: int, kind: str, number: int = -1) -> None:
         """An order where an error changes nothing: the session's own one is told."""
         try:
-            self.cluster.order(rank, kind, self.spec.number, number)
+            self.cluster.instruct(rank, kind, self.spec.number, number)
         except Exception as error:
             logger.warning("coordinator %d could not be sent %r", rank, kind, exc_info=error)
 
@@ -350,7 +350,7 @@ class Generator:
             logger.warning("an answer was broken off", exc_info=error)
             answer.break_off(error)
             if not token.finish:
-                self._order(rank, "cancel", token.request)
+                self._instruct(rank, "cancel", token.request)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

@@ -65,7 +65,7 @@ def test_load_progress_is_told_once_per_change() -> None:
     quick = [(0, 0, 0), (1, 5, 10), (2, 10, 10)]
     slow = [(0, 0, 0), (1, 5, 10), (1, 5, 10), (1, 5, 10), (2, 10, 10)]
     cluster.experts = [Loading(0, quick), Loading(1, slow)]
-    assert cluster._gather([(h, "load", ()) for h in cluster.handles], 10, cluster._note_load) == ["load"] * 2
+    assert cluster._gather(cluster.handles, "load", (), 10, cluster._note_load) == ["load"] * 2
     for rank in (0, 1):
         assert [n[1:] for n in notes if n[0] == f"expert actor {rank}"] == [(1, 5, 10), (2, 10, 10)]
 

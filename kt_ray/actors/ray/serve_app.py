@@ -60,18 +60,18 @@ class AttachedCluster(RayCluster):
 
     def __init__(self, to: Attachment) -> None:
         super().__init__(to.plan, to.specs, to.config, to.rule, "serve")
-        self._orders = ThreadPoolExecutor(1, thread_name_prefix="kt-orders")
+        self._instructions = ThreadPoolExecutor(1, thread_name_prefix="kt-instructions")
         for kind, handles in (("worker", self.workers), ("experts", self.experts)):
             for address in sorted(address for address in to.names if address[0] == kind):
                 actor = ray.get_actor(to.names[address], namespace=to.namespace)
                 handles.append(RayHandle(address, actor))
 
-    def order(
+    def instruct(
         self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
     ) -> None:
         # On a thread that belongs to no HTTP request. When a client leaves, Serve cancels the request's task
         # and with it the actor calls made in it; one that then never comes holds up all later ones.
-        self._orders.submit(super().order, rank, kind, session, number, request)
+        self._instructions.submit(super().instruct, rank, kind, session, number, request)
 
 
 class Server:
