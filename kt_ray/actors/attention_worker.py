@@ -78,7 +78,7 @@ class AttentionWorker(PlainActor):
         use_torch_threads(self.part.threads)
 
     def claim_thread(self, threads: int | None = None) -> None:
-        """Also the current GPU: CUDA events and streams belong to it, and stages of a process have several."""
+        """Also the current GPU: CUDA events and streams belong to it, and a process may use several."""
         super().claim_thread(threads)
         if self._on_gpu:
             torch.cuda.set_device(torch.device(self.spec.device))

@@ -12,8 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from kt_ray.actors.cluster import ActorCluster, Handle
 from kt_ray.actors.ray import ray_cluster
-from kt_ray.actors.ray.ray_actor import RayHandle
-from kt_ray.actors.ray.ray_cluster import RayCluster
+from kt_ray.actors.ray.ray_cluster import RayCluster, RayHandle
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.placement.plan_types import Plan

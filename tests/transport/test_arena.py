@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kt_ray.actors.ray.ray_port import pack_inline, unpack
+from kt_ray.actors.ray.ray_actor import pack_inline, unpack
 from kt_ray.transport.arena import ALIGNMENT, Arena, ArenaReader, Block, TensorRef
 from kt_ray.transport.messages import Message
 

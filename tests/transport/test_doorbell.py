@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from kt_ray.actors.ray.ray_port import INLINE_BYTES, RUNG_BYTES, Packed, Peer, RayPort
+from kt_ray.actors.ray.ray_actor import INLINE_BYTES, RUNG_BYTES, Packed, Peer, RayPort
 from kt_ray.placement.transports import Transport
 from kt_ray.transport.doorbell import FRAME_BYTES, PIPE_BYTES, Doorbell, DoorbellAddress, Ringer
 from kt_ray.transport.messages import Address, Mailbox, Message, Stalled

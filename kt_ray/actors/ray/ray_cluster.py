@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
 import os
 import signal
@@ -10,40 +10,34 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray import openmp
-from kt_ray.actors.cluster import NOTICE, ActorCluster, ActorDied, LoadNote
-from kt_ray.actors.ray.ray_actor import (
-    RayActorSpec,
-    RayHandle,
-    RemoteActor,
-    end_actor,
-    not_started,
-    retry_name,
-)
-from kt_ray.actors.ray.ray_address import Running, free_port, running_cluster
-from kt_ray.actors.ray.ray_dashboard import dashboard_hint, dashboard_url
+from kt_ray.actors.cluster import NOTICE, ActorCluster, ActorDied, Handle, LoadNote
+from kt_ray.actors.ray.ray_actor import Peer, RemoteActor
+from kt_ray.actors.ray.ray_address import Running, dashboard_hint, dashboard_url, free_port, running_cluster
 from kt_ray.actors.ray.ray_hosts import Hosts, find_hosts, own_cpus
 from kt_ray.actors.ray.ray_placement import (
+    CUDA_VISIBLE,
     Seats,
     await_group,
     by_gpu,
     differ,
     gpu_share,
     gpus_behind,
+    own_gpu,
+    own_lane,
     reservations,
     reserved_by_host,
     seats,
 )
-from kt_ray.actors.ray.ray_port import Peer
 from kt_ray.actors.specs import ActorSpecs
-from kt_ray.actors.visible_gpu import VARIABLE, own_gpu, own_lane
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.errors import UserError
 from kt_ray.placement.plan_types import Plan
@@ -57,6 +51,51 @@ logger = logging.getLogger(__name__)
 
 # Settings of the driver's environment that actors must see as well.
 PASSED_ON = ("KT_RAY_ISA", "KT_RAY_DEBUG", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM")
+
+
+class RayHandle(Handle):
+    """The driver's hold on one actor."""
+
+    def __init__(self, address: Address, actor: Any) -> None:
+        self.address = address
+        self.actor = actor
+
+    def start(self, method: str, *args: Any) -> Any:
+        return self.actor.compute.remote(method, *args)
+
+    def control(self, method: str, *args: Any) -> Any:
+        return self.actor.control.remote(method, *args)
+
+    def listen(self, method: str, *args: Any) -> Any:
+        return self.actor.listen.remote(method, *args)
+
+
+@dataclass(frozen=True)
+class RayActorSpec:
+    """What one Ray actor is started from.
+
+    Attributes:
+        bundle_index: of the placement group.
+        cpu_ids: that it may use.
+        arguments: of the plain actor.
+        cpus, gpus: that it reserves with Ray.
+    """
+
+    address: Address
+    bundle_index: int
+    cpu_ids: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    cpus: float
+    gpus: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.address[0]}-{self.address[1]}"
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What it takes of a node."""
+        return {"CPU": self.cpus, **({"GPU": self.gpus} if self.gpus else {})}
 
 
 class RayCluster(ActorCluster):
@@ -199,7 +238,7 @@ class RayCluster(ActorCluster):
             arguments = (self.plan, rank, own_gpu(stage), self.specs.optim, timeout, self.specs.build_stage)
             add(("worker", rank), worker.cpus, arguments, share.get(worker.device, 0.0))
         for experts in self.specs.experts:
-            host = own_lane(experts, os.environ.get(VARIABLE))
+            host = own_lane(experts, os.environ.get(CUDA_VISIBLE))
             add(("experts", host.rank), host.cpus, (self.plan, host, timeout), 0.0)
         for address, spec in self._actor_specs.items():
             try:
@@ -251,10 +290,12 @@ class RayCluster(ActorCluster):
         while True:
             for old in self._ray_handles():
                 if old.address in self._lost | lost:
-                    end_actor(old.actor)
+                    # If it only seemed dead, it must not come back beside its successor.
+                    with contextlib.suppress(Exception):
+                        ray.kill(old.actor, no_restart=True)
             for address in sorted(self._lost | lost):
                 handles = self.workers if address[0] == "worker" else self.experts
-                handles[address[1]] = retry_name(functools.partial(self._create, address), timeout)
+                handles[address[1]] = self._create_again(address)
             try:
                 return self._introduce()
             except ActorLost:
@@ -262,6 +303,22 @@ class RayCluster(ActorCluster):
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(1.0)
+
+    def _create_again(self, address: Address) -> RayHandle:
+        """`_create`, again while the name is taken: Ray frees a dead actor's when it notices the death."""
+        timeout = self.config.start_timeout
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return self._create(address)
+            except ValueError as error:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"Ray did not free a dead actor's name within {timeout:.0f} s",
+                        observed=error,
+                        remedy="raise cluster.start_timeout",
+                    ) from error
+                time.sleep(0.2)
 
     def _introduce(self) -> None:
         """Tell every actor its peers; again when some of them were replaced (between passes)."""
@@ -274,7 +331,7 @@ class RayCluster(ActorCluster):
                 peers[handle.address] = Peer(handle.actor, *ray.get(future, timeout=timeout))
             except GetTimeoutError as error:
                 bundle = self._actor_specs[handle.address].bundle
-                raise not_started(handle.name, self._group, bundle, timeout) from error
+                raise _not_started(handle.name, self._group, bundle, timeout) from error
             except RayTaskError as error:
                 raise _cause(error) from error
             except RayActorError as error:
@@ -394,6 +451,23 @@ class RayCluster(ActorCluster):
                 # Ends a cluster that `connect` started; leaves one that it joined.
                 ray.shutdown()
                 self.connected = False
+
+
+def _not_started(name: str, group: Any, bundle: dict[str, float], timeout: float) -> UserError:
+    """Why an actor did not start in time: no node has room for it, or it is only slow."""
+    if placement_group_table(group).get("state") == "CREATED":
+        return UserError(
+            f"{name} did not start within {timeout:.0f} s",
+            remedy="raise cluster.start_timeout, or look into /tmp/ray/session_latest/logs",
+        )
+    free = ray.available_resources()
+    alive = sum(1 for node in ray.nodes() if node["Alive"])
+    return UserError(
+        f"no node has room for {name}, and none came within {timeout:.0f} s",
+        observed=f"{alive} nodes; free now: CPU {free.get('CPU', 0):g}, GPU {free.get('GPU', 0):g}",
+        required=", ".join(f"{kind} {count:g}" for kind, count in bundle.items()) + " on one node",
+        remedy="start a node with these resources (the run waits cluster.start_timeout seconds for one)",
+    )
 
 
 def _cluster_cpus() -> float:

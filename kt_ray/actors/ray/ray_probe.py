@@ -12,8 +12,8 @@ from typing import Any
 import ray
 import torch
 
+from kt_ray.actors.ray.ray_actor import INLINE_BYTES, Packed, Peer, RayPort
 from kt_ray.actors.ray.ray_address import running_cluster
-from kt_ray.actors.ray.ray_port import INLINE_BYTES, Packed, Peer, RayPort
 from kt_ray.hardware.rates import Figure
 from kt_ray.placement.transports import Transport
 from kt_ray.transport.doorbell import DoorbellAddress

@@ -9,26 +9,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import serve
 
-from kt_ray.actors.ray.ray_actor import RayHandle
-from kt_ray.actors.ray.ray_cluster import RayCluster
-from kt_ray.actors.specs import ActorSpecs
-from kt_ray.config.schema import ClusterConfig, RayRule
+from kt_ray.actors.ray.ray_cluster import RayCluster, RayHandle
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request
-from kt_ray.placement.plan_types import Plan
 from kt_ray.serve.app import make_app
 from kt_ray.serve.completions import FAREWELL, CompletionService, Served
 from kt_ray.serve.run import make_service
-from kt_ray.transport.messages import Address
 
 APPLICATION = "kt_ray"
 LOOK = 2.0  # seconds between looks at the deployment
@@ -37,34 +31,26 @@ ONGOING = 100_000  # requests inside the deployment: the service counts and refu
 QUIET: dict[str, Any] = {"log_level": "WARNING", "enable_access_log": False}
 
 
-@dataclass(frozen=True)
-class Attachment:
-    """What another process needs to generate on a started cluster."""
-
-    plan: Plan
-    specs: ActorSpecs
-    config: ClusterConfig
-    rule: RayRule
-    namespace: str
-    names: Mapping[Address, str]
-
-
-def attachment(cluster: RayCluster) -> Attachment:
-    return Attachment(
-        cluster.plan, cluster.specs, cluster.config, cluster.rule, cluster.namespace, cluster.names()
-    )
-
-
 class AttachedCluster(RayCluster):
-    """The same cluster in another process, for its calls; never shut down from there."""
+    """A started cluster in another process, for its calls; never shut down from there.
 
-    def __init__(self, to: Attachment) -> None:
-        super().__init__(to.plan, to.specs, to.config, to.rule, "serve")
+    Args:
+        started: what `parts` gave of it.
+    """
+
+    def __init__(self, *started: Any) -> None:
+        *arguments, namespace, names = started
+        super().__init__(*arguments, "serve")
         self._instructions = ThreadPoolExecutor(1, thread_name_prefix="kt-instructions")
-        for kind, handles in (("worker", self.workers), ("experts", self.experts)):
-            for address in sorted(address for address in to.names if address[0] == kind):
-                actor = ray.get_actor(to.names[address], namespace=to.namespace)
-                handles.append(RayHandle(address, actor))
+        for address in sorted(names):
+            actor = ray.get_actor(names[address], namespace=namespace)
+            (self.workers if address[0] == "worker" else self.experts).append(RayHandle(address, actor))
+
+    @staticmethod
+    def parts(cluster: RayCluster) -> tuple[Any, ...]:
+        """What another process needs to call a started cluster's actors."""
+        c = cluster
+        return c.plan, c.specs, c.config, c.rule, c.namespace, c.names()
 
     def instruct(
         self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
@@ -78,14 +64,14 @@ class Server:
     """The deployment.
 
     Args:
-        to: the cluster.
+        cluster: `AttachedCluster.parts` of it.
         served: what is served.
     """
 
     service: CompletionService | None = None  # of this process: there is one replica in it
 
-    def __init__(self, to: Attachment, served: Served) -> None:
-        self.generator = Generator(AttachedCluster(to), _tokenizer(served), **served.session)
+    def __init__(self, cluster: tuple[Any, ...], served: Served) -> None:
+        self.generator = Generator(AttachedCluster(*cluster), _tokenizer(served), **served.session)
         Server.service = make_service(served, self.generator)
 
     def look(self) -> UserError | None:
@@ -152,7 +138,7 @@ def run_on_serve(
         )
         try:
             handle = serve.run(
-                deployment.bind(attachment(cluster), served), name=APPLICATION, route_prefix="/"
+                deployment.bind(AttachedCluster.parts(cluster), served), name=APPLICATION, route_prefix="/"
             )
         except RuntimeError as error:
             raise UserError(

@@ -13,7 +13,7 @@ import torch
 
 from kt_ray.actors.local_cluster import LocalCluster, LocalHandle
 from kt_ray.actors.ray import ray_port
-from kt_ray.actors.ray.ray_port import Packed, Peer, RayPort
+from kt_ray.actors.ray.ray_actor import Packed, Peer, RayPort
 from kt_ray.actors.specs import actor_specs
 from kt_ray.placement.transports import Transport
 from kt_ray.transport.gloo_link import MeetingPoint
