@@ -144,7 +144,6 @@ class AttentionWorker(PlainActor):
         self.port.release_all()
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.spec.device)
-        start = time.monotonic()
         recorder = SpanRecorder(full=spec.timeline)
         experts, stages = self._links(spec.number, recorder)
         stage = self.stage
@@ -160,7 +159,6 @@ class AttentionWorker(PlainActor):
         seconds = loop.seconds()
         return WorkerPassReport(
             rank=self.rank,
-            seconds=time.monotonic() - start,
             loss_sum=loop.loss_sum,
             terms={
                 "attention": seconds["attention"],
@@ -184,29 +182,24 @@ class AttentionWorker(PlainActor):
         Args:
             number: of the pass, or of a generation step.
         """
+        plan = self.plan
+        common: dict[str, Any] = {
+            "number": number,
+            "timeout": self.timeout,
+            "device": self.spec.device,
+            "recorder": recorder,
+        }
         experts = ExpertLink(
             self.mailbox,
             self.port,
             replica=self.part.replica,
-            experts=len(self.plan.experts),
-            number=number,
-            timeout=self.timeout,
-            experts_of=self.plan.held,
-            num_experts=self.plan.dims.num_experts,
-            device=self.spec.device,
-            overlap=self.plan.overlap,
-            recorder=recorder,
+            experts=len(plan.experts),
+            experts_of=plan.held,
+            num_experts=plan.dims.num_experts,
+            overlap=plan.overlap,
+            **common,
         )
-        stages = StageLink(
-            self.mailbox,
-            self.port,
-            rank=self.rank,
-            number=number,
-            timeout=self.timeout,
-            device=self.spec.device,
-            recorder=recorder,
-        )
-        return experts, stages
+        return experts, StageLink(self.mailbox, self.port, rank=self.rank, **common)
 
     @contextmanager
     def _profiled(self, spec: PassSpec) -> Iterator[None]:

@@ -276,12 +276,11 @@ class ActorCluster(ABC):
     # -- a step -------------------------------------------------------------------------------
 
     def run_pass(self, spec: PassSpec) -> PassReport:
-        start = time.monotonic()
         reports = self._gather(self.handles, "run_pass", (spec,))
         workers = tuple(reports[: len(self.workers)])
         loss = sum(w.loss_sum for w in workers) / max(1, spec.loss_tokens)
         micro = (tuple(workers[rank].losses for rank in self.coordinators),)
-        return PassReport(loss, time.monotonic() - start, workers, tuple(reports[len(self.workers) :]), micro)
+        return PassReport(loss, workers, tuple(reports[len(self.workers) :]), micro)
 
     def prepare(self, step: int) -> float:
         return float(sum(self._all("prepare", step, next(self._tokens))))

@@ -86,11 +86,10 @@ class ExpertActor(PlainActor):
         # torch only copies and counts here; waiting OpenMP threads would spin on the engine's cores.
         self.claim_thread(1)
         self.port.release_all()
-        self.mailbox.seconds_waited = 0.0
         self.experts.begin_pass(spec.step, spec.dropout, spec.adapters)
         leases: dict[tuple[int, int], Lease] = {}  # (replica, group) -> the last reply
         engine = self.experts.engine
-        start, busy = time.monotonic(), engine.busy_seconds
+        busy = engine.busy_seconds
         recorder = SpanRecorder(full=spec.timeline)
         for layer, direction, group in expert_order(self.plan, spec.kind):
             self.doing = f"pass {spec.number}, layer {layer}, {direction}, group {group}"
@@ -122,12 +121,9 @@ class ExpertActor(PlainActor):
         self.doing = "idle"
         return ExpertPassReport(
             rank=self.rank,
-            seconds=time.monotonic() - start,
-            seconds_waiting=self.mailbox.seconds_waited,
             counters=self.experts.take_counters(),
             host_rss_bytes=resident_bytes(),
             pid=os.getpid(),
-            kernel_calls=engine.calls,
             activity=recorder.activity(self.name, self.host_name, engine.threads, engine.busy_seconds - busy),
         )
 

@@ -48,7 +48,6 @@ class Mailbox:
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self.waiting_for: Tag | None = None
-        self.seconds_waited = 0.0
         self._messages: dict[Tag, Message] = {}
         self._failure: str | None = None
         self._changed = threading.Condition()
@@ -107,7 +106,6 @@ class Mailbox:
                 return self._messages.pop(tag)
             finally:
                 self.waiting_for = None
-                self.seconds_waited += time.monotonic() - start
 
     def fail(self, reason: str) -> None:
         """Wake every waiter, now and later, with `Aborted(reason)`."""
