@@ -13,6 +13,7 @@ from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.native import ExpertFormula
 from kt_ray.placement.plan_types import Plan
+from kt_ray.transport.messages import Address
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,14 @@ class ActorSpecs:
     timeout: float
     load_timeout: float
     build_stage: Callable[[StageSpec], Any] = Stage
+
+    def arguments(self, plan: Plan) -> dict[Address, tuple[Any, ...]]:
+        """What every `AttentionWorker` and `ExpertActor` is made of."""
+        workers: dict[Address, tuple[Any, ...]] = {
+            ("worker", rank): (plan, rank, stage, self.optim, self.timeout, self.build_stage)
+            for rank, stage in enumerate(self.stages)
+        }
+        return workers | {("experts", spec.rank): (plan, spec, self.timeout) for spec in self.experts}
 
 
 def actor_specs(

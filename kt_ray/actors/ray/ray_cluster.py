@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -72,30 +72,12 @@ class RayHandle(Handle):
 
 @dataclass(frozen=True)
 class RayActorSpec:
-    """What one Ray actor is started from.
+    """What one Ray actor is started from: arguments of `RayActor`, its bundle, and what it takes of it."""
 
-    Attributes:
-        bundle_index: of the placement group.
-        cpu_ids: that it may use.
-        arguments: of the plain actor.
-        cpus, gpus: that it reserves with Ray.
-    """
-
-    address: Address
-    bundle_index: int
-    cpu_ids: tuple[int, ...]
     arguments: tuple[Any, ...]
+    bundle_index: int
     cpus: float
     gpus: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.address[0]}-{self.address[1]}"
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        """What it takes of a node."""
-        return {"CPU": self.cpus, **({"GPU": self.gpus} if self.gpus else {})}
 
 
 class RayCluster(ActorCluster):
@@ -222,30 +204,32 @@ class RayCluster(ActorCluster):
     def _spawn(self) -> None:
         if not ray.is_initialized() or (self.plan.hardware.hosts > 1 and self.hosts is None):
             self.connect()
-        have = [node.cpus for node in self.hosts.nodes] if self.hosts else [_cluster_cpus()]
+        have = (
+            [node.cpus for node in self.hosts.nodes]
+            if self.hosts
+            else [ray.cluster_resources().get("CPU", 1.0)]
+        )
         reserved = reservations(self.plan, self.rule, have)
         share = gpu_share(self.plan)
         bundles = self._reserve(reserved).of
-
-        def add(address: Address, cpus: tuple[int, ...], arguments: tuple[Any, ...], gpus: float) -> None:
-            self._actor_specs[address] = RayActorSpec(
-                address, bundles[address], cpus, arguments, reserved[address], gpus
+        visible = os.environ.get(CUDA_VISIBLE)
+        specs = replace(
+            self.specs,
+            stages=tuple(map(own_gpu, self.specs.stages)),
+            experts=tuple(own_lane(spec, visible) for spec in self.specs.experts),
+        )
+        for (kind, rank), arguments in specs.arguments(self.plan).items():
+            planned = self.plan.workers[rank] if kind == "worker" else specs.experts[rank]
+            gpus = share.get(self.plan.workers[rank].device, 0.0) if kind == "worker" else 0.0
+            self._actor_specs[kind, rank] = RayActorSpec(
+                (kind, rank, planned.cpus, *arguments), bundles[kind, rank], reserved[kind, rank], gpus
             )
-
-        timeout = self.specs.timeout
-        for rank, stage in enumerate(self.specs.stages):
-            worker = self.plan.workers[rank]
-            arguments = (self.plan, rank, own_gpu(stage), self.specs.optim, timeout, self.specs.build_stage)
-            add(("worker", rank), worker.cpus, arguments, share.get(worker.device, 0.0))
-        for experts in self.specs.experts:
-            host = own_lane(experts, os.environ.get(CUDA_VISIBLE))
-            add(("experts", host.rank), host.cpus, (self.plan, host, timeout), 0.0)
-        for address, spec in self._actor_specs.items():
+        for address in self._actor_specs:
             try:
                 handle = self._create(address)
             except ValueError as error:
                 raise UserError(
-                    f"an actor {spec.name} runs already",
+                    f"an actor {_name(address)} runs already",
                     where=f"Ray namespace {self.namespace}",
                     observed=error,
                     remedy="wait until the other run has ended, or set another run.name or cluster.namespace",
@@ -262,7 +246,7 @@ class RayCluster(ActorCluster):
 
     def names(self) -> dict[Address, str]:
         """What the actors are called in the namespace."""
-        return {address: spec.name for address, spec in self._actor_specs.items()}
+        return {address: _name(address) for address in self._actor_specs}
 
     def _create(self, address: Address) -> RayHandle:
         """An actor in its bundle of the placement group. Raises ValueError when its name is taken."""
@@ -270,7 +254,7 @@ class RayCluster(ActorCluster):
         environment = self.environment()
         runtime_env = {"runtime_env": {"env_vars": environment}} if environment else {}
         factory = RemoteActor.options(
-            name=spec.name,
+            name=_name(address),
             namespace=self.namespace,
             num_cpus=spec.cpus,
             num_gpus=spec.gpus,
@@ -281,7 +265,7 @@ class RayCluster(ActorCluster):
             ),
             **runtime_env,
         )
-        return RayHandle(address, factory.remote(address[0], address[1], spec.cpu_ids, *spec.arguments))
+        return RayHandle(address, factory.remote(*spec.arguments))
 
     def _respawn(self, lost: AbstractSet[Address]) -> None:
         """Into the bundles of those lost. Ray moves the bundles of a dead node to one that has room."""
@@ -330,8 +314,7 @@ class RayCluster(ActorCluster):
             try:
                 peers[handle.address] = Peer(handle.actor, *ray.get(future, timeout=timeout))
             except GetTimeoutError as error:
-                bundle = self._actor_specs[handle.address].bundle
-                raise _not_started(handle.name, self._group, bundle, timeout) from error
+                raise self._not_started(handle) from error
             except RayTaskError as error:
                 raise _cause(error) from error
             except RayActorError as error:
@@ -344,6 +327,23 @@ class RayCluster(ActorCluster):
                 for handle in self._ray_handles()
             },
             timeout,
+        )
+
+    def _not_started(self, handle: RayHandle) -> UserError:
+        """Why an actor did not start in time: no node has room for it, or it is only slow."""
+        timeout = self.config.start_timeout
+        if placement_group_table(self._group).get("state") == "CREATED":
+            return UserError(
+                f"{handle.name} did not start within {timeout:.0f} s",
+                remedy="raise cluster.start_timeout, or look into /tmp/ray/session_latest/logs",
+            )
+        spec, free = self._actor_specs[handle.address], ray.available_resources()
+        alive = sum(1 for node in ray.nodes() if node["Alive"])
+        return UserError(
+            f"no node has room for {handle.name}, and none came within {timeout:.0f} s",
+            observed=f"{alive} nodes; free now: CPU {free.get('CPU', 0):g}, GPU {free.get('GPU', 0):g}",
+            required=f"CPU {spec.cpus:g}" + (f", GPU {spec.gpus:g}" if spec.gpus else "") + " on one node",
+            remedy="start a node with these resources (the run waits cluster.start_timeout seconds for one)",
         )
 
     def _await_introduced(self, waiting: dict[Any, RayHandle], timeout: float) -> None:
@@ -368,7 +368,7 @@ class RayCluster(ActorCluster):
                 failed = failed or error
                 deadline = min(deadline, time.monotonic() + NOTICE)
             except RayError as error:
-                raise self._death(handle, ActorDied(" ".join(str(error).split()))) from error
+                raise self._death(handle, _died(error)) from error
         if failed is not None:
             raise _cause(failed) from failed
         if waiting:
@@ -394,7 +394,7 @@ class RayCluster(ActorCluster):
         try:
             meeting: Meeting = ray.get(first.actor.meeting.remote(), timeout=timeout)
         except (GetTimeoutError, RayActorError) as error:
-            raise self._death(first, ActorDied(" ".join(str(error).split()))) from error
+            raise self._death(first, _died(error)) from error
         return meeting
 
     def _reserve(self, reserved: dict[Address, float]) -> Seats:
@@ -412,11 +412,7 @@ class RayCluster(ActorCluster):
         return by_gpu(self.plan, chosen, gpus_behind(self._group, chosen, self.config.start_timeout))
 
     def _ray_handles(self) -> list[RayHandle]:
-        handles = []
-        for handle in self.handles:
-            assert isinstance(handle, RayHandle)
-            handles.append(handle)
-        return handles
+        return cast(list[RayHandle], self.handles)
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -432,7 +428,7 @@ class RayCluster(ActorCluster):
             raise _cause(error) from None
         except RayError as error:
             # RayActorError, and what Ray says instead when memory ran out or a node went away.
-            raise ActorDied(" ".join(str(error).split())) from None
+            raise _died(error) from None
 
     def _make_inbox(self) -> Inbox | None:
         return Inbox() if self.plan.transport.near == "arena" else None
@@ -453,25 +449,12 @@ class RayCluster(ActorCluster):
                 self.connected = False
 
 
-def _not_started(name: str, group: Any, bundle: dict[str, float], timeout: float) -> UserError:
-    """Why an actor did not start in time: no node has room for it, or it is only slow."""
-    if placement_group_table(group).get("state") == "CREATED":
-        return UserError(
-            f"{name} did not start within {timeout:.0f} s",
-            remedy="raise cluster.start_timeout, or look into /tmp/ray/session_latest/logs",
-        )
-    free = ray.available_resources()
-    alive = sum(1 for node in ray.nodes() if node["Alive"])
-    return UserError(
-        f"no node has room for {name}, and none came within {timeout:.0f} s",
-        observed=f"{alive} nodes; free now: CPU {free.get('CPU', 0):g}, GPU {free.get('GPU', 0):g}",
-        required=", ".join(f"{kind} {count:g}" for kind, count in bundle.items()) + " on one node",
-        remedy="start a node with these resources (the run waits cluster.start_timeout seconds for one)",
-    )
+def _name(address: Address) -> str:
+    return f"{address[0]}-{address[1]}"
 
 
-def _cluster_cpus() -> float:
-    return float(ray.cluster_resources().get("CPU", 1.0))
+def _died(error: Exception) -> ActorDied:
+    return ActorDied(" ".join(str(error).split()))
 
 
 def _cause(error: RayTaskError) -> BaseException:
