@@ -64,23 +64,14 @@ def actor_specs(
     nodes = len(plan.hardware.on(0))
     experts = tuple(
         LocalExpertsSpec(
-            rank=actor.rank,
+            **vars(actor) | {"node": actor.node if nodes > 1 else -1},
             model_dir=model_dir,
-            experts=actor.experts,
             lora=config.lora,
             optim=config.optim,
             seed=config.seed,
-            isa=actor.isa,
-            threads=actor.threads,
-            cpus=actor.cpus,
-            node=actor.node if nodes > 1 else -1,
-            activations=actor.activations,
-            backend=actor.backend,
             formulas=formulas,
             experts_path=config.model.experts_path,
             root=root,
-            by_layer=actor.by_layer,
-            lane=actor.lane,
         )
         for actor in plan.experts
     )

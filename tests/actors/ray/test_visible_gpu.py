@@ -14,8 +14,9 @@ from kt_ray.placement.plan_types import LanePlan
 
 def spec(lane: LanePlan | None) -> LocalExpertsSpec:
     return LocalExpertsSpec(
-        0, "", (0,), LoraConfig(), OptimConfig(), 0, "auto", 1, (), -1, "retain", lane=lane
-    )
+        0, -1, (), 1, (0,), "auto", "auto", "retain", lane=lane,
+        model_dir="", lora=LoraConfig(), optim=OptimConfig(), seed=0,
+    )  # fmt: skip
 
 
 def test_an_actor_sees_the_gpu_of_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
