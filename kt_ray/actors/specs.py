@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +16,8 @@ from kt_ray.model.stage_spec import StageSpec
 from kt_ray.native import ExpertFormula
 from kt_ray.placement.plan_types import Plan
 from kt_ray.transport.messages import Address
+
+CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,17 @@ class ActorSpecs:
     timeout: float
     load_timeout: float
     build_stage: Callable[[StageSpec], Any] = Stage
+
+    def in_own_processes(self) -> ActorSpecs:
+        """The same for actors of which each sees one GPU only, as cuda:0."""
+        visible = os.environ.get(CUDA_VISIBLE)
+        return replace(
+            self,
+            stages=tuple(
+                replace(s, device="cuda:0") if s.device.startswith("cuda") else s for s in self.stages
+            ),
+            experts=tuple(own_lane(spec, visible) for spec in self.experts),
+        )
 
     def arguments(self, plan: Plan) -> dict[Address, tuple[Any, ...]]:
         """What every `AttentionWorker` and `ExpertActor` is made of."""
@@ -102,3 +117,34 @@ def stage_specs(plan: Plan, config: Config, model_dir: str) -> tuple[StageSpec, 
         )
         for worker in plan.workers
     )
+
+
+def own_lane(spec: LocalExpertsSpec, visible: str | None) -> LocalExpertsSpec:
+    """The spec for a process that sees the lane's GPU only, as its cuda:0. Untested on hardware.
+
+    Expert actors reserve no GPU of Ray's: what their lane uses of one is counted by the plan, beside the
+    attention worker's share. Ray leaves the environment of an actor without GPUs alone or hides them all, by
+    version, so the actor names its own before CUDA starts.
+
+    Args:
+        visible: CUDA_VISIBLE_DEVICES of the driver, in whose order the plan numbers GPUs; None = unset.
+    """
+    if spec.lane is None or spec.lane.device == "cpu":
+        return spec
+    ordinal = int(spec.lane.device.removeprefix("cuda:"))
+    named = str(ordinal) if visible is None else visible.split(",")[ordinal].strip()
+    return replace(spec, lane=replace(spec.lane, device="cuda:0", visible=named))
+
+
+def show_own_gpu(spec: LocalExpertsSpec) -> None:
+    """Let this process see the GPU of its lane, and no other.
+
+    Raises:
+        RuntimeError: CUDA runs already and would not look again.
+    """
+    if spec.lane is None or not spec.lane.visible:
+        return
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError(f"{CUDA_VISIBLE} is set too late: CUDA runs already in this process")
+    os.environ[CUDA_VISIBLE] = spec.lane.visible

@@ -20,7 +20,7 @@ import torch
 
 from kt_ray.actors.attention_worker import AttentionWorker
 from kt_ray.actors.expert_actor import ExpertActor
-from kt_ray.actors.ray.ray_placement import show_own_gpu
+from kt_ray.actors.specs import show_own_gpu
 from kt_ray.experts import bind_to_cpus
 from kt_ray.experts.process_memory import give_back_freed_memory
 from kt_ray.placement.render import held_per_layer

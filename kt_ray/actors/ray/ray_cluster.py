@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
@@ -24,15 +24,12 @@ from kt_ray.actors.ray.ray_actor import Peer, RemoteActor
 from kt_ray.actors.ray.ray_address import Running, dashboard_hint, dashboard_url, free_port, running_cluster
 from kt_ray.actors.ray.ray_hosts import Hosts, find_hosts, own_cpus
 from kt_ray.actors.ray.ray_placement import (
-    CUDA_VISIBLE,
     Seats,
     await_group,
     by_gpu,
     differ,
     gpu_share,
     gpus_behind,
-    own_gpu,
-    own_lane,
     reservations,
     reserved_by_host,
     seats,
@@ -212,12 +209,7 @@ class RayCluster(ActorCluster):
         reserved = reservations(self.plan, self.rule, have)
         share = gpu_share(self.plan)
         bundles = self._reserve(reserved).of
-        visible = os.environ.get(CUDA_VISIBLE)
-        specs = replace(
-            self.specs,
-            stages=tuple(map(own_gpu, self.specs.stages)),
-            experts=tuple(own_lane(spec, visible) for spec in self.specs.experts),
-        )
+        specs = self.specs.in_own_processes()
         for (kind, rank), arguments in specs.arguments(self.plan).items():
             planned = self.plan.workers[rank] if kind == "worker" else specs.experts[rank]
             gpus = share.get(self.plan.workers[rank].device, 0.0) if kind == "worker" else 0.0

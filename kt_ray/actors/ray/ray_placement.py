@@ -8,11 +8,10 @@ GPUs that Ray is told about.
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -21,14 +20,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray.config.schema import RayRule
 from kt_ray.errors import UserError
-from kt_ray.experts import LocalExpertsSpec
 from kt_ray.hardware.describe import this_host
 from kt_ray.hardware.machine import Gpu
-from kt_ray.model.stage_spec import StageSpec
 from kt_ray.placement.plan_types import Plan
 from kt_ray.transport.messages import Address
-
-CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -215,39 +210,3 @@ def ray_status() -> str:
         f"  {kind}: {free.get(kind, 0):g} of {total[kind]:g} free" for kind in ("CPU", "GPU") if kind in total
     ]
     return "\n".join([status.rstrip(), f"Resources of {len(ray.nodes())} node(s):", *counted])
-
-
-def own_gpu(spec: StageSpec) -> StageSpec:
-    """The spec for an attention worker's process, which Ray gives one GPU: cuda:0, whatever its ordinal."""
-    return replace(spec, device="cuda:0") if spec.device.startswith("cuda") else spec
-
-
-def own_lane(spec: LocalExpertsSpec, visible: str | None) -> LocalExpertsSpec:
-    """The spec for a process that sees the lane's GPU only, as its cuda:0. Untested on hardware.
-
-    Expert actors reserve no GPU of Ray's: what their lane uses of one is counted by the plan, beside the
-    attention worker's share. Ray leaves the environment of an actor without GPUs alone or hides them all, by
-    version, so the actor names its own before CUDA starts.
-
-    Args:
-        visible: CUDA_VISIBLE_DEVICES of the driver, in whose order the plan numbers GPUs; None = unset.
-    """
-    if spec.lane is None or spec.lane.device == "cpu":
-        return spec
-    ordinal = int(spec.lane.device.removeprefix("cuda:"))
-    named = str(ordinal) if visible is None else visible.split(",")[ordinal].strip()
-    return replace(spec, lane=replace(spec.lane, device="cuda:0", visible=named))
-
-
-def show_own_gpu(spec: LocalExpertsSpec) -> None:
-    """Let this process see the GPU of its lane, and no other.
-
-    Raises:
-        RuntimeError: CUDA runs already and would not look again.
-    """
-    if spec.lane is None or not spec.lane.visible:
-        return
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        raise RuntimeError(f"{CUDA_VISIBLE} is set too late: CUDA runs already in this process")
-    os.environ[CUDA_VISIBLE] = spec.lane.visible

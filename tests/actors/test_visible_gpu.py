@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kt_ray.actors.ray.ray_placement import CUDA_VISIBLE, own_lane, show_own_gpu
+from kt_ray.actors.specs import CUDA_VISIBLE, own_lane, show_own_gpu
 from kt_ray.config.schema import LoraConfig, OptimConfig
 from kt_ray.experts import LocalExpertsSpec
 from kt_ray.placement.plan_types import LanePlan
