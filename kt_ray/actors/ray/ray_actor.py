@@ -54,12 +54,8 @@ class Packed:
     epoch: int = 0  # of the introduction that the sender knew
 
 
-def pack_inline(message: Message) -> Packed:
-    """Every tensor's bytes inside the call (bfloat16 has no numpy type, so they travel as bytes)."""
-    return Packed(message.tag, message.facts, inline={n: _inline(t) for n, t in message.tensors.items()})
-
-
 def _inline(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], np.ndarray]:
+    """A tensor's bytes inside the call (bfloat16 has no numpy type)."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return _dtype_name(tensor), tuple(tensor.shape), flat
 
@@ -236,7 +232,8 @@ class RayPort:
                 for address in addresses:
                     self._ring([address], self._through_gloo(address, message))
             else:
-                self._ring(addresses, pack_inline(message))
+                inline = {name: _inline(tensor) for name, tensor in message.tensors.items()}
+                self._ring(addresses, Packed(message.tag, message.facts, inline=inline))
         return lease
 
     def _ring(self, addresses: Sequence[Address], packed: Packed) -> None:
@@ -299,12 +296,6 @@ class RayPort:
             self._lost(f"message {message.tag}: {type(problem).__name__}: {problem}")
 
         self._link.receive(packed.source, coming, done)
-
-    # -- end ---------------------------------------------------------------------------------
-
-    @property
-    def arena_bytes(self) -> int:
-        return self._arena.bytes
 
     def close(self) -> None:
         if self._doorbell is not None:

@@ -71,7 +71,11 @@ class Server:
     service: CompletionService | None = None  # of this process: there is one replica in it
 
     def __init__(self, cluster: tuple[Any, ...], served: Served) -> None:
-        self.generator = Generator(AttachedCluster(*cluster), _tokenizer(served), **served.session)
+        from kt_ray.data.template import load_tokenizer
+
+        self.generator = Generator(
+            AttachedCluster(*cluster), load_tokenizer(served.tokenizer), **served.session
+        )
         Server.service = make_service(served, self.generator)
 
     def look(self) -> UserError | None:
@@ -85,12 +89,6 @@ class Server:
         """Refuse new requests, give running ones a moment, end the session."""
         assert Server.service is not None
         Server.service.close()
-
-
-def _tokenizer(served: Served) -> Any:
-    from kt_ray.data.template import load_tokenizer
-
-    return load_tokenizer(served.tokenizer)
 
 
 def _build() -> Any:
