@@ -31,10 +31,10 @@ from kt_ray.placement.order import worker_program
 from kt_ray.placement.plan_types import Plan
 from kt_ray.timeline import SpanRecorder
 from kt_ray.train.reports import WorkerPassReport, resident_bytes
-from kt_ray.transport.doorbell import DoorbellAddress
 from kt_ray.transport.inbox import Outbox
 from kt_ray.transport.links import ExpertLink, StageLink
 from kt_ray.transport.messages import Address, Message
+from kt_ray.transport.shared_memory import DoorbellAddress
 
 ROOT: Address = ("worker", 0)  # holds the masters
 

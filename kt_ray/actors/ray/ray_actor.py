@@ -2,7 +2,7 @@
 
 A port sends through shared memory, bytes inside the message, or gloo, as the plan says per peer. A packed
 message names where its tensors lie, or the gloo tags they arrive under; small messages carry their bytes. It
-goes through the peer's doorbell (doorbell.py) if the actors share memory, and as a Ray call otherwise or when
+goes through the peer's doorbell if the actors share memory, and as a Ray call otherwise or when
 the doorbell does not take it. A message is packed once for each way.
 """
 
@@ -25,10 +25,18 @@ from kt_ray.experts import bind_to_cpus
 from kt_ray.experts.process_memory import give_back_freed_memory
 from kt_ray.placement.render import held_per_layer
 from kt_ray.placement.transports import Transport
-from kt_ray.transport.arena import Arena, ArenaReader, Block, PageLock, TensorRef
-from kt_ray.transport.doorbell import Doorbell, DoorbellAddress, Ringer
 from kt_ray.transport.gloo_link import GlooLink, Meeting, MeetingPoint
 from kt_ray.transport.messages import Address, Lease, Message, Tag
+from kt_ray.transport.shared_memory import (
+    Arena,
+    ArenaReader,
+    Block,
+    Doorbell,
+    DoorbellAddress,
+    PageLock,
+    Ringer,
+    TensorRef,
+)
 
 logger = logging.getLogger(__name__)
 

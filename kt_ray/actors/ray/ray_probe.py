@@ -16,8 +16,8 @@ from kt_ray.actors.ray.ray_actor import INLINE_BYTES, Packed, Peer, RayPort
 from kt_ray.actors.ray.ray_address import running_cluster
 from kt_ray.hardware.rates import Figure
 from kt_ray.placement.transports import Transport
-from kt_ray.transport.doorbell import DoorbellAddress
 from kt_ray.transport.messages import Address, Mailbox, Message
+from kt_ray.transport.shared_memory import DoorbellAddress
 
 WAIT = 60.0  # seconds for an answer before the probe gives up
 _SMALL, _LARGE = 64, 8 << 20  # bytes of tensors in a message

@@ -13,8 +13,8 @@ from kt_ray.actors.ray import ray_actor
 from kt_ray.actors.ray.ray_actor import Packed, Peer, RayPort
 from kt_ray.actors.specs import actor_specs
 from kt_ray.placement.transports import Transport
-from kt_ray.transport.arena import Arena, Block
 from kt_ray.transport.messages import Address
+from kt_ray.transport.shared_memory import Arena, Block
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, plan_for, steps
 
