@@ -52,7 +52,9 @@ class LocalCluster(ActorCluster):
             kind = address[0]
             # Built on its own thread: torch's thread count is a property of the calling thread.
             compute = ThreadPoolExecutor(1, thread_name_prefix=f"{kind}-{address[1]}")
-            build: type[AttentionWorker | ExpertActor] = AttentionWorker if kind == "worker" else ExpertActor
+            build: Callable[..., AttentionWorker | ExpertActor] = (
+                AttentionWorker if kind == "worker" else ExpertActor
+            )
             actor = compute.submit(build, *arguments).result()
             actor.port = port
             deliver[address] = actor.deliver

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,12 +17,16 @@ import ray
 from ray import serve
 
 from kt_ray.actors.ray.ray_cluster import RayCluster, RayHandle
+from kt_ray.actors.specs import ActorSpecs
+from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request
+from kt_ray.placement.plan_types import Plan
 from kt_ray.serve.app import make_app
 from kt_ray.serve.completions import FAREWELL, CompletionService, Served
 from kt_ray.serve.run import make_service
+from kt_ray.transport.messages import Address
 
 APPLICATION = "kt_ray"
 LOOK = 2.0  # seconds between looks at the deployment
@@ -32,15 +36,18 @@ QUIET: dict[str, Any] = {"log_level": "WARNING", "enable_access_log": False}
 
 
 class AttachedCluster(RayCluster):
-    """A started cluster in another process, for its calls; never shut down from there.
+    """A started cluster in another process, for its calls; never shut down from there."""
 
-    Args:
-        started: what `parts` gave of it.
-    """
-
-    def __init__(self, *started: Any) -> None:
-        *arguments, namespace, names = started
-        super().__init__(*arguments, "serve")
+    def __init__(
+        self,
+        plan: Plan,
+        specs: ActorSpecs,
+        config: ClusterConfig,
+        rule: RayRule,
+        namespace: str,
+        names: Mapping[Address, str],
+    ) -> None:
+        super().__init__(plan, specs, config, rule, "serve")
         self._instructions = ThreadPoolExecutor(1, thread_name_prefix="kt-instructions")
         for address in sorted(names):
             actor = ray.get_actor(names[address], namespace=namespace)
@@ -48,7 +55,7 @@ class AttachedCluster(RayCluster):
 
     @staticmethod
     def parts(cluster: RayCluster) -> tuple[Any, ...]:
-        """What another process needs to call a started cluster's actors."""
+        """What another process builds it from."""
         c = cluster
         return c.plan, c.specs, c.config, c.rule, c.namespace, c.names()
 
