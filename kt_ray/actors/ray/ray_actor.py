@@ -62,8 +62,12 @@ class Packed:
     epoch: int = 0  # of the introduction that the sender knew
 
 
+def pack_inline(message: Message) -> Packed:
+    """Every tensor's bytes inside the call (bfloat16 has no numpy type, so they travel as bytes)."""
+    return Packed(message.tag, message.facts, inline={n: _inline(t) for n, t in message.tensors.items()})
+
+
 def _inline(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], np.ndarray]:
-    """A tensor's bytes inside the call (bfloat16 has no numpy type)."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return _dtype_name(tensor), tuple(tensor.shape), flat
 
@@ -240,8 +244,7 @@ class RayPort:
                 for address in addresses:
                     self._ring([address], self._through_gloo(address, message))
             else:
-                inline = {name: _inline(tensor) for name, tensor in message.tensors.items()}
-                self._ring(addresses, Packed(message.tag, message.facts, inline=inline))
+                self._ring(addresses, pack_inline(message))
         return lease
 
     def _ring(self, addresses: Sequence[Address], packed: Packed) -> None:
