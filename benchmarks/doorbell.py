@@ -26,7 +26,7 @@ sys.path.insert(0, str(common.REPO))
 import ray
 import torch
 
-from kt_ray.actors.ray.ray_port import Peer
+from kt_ray.actors.ray.ray_actor import Peer
 from kt_ray.actors.ray.ray_probe import WAIT, Probe
 from kt_ray.transport.messages import Message
 

@@ -90,7 +90,7 @@ class End:
     """One end of a link: a port as an actor has it. Sends a message, or answers one shortly."""
 
     def __init__(self, rank: int, way: str) -> None:
-        from kt_ray.actors.ray.ray_port import RayPort
+        from kt_ray.actors.ray.ray_actor import RayPort
         from kt_ray.placement.transports import Transport
         from kt_ray.transport.messages import Mailbox
 
@@ -149,7 +149,7 @@ def links(hosts: TwoHosts, address: str, sizes: Sequence[float], args: argparse.
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from kt_ray.actors.ray.ray_port import Peer
+    from kt_ray.actors.ray.ray_actor import Peer
 
     hosts.limit(None)
     ray.init(address=address, log_to_driver=False, logging_level="ERROR", runtime_env=_path())

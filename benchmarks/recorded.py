@@ -18,18 +18,18 @@ from typing import Any
 
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan_types import Plan
-from kt_ray.timeline import Activity, Event
+from kt_ray.timeline import Activity, Span
 
 Key = tuple[Any, ...]
-Lanes = Mapping[str, Sequence[Event]]  # by actor: "worker-0", "experts-1", "driver"
+Lanes = Mapping[str, Sequence[Span]]  # by actor: "worker-0", "experts-1", "driver"
 ANSWERED = {"forward": "forward", "recompute": "backward"}  # operations that submit -> the call's direction
 GLANCE = 1e-4  # seconds: a wait that is shorter found its message there
 
 
-def lanes_of_trace(trace: Mapping[str, Any]) -> dict[str, list[Event]]:
+def lanes_of_trace(trace: Mapping[str, Any]) -> dict[str, list[Span]]:
     """Events of every actor, of a Chrome trace that kt_ray.tracking.chrome_trace made."""
     names: dict[tuple[int, int], str] = {}
-    lanes: dict[str, list[Event]] = {}
+    lanes: dict[str, list[Span]] = {}
     for item in trace["traceEvents"]:
         if item["ph"] == "M" and item["name"] == "thread_name":
             names[item["pid"], item["tid"]] = item["args"]["name"]
@@ -37,17 +37,17 @@ def lanes_of_trace(trace: Mapping[str, Any]) -> dict[str, list[Event]]:
         if item["ph"] == "X":
             start, args = item["ts"] * 1e-6, item["args"]
             end = start + item["dur"] * 1e-6
-            event = Event(item["name"], item["cat"], start, end, args.get("layer", -1), args.get("group", -1))
+            event = Span(item["name"], item["cat"], start, end, args.get("layer", -1), args.get("group", -1))
             lanes.setdefault(names[item["pid"], item["tid"]], []).append(event)
     return lanes
 
 
-def lanes_of(activities: Iterable[Activity]) -> dict[str, list[Event]]:
+def lanes_of(activities: Iterable[Activity]) -> dict[str, list[Span]]:
     """The same of a host's activities."""
-    return {a.actor: list(a.events) for a in activities}
+    return {a.actor: list(a.spans) for a in activities}
 
 
-def passes_of(lanes: Lanes) -> list[dict[str, list[Event]]]:
+def passes_of(lanes: Lanes) -> list[dict[str, list[Span]]]:
     """A step's lanes cut into its passes, by what the driver waited for."""
     found = []
     for one in (e for e in lanes["driver"] if e.name == "pass"):
@@ -145,7 +145,7 @@ class _Reader:
             guessed,
         )
 
-    def _first(self, actor: str) -> Event:
+    def _first(self, actor: str) -> Span:
         if not self.lanes.get(actor):
             raise ValueError(
                 f"the recording has no events of {actor}: another plan, or trainer.timeline_every=0"
@@ -171,7 +171,7 @@ class _Reader:
         for number, op in enumerate(outer[1:], start=1):
             # Up to the next operation, so that what lies between two belongs to the former.
             end = outer[number + 1].start if number + 1 < len(outer) else op.end
-            own: list[Event] = []
+            own: list[Span] = []
             while at < len(inner) and inner[at].start < end:
                 own.append(inner[at])
                 at += 1
@@ -184,7 +184,7 @@ class _Reader:
             if waits or op.name in ("join", "backward", "recv_hidden", "recv_grad"):
                 waited[op.name] = waited.get(op.name, 0.0) + waits
 
-    def _sent(self, rank: int, op: Event, own: Sequence[Event]) -> float | None:
+    def _sent(self, rank: int, op: Span, own: Sequence[Span]) -> float | None:
         """When an operation's message had left; notes the message. None: it sends none."""
         plan, here = self.plan, self.plan.workers[rank]
         for e in own:
@@ -211,7 +211,7 @@ class _Reader:
             )
         return None
 
-    def _wait(self, actor: str, name: str, like: Event) -> Event:
+    def _wait(self, actor: str, name: str, like: Span) -> Span:
         return self.waits[actor, name, like.layer, like.group]
 
     # -- expert actors -----------------------------------------------------------------------

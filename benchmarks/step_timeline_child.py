@@ -142,7 +142,7 @@ def figures(metrics: Any, activities: Sequence[Any], paced: bool) -> dict[str, A
         "expert_kernel_s": sum(a.kernel_seconds for a in experts),
         "queue_depth": sum(a.queue_mean for a in experts) / len(experts),
         "queue_max": max(a.queue_max for a in experts),
-        "driver": {e.name: e.end - e.start for e in driver.events},
+        "driver": {e.name: e.end - e.start for e in driver.spans},
         "actors": {a.actor: {**a.seconds, "total": a.end - a.start} for a in (*workers, *experts)},
         "experts_first_wait_s": sum(_first_wait(a) for a in experts) / len(experts),
         "experts_after_last_call_s": sum(_after(a, driver) for a in experts) / len(experts),
@@ -151,12 +151,12 @@ def figures(metrics: Any, activities: Sequence[Any], paced: bool) -> dict[str, A
 
 def _first_wait(actor: Any) -> float:
     """From the pass's beginning to the first engine call."""
-    return float(next(e.start for e in actor.events if e.category == "compute") - actor.start)
+    return float(next(e.start for e in actor.spans if e.category == "compute") - actor.start)
 
 
 def _after(actor: Any, driver: Any) -> float:
     """From the last engine call to the step's end; CLOCK_MONOTONIC is one for all of a host."""
-    return float(driver.end - [e.end for e in actor.events if e.category == "compute"][-1])
+    return float(driver.end - [e.end for e in actor.spans if e.category == "compute"][-1])
 
 
 if __name__ == "__main__":

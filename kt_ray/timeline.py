@@ -2,7 +2,7 @@
 
 Every span belongs to one of three categories: "compute", "wait" (for messages of others) and
 "transfer" (copying, sending). Spans nest; a span's own time is what its inner spans leave, so the
-three sums of an actor add up to the time it was observed. Events themselves are kept on request.
+three sums of an actor add up to the time it was observed. The spans themselves are kept on request.
 
 The clock is CLOCK_MONOTONIC, which all processes of a host share; `Activity.wall_offset` relates it
 to the wall clock for actors of other hosts. Standard library only.
@@ -23,7 +23,7 @@ Category = Literal["compute", "wait", "transfer"]
 CATEGORIES: tuple[Category, ...] = ("compute", "wait", "transfer")
 
 
-class Event(NamedTuple):
+class Span(NamedTuple):
     """One span: seconds of CLOCK_MONOTONIC; layer and group are -1 where they mean nothing."""
 
     name: str
@@ -49,7 +49,7 @@ class Activity:
         threads: over which a busy fraction is taken.
         queue_mean, queue_max: requests that lay ready when an engine call was taken up (expert actors).
         calls: engine calls that the mean is over.
-        events: in order of their ends; empty unless the pass was asked for them.
+        spans: in order of their ends; empty unless the pass was asked for them.
     """
 
     actor: str
@@ -64,7 +64,7 @@ class Activity:
     queue_mean: float = 0.0
     queue_max: int = 0
     calls: int = 0
-    events: tuple[Event, ...] = field(default=(), repr=False)
+    spans: tuple[Span, ...] = field(default=(), repr=False)
 
     def plus(self, later: Activity) -> Activity:
         """This pass and a later one of the same actor together."""
@@ -79,7 +79,7 @@ class Activity:
             / max(1, self.calls + later.calls),
             calls=self.calls + later.calls,
             queue_max=max(self.queue_max, later.queue_max),
-            events=self.events + later.events,
+            spans=self.spans + later.spans,
         )
 
 
@@ -87,14 +87,14 @@ class SpanRecorder:
     """Spans of one actor in one pass; used by its compute thread only.
 
     Args:
-        full: keep events, not only their sums.
+        full: keep spans, not only their sums.
     """
 
     def __init__(self, full: bool = False) -> None:
         self.full = full
         self.start = time.monotonic()
         self.seconds: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
-        self.events: list[Event] = []
+        self.spans: list[Span] = []
         self._inner = [0.0]  # seconds of finished spans inside each open one
         self._depths: list[int] = []
         self._cpu = team_cpu_seconds()
@@ -111,7 +111,7 @@ class SpanRecorder:
             self.seconds[category] += end - start - self._inner.pop()
             self._inner[-1] += end - start
             if self.full:
-                self.events.append(Event(name, category, start, end, layer, group))
+                self.spans.append(Span(name, category, start, end, layer, group))
 
     def note_queue(self, depth: int) -> None:
         """Requests that lay ready when a call was taken up."""
@@ -134,7 +134,7 @@ class SpanRecorder:
             queue_mean=sum(depths) / len(depths) if depths else 0.0,
             queue_max=max(depths, default=0),
             calls=len(depths),
-            events=tuple(self.events),
+            spans=tuple(self.spans),
         )
 
 

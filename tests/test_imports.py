@@ -81,7 +81,7 @@ LIGHT = {
 
 
 def package_of(module: str) -> str:
-    """ "kt_ray.model.stage" → "model"; "kt_ray.actors.ray.ray_port" → "actors/ray"; "kt_ray" → ""."""
+    """ "kt_ray.model.stage" → "model"; "kt_ray.actors.ray.ray_actor" → "actors/ray"; "kt_ray" → ""."""
     parts = module.split(".")[1:]
     return "actors/ray" if parts[:2] == ["actors", "ray"] else parts[0] if parts else ""
 

@@ -1,4 +1,4 @@
-"""Spans: their own time, their events, and the CPU time of an actor's threads."""
+"""Spans: their own time, and the CPU time of an actor's threads."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_inner_spans_are_taken_out_of_outer_ones(clock: list[float]) -> None:
     assert recorder.seconds == {"compute": 3.25, "transfer": 0.5, "wait": 4.0}
     activity = recorder.activity("worker-0", "here", 2)
     assert sum(activity.seconds.values()) == activity.end - activity.start
-    assert [e.name for e in activity.events] == ["experts", "add", "join", "loss"]
-    assert activity.events[0][1:] == ("wait", 101.5, 105.5, 3, 1)
+    assert [e.name for e in activity.spans] == ["experts", "add", "join", "loss"]
+    assert activity.spans[0][1:] == ("wait", 101.5, 105.5, 3, 1)
 
 
 def test_sums_need_no_events_and_survive_errors(clock: list[float]) -> None:
@@ -44,7 +44,7 @@ def test_sums_need_no_events_and_survive_errors(clock: list[float]) -> None:
     with recorder.span("next", "compute"):
         clock[0] += 1.0
     assert recorder.seconds == {"compute": 1.0, "transfer": 0.0, "wait": 2.0}
-    assert recorder.activity("worker-0", "here", 1).events == ()
+    assert recorder.activity("worker-0", "here", 1).spans == ()
 
 
 def test_queue_depth() -> None:

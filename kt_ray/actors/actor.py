@@ -1,23 +1,40 @@
-"""What both kinds of actors share: a mailbox, a port, and their status."""
+"""What both kinds of actors share: a mailbox, a port, their status, and what they train, by name."""
 
 from __future__ import annotations
 
+import os
 import socket
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import Tensor
+
+from kt_ray.adapter.adapter_dir import write_tensors
+from kt_ray.adapter.from_peft import AdapterReader
+from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
+from kt_ray.config.schema import OptimConfig
+from kt_ray.experts import LocalExpertsSpec
+from kt_ray.model.stage_spec import StageSpec
+from kt_ray.optim.optimizers import gradient_norms, state_kinds, use_torch_threads
 from kt_ray.placement.plan_types import Plan
-from kt_ray.transport.messages import Address, Mailbox, Message, Port
+from kt_ray.timeline import name_thread
+from kt_ray.transport.messages import Address, LocalPort, Mailbox, Message, Port
 
 
 class PlainActor(ABC):
-    """A plain class; Ray or a thread calls it. Methods here may run beside the compute thread.
+    """A plain class; Ray or a thread calls it. `deliver`, `abort`, `status` and `progress` may run beside the
+    compute thread.
 
     Args:
-        title: for people ("expert actor 1").
+        plan: the whole plan.
+        address: which of its actors this is.
+        spec: what it is built from.
+        optim: of what it trains.
         timeout: seconds to wait for a message before giving the pass up.
 
     Attributes:
+        name: "worker-0", "experts-1"; title: the same for people.
         port: sends messages; set before the first pass.
         doing: what the compute thread is doing now.
         load_progress: (layer, bytes done, bytes in total).
@@ -25,20 +42,50 @@ class PlainActor(ABC):
             nothing until the state is restored.
     """
 
-    def __init__(self, title: str, timeout: float) -> None:
-        self.title = title
+    def __init__(
+        self,
+        plan: Plan,
+        address: Address,
+        spec: StageSpec | LocalExpertsSpec,
+        optim: OptimConfig,
+        timeout: float,
+    ) -> None:
+        self.plan = plan
+        self.rank = address[1]
+        self.name = f"{address[0]}-{self.rank}"
+        self.title = title(address)
+        self.optim = optim
         self.timeout = timeout
-        self.mailbox = Mailbox(title)
-        self.port: Port | None = None
+        self.mailbox = Mailbox(self.title)
+        self.port: Port = LocalPort({})
         self.host_name = socket.gethostname()
         self.doing = "starting"
         self.load_progress = (0, 0, 0)
         self.reborn = False
+        self._spec = spec
         self._committed = -1  # the last step whose gradients were applied
 
+    # -- life --------------------------------------------------------------------------------
+
     @abstractmethod
+    def _load(self) -> None:
+        """Read weights, make LoRA."""
+
+    @abstractmethod
+    def _facts(self) -> dict[str, Any]:
+        """What `info` says beside process and host."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give memory and threads back."""
+
     def load(self) -> dict[str, Any]:
-        """Read weights, make LoRA. Returns facts about this actor for env.json."""
+        """Read weights, make LoRA. Returns `info`."""
+        self.claim_thread()
+        self.doing = "loading"
+        self._load()
+        self.doing = "idle"
+        return self.info()
 
     def load_again(self) -> dict[str, Any]:
         """As `load`, for an actor that replaces a dead one."""
@@ -46,9 +93,36 @@ class PlainActor(ABC):
         self.reborn = True
         return facts
 
-    def committed(self) -> int | None:
-        """Number of optimizer steps in this actor's state; None = its state is lost."""
-        return None if self.reborn else self._committed + 1
+    def info(self) -> dict[str, Any]:
+        """Facts about this actor for env.json."""
+        return {"actor": self.name, "pid": os.getpid(), "host": self.host_name, **self._facts()}
+
+    def claim_thread(self, threads: int | None = None) -> None:
+        """Set what the system and torch keep per thread: its name, and torch's number of threads.
+
+        Every time: Ray names the thread after each call's method. The same number of torch threads under Ray
+        and in one process gives the same bits.
+
+        Args:
+            threads: None = the planned ones.
+        """
+        name_thread(f"kt-{self.name}")
+        use_torch_threads(self._threads if threads is None else threads)
+
+    @property
+    @abstractmethod
+    def _threads(self) -> int:
+        """As planned."""
+
+    def check_restored(self) -> None:
+        """Raises RuntimeError on a restarted actor: it must not continue from its initial adapter."""
+        if self.reborn:
+            raise RuntimeError(
+                f"{self.title} was restarted: its weights are loaded again, its trained state is lost; "
+                "restore a checkpoint first"
+            )
+
+    # -- beside the compute thread -----------------------------------------------------------
 
     def deliver(self, message: Message) -> None:
         """Take a message from a peer."""
@@ -67,13 +141,114 @@ class PlainActor(ABC):
         """How far loading is."""
         return self.load_progress
 
-    def check_restored(self) -> None:
-        """Raises RuntimeError on a restarted actor: it must not continue from its initial adapter."""
-        if self.reborn:
-            raise RuntimeError(
-                f"{self.title} was restarted: its weights are loaded again, its trained state is lost; "
-                "restore a checkpoint first"
-            )
+    # -- what it trains ----------------------------------------------------------------------
+
+    @abstractmethod
+    def trained(self, what: str) -> Iterable[tuple[str, Tensor]]:
+        """(parameter name, live view) of all that this actor's optimizer updates.
+
+        Worker 0 holds the masters of all stages, the other workers hold none.
+
+        Args:
+            what: "param", "grad", or one of the optimizer's `state_kinds`.
+        """
+
+    @abstractmethod
+    def lora(self, what: str) -> Mapping[str, Tensor]:
+        """The LoRA that this actor computes with ("param"), or its gradients ("grad"), by name."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forget gradients, messages and counts of a failed step."""
+
+    @abstractmethod
+    def _set_step(self, step: int) -> None:
+        """Number of updates that the optimizer has taken."""
+
+    def committed(self) -> int | None:
+        """Number of optimizer steps in this actor's state; None = its state is lost."""
+        return None if self.reborn else self._committed + 1
+
+    def skip(self, step: int) -> None:
+        """Forget a step's gradients; the step counts as taken."""
+        self.discard()
+        self._set_step(step + 1)
+        self._committed = step
+
+    def largest_gradients(self, count: int) -> list[tuple[float, str]]:
+        """After `prepare`: norm and name of the largest gradients."""
+        return gradient_norms(self.trained("grad"), count)
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.lora("param").items()}
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.lora("param").items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.lora("grad").items()}
+
+    def set_parameters(self, values: dict[str, Tensor]) -> None:
+        """Overwrite what is trained by name; names of other actors are ignored."""
+        for name, tensor in self.trained("param"):
+            if name in values:
+                tensor.copy_(values[name])
+
+    def _state(self, what: str) -> dict[str, Tensor]:
+        return {f"{what}/{name}": tensor for name, tensor in self.trained(what)}
+
+    def save_shard(self, directory: str) -> ShardInfo | None:
+        """Write parameters and moments. None when this actor trains nothing."""
+        tensors: dict[str, Tensor] = {}
+        for what in ("param", *state_kinds(self.optim)):
+            tensors |= {name: tensor.cpu().contiguous() for name, tensor in self._state(what).items()}
+        return write_shard(directory, f"{self.name}.safetensors", tensors) if tensors else None
+
+    def restart(self) -> None:
+        """Back to before the first step: initial LoRA, no moments."""
+        self._restart_lora()
+        self._begin_from(0)
+
+    @abstractmethod
+    def _restart_lora(self) -> None: ...
+
+    def restore(self, directory: str, step: int) -> None:
+        """Take parameters and moments by name from a checkpoint; `step` updates were taken so far."""
+        for what in ("param", *state_kinds(self.optim)):
+            # Straight into place: a copy of one kind would be gigabytes for a large model.
+            if state := self._state(what):
+                read_named_into(directory, state)
+        self._set_step(step)
+        self._begin_from(step)
+
+    def _begin_from(self, step: int) -> None:
+        self.discard()
+        self._committed = step - 1
+        self.reborn = False
+
+    def load_adapter(self, directory: str, one_of_several: bool = False) -> int:
+        """Take what is trained from a PEFT adapter. Returns the number of tensors."""
+        parameters = list(self.trained("param"))
+        if not parameters:
+            return 0
+        reader = AdapterReader(directory, self._spec.model_dir)
+        return reader.read_into(parameters, self._spec.lora.scale, one_of_several=one_of_several)
+
+    def adapter(self) -> Mapping[str, Tensor]:
+        """This actor's part of the adapter file."""
+        return self.lora("param")
+
+    def write_adapter(self, directory: str, layout: Any) -> int:
+        """Write this actor's byte ranges of the adapter file. Returns the number of tensors."""
+        tensors = self.adapter()
+        if tensors:
+            write_tensors(directory, layout, tensors)
+        return len(tensors)
+
+
+def title(address: Address) -> str:
+    """ "attention worker 0", "expert actor 1"."""
+    return f"{'attention worker' if address[0] == 'worker' else 'expert actor'} {address[1]}"
 
 
 def worker_of_layer(plan: Plan, layer: int, replica: int) -> Address:

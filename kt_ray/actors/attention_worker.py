@@ -8,37 +8,38 @@ LoRA of all stages: gradients are reduced to it in rank order, updated weights g
 from __future__ import annotations
 
 import os
-import socket as sockets
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kt_ray.actors.actor import PlainActor
 from kt_ray.actors.generation_session import GenerationReport, WorkerSession
-from kt_ray.actors.profile import profiled
-from kt_ray.adapter.adapter_dir import write_tensors
-from kt_ray.adapter.from_peft import AdapterReader
 from kt_ray.batch import PassSpec
-from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.config.schema import OptimConfig
 from kt_ray.experts.process_memory import bound_compiled_products
 from kt_ray.generate.requests import SessionSpec, Token
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.optim.masters import Masters, flat_of, set_flat
-from kt_ray.optim.optimizers import gradient_norms, squared_norm, use_torch_threads
+from kt_ray.optim.optimizers import squared_norm, use_torch_threads
 from kt_ray.placement.order import worker_program
 from kt_ray.placement.plan_types import Plan
-from kt_ray.timeline import SpanRecorder, name_thread
+from kt_ray.timeline import SpanRecorder
 from kt_ray.train.reports import WorkerPassReport, resident_bytes
-from kt_ray.transport.doorbell import DoorbellAddress
 from kt_ray.transport.inbox import Outbox
 from kt_ray.transport.links import ExpertLink, StageLink
 from kt_ray.transport.messages import Address, Message
+from kt_ray.transport.shared_memory import DoorbellAddress
 
 ROOT: Address = ("worker", 0)  # holds the masters
+
+# torch has one profiler per process: in one process the first worker gets it
+_profiling = threading.Lock()
 
 
 class AttentionWorker(PlainActor):
@@ -51,6 +52,9 @@ class AttentionWorker(PlainActor):
         optim: of the masters (worker 0).
         timeout: seconds to wait for a message before giving the pass up.
         build_stage: what makes the stage of its spec.
+
+    Attributes:
+        part: this worker's part of the plan.
     """
 
     def __init__(
@@ -62,92 +66,90 @@ class AttentionWorker(PlainActor):
         timeout: float,
         build_stage: Callable[[StageSpec], Any] = Stage,
     ) -> None:
-        self.plan = plan
-        self.rank = rank
-        self.here = plan.workers[rank]
+        super().__init__(plan, ("worker", rank), spec, optim, timeout)
+        self.part = plan.workers[rank]
         self.spec = spec
-        self.optim = optim
         self._build_stage = build_stage
-        super().__init__(f"attention worker {rank}", timeout)
-        self.load_seconds = 0.0
+        self._load_seconds = 0.0
         self.outbox = Outbox(rank)
         self._stage: Stage | None = None
         self._masters: Masters | None = None
         bound_compiled_products(tight=plan.is_tight)  # before the first product in this process
-        use_torch_threads(self.here.threads)
+        use_torch_threads(self.part.threads)
 
-    def _claim_thread(self) -> None:
-        """Set what torch keeps per thread: its number of threads, and the current GPU.
+    def claim_thread(self, threads: int | None = None) -> None:
+        """Also the current GPU: CUDA events and streams belong to it, and a process may use several."""
+        super().claim_thread(threads)
+        if self._on_gpu:
+            torch.cuda.set_device(torch.device(self.spec.device))
 
-        The same number of threads under Ray and in one process gives the same bits. CUDA events and streams
-        belong to the current device; in one process every stage has another one.
-        """
-        name_thread(f"kt-worker-{self.rank}")  # every time: Ray names it after each call's method
-        use_torch_threads(self.here.threads)
-        device = torch.device(self.spec.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+    @property
+    def _threads(self) -> int:
+        return self.part.threads
+
+    @property
+    def _on_gpu(self) -> bool:
+        return torch.device(self.spec.device).type == "cuda"
 
     @property
     def stage(self) -> Stage:
         assert self._stage is not None, "load() comes first"
         return self._stage
 
+    @property
+    def masters(self) -> Masters:
+        assert self._masters is not None, "worker 0 has them, after hold_masters()"
+        return self._masters
+
     # -- life --------------------------------------------------------------------------------
 
-    def load(self) -> dict[str, Any]:
-        """Build the stage. Returns facts about this worker for env.json."""
-        self._claim_thread()
-        self.doing = "loading"
+    def _load(self) -> None:
         start = time.monotonic()
         self._stage = self._build_stage(self.spec)
-        self.load_seconds = time.monotonic() - start
-        self.doing = "idle"
-        return {**self.info(), "affine_scale": self._stage.scales}
+        self._load_seconds = time.monotonic() - start
 
-    def info(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         return {
-            "actor": f"worker-{self.rank}",
-            "pid": os.getpid(),
-            "host": sockets.gethostname(),
             "device": str(self.spec.device),
-            "plan_device": self.here.device,
-            "replica": self.here.replica,
-            "stage": self.here.stage,
-            "layers": list(self.here.layers),
-            "threads": self.here.threads,
+            "plan_device": self.part.device,
+            "replica": self.part.replica,
+            "stage": self.part.stage,
+            "layers": list(self.part.layers),
+            "threads": self.part.threads,
             "weight_bytes": self.stage.weight_bytes,
             "trainable_parameters": sum(p.numel() for p in self.stage.parameters.values()),
-            "load_seconds": self.load_seconds,
+            "load_seconds": self._load_seconds,
+            "affine_scale": self.stage.scales,
         }
 
     def close(self) -> None:
-        if self.port is not None:
-            self.port.close()
+        self.port.close()
         self._stage = None
         self._masters = None
+
+    def abort(self, reason: str) -> None:
+        super().abort(reason)
+        self.outbox.close()
 
     # -- a pass ------------------------------------------------------------------------------
 
     def run_pass(self, spec: PassSpec) -> WorkerPassReport:
         """Walk this worker's program of the pass."""
-        with profiled(spec, self.rank, self._on_gpu):
+        with self._profiled(spec):
             return self._run_pass(spec)
 
     def _run_pass(self, spec: PassSpec) -> WorkerPassReport:
         self.check_restored()
-        assert self.port is not None
-        self._claim_thread()
+        self.claim_thread()
         self.port.release_all()
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.spec.device)
-        start = time.monotonic()
         recorder = SpanRecorder(full=spec.timeline)
         experts, stages = self._links(spec.number, recorder)
         stage = self.stage
         with recorder.span("begin", "compute"):
-            loop = stage.begin(spec, self.here.replica, experts, stages)
-        for op in worker_program(self.plan, self.here.replica, self.here.stage, spec.kind):
+            loop = stage.begin(spec, self.part.replica, experts, stages)
+        for op in worker_program(self.plan, self.part.replica, self.part.stage, spec.kind):
             self.doing = f"pass {spec.number}, {op.kind}, layer {op.layer}, group {op.group}"
             with recorder.span(op.kind, "compute", op.layer, op.group):
                 loop.run(op)
@@ -157,7 +159,6 @@ class AttentionWorker(PlainActor):
         seconds = loop.seconds()
         return WorkerPassReport(
             rank=self.rank,
-            seconds=time.monotonic() - start,
             loss_sum=loop.loss_sum,
             terms={
                 "attention": seconds["attention"],
@@ -168,7 +169,7 @@ class AttentionWorker(PlainActor):
             host_rss_bytes=resident_bytes(),
             gpu_bytes=torch.cuda.max_memory_allocated(self.spec.device) if self._on_gpu else 0,
             pid=os.getpid(),
-            activity=recorder.activity(f"worker-{self.rank}", self.host_name, self.here.threads),
+            activity=recorder.activity(self.name, self.host_name, self.part.threads),
             logits=loop.logits() if spec.return_logits and stage.last else [],
             losses=loop.losses() if stage.last else [],
             routing=loop.routing(),
@@ -181,40 +182,56 @@ class AttentionWorker(PlainActor):
         Args:
             number: of the pass, or of a generation step.
         """
-        assert self.port is not None
+        plan = self.plan
+        common: dict[str, Any] = {
+            "number": number,
+            "timeout": self.timeout,
+            "device": self.spec.device,
+            "recorder": recorder,
+        }
         experts = ExpertLink(
             self.mailbox,
             self.port,
-            replica=self.here.replica,
-            experts=len(self.plan.experts),
-            number=number,
-            timeout=self.timeout,
-            experts_of=self.plan.held,
-            num_experts=self.plan.dims.num_experts,
-            device=self.spec.device,
-            overlap=self.plan.overlap,
-            recorder=recorder,
+            replica=self.part.replica,
+            experts=len(plan.experts),
+            experts_of=plan.held,
+            num_experts=plan.dims.num_experts,
+            overlap=plan.overlap,
+            **common,
         )
-        stages = StageLink(
-            self.mailbox,
-            self.port,
-            rank=self.rank,
-            number=number,
-            timeout=self.timeout,
-            device=self.spec.device,
-            recorder=recorder,
-        )
-        return experts, stages
+        return experts, StageLink(self.mailbox, self.port, rank=self.rank, **common)
+
+    @contextmanager
+    def _profiled(self, spec: PassSpec) -> Iterator[None]:
+        """torch.profiler around a pass, if `spec.profile` names a directory (trainer.profile_steps).
+
+        Writes step_000003_pass_7_worker-0.json there (Chrome trace). CUDA activities are recorded where the
+        worker computes on a GPU (untested on hardware).
+        """
+        if spec.profile is None or not _profiling.acquire(blocking=False):
+            yield
+            return
+        try:
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            if self._on_gpu:
+                kinds.append(torch.profiler.ProfilerActivity.CUDA)
+            with torch.profiler.profile(activities=kinds, record_shapes=True) as trace:
+                yield
+            directory = Path(spec.profile)
+            directory.mkdir(parents=True, exist_ok=True)
+            name = f"step_{spec.step + 1:06d}_pass_{spec.number}_{self.name}.json"
+            trace.export_chrome_trace(str(directory / name))
+        finally:
+            _profiling.release()
 
     # -- generation --------------------------------------------------------------------------
 
     def generate(self, spec: SessionSpec) -> GenerationReport:
         """One session of generation, until the driver ends it."""
         self.check_restored()
-        self._claim_thread()
+        self.claim_thread()
         experts, stages = self._links(spec.tag(0), SpanRecorder())
-        session = WorkerSession(self, spec, self.plan, self.here, self.stage, self.outbox, experts, stages)
-        report = session.run()
+        report = WorkerSession(self, spec, self.part, self.stage, self.outbox, experts, stages).run()
         self.doing = "idle"
         return report
 
@@ -226,26 +243,19 @@ class AttentionWorker(PlainActor):
         """What was generated since the last call, and whether more can come (from another thread)."""
         return self.outbox.take(timeout)
 
-    def abort(self, reason: str) -> None:
-        super().abort(reason)
-        self.outbox.close()
-
-    @property
-    def _on_gpu(self) -> bool:
-        return torch.device(self.spec.device).type == "cuda"
-
     # -- the end of a step ------------------------------------------------------------------
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of this stage's LoRA; empty on replicas above 0, which have the same."""
-        if self.here.replica > 0:
-            return {}
-        return {name: tuple(p.shape) for name, p in self.stage.parameters.items()}
 
     def hold_masters(self, shapes: list[dict[str, tuple[int, ...]]]) -> None:
         """Worker 0: make the optimizer for all stages' LoRA (one flat float32 vector per stage)."""
-        assert self.rank == 0
         self._masters = Masters(shapes, self.optim, self.spec.device)
+
+    def start_masters(self, token: int) -> None:
+        """Stages of replica 0 send their initial LoRA to worker 0."""
+        if self.rank == 0:
+            for stage in range(self.plan.stages):
+                self.masters.set(stage, self._flat_from(stage, "param", ("initial", token, stage)))
+        elif self.part.replica == 0:
+            self._send_flat("param", ("initial", token, self.rank))
 
     def publish(self, token: int) -> None:
         """Worker 0 sends every worker the current masters; the others take them."""
@@ -253,47 +263,24 @@ class AttentionWorker(PlainActor):
         if self.rank != 0:
             self.reborn = False  # what it trains with is all that it holds
 
-    def start_masters(self, token: int) -> None:
-        """Stages of replica 0 send their initial LoRA to worker 0."""
-        tag = ("initial", token, self.here.stage)
-        if self.rank == 0:
-            assert self._masters is not None
-            for stage in range(self.plan.stages):
-                flat = (
-                    self._flat(grad=False)
-                    if stage == 0
-                    else self.mailbox.take(("initial", token, stage), self.timeout).tensors["flat"]
-                )
-                self._masters.set(stage, flat)
-        elif self.here.replica == 0:
-            assert self.port is not None
-            self.port.send([ROOT], Message(tag, {"flat": self._flat(grad=False)}))
-
     def prepare(self, step: int, token: int) -> float:
         """Phase one: reduce gradients to worker 0; returns their squared norm there, 0 elsewhere.
 
         `token` distinguishes the messages of a repeated step from the messages of the failed attempt.
         """
-        self._claim_thread()
-        assert self.port is not None
+        self.claim_thread()
         if self.rank != 0:
-            self.port.send([ROOT], Message(("grads", token, self.rank), {"flat": self._flat(grad=True)}))
+            self._send_flat("grad", ("grads", token, self.rank))
             return 0.0
-        assert self._masters is not None
         self.doing = f"step {step}, reducing gradients"
         for stage in range(self.plan.stages):
-            total: torch.Tensor | None = None
-            for replica in range(self.plan.replicas):  # rank order: the sum is the same every time
-                rank = self.plan.worker(replica, stage).rank
-                if rank == 0:
-                    part = self._flat(grad=True)
-                else:
-                    part = self.mailbox.take(("grads", token, rank), self.timeout).tensors["flat"]
-                total = part.clone() if total is None else total.add_(part)
-            assert total is not None
-            self._masters.set_grad(stage, total)
+            ranks = [self.plan.worker(replica, stage).rank for replica in range(self.plan.replicas)]
+            total = self._flat_from(ranks[0], "grad", ("grads", token, ranks[0])).clone()
+            for rank in ranks[1:]:  # rank order: the sum is the same every time
+                total.add_(self._flat_from(rank, "grad", ("grads", token, rank)))
+            self.masters.set_grad(stage, total)
         self.doing = "idle"
-        return squared_norm(self._masters.optimizer.gradients())
+        return squared_norm(self.masters.optimizer.gradients())
 
     def commit(self, step: int, lr: float, clip: float, token: int) -> float:
         """Phase two, idempotent: step at worker 0, updated weights to all. Returns seconds spent.
@@ -301,119 +288,69 @@ class AttentionWorker(PlainActor):
         Called again for an applied step, it only sends the weights again; `token` distinguishes the messages
         of the attempts.
         """
-        self._claim_thread()
+        self.claim_thread()
         start = time.monotonic()
         if self.rank == 0 and step > self._committed:
-            assert self._masters is not None
-            self._masters.optimizer.apply(lr, clip)
+            self.masters.optimizer.apply(lr, clip)
         self._exchange_parameters(("updated", token))
         self.stage.zero_grad()
         self._committed = step
         return time.monotonic() - start
 
     def _exchange_parameters(self, tag: tuple[str, int]) -> None:
-        assert self.port is not None
-        if self.rank == 0:
-            assert self._masters is not None
-            for stage in range(self.plan.stages):
-                flat = self._masters.get(stage)
-                others: list[Address] = [
-                    ("worker", w.rank) for w in self.plan.workers if w.stage == stage and w.rank != 0
-                ]
-                if others:
-                    self.port.send(others, Message((*tag, stage), {"flat": flat.cpu()}))
-                if stage == 0:
-                    self._set_flat(flat)
-        else:
-            self._set_flat(self.mailbox.take((*tag, self.here.stage), self.timeout).tensors["flat"])
+        parameters = self.stage.parameters.values()
+        if self.rank != 0:
+            set_flat(parameters, self.mailbox.take((*tag, self.part.stage), self.timeout).tensors["flat"])
+            return
+        for stage in range(self.plan.stages):
+            flat = self.masters.get(stage)
+            others: list[Address] = [
+                ("worker", w.rank) for w in self.plan.workers if w.stage == stage and w.rank != 0
+            ]
+            if others:
+                self.port.send(others, Message((*tag, stage), {"flat": flat.cpu()}))
+            if stage == 0:
+                set_flat(parameters, flat)
 
-    def _flat(self, *, grad: bool) -> torch.Tensor:
-        return flat_of(self.stage.parameters.values(), grad=grad)
+    def _send_flat(self, what: str, tag: tuple[str, int, int]) -> None:
+        """Send worker 0 this stage's parameters or gradients."""
+        self.port.send([ROOT], Message(tag, {"flat": flat_of(self.lora(what).values())}))
 
-    def _set_flat(self, flat: torch.Tensor) -> None:
-        set_flat(self.stage.parameters.values(), flat)
+    def _flat_from(self, rank: int, what: str, tag: tuple[str, int, int]) -> torch.Tensor:
+        """Worker 0: what `rank` sent with this tag; its own for rank 0."""
+        if rank == 0:
+            return flat_of(self.lora(what).values())
+        return self.mailbox.take(tag, self.timeout).tensors["flat"]
 
-    # -- after a failure ---------------------------------------------------------------------
+    # -- what it trains ----------------------------------------------------------------------
+
+    def trained(self, what: str) -> Iterable[tuple[str, torch.Tensor]]:
+        return () if self._masters is None else self._masters.named(what)
+
+    def lora(self, what: str) -> Mapping[str, torch.Tensor]:
+        parameters = self.stage.parameters.items()
+        if what == "grad":
+            return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters}
+        return {name: p.data for name, p in parameters}
+
+    def adapter(self) -> Mapping[str, torch.Tensor]:
+        """Empty on replicas above 0, which have the same."""
+        return self.stage.adapter() if self.part.replica == 0 else {}
+
+    def _set_step(self, step: int) -> None:
+        if self._masters is not None:
+            self._masters.optimizer.set_step(step)
 
     def discard(self) -> None:
-        """Forget gradients and messages of a failed step."""
         self.mailbox.clear()
         self.stage.zero_grad()
         if self._on_gpu:
             # Finish copies out of peers' memory: it is unmapped when peers are replaced.
             torch.cuda.synchronize(self.spec.device)
 
-    def skip(self, step: int) -> None:
-        """Forget a step's gradients; the step counts as taken."""
-        self.discard()
-        if self._masters is not None:
-            self._masters.optimizer.set_step(step + 1)
-        self._committed = step
-
-    def largest_gradients(self, count: int) -> list[tuple[float, str]]:
-        """Worker 0, after `prepare`: norm and name of the largest gradients of all stages."""
-        return gradient_norms(self._masters.named("grad"), count) if self._masters is not None else []
-
-    def restart(self) -> None:
-        """Back to before the first step; then `hold_masters`, `start_masters` and `publish`."""
-        self.discard()
+    def _restart_lora(self) -> None:  # masters follow: `hold_masters`, `start_masters`, `publish`
         self.stage.load_parameters(self.stage.initial_parameters())
-        self._committed = -1
-        self.reborn = False
-
-    # -- by name -----------------------------------------------------------------------------
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """This stage's LoRA gradients by name, as they are now (tests)."""
-        zero = torch.zeros(())
-        return {
-            name: (p.grad if p.grad is not None else zero.expand_as(p)).detach().cpu().clone()
-            for name, p in self.stage.parameters.items()
-        }
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach().cpu().clone() for name, p in self.stage.parameters.items()}
-
-    def set_parameters(self, values: dict[str, torch.Tensor]) -> None:
-        """Worker 0: overwrite masters by name (names of experts are ignored); then `publish`."""
-        if self._masters is not None:
-            for name, tensor in self._masters.named("param"):
-                if name in values:
-                    tensor.copy_(values[name])
-
-    def save_shard(self, directory: str) -> ShardInfo | None:
-        """Worker 0: write masters and moments of all stages. None elsewhere or when nothing trains."""
-        if self._masters is None:
-            return None
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in self._masters.state().items()}
-        return write_shard(directory, "worker-0.safetensors", tensors) if tensors else None
-
-    def restore(self, directory: str, step: int) -> None:
-        """Worker 0: take masters and moments by name from a checkpoint; then `publish`."""
-        self.discard()
-        self._committed = step - 1
-        self.reborn = False
-        if self._masters is None:
-            return
-        read_named_into(directory, self._masters.state())
-        self._masters.optimizer.set_step(step)
-
-    def load_adapter(self, directory: str, one_of_several: bool = False) -> int:
-        """Worker 0: take all stages' masters from a PEFT adapter; then `publish`. Returns their number."""
-        if self._masters is None:
-            return 0
-        return AdapterReader(directory, self.spec.model_dir).read_into(
-            self._masters.named("param"), self.spec.lora.scale, one_of_several=one_of_several
-        )
 
     def keep_adapter(self, name: str, copy: bool) -> None:
         """Keep this stage's present LoRA for requests that name it."""
         self.stage.adapters.keep(name, copy=copy)
-
-    def write_adapter(self, directory: str, layout: Any) -> int:
-        """Write this stage's byte ranges of the adapter file (replica 0). Returns the number of tensors."""
-        if self.here.replica != 0:
-            return 0
-        tensors = self.stage.adapter()
-        write_tensors(directory, layout, tensors)
-        return len(tensors)

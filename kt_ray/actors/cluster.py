@@ -7,6 +7,7 @@ loaded.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from kt_ray.actors.actor import title
 from kt_ray.actors.generation_session import GenerationReport
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.batch import PassSpec
@@ -48,8 +50,7 @@ class Handle(ABC):
 
     @property
     def name(self) -> str:
-        kind, rank = self.address
-        return f"{'attention worker' if kind == 'worker' else 'expert actor'} {rank}"
+        return title(self.address)
 
     @abstractmethod
     def start(self, method: str, *args: Any) -> Any:
@@ -74,7 +75,7 @@ class ActorCluster(ABC):
         self.experts: list[Handle] = []
         self._on_load = on_load
         self._load_noted: dict[str, tuple[int, int, int]] = {}
-        self._token = 0
+        self._tokens = itertools.count(1)  # of the rounds of messages that steps end in
         self._closed = False
         self._inbox: Inbox | None = None  # of the last session
         self._broken = False  # the last session of generation ended with an error
@@ -120,16 +121,21 @@ class ActorCluster(ABC):
 
     def _gather(
         self,
-        calls: Sequence[tuple[Handle, str, tuple[Any, ...]]],
-        timeout: float | None,
+        handles: Sequence[Handle],
+        method: str,
+        args: tuple[Any, ...] = (),
+        timeout: float | None = None,
         while_waiting: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """Run calls in parallel. Returns all results in order, or raises the error that caused the others.
+        """Call a method of some actors in parallel.
 
-        timeout: seconds; None = the actors' own deadlines decide (each waits for a message at most
-        `trainer.step_timeout`, so the actors that wait for a hanging one report it).
+        Returns all results in order, or raises the error that caused the others.
+
+        Args:
+            timeout: seconds; None = the actors' own deadlines decide (each waits for a message at most
+                `trainer.step_timeout`, so the actors that wait for a hanging one report it).
         """
-        futures = [handle.start(method, *args) for handle, method, args in calls]
+        futures = [handle.start(method, *args) for handle in handles]
         position = {id(future): i for i, future in enumerate(futures)}
         results: list[Any] = [None] * len(futures)
         pending = list(futures)
@@ -147,31 +153,41 @@ class ActorCluster(ABC):
                 try:
                     results[i] = self._result(future)
                 except Exception as error:
+                    died = isinstance(error, ActorDied)
                     if not errors:
-                        reason = (
-                            f"{calls[i][0].name} failed in {calls[i][1]}: {type(error).__name__}: {error}"
-                        )
-                        self._abort(reason)
+                        self._abort(f"{handles[i].name} failed in {method}: {type(error).__name__}: {error}")
                         # An actor may notice a peer's death before Ray does: then the cause comes after
                         # its error.
-                        sure = isinstance(error, UserError | ActorDied)
+                        sure = died or isinstance(error, UserError)
                         deadline = min(deadline, time.monotonic() + (GRACE if sure else NOTICE))
-                    elif isinstance(error, ActorDied):
+                    if died:
                         deadline = min(deadline, time.monotonic() + GRACE)
-                    errors.append((calls[i][0], error))
-                    if isinstance(error, ActorDied):
-                        self._lost.add(calls[i][0].address)
+                        self._lost.add(handles[i].address)
+                    errors.append((handles[i], error))
             pending = [future for future in pending if not any(future is d for d in done)]
         if errors:
             raise self._cause(errors)
         if pending:
-            raise self._overdue(calls, timeout or GRACE)
+            states = self._states()
+            self._abort("deadline passed")
+            raise UserError(
+                f"no answer to {method} within {timeout or GRACE:.0f} s",
+                observed=" | ".join(states),
+                remedy="if the work is only slow, raise trainer.step_timeout (loading: cluster.load_timeout)",
+            )
         return results
+
+    def _call(self, handles: Sequence[Handle], method: str, *args: Any) -> list[Any]:
+        """`_gather` with a deadline later than the actors' own, whose errors say what was missing."""
+        return self._gather(handles, method, args, self.specs.timeout + GRACE)
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return self._call(self.handles, method, *args)
 
     def _cause(self, errors: list[tuple[Handle, BaseException]]) -> BaseException:
         """The error that the others follow from: a user's error, then a death, then any but Aborted."""
 
-        def order(item: tuple[Handle, BaseException]) -> int:
+        def place(item: tuple[Handle, BaseException]) -> int:
             error = item[1]
             if isinstance(error, UserError):
                 return 0
@@ -179,7 +195,7 @@ class ActorCluster(ABC):
                 return 1
             return 3 if isinstance(error, Aborted) else 2
 
-        handle, error = min(errors, key=order)
+        handle, error = min(errors, key=place)
         return self._death(handle, error) if isinstance(error, ActorDied) else error
 
     def _death(self, handle: Handle, error: ActorDied) -> ActorLost:
@@ -189,15 +205,6 @@ class ActorCluster(ABC):
             observed=str(error),
             remedy="look for the kernel's out-of-memory killer (dmesg) and the actor's log, then "
             "continue from the last checkpoint with trainer.resume=latest",
-        )
-
-    def _overdue(self, calls: Sequence[tuple[Handle, str, tuple[Any, ...]]], timeout: float) -> UserError:
-        states = self._states()
-        self._abort("deadline passed")
-        return UserError(
-            f"no answer to {calls[0][1]} within {timeout:.0f} s",
-            observed=" | ".join(states),
-            remedy="if the work is only slow, raise trainer.step_timeout (loading: cluster.load_timeout)",
         )
 
     def _states(self) -> list[str]:
@@ -214,37 +221,28 @@ class ActorCluster(ABC):
     def _abort(self, reason: str) -> None:
         self._aborts += [handle.control("abort", reason) for handle in self.handles]
 
-    @property
-    def patience(self) -> float:
-        """Seconds: later than the actors' own deadlines, whose errors say what was missing."""
-        return self.specs.timeout + GRACE
-
-    def _all(self, method: str, *args: Any) -> list[Any]:
-        return self._gather([(h, method, args) for h in self.handles], self.patience)
-
     # -- life ---------------------------------------------------------------------------------
 
     def start(self) -> list[dict[str, Any]]:
+        """Spawn, load, connect. Returns one dict of facts per actor (pid, ISA, bytes, seconds)."""
         self._spawn()
         facts = self._load(self.handles, "load")
         self._begin()
         return facts
 
     def _load(self, handles: Sequence[Handle], method: str) -> list[dict[str, Any]]:
-        calls = [(handle, method, ()) for handle in handles]
-        return self._gather(calls, self.specs.load_timeout, self._note_load if self._on_load else None)
+        note = self._note_load if self._on_load else None
+        return self._gather(handles, method, (), self.specs.load_timeout, note)
 
     def _begin(self) -> None:
         """Masters from the stages' initial LoRA, and everyone computes with them."""
         self._make_masters()
-        self._token += 1
-        self._gather([(h, "start_masters", (self._token,)) for h in self.workers], self.patience)
+        self._call(self.workers, "start_masters", next(self._tokens))
         self._publish()
 
     def _make_masters(self) -> None:
-        stages = self.workers[: self.plan.stages]  # of replica 0
-        shapes = self._gather([(h, "parameter_shapes", ()) for h in stages], self.patience)
-        self._gather([(self.workers[0], "hold_masters", (shapes,))], self.specs.timeout)
+        shapes = self._call(self.workers[: self.plan.stages], "parameter_shapes")  # of replica 0
+        self._call(self.workers[:1], "hold_masters", shapes)
 
     def _note_load(self) -> None:
         assert self._on_load is not None
@@ -261,13 +259,14 @@ class ActorCluster(ABC):
                     self._on_load(handle.name, layer, done, total)
 
     def _publish(self) -> None:
-        self._token += 1
-        self._gather([(h, "publish", (self._token,)) for h in self.workers], self.patience)
+        self._call(self.workers, "publish", next(self._tokens))
 
     def info(self) -> list[dict[str, Any]]:
+        """The facts of `start` as they are now (kernel calls so far)."""
         return self._all("info")
 
     def shutdown(self) -> None:
+        """Stop all actors and whatever was started for them. Safe to call twice."""
         if not self._closed:
             self._closed = True
             self._close()
@@ -277,21 +276,17 @@ class ActorCluster(ABC):
     # -- a step -------------------------------------------------------------------------------
 
     def run_pass(self, spec: PassSpec) -> PassReport:
-        start = time.monotonic()
-        reports = self._gather([(h, "run_pass", (spec,)) for h in self.handles], None)
+        reports = self._gather(self.handles, "run_pass", (spec,))
         workers = tuple(reports[: len(self.workers)])
         loss = sum(w.loss_sum for w in workers) / max(1, spec.loss_tokens)
-        last = [self.plan.worker(replica, self.plan.stages - 1).rank for replica in range(self.plan.replicas)]
-        micro = (tuple(workers[rank].losses for rank in last),)
-        return PassReport(loss, time.monotonic() - start, workers, tuple(reports[len(self.workers) :]), micro)
+        micro = (tuple(workers[rank].losses for rank in self.coordinators),)
+        return PassReport(loss, workers, tuple(reports[len(self.workers) :]), micro)
 
     def prepare(self, step: int) -> float:
-        self._token += 1
-        return float(sum(self._all("prepare", step, self._token)))
+        return float(sum(self._all("prepare", step, next(self._tokens))))
 
     def commit(self, step: int, lr: float, clip: float) -> float:
-        self._token += 1
-        return float(max(self._all("commit", step, lr, clip, self._token)))
+        return float(max(self._all("commit", step, lr, clip, next(self._tokens))))
 
     def discard(self) -> None:
         self._settle_aborts()
@@ -327,13 +322,11 @@ class ActorCluster(ABC):
                 self._inbox.close()
             self._inbox = inbox = self._make_inbox()
             address = None if inbox is None else inbox.address
-            rings = self._gather([(h, "open_outbox", (address,)) for h in self.workers], self.patience)
-            for rank in (rank for rank, ring in enumerate(rings) if ring):
-                assert inbox is not None
-                inbox.expect(rank)
+            for rank, rings in enumerate(self._call(self.workers, "open_outbox", address)):
+                if inbox is not None and rings:
+                    inbox.expect(rank)
             opened()
-            calls = [(handle, "generate", (spec,)) for handle in self.handles]
-            reports: list[GenerationReport] = self._gather(calls, None)
+            reports: list[GenerationReport] = self._gather(self.handles, "generate", (spec,))
         except ActorLost as error:
             raise ActorLost(
                 error.what,
@@ -360,11 +353,11 @@ class ActorCluster(ABC):
 
     @property
     def coordinators(self) -> list[int]:
-        """Rank of each replica's last stage, which takes the replica's requests."""
+        """Rank of each replica's last stage: it has the head, and takes the replica's requests."""
         plan = self.plan
         return [plan.worker(replica, plan.stages - 1).rank for replica in range(plan.replicas)]
 
-    def order(
+    def instruct(
         self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
     ) -> None:
         """Send a coordinator a "request", "cancel" or "stop"; returns at once."""
@@ -428,7 +421,7 @@ class ActorCluster(ABC):
         lost = self._find_lost()
         logger.info("lost: %s", ", ".join(f"{kind}-{rank}" for kind, rank in sorted(lost)))
         # Queued behind an actor's present call, so afterwards no actor is in the old pass.
-        self._gather([(h, "discard", ()) for h in self.handles if h.address not in lost], self.patience)
+        self._call([h for h in self.handles if h.address not in lost], "discard")
         self._respawn(lost)
         lost = frozenset(self._lost)  # more may have died and been replaced meanwhile
         for fact in self._load([h for h in self.handles if h.address in lost], "load_again"):
@@ -436,8 +429,7 @@ class ActorCluster(ABC):
             for note in fact.get("notes", ()):  # a run shows them at its start
                 logger.warning("%s: %s", fact["actor"], note)
         self._lost -= lost
-        holders = [self.workers[0], *self.experts]
-        states = set(self._gather([(h, "committed", ()) for h in holders], self.patience))
+        states = set(self._call([self.workers[0], *self.experts], "committed"))
         if None not in states and len(states) == 1:
             # The other workers hold only what worker 0 sends them.
             self._publish()
@@ -482,9 +474,11 @@ class ActorCluster(ABC):
         return {name: value for part in self._all(method) for name, value in part.items()}
 
     def parameters(self) -> dict[str, torch.Tensor]:
+        """All LoRA parameters by name (small models, tests)."""
         return self._merged("parameters")
 
     def gradients(self) -> dict[str, torch.Tensor]:
+        """All LoRA gradients by name, summed over replicas (small models, tests)."""
         total: dict[str, torch.Tensor] = {}
         for values in self._all("gradients"):
             for name, value in values.items():
@@ -492,6 +486,7 @@ class ActorCluster(ABC):
         return total
 
     def set_parameters(self, values: dict[str, torch.Tensor]) -> None:
+        """Overwrite LoRA parameters by name (tests)."""
         self._all("set_parameters", values)
         self._publish()
 

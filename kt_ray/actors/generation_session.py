@@ -1,4 +1,4 @@
-"""What actors do during a session of generation: no driver in the loop, no fixed order.
+"""What attention workers do during a session of generation: no driver in the loop, no fixed order.
 
 The last stage of each replica, its coordinator, takes requests out of its mailbox, tells the other stages
 of its replica what the next step is (`Step`), samples, and puts tokens into its outbox for the driver.
@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kt_ray.actors.actor import PlainActor, worker_of_layer
-from kt_ray.experts import LocalExperts
-from kt_ray.experts.local_experts import new_memory
+from kt_ray.actors.actor import PlainActor
 from kt_ray.generate.batcher import Batcher
 from kt_ray.generate.requests import SessionSpec, Step
 from kt_ray.model.decode import Decoder
 from kt_ray.model.stage import Stage
-from kt_ray.placement.plan_types import Plan, WorkerPlan
+from kt_ray.placement.plan_types import WorkerPlan
 from kt_ray.transport.inbox import Outbox
 from kt_ray.transport.links import ExpertLink, StageLink
-from kt_ray.transport.messages import Address, Lease, Message
+from kt_ray.transport.messages import Address, Message
 
 
 @dataclass
@@ -45,6 +45,12 @@ class GenerationReport:
     def add(self, term: str, seconds: float) -> None:
         self.seconds[term] = self.seconds.get(term, 0.0) + seconds
 
+    @contextmanager
+    def timed(self, term: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.add(term, time.monotonic() - start)
+
 
 class WorkerSession:
     """One attention worker's session.
@@ -52,7 +58,7 @@ class WorkerSession:
     Args:
         actor: whose mailbox and port, and who tells what it is doing.
         spec: of the session.
-        plan, here: the whole plan, and this worker's part of it.
+        part: this worker's part of the plan.
         stage: its weights.
         outbox: for tokens (coordinators).
         experts, stages: its conversations.
@@ -62,28 +68,27 @@ class WorkerSession:
         self,
         actor: PlainActor,
         spec: SessionSpec,
-        plan: Plan,
-        here: WorkerPlan,
+        part: WorkerPlan,
         stage: Stage,
         outbox: Outbox,
         experts: ExpertLink,
         stages: StageLink,
     ) -> None:
-        assert actor.port is not None
+        plan = actor.plan
         self.actor = actor
         self.spec = spec
-        self.here = here
-        self.first, self.last = here.stage == 0, here.stage == plan.stages - 1
+        self.part = part
+        self.first, self.last = part.stage == 0, part.stage == plan.stages - 1
         self.outbox = outbox
         self.experts = experts
         self.stages = stages
         self.port = actor.port
         self.mailbox = actor.mailbox
         self.decoder = Decoder(stage)
-        self.report = GenerationReport(here.rank)
+        self.report = GenerationReport(part.rank)
         self.expert_actors: list[Address] = [("experts", expert.rank) for expert in plan.experts]
-        workers = (plan.worker(here.replica, number).rank for number in range(plan.stages))
-        self.followers: list[Address] = [("worker", rank) for rank in workers if rank != here.rank]
+        workers = (plan.worker(part.replica, number).rank for number in range(plan.stages))
+        self.followers: list[Address] = [("worker", rank) for rank in workers if rank != part.rank]
 
     def run(self) -> GenerationReport:
         """Until the last step."""
@@ -93,7 +98,7 @@ class WorkerSession:
             else:
                 self._follow()
             self.port.release_all()
-            self.port.send(self.expert_actors, Message(("bye", self.spec.number, self.here.rank)))
+            self.port.send(self.expert_actors, Message(("bye", self.spec.number, self.part.rank)))
         finally:
             self.outbox.close()
             self.decoder.close()
@@ -101,24 +106,24 @@ class WorkerSession:
 
     def _coordinate(self) -> None:
         batcher = Batcher(self.spec, self.decoder.joint)
-        while self._take_orders(batcher):
+        while self._take_messages(batcher):
             step = batcher.next()
             self._tell(step)
             logits = self._compute(step)
-            start = time.monotonic()
-            tokens = batcher.advance(step, logits)
-            self.outbox.put(tokens)
+            with self.report.timed("sample"):
+                tokens = batcher.advance(step, logits)
+                self.outbox.put(tokens)
             self.report.tokens += len(tokens)
-            self.report.add("sample", time.monotonic() - start)
         self._tell(batcher.last())
 
-    def _take_orders(self, batcher: Batcher) -> bool:
+    def _take_messages(self, batcher: Batcher) -> bool:
         """Requests and cancellations so far; waits for one when there is nothing to do. False = stop."""
         while True:
             self.actor.doing = "generating" if batcher.busy else "waiting for a request"
-            start = time.monotonic()
-            message = self.mailbox.take_first(("request", "cancel", "stop"), 0.0 if batcher.busy else None)
-            self.report.add("idle", time.monotonic() - start)
+            with self.report.timed("idle"):
+                message = self.mailbox.take_first(
+                    ("request", "cancel", "stop"), 0.0 if batcher.busy else None
+                )
             if message is None:
                 return True
             kind, session, *rest = message.tag
@@ -141,11 +146,10 @@ class WorkerSession:
         number = 0
         while True:
             self.actor.doing = f"waiting for step {number}"
-            start = time.monotonic()
-            # For ever: the coordinator has none to tell while no request comes. An abort wakes it.
             tag = ("step", self.spec.number, number)
-            step: Step = self.mailbox.take(tag, threading.TIMEOUT_MAX / 2).facts["step"]
-            self.report.add("idle", time.monotonic() - start)
+            with self.report.timed("idle"):
+                # For ever: the coordinator has none to tell while no request comes. An abort wakes it.
+                step: Step = self.mailbox.take(tag, threading.TIMEOUT_MAX / 2).facts["step"]
             if step.last:
                 return
             self._compute(step)
@@ -160,10 +164,9 @@ class WorkerSession:
         self.experts.begin(number)
         self.stages.begin(number)
         waited = self.experts.seconds_waiting, self.stages.seconds
-        start = time.monotonic()
-        loop = self.decoder.begin(step, self.experts, self.stages)
-        self.report.add("record", time.monotonic() - start)
-        for op in loop.program(self.here.layers, first=self.first, last=self.last):
+        with self.report.timed("record"):
+            loop = self.decoder.begin(step, self.experts, self.stages)
+        for op in loop.program(self.part.layers, first=self.first, last=self.last):
             loop.run(op)
         self.stages.finish()
         self.decoder.finish()
@@ -174,72 +177,3 @@ class WorkerSession:
         self.report.add("stages", self.stages.seconds - waited[1])
         self.report.steps += 1
         return [logits_bV for batch in loop.logits() for logits_bV in batch] if self.last else []
-
-
-class ExpertSession:
-    """One expert actor's session.
-
-    Args:
-        actor: whose mailbox and port, and who tells what it is doing.
-        spec: of the session.
-        plan, rank: the whole plan, and which actor this is.
-        experts: its experts.
-    """
-
-    def __init__(
-        self, actor: PlainActor, spec: SessionSpec, plan: Plan, rank: int, experts: LocalExperts
-    ) -> None:
-        assert actor.port is not None
-        self.actor = actor
-        self.spec = spec
-        self.plan = plan
-        self.experts = experts
-        self.port = actor.port
-        self.report = GenerationReport(rank)
-        # (worker, group) -> the reply that its next request of the group proves read
-        self._leases: dict[tuple[Address, int], Lease] = {}
-
-    def run(self) -> GenerationReport:
-        """Until all workers have left."""
-        workers = len(self.plan.workers)
-        self.experts.begin_pass(0, dropout=False)
-        while workers:
-            self.actor.doing = "generating"
-            start = time.monotonic()
-            message = self.actor.mailbox.take_first(("forward", "bye"), None)
-            self.report.add("wait", time.monotonic() - start)
-            assert message is not None
-            if message.tag[0] == "bye":
-                workers -= message.tag[1] == self.spec.number
-                continue
-            if not self.spec.holds(message.tag[1]):
-                continue  # of a session that an error ended
-            start = time.monotonic()
-            self._answer(message)
-            self.report.add("engine", time.monotonic() - start)
-            self.report.steps += 1
-        self.port.release_all()
-        self.experts.take_counters()
-        return self.report
-
-    def _answer(self, message: Message) -> None:
-        experts, port = self.experts, self.port
-        _, number, layer, group, replica = message.tag
-        worker = worker_of_layer(self.plan, layer, replica)
-        lease = self._leases.pop((worker, group), None)
-        if lease is not None:
-            port.release(lease)
-        tensors = message.tensors
-        y_TH = experts.forward(
-            layer,
-            group,
-            tensors["x"],
-            experts.local_ids(layer, tensors["ids"], self.plan.dims.num_experts),
-            tensors["weights"],
-            tensors["keys"],
-            keep=False,
-            adapter=message.facts.get("adapter", True),
-            alloc=port.alloc if port.shares(worker) else new_memory,
-        )
-        tag = ("reply", "forward", number, layer, group, self.report.rank)
-        self._leases[worker, group] = port.send([worker], Message(tag, {"y": y_TH}))

@@ -46,32 +46,19 @@ class LocalCluster(ActorCluster):
         return lines
 
     def _spawn(self) -> None:
-        specs = self.specs
         deliver: dict[Address, Callable[[Message], None]] = {}
         port = LocalPort(deliver)
-        for rank, stage in enumerate(specs.stages):
-            self._add(
-                self.workers,
-                ("worker", rank),
-                AttentionWorker,
-                self.plan,
-                rank,
-                stage,
-                specs.optim,
-                specs.timeout,
-                specs.build_stage,
+        for address, arguments in self.specs.arguments(self.plan).items():
+            kind = address[0]
+            # Built on its own thread: torch's thread count is a property of the calling thread.
+            compute = ThreadPoolExecutor(1, thread_name_prefix=f"{kind}-{address[1]}")
+            build: Callable[..., AttentionWorker | ExpertActor] = (
+                AttentionWorker if kind == "worker" else ExpertActor
             )
-        for host in specs.experts:
-            self._add(self.experts, ("experts", host.rank), ExpertActor, self.plan, host, specs.timeout)
-        for handle in self.handles:
-            assert isinstance(handle, LocalHandle)
-            handle.actor.port = port
-            deliver[handle.address] = handle.actor.deliver
-
-    def _add(self, to: list[Handle], address: Address, build: Callable[..., Any], *args: Any) -> None:
-        # Built on its own thread: torch's thread count is a property of the calling thread.
-        compute = ThreadPoolExecutor(1, thread_name_prefix=f"{address[0]}-{address[1]}")
-        to.append(LocalHandle(address, compute.submit(build, *args).result(), compute))
+            actor = compute.submit(build, *arguments).result()
+            actor.port = port
+            deliver[address] = actor.deliver
+            (self.workers if kind == "worker" else self.experts).append(LocalHandle(address, actor, compute))
 
     def _respawn(self, lost: AbstractSet[Address]) -> None:
         raise AssertionError("actors in the driver's own process do not die by themselves")

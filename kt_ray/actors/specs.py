@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +15,9 @@ from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.native import ExpertFormula
 from kt_ray.placement.plan_types import Plan
+from kt_ray.transport.messages import Address
+
+CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,25 @@ class ActorSpecs:
     timeout: float
     load_timeout: float
     build_stage: Callable[[StageSpec], Any] = Stage
+
+    def in_own_processes(self) -> ActorSpecs:
+        """The same for actors of which each sees one GPU only, as cuda:0."""
+        visible = os.environ.get(CUDA_VISIBLE)
+        return replace(
+            self,
+            stages=tuple(
+                replace(s, device="cuda:0") if s.device.startswith("cuda") else s for s in self.stages
+            ),
+            experts=tuple(own_lane(spec, visible) for spec in self.experts),
+        )
+
+    def arguments(self, plan: Plan) -> dict[Address, tuple[Any, ...]]:
+        """What every `AttentionWorker` and `ExpertActor` is made of."""
+        workers: dict[Address, tuple[Any, ...]] = {
+            ("worker", rank): (plan, rank, stage, self.optim, self.timeout, self.build_stage)
+            for rank, stage in enumerate(self.stages)
+        }
+        return workers | {("experts", spec.rank): (plan, spec, self.timeout) for spec in self.experts}
 
 
 def actor_specs(
@@ -55,23 +79,14 @@ def actor_specs(
     nodes = len(plan.hardware.on(0))
     experts = tuple(
         LocalExpertsSpec(
-            rank=actor.rank,
+            **vars(actor) | {"node": actor.node if nodes > 1 else -1},
             model_dir=model_dir,
-            experts=actor.experts,
             lora=config.lora,
             optim=config.optim,
             seed=config.seed,
-            isa=actor.isa,
-            threads=actor.threads,
-            cpus=actor.cpus,
-            node=actor.node if nodes > 1 else -1,
-            activations=actor.activations,
-            backend=actor.backend,
             formulas=formulas,
             experts_path=config.model.experts_path,
             root=root,
-            by_layer=actor.by_layer,
-            lane=actor.lane,
         )
         for actor in plan.experts
     )
@@ -102,3 +117,34 @@ def stage_specs(plan: Plan, config: Config, model_dir: str) -> tuple[StageSpec, 
         )
         for worker in plan.workers
     )
+
+
+def own_lane(spec: LocalExpertsSpec, visible: str | None) -> LocalExpertsSpec:
+    """The spec for a process that sees the lane's GPU only, as its cuda:0. Untested on hardware.
+
+    Expert actors reserve no GPU of Ray's: what their lane uses of one is counted by the plan, beside the
+    attention worker's share. Ray leaves the environment of an actor without GPUs alone or hides them all, by
+    version, so the actor names its own before CUDA starts.
+
+    Args:
+        visible: CUDA_VISIBLE_DEVICES of the driver, in whose order the plan numbers GPUs; None = unset.
+    """
+    if spec.lane is None or spec.lane.device == "cpu":
+        return spec
+    ordinal = int(spec.lane.device.removeprefix("cuda:"))
+    named = str(ordinal) if visible is None else visible.split(",")[ordinal].strip()
+    return replace(spec, lane=replace(spec.lane, device="cuda:0", visible=named))
+
+
+def show_own_gpu(spec: LocalExpertsSpec) -> None:
+    """Let this process see the GPU of its lane, and no other.
+
+    Raises:
+        RuntimeError: CUDA runs already and would not look again.
+    """
+    if spec.lane is None or not spec.lane.visible:
+        return
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError(f"{CUDA_VISIBLE} is set too late: CUDA runs already in this process")
+    os.environ[CUDA_VISIBLE] = spec.lane.visible

@@ -7,50 +7,30 @@ from dataclasses import dataclass, field
 
 from kt_ray.config.schema import LoraConfig, OptimConfig
 from kt_ray.native import ExpertFormula
-from kt_ray.placement.plan_types import HoldsExperts, LanePlan
+from kt_ray.placement.plan_types import ExpertActorPlan
 
 
-@dataclass(frozen=True)
-class LocalExpertsSpec(HoldsExperts):
-    """One expert actor's share of the plan.
+@dataclass(frozen=True, kw_only=True)
+class LocalExpertsSpec(ExpertActorPlan):
+    """One expert actor's part of the plan, and what else it needs. `node` is -1 for memory of any NUMA node.
 
     Attributes:
-        rank: number of the expert actor.
         model_dir: Hugging Face directory.
-        experts: global ids of the experts held here in every MoE layer that `by_layer` does not name.
         lora, optim: as configured.
         seed: the run's seed (LoRA initialisation, dropout).
-        isa: requested ISA or "auto".
-        threads: engine threads.
-        cpus: CPUs the engine may use; empty = the process' affinity mask.
-        node: NUMA node to allocate from; -1 = no binding.
-        activations: "retain" or "recompute".
-        backend: of the rule: AMXINT8 and AMXINT4 quantise while reading, AMXINT8 also multiplies in int8.
         formulas: MoE layer -> what its experts compute; layers that are not named are plain SwiGLU.
         experts_path: GGUF file that the experts are read from instead of `model_dir`, in its types whatever
             the backend; None = `model_dir`.
         root: module name of the language model, with which the parameters' names begin.
-        by_layer: (layer, ids) where the experts held differ from layer to layer.
-        lane: what a GPU computes of them; None = the engine computes all.
     """
 
-    rank: int
     model_dir: str
-    experts: tuple[int, ...]
     lora: LoraConfig
     optim: OptimConfig
     seed: int
-    isa: str
-    threads: int
-    cpus: tuple[int, ...]
-    node: int
-    activations: str
-    backend: str = "auto"
     formulas: Mapping[int, ExpertFormula] = field(default_factory=dict)
     experts_path: str | None = None
     root: str = "model"
-    by_layer: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    lane: LanePlan | None = None
 
 
 @dataclass

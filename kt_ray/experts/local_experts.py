@@ -12,18 +12,19 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import psutil
 import torch
 from torch import Tensor
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, load_experts
 from kt_ray.checkpoint.load_experts import Target
 from kt_ray.experts.experts_spec import ExpertCounters, LocalExpertsSpec
-from kt_ray.experts.lane import DeviceLane, LaneForward, LaneSaved
-from kt_ray.experts.process_memory import available_memory, prefer_node
+from kt_ray.experts.lane import DeviceLane, LaneSaved
+from kt_ray.experts.process_memory import prefer_node
 from kt_ray.model.lora import init_lora_a, initial_lora
 from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights, Saved
 from kt_ray.optim.optimizers import LoraOptimizer, squared_norm, state_kinds
@@ -111,7 +112,7 @@ class LocalExperts:
             read,
             threads=min(8, max(2, spec.threads)),
             # Where file and experts do not fit in memory together, the file's pages must not push others out.
-            drop_cache=total + file_bytes > available_memory(),
+            drop_cache=total + file_bytes > psutil.virtual_memory().available,
         )
         done = 0
         shapes: dict[int, dict[str, tuple[int, int]]] = {}  # layer -> projection -> outputs, inputs
@@ -267,34 +268,23 @@ class LocalExperts:
         finally:
             if pending is not None:
                 wait([pending])  # it reads the caller's tensors
-        self._finish_forward(layer, group, counts, ids_TK, y_TH, saved, pending, keep=keep)
-        self.counters.forward_seconds += time.monotonic() - start
-        return y_TH
-
-    def _finish_forward(
-        self,
-        layer: int,
-        group: int,
-        counts: Sequence[int],
-        ids_TK: Tensor,
-        y_TH: Tensor,
-        saved: Saved | None,
-        pending: Future[LaneForward] | None,
-        *,
-        keep: bool,
-    ) -> None:
-        """Add the lane's part to y, keep what backward needs, and count."""
         lane_saved: LaneSaved | None = None
         if pending is not None:
             part = pending.result()
             y_TH.index_add_(0, part.tokens, part.y)
             lane_saved = part.saved
-        counters = self.counters
-        counters.forward_slots += sum(counts)
         if keep:
             self._kept[layer, group] = _Kept(saved, lane_saved, sum(counts), ids_TK.shape)
-            kept_bytes = sum(kept.bytes for kept in self._kept.values())
-            counters.kept_bytes_peak = max(counters.kept_bytes_peak, kept_bytes)
+        self._count(layer, counts)
+        self.counters.forward_seconds += time.monotonic() - start
+        return y_TH
+
+    def _count(self, layer: int, counts: Sequence[int]) -> None:
+        """A forward whose local experts have `counts` slots."""
+        counters = self.counters
+        counters.forward_slots += sum(counts)
+        kept_bytes = sum(kept.bytes for kept in self._kept.values())
+        counters.kept_bytes_peak = max(counters.kept_bytes_peak, kept_bytes)
         tokens = counters.tokens_per_expert.setdefault(layer, [0] * len(counts))
         position = {e: i for i, e in enumerate(self.spec.experts_of(layer))}
         for expert, count in zip(self.order[layer], counts, strict=True):

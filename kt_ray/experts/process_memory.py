@@ -8,31 +8,20 @@ import os
 import platform
 from collections.abc import Iterator
 
-import psutil
-
 _MPOL_DEFAULT = 0
 _MPOL_PREFERRED = 1
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 
 
-def node_count() -> int:
-    """NUMA nodes with memory on this host."""
-    try:
-        nodes = [name for name in os.listdir("/sys/devices/system/node") if name.startswith("node")]
-    except OSError:
-        return 1
-    return max(1, len(nodes))
-
-
 @contextlib.contextmanager
 def prefer_node(node: int) -> Iterator[None]:
     """Pages that this thread touches inside come from `node` while that node has free memory.
 
-    `node` < 0, a host with one node, or a kernel that refuses leaves the policy as it is: the kernel then
+    `node` < 0 or a kernel that refuses leaves the policy as it is: the kernel then
     places a page by its first touch, which is right as well when the process is bound to the node's CPUs.
     """
-    active = node >= 0 and node_count() > 1 and _set_mempolicy(_MPOL_PREFERRED, 1 << node)
+    active = node >= 0 and _set_mempolicy(_MPOL_PREFERRED, 1 << node)
     try:
         yield
     finally:
@@ -48,11 +37,6 @@ def _set_mempolicy(mode: int, mask: int) -> bool:
     bits = ctypes.c_ulong(mask)
     pointer = ctypes.byref(bits) if mask else None
     return bool(libc.syscall(number, mode, pointer, ctypes.sizeof(bits) * 8) == 0)
-
-
-def available_memory() -> int:
-    """Bytes that processes can still take without swapping."""
-    return int(psutil.virtual_memory().available)
 
 
 def give_back_freed_memory() -> bool:

@@ -47,7 +47,7 @@ class GenerationCluster(Protocol):
 
     def generate(self, spec: SessionSpec, opened: Callable[[], None]) -> list[Any]: ...
 
-    def order(
+    def instruct(
         self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
     ) -> None: ...
 
@@ -242,10 +242,10 @@ class Generator:
             load = Counter(rank for rank, _ in self._answers.values())
             rank = min(self.cluster.coordinators, key=lambda r: (load[r], r))
             number = next(self._numbers)
-            cancel = partial(self._order, rank, "cancel", number)
+            cancel = partial(self._instruct, rank, "cancel", number)
             answer = Answer(number, request, self.tokenizer, cancel, listener)
             self._answers[number] = rank, answer
-            self.cluster.order(rank, "request", self.spec.number, number, request)
+            self.cluster.instruct(rank, "request", self.spec.number, number, request)
         return answer
 
     def _check(self, request: Request) -> None:
@@ -280,17 +280,17 @@ class Generator:
         # After an error of the fetching alone the session still runs, and would do so for ever.
         if first and self._threads[0].is_alive():
             for number, (rank, _) in outstanding:
-                self._order(rank, "cancel", number)
+                self._instruct(rank, "cancel", number)
             for rank in self.cluster.coordinators:
-                self._order(rank, "stop")
+                self._instruct(rank, "stop")
         for thread in self._threads:
             thread.join()
         self._fail(UserError("the generator was closed before this answer ended", remedy="ask again"))
 
-    def _order(self, rank: int, kind: str, number: int = -1) -> None:
-        """An order where an error changes nothing: the session's own one is told."""
+    def _instruct(self, rank: int, kind: str, number: int = -1) -> None:
+        """An instruction where an error changes nothing: the session's own one is told."""
         try:
-            self.cluster.order(rank, kind, self.spec.number, number)
+            self.cluster.instruct(rank, kind, self.spec.number, number)
         except Exception as error:
             logger.warning("coordinator %d could not be sent %r", rank, kind, exc_info=error)
 
@@ -334,7 +334,7 @@ class Generator:
             logger.warning("an answer was broken off", exc_info=error)
             answer.break_off(error)
             if not token.finish:
-                self._order(rank, "cancel", token.request)
+                self._instruct(rank, "cancel", token.request)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

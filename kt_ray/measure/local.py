@@ -9,8 +9,8 @@ import torch
 
 from kt_ray.hardware.rates import Figure
 from kt_ray.measure.timing import SECONDS, median_seconds
-from kt_ray.transport.arena import Arena
 from kt_ray.transport.messages import Mailbox, Message
+from kt_ray.transport.shared_memory import Arena
 
 WAIT = 30.0  # seconds that a message may take before something is wrong
 

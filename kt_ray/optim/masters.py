@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from kt_ray.config.schema import OptimConfig
-from kt_ray.optim.optimizers import LoraOptimizer, elementwise, state_kinds
+from kt_ray.optim.optimizers import LoraOptimizer, elementwise
 
 
 class Masters:
@@ -22,7 +22,6 @@ class Masters:
         self._shapes = shapes
         if optim.name == "deepspeed_cpu_adam":  # the experts' alone: these may lie on a GPU
             optim = replace(optim, name="adamw")
-        self._kinds = state_kinds(optim)
         sizes = [sum(torch.Size(shape).numel() for shape in stage.values()) for stage in shapes]
         self._flat = [torch.zeros(size, device=device, dtype=torch.float32) for size in sizes]
         self._grad = [torch.zeros_like(flat) for flat in self._flat]
@@ -60,12 +59,6 @@ class Masters:
             else:
                 yield from zip(shapes, (self.optimizer.state(p, what) for p in parameters), strict=True)
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Live views of all masters and what the optimizer keeps, under "param/NAME", "exp_avg/NAME", ..."""
-        return {
-            f"{what}/{name}": tensor for what in ("param", *self._kinds) for name, tensor in self.named(what)
-        }
-
 
 def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> list[torch.Tensor]:
     if not shapes:
@@ -74,12 +67,9 @@ def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> list[torch
     return [part.view(shape) for part, shape in zip(parts, shapes.values(), strict=True)]
 
 
-def flat_of(parameters: Iterable[torch.Tensor], *, grad: bool) -> torch.Tensor:
-    """Parameters or their gradients (0 where there is none), one after the other: float32 on the CPU."""
-    parts = []
-    for parameter in parameters:
-        value = parameter.grad if grad else parameter.data
-        parts.append(torch.zeros_like(parameter).flatten() if value is None else value.detach().flatten())
+def flat_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Tensors one after the other: float32 on the CPU."""
+    parts = [tensor.detach().flatten() for tensor in tensors]
     flat = torch.cat(parts) if parts else torch.zeros(0)
     return flat.to("cpu", torch.float32)
 

@@ -18,12 +18,8 @@ from kt_ray.errors import UserError
 from kt_ray.optim.muon import Muon
 
 
-def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
-    """`optim.warmup` as a number of steps: a share of all steps below 1, else a count."""
-    return _steps(optim.warmup, total_steps)
-
-
-def _steps(value: float, total_steps: int) -> int:
+def number_of_steps(value: float, total_steps: int) -> int:
+    """`optim.warmup` or `optim.decay` in steps: a share of all steps below 1, else a count."""
     return math.ceil(value * total_steps) if value < 1 else int(value)
 
 
@@ -35,7 +31,7 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     lr * min_lr_ratio at the last step; "wsd" constant and then down over the last `decay` steps;
     "inverse_sqrt" as 1 / sqrt(step), with the warm-up's length (10,000 without one) as its time scale.
     """
-    warmup = warmup_steps(optim, total_steps)
+    warmup = number_of_steps(optim.warmup, total_steps)
     if step < warmup:
         return optim.lr * (step + 1) / warmup
     if optim.schedule == "constant":
@@ -45,7 +41,7 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
         return optim.lr / math.sqrt((step + scale - warmup) / scale)
     floor, start = optim.min_lr_ratio, warmup
     if optim.schedule == "wsd":
-        start = max(warmup, total_steps - _steps(optim.decay, total_steps))
+        start = max(warmup, total_steps - number_of_steps(optim.decay, total_steps))
         if step < start:
             return optim.lr
     progress = (step - start) / max(1, total_steps - start)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.disk import write_atomic
-from kt_ray.timeline import Activity, Event
+from kt_ray.timeline import Activity, Span
 
 _Item = dict[str, Any]  # one entry of the trace
 _COLOURS = {"compute": "good", "wait": "terrible", "transfer": "bad"}  # names of Chrome's palette
@@ -37,13 +37,13 @@ def chrome_trace(activities: Sequence[Activity], about: dict[str, Any] | None = 
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": host}}
         for pid, host in enumerate(hosts)
     ]
-    placed: list[tuple[Activity, Event, dict[str, Any]]] = []
+    placed: list[tuple[Activity, Span, dict[str, Any]]] = []
     for lane, activity in enumerate(activities):
         pid, shift = hosts.index(activity.host), offsets[activity.host] - base
         where = {"pid": pid, "tid": lane}
         trace.append({"ph": "M", "name": "thread_name", **where, "args": {"name": activity.actor}})
         trace.append({"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": lane}})
-        for event in activity.events:
+        for event in activity.spans:
             item = {
                 "ph": "X",
                 "name": event.name,
@@ -60,7 +60,7 @@ def chrome_trace(activities: Sequence[Activity], about: dict[str, Any] | None = 
     return {"traceEvents": trace, "displayTimeUnit": "ms", "otherData": about or {}}
 
 
-def _arrows(placed: Iterable[tuple[Activity, Event, dict[str, Any]]]) -> list[dict[str, Any]]:
+def _arrows(placed: Iterable[tuple[Activity, Span, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Flow events: every submission to every engine call of its layer, group and direction; replies in order.
 
     What has the same layer, group and direction once more belongs to the step's next wave. An expert actor
@@ -100,7 +100,7 @@ def _pairs(
             yield from zip(replies[replica :: len(receivers)], waits, strict=False)
 
 
-def _end_of_message(actor: str, event: Event) -> tuple[str, tuple[str, ...]]:
+def _end_of_message(actor: str, event: Span) -> tuple[str, tuple[str, ...]]:
     """("from" or "to", what the message is) for spans that send or receive one; ("", ()) for others."""
     first, _, direction = event.name.partition(" ")
     if first == "submit":

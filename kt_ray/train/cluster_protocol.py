@@ -1,10 +1,8 @@
-"""What the training loop needs of a cluster. Ray and the in-process cluster both provide it."""
+"""What the training loop and its checkpoints need of a cluster (kt_ray.actors.cluster.ActorCluster)."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
-
-import torch
 
 from kt_ray.batch import PassSpec
 from kt_ray.errors import UserError
@@ -24,14 +22,6 @@ class Cluster(Protocol):
     """
 
     plan: Plan
-
-    def start(self) -> list[dict[str, Any]]:
-        """Spawn, load, connect. Returns one dict of facts per actor (pid, ISA, bytes, seconds)."""
-        ...
-
-    def info(self) -> list[dict[str, Any]]:
-        """The facts as they are now (kernel calls so far)."""
-        ...
 
     def run_pass(self, spec: PassSpec) -> PassReport:
         """All micro-batches through all layers; in training passes gradients accumulate in the actors."""
@@ -55,18 +45,6 @@ class Cluster(Protocol):
 
     def largest_gradients(self, count: int) -> list[tuple[float, str]]:
         """After `prepare`: norm and parameter name of the largest gradients, not finite ones first."""
-        ...
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """All LoRA parameters by name (small models, tests)."""
-        ...
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """All LoRA gradients by name, summed over replicas (small models, tests)."""
-        ...
-
-    def set_parameters(self, values: dict[str, torch.Tensor]) -> None:
-        """Overwrite LoRA parameters by name."""
         ...
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]: ...
@@ -95,8 +73,4 @@ class Cluster(Protocol):
 
     def write_adapter(self, directory: str, layout: Any) -> int:
         """Every actor writes its byte ranges of the adapter; returns the number of tensors."""
-        ...
-
-    def shutdown(self) -> None:
-        """Stop all actors and whatever was started for them. Safe to call twice."""
         ...

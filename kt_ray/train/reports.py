@@ -22,15 +22,12 @@ def resident_bytes() -> int:
 
 @dataclass(frozen=True)
 class ExpertPassReport:
-    """One expert actor's pass: wall seconds, seconds waiting for messages, its counters, what it did when."""
+    """One expert actor's pass: its counters, and what it did when."""
 
     rank: int
-    seconds: float
-    seconds_waiting: float
     counters: ExpertCounters
     host_rss_bytes: int
     pid: int
-    kernel_calls: int
     activity: Activity
 
 
@@ -38,7 +35,7 @@ class ExpertPassReport:
 class WorkerPassReport:
     """One attention worker's pass.
 
-    loss_sum: float64 sum of token losses (last stage only, else 0). seconds: by term
+    loss_sum: float64 sum of token losses (last stage only, else 0). terms: seconds by what they were spent on
     ("attention", "experts" = waiting for expert actors, "stages" = waiting for other stages,
     "head"). activity: what it did when. logits: per group, per micro-batch, when asked for.
     losses: likewise the summed losses (last stage only). logps: likewise float64 [b], when asked for.
@@ -46,7 +43,6 @@ class WorkerPassReport:
     """
 
     rank: int
-    seconds: float
     loss_sum: float
     terms: dict[str, float]
     host_rss_bytes: int
@@ -67,7 +63,6 @@ class PassReport:
     """
 
     loss: float
-    seconds: float
     workers: tuple[WorkerPassReport, ...]
     experts: tuple[ExpertPassReport, ...]
     micro_losses: tuple[tuple[list[list[float]], ...], ...] = ()
@@ -76,36 +71,30 @@ class PassReport:
 def merged(passes: Sequence[PassReport]) -> PassReport:
     """One report of the passes of a step: seconds and counts add up, memory is the largest.
 
-    Losses add up as well: each is a share of the step's token mean.
+    Losses add up as well: each is a share of the step's token mean. Tensors are those of the last pass.
     """
     if len(passes) == 1:
         return passes[0]
     workers = tuple(_add_workers(parts) for parts in zip(*(p.workers for p in passes), strict=True))
     experts = tuple(_add_experts(parts) for parts in zip(*(p.experts for p in passes), strict=True))
     micro = tuple(wave for p in passes for wave in p.micro_losses)
-    return PassReport(sum(p.loss for p in passes), sum(p.seconds for p in passes), workers, experts, micro)
+    return PassReport(sum(p.loss for p in passes), workers, experts, micro)
 
 
 def _add_workers(parts: Sequence[WorkerPassReport]) -> WorkerPassReport:
     return replace(
         parts[-1],
-        seconds=sum(p.seconds for p in parts),
         loss_sum=sum(p.loss_sum for p in parts),
         terms={term: sum(p.terms[term] for p in parts) for term in parts[0].terms},
         host_rss_bytes=max(p.host_rss_bytes for p in parts),
         gpu_bytes=max(p.gpu_bytes for p in parts),
         activity=reduce(Activity.plus, (p.activity for p in parts)),
-        logits=[group for p in parts for group in p.logits],
-        losses=[group for p in parts for group in p.losses],
-        logps=[group for p in parts for group in p.logps],
     )
 
 
 def _add_experts(parts: Sequence[ExpertPassReport]) -> ExpertPassReport:
     return replace(
-        parts[-1],  # kernel_calls count since the start
-        seconds=sum(p.seconds for p in parts),
-        seconds_waiting=sum(p.seconds_waiting for p in parts),
+        parts[-1],
         counters=reduce(ExpertCounters.plus, (p.counters for p in parts)),
         activity=reduce(Activity.plus, (p.activity for p in parts)),
         host_rss_bytes=max(p.host_rss_bytes for p in parts),

@@ -271,6 +271,7 @@ class Trainer:
         self, step: int, kind: str, wave: Wave, loss_tokens: int, timeline: bool = False, **more: Any
     ) -> tuple[PassSpec, PassReport]:
         self._passes += 1
+        traced = kind == "train" and step + 1 in self.config.trainer.profile_steps
         spec = PassSpec(
             number=self._passes,
             step=step,
@@ -279,15 +280,10 @@ class Trainer:
             wave=wave,
             loss_tokens=loss_tokens,
             timeline=timeline,
-            profile=self._profile_of(step, kind),
+            profile=str(self._profile) if self._profile is not None and traced else None,
             **more,
         )
         return spec, self.cluster.run_pass(spec)
-
-    def _profile_of(self, step: int, kind: str) -> str | None:
-        if self._profile is None or kind != "train" or step + 1 not in self.config.trainer.profile_steps:
-            return None
-        return str(self._profile)
 
     def step(self, step: int) -> None:
         """Optimizer step `step` (0-based): pass, prepare, commit; or what trainer.bad_steps says.

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kt_ray.generate.requests import Token
-from kt_ray.transport.doorbell import Doorbell, DoorbellAddress, Ringer
+from kt_ray.transport.shared_memory import Doorbell, DoorbellAddress, Ringer
 
 _PATIENCE = 10.0  # seconds to wait on a full pipe: the driver reads it in a separate thread
 

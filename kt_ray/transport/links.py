@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,20 +36,44 @@ class _Routed:
     rows: dict[int, Tensor] = field(default_factory=dict)
 
 
-class ExpertLink:
-    """Sends tokens to the expert actors and adds their answers in float32, in rank order.
+class _Link:
+    """What both conversations need.
 
     Args:
         mailbox, port: the worker's own.
+        number: of the pass; part of every tag.
+        timeout: seconds to wait for a message.
+        device: where the stage computes; what comes is brought there.
+        recorder: of the worker's pass.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        port: Port,
+        *,
+        number: int,
+        timeout: float,
+        device: str = "cpu",
+        recorder: SpanRecorder | None = None,
+    ) -> None:
+        self._mailbox = mailbox
+        self._port = port
+        self._number = number
+        self._timeout = timeout
+        self._device = torch.device(device)
+        self._recorder = recorder or SpanRecorder()
+
+
+class ExpertLink(_Link):
+    """Sends tokens to the expert actors and adds their answers in float32, in rank order.
+
+    Args:
         replica: the worker's replica: expert actors wait for one message from each.
         experts: number of expert actors.
-        number: of the pass; part of every tag.
-        timeout: seconds to wait for an answer.
         experts_of: which experts an actor computes, for those out of shared memory's reach.
         num_experts: of a layer.
-        device: where the stage computes; answers are brought there.
         overlap: False = `submit_*` waits for the answer, so that neither side works beside the other.
-        recorder: of the worker's pass.
 
     Attributes:
         adapter: whether the experts' LoRA takes part in what is submitted, or which (generation changes it).
@@ -61,32 +86,24 @@ class ExpertLink:
         *,
         replica: int,
         experts: int,
-        number: int,
-        timeout: float,
         experts_of: ExpertsOf,
         num_experts: int,
-        device: torch.device | str = "cpu",
         overlap: bool = True,
-        recorder: SpanRecorder | None = None,
+        **common: Any,
     ) -> None:
+        super().__init__(mailbox, port, **common)
         self.seconds_waiting = 0.0
         self.adapter: bool | str = True
-        self._mailbox = mailbox
-        self._port = port
         self._replica = replica
         self._experts: list[Address] = [("experts", rank) for rank in range(experts)]
         self._sharing = [address for address in self._experts if port.shares(address)]
-        self._number = number
-        self._timeout = timeout
         self._experts_of = experts_of
         self._num_experts = num_experts
-        self._device = torch.device(device)
+        self._overlap = overlap
         self._leases: dict[tuple[str, int, int], list[Lease]] = {}
         self._routed: dict[tuple[int, int], _Routed] = {}
         self._tables: dict[tuple[int, int], Tensor] = {}
         self._copies: dict[int, torch.cuda.Event] = {}  # group -> end of copies out of its last answers
-        self._overlap = overlap
-        self._recorder = recorder or SpanRecorder()
         self._answers: dict[tuple[str, int, int], list[Tensor]] = {}  # without overlap
 
     def begin(self, number: int) -> None:
@@ -212,40 +229,20 @@ class ExpertLink:
         return full.index_copy_(0, rows.to(self._device), part)
 
 
-class StageLink:
+class StageLink(_Link):
     """Sends and receives for one worker. Tensors are on the stage's device.
 
     Args:
-        mailbox, port: the worker's own.
         rank: the worker's; its neighbours' are one less and one more.
-        number: of the pass; part of every tag.
-        timeout: seconds to wait for a message.
-        device: where the stage computes.
-        recorder: of the worker's pass.
 
     Attributes:
         seconds: spent sending, and waiting for other stages.
     """
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        port: Port,
-        *,
-        rank: int,
-        number: int,
-        timeout: float,
-        device: str,
-        recorder: SpanRecorder,
-    ) -> None:
+    def __init__(self, mailbox: Mailbox, port: Port, *, rank: int, **common: Any) -> None:
+        super().__init__(mailbox, port, **common)
         self.seconds = 0.0
-        self._mailbox = mailbox
-        self._port = port
         self._rank = rank
-        self._number = number
-        self._timeout = timeout
-        self._device = torch.device(device)
-        self._recorder = recorder
         self._leases: dict[int, Lease] = {}  # group -> its hidden states sent to the next stage
         self._reads: list[torch.cuda.Event] = []  # ends of copies out of other stages' memory
 

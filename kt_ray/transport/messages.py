@@ -48,7 +48,6 @@ class Mailbox:
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self.waiting_for: Tag | None = None
-        self.seconds_waited = 0.0
         self._messages: dict[Tag, Message] = {}
         self._failure: str | None = None
         self._changed = threading.Condition()
@@ -66,25 +65,14 @@ class Mailbox:
 
     def take(self, tag: Tag, timeout: float) -> Message:
         """Wait up to `timeout` seconds for the message and remove it."""
-        start = time.monotonic()
-        with self._changed:
-            self.waiting_for = tag
-            try:
-                while tag not in self._messages:
-                    if self._failure is not None:
-                        raise Aborted(self._failure)
-                    remaining = timeout - (time.monotonic() - start)
-                    if remaining <= 0:
-                        others = sorted(map(str, self._messages))
-                        raise Stalled(
-                            f"{self.owner} waited {timeout:.0f} s for message {tag} (trainer.step_timeout); "
-                            f"{len(others)} other messages are waiting: {others[:4]}"
-                        )
-                    self._changed.wait(remaining)
-                return self._messages.pop(tag)
-            finally:
-                self.waiting_for = None
-                self.seconds_waited += time.monotonic() - start
+        message = self._wait(tag, lambda: tag if tag in self._messages else None, timeout)
+        if message is None:
+            others = sorted(map(str, list(self._messages)))
+            raise Stalled(
+                f"{self.owner} waited {timeout:.0f} s for message {tag} (trainer.step_timeout); "
+                f"{len(others)} other messages are waiting: {others[:4]}"
+            )
+        return message
 
     def take_first(self, kinds: tuple[str, ...], timeout: float | None) -> Message | None:
         """The oldest message whose tag begins with one of `kinds`, removed.
@@ -95,23 +83,29 @@ class Mailbox:
         Returns:
             None when there is none after that time.
         """
+
+        def oldest() -> Tag | None:
+            if self._failure is not None:  # even if there are messages: the session is over
+                raise Aborted(self._failure)
+            return next((tag for tag in self._messages if tag[0] in kinds), None)
+
+        return self._wait(kinds, oldest, timeout)
+
+    def _wait(self, what: Tag, choose: Callable[[], Tag | None], timeout: float | None) -> Message | None:
         start = time.monotonic()
         with self._changed:
-            self.waiting_for = kinds
+            self.waiting_for = what
             try:
-                while True:
+                while (tag := choose()) is None:
                     if self._failure is not None:
                         raise Aborted(self._failure)
-                    tag = next((tag for tag in self._messages if tag[0] in kinds), None)
-                    if tag is not None:
-                        return self._messages.pop(tag)
                     remaining = None if timeout is None else timeout - (time.monotonic() - start)
                     if remaining is not None and remaining <= 0:
                         return None
                     self._changed.wait(remaining)
+                return self._messages.pop(tag)
             finally:
                 self.waiting_for = None
-                self.seconds_waited += time.monotonic() - start
 
     def fail(self, reason: str) -> None:
         """Wake every waiter, now and later, with `Aborted(reason)`."""

@@ -12,8 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from kt_ray.actors.cluster import ActorCluster, Handle
 from kt_ray.actors.ray import ray_cluster
-from kt_ray.actors.ray.ray_actor import RayHandle
-from kt_ray.actors.ray.ray_cluster import RayCluster
+from kt_ray.actors.ray.ray_cluster import RayCluster, RayHandle
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.placement.plan_types import Plan
@@ -65,7 +64,7 @@ def test_load_progress_is_told_once_per_change() -> None:
     quick = [(0, 0, 0), (1, 5, 10), (2, 10, 10)]
     slow = [(0, 0, 0), (1, 5, 10), (1, 5, 10), (1, 5, 10), (2, 10, 10)]
     cluster.experts = [Loading(0, quick), Loading(1, slow)]
-    assert cluster._gather([(h, "load", ()) for h in cluster.handles], 10, cluster._note_load) == ["load"] * 2
+    assert cluster._gather(cluster.handles, "load", (), 10, cluster._note_load) == ["load"] * 2
     for rank in (0, 1):
         assert [n[1:] for n in notes if n[0] == f"expert actor {rank}"] == [(1, 5, 10), (2, 10, 10)]
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kt_ray.actors.visible_gpu import VARIABLE, own_lane, show_own_gpu
+from kt_ray.actors.specs import CUDA_VISIBLE, own_lane, show_own_gpu
 from kt_ray.config.schema import LoraConfig, OptimConfig
 from kt_ray.experts import LocalExpertsSpec
 from kt_ray.placement.plan_types import LanePlan
@@ -14,22 +14,23 @@ from kt_ray.placement.plan_types import LanePlan
 
 def spec(lane: LanePlan | None) -> LocalExpertsSpec:
     return LocalExpertsSpec(
-        0, "", (0,), LoraConfig(), OptimConfig(), 0, "auto", 1, (), -1, "retain", lane=lane
-    )
+        0, -1, (), 1, (0,), "auto", "auto", "retain", lane=lane,
+        model_dir="", lora=LoraConfig(), optim=OptimConfig(), seed=0,
+    )  # fmt: skip
 
 
 def test_an_actor_sees_the_gpu_of_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setenv(CUDA_VISIBLE, "")
     for visible, name in ((None, "1"), ("3,5", "5"), ("GPU-aa, GPU-bb", "GPU-bb")):
         made = own_lane(spec(LanePlan("cuda:1", ((0, (1,)),))), visible)
         assert made.lane is not None and made.lane.device == "cuda:0" and made.lane.resident == ((0, (1,)),)
         show_own_gpu(made)
-        assert os.environ[VARIABLE] == name
+        assert os.environ[CUDA_VISIBLE] == name
     for lane in (None, LanePlan("cpu")):
-        monkeypatch.setenv(VARIABLE, "7")
+        monkeypatch.setenv(CUDA_VISIBLE, "7")
         made = own_lane(spec(lane), "0,1")
         show_own_gpu(made)
-        assert made.lane == lane and os.environ[VARIABLE] == "7"
+        assert made.lane == lane and os.environ[CUDA_VISIBLE] == "7"
 
 
 def test_too_late_for_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from kt_ray.modes.train import run
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan_types import Plan
 from kt_ray.runs.prepare import prepare
-from kt_ray.timeline import Activity, Event
+from kt_ray.timeline import Activity, Span
 from kt_ray.timing.simulate import Carriage, ExpertClass, Group, Phase, Simulated, simulate
 from kt_ray.tracking.chrome_trace import chrome_trace
 from tests.timing.test_simulate import RULES, apart, plan_of, small, wave_of
@@ -61,10 +61,10 @@ class Given:
         return ()
 
 
-def recording(plan: Plan, found: Simulated) -> dict[str, list[Event]]:
+def recording(plan: Plan, found: Simulated) -> dict[str, list[Span]]:
     """What actors that behave as simulated would have recorded."""
     ends = {(e.actor, e.name): e.end for e in found.events if e.kind == "experts"}
-    lanes = {"driver": [Event("pass", "wait", -1.0, found.seconds + 1.0)]}
+    lanes = {"driver": [Span("pass", "wait", -1.0, found.seconds + 1.0)]}
     for worker in plan.workers:
         lanes[f"worker-{worker.rank}"] = _worker(plan, found, ends, worker.rank)
     owners = {(w.replica, layer): w.rank for w in plan.workers for layer in range(*w.layers)}
@@ -75,33 +75,33 @@ def recording(plan: Plan, found: Simulated) -> dict[str, list[Event]]:
         now = 0.0
         for e, (layer, direction, group) in zip(events, expert_order(plan, "train"), strict=True):
             assert e.name == f"{direction} {layer}.{group}"
-            lane.append(Event(f"wait {direction}", "wait", now, e.start, layer, group))
-            lane.append(Event(direction, "compute", e.start, e.end - SLIVER, layer, group))
+            lane.append(Span(f"wait {direction}", "wait", now, e.start, layer, group))
+            lane.append(Span(direction, "compute", e.start, e.end - SLIVER, layer, group))
             lane += [
-                Event(f"reply {direction}", "transfer", e.end - SLIVER, e.end, layer, group)
+                Span(f"reply {direction}", "transfer", e.end - SLIVER, e.end, layer, group)
             ] * plan.replicas
             now = e.end
     return lanes
 
 
-def _worker(plan: Plan, found: Simulated, ends: dict[tuple[str, str], float], rank: int) -> list[Event]:
+def _worker(plan: Plan, found: Simulated, ends: dict[tuple[str, str], float], rank: int) -> list[Span]:
     here = plan.workers[rank]
     events = [e for e in found.events if e.actor == f"worker {rank}"]
     begun, rest = events[: plan.groups], events[plan.groups :]
-    lane = [Event("begin", "compute", 0.0, begun[-1].end)]
+    lane = [Span("begin", "compute", 0.0, begun[-1].end)]
     now = begun[-1].end
     for kind, layer, group in worker_program(plan, here.replica, here.stage, "train"):
         mine = [e for e in rest if e.name == f"{kind} {layer}.{group}"]
-        lane.append(Event(kind, "compute", now, mine[-1].end, layer, group))
+        lane.append(Span(kind, "compute", now, mine[-1].end, layer, group))
         moe = layer in plan.dims.moe_layers
         direction = "forward" if kind in ("forward", "join") else "backward"
         first = mine[0]
         if kind.startswith("recv"):
-            lane.append(Event(f"stage {kind[5:]}", "wait", now, first.start, -1, group))
+            lane.append(Span(f"stage {kind[5:]}", "wait", now, first.start, -1, group))
         elif kind.startswith("send"):
-            lane.append(Event(f"send {kind[5:]}", "transfer", first.end - SLIVER, first.end, -1, group))
+            lane.append(Span(f"send {kind[5:]}", "transfer", first.end - SLIVER, first.end, -1, group))
         elif moe and kind in ("forward", "recompute"):
-            lane.append(Event(f"submit {direction}", "transfer", first.end - SLIVER, first.end, layer, group))
+            lane.append(Span(f"submit {direction}", "transfer", first.end - SLIVER, first.end, layer, group))
         waits = first.end if moe and kind in ("forward", "recompute") and not plan.overlap else None
         if plan.overlap and (kind == "join" or (kind == "backward" and moe)):
             waits = now
@@ -109,7 +109,7 @@ def _worker(plan: Plan, found: Simulated, ends: dict[tuple[str, str], float], ra
             for actor in plan.experts:
                 arrival = ends[f"experts {actor.rank}", f"{direction} {layer}.{group}"] + REPLY
                 until = max(waits, arrival)
-                lane.append(Event(f"experts-{actor.rank} {direction}", "wait", waits, until, layer, group))
+                lane.append(Span(f"experts-{actor.rank} {direction}", "wait", waits, until, layer, group))
                 waits = until
         now = mine[-1].end
     return lane
@@ -171,10 +171,10 @@ def test_a_recording_of_another_plan_is_refused(bench: Any) -> None:
 
 
 def test_lanes_of_a_trace_are_those_of_the_activities(bench: Any) -> None:
-    events = (Event("begin", "compute", 10.0, 10.5), Event("forward", "compute", 10.5, 11.0, 3, 1))
+    events = (Span("begin", "compute", 10.0, 10.5), Span("forward", "compute", 10.5, 11.0, 3, 1))
     activities = [
-        Activity("worker-0", "host", 10.0, 11.0, 5.0, {}, events=events),
-        Activity("driver", "host", 9.5, 11.5, 5.0, {}, events=(Event("pass", "wait", 9.75, 11.25),)),
+        Activity("worker-0", "host", 10.0, 11.0, 5.0, {}, spans=events),
+        Activity("driver", "host", 9.5, 11.5, 5.0, {}, spans=(Span("pass", "wait", 9.75, 11.25),)),
     ]
     lanes = bench("recorded").lanes_of_trace(chrome_trace(activities))
     for actor, mine in bench("recorded").lanes_of(activities).items():

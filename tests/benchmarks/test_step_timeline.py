@@ -83,16 +83,16 @@ def test_ratios(bench: Any) -> None:
 def test_figures_of_a_step(bench: Any) -> None:
     """Busy counts kernels over wall and threads; paced attention counts its waits for the GPU."""
     child = bench("step_timeline_child")
-    from kt_ray.timeline import Activity, Event
+    from kt_ray.timeline import Activity, Span
 
     calls = (
-        Event("wait forward", "wait", 10.0, 11.0, 1, 0),
-        Event("forward", "compute", 11.0, 13.0, 1, 0),
-        Event("backward", "compute", 13.0, 17.0, 1, 0),
+        Span("wait forward", "wait", 10.0, 11.0, 1, 0),
+        Span("forward", "compute", 11.0, 13.0, 1, 0),
+        Span("backward", "compute", 13.0, 17.0, 1, 0),
     )
-    experts = Activity("experts-0", "h", 10.0, 17.0, 0.0, {}, 0.5, 9.0, 2, events=calls)
+    experts = Activity("experts-0", "h", 10.0, 17.0, 0.0, {}, 0.5, 9.0, 2, spans=calls)
     worker = Activity("worker-0", "h", 10.0, 17.5, 0.0, {"compute": 4.0}, 3.0, 0.0, 1)
-    driver = Activity("driver", "h", 10.0, 19.0, 0.0, {}, events=(Event("pass", "wait", 10.0, 18.0),))
+    driver = Activity("driver", "h", 10.0, 19.0, 0.0, {}, spans=(Span("pass", "wait", 10.0, 18.0),))
     metrics = SimpleNamespace(seconds=9.0, tokens=64, busy={"worker-0": 0.33})
     result = child.figures(metrics, [driver, worker, experts], True)
     assert result["busy_expert"] == 0.5 and result["busy_attention"] == pytest.approx(4 / 9)

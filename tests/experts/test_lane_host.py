@@ -36,8 +36,9 @@ def results(
     """Two groups forward and backward, with adapters that do something; gradients by name."""
     lora = LoraConfig(rank=4, dropout=dropout)
     spec = LocalExpertsSpec(
-        0, str(path), HELD, lora, OptimConfig(), 5, "auto", 1, (), -1, activations, lane=lane
-    )
+        0, -1, (), 1, HELD, "auto", "auto", activations, lane=lane,
+        model_dir=str(path), lora=lora, optim=OptimConfig(), seed=5,
+    )  # fmt: skip
     host = LocalExperts(spec)
     host.load()
     for name, tensor in host.named("param"):
@@ -145,20 +146,9 @@ def test_int4_experts_quantised_while_they_are_read(tmp_path: Path) -> None:
 
 def _sized(path: Path, lane: LanePlan | None, backend: str) -> dict[str, Tensor]:
     spec = LocalExpertsSpec(
-        0,
-        str(path),
-        HELD,
-        LoraConfig(rank=4),
-        OptimConfig(),
-        5,
-        "auto",
-        1,
-        (),
-        -1,
-        "retain",
-        backend,
-        lane=lane,
-    )
+        0, -1, (), 1, HELD, backend, "auto", "retain", lane=lane,
+        model_dir=str(path), lora=LoraConfig(rank=4), optim=OptimConfig(), seed=5,
+    )  # fmt: skip
     host = LocalExperts(spec)
     host.load()
     g = torch.Generator().manual_seed(9)
@@ -180,8 +170,9 @@ def test_formulas_and_biases(tmp_path: Path) -> None:
     made = []
     for lane in (None, LanePlan("cpu", ((0, (1,)),), ((0, 0.5),))):
         spec = LocalExpertsSpec(
-            0, str(path), (0, 1, 2, 3), LoraConfig(rank=4), OptimConfig(), 5, "auto", 1, (), -1, "retain",
-            formulas={0: formula, 1: formula, 2: formula}, lane=lane,
+            0, -1, (), 1, (0, 1, 2, 3), "auto", "auto", "retain", lane=lane,
+            model_dir=str(path), lora=LoraConfig(rank=4), optim=OptimConfig(), seed=5,
+            formulas={0: formula, 1: formula, 2: formula},
         )  # fmt: skip
         host = LocalExperts(spec)
         host.load()
@@ -207,8 +198,8 @@ def test_what_is_kept_is_the_host_s_own(checkpoint: tuple[Path, torch.dtype], ac
     lanes = (None, LANES["all streamed"])
     for lane, used_again in itertools.product(lanes, (False, True)):
         spec = LocalExpertsSpec(
-            0, str(path), HELD, LoraConfig(rank=4, dropout=0.2), OptimConfig(), 5, "auto", 1, (), -1,
-            activations, lane=lane,
+            0, -1, (), 1, HELD, "auto", "auto", activations, lane=lane,
+            model_dir=str(path), lora=LoraConfig(rank=4, dropout=0.2), optim=OptimConfig(), seed=5,
         )  # fmt: skip
         host = LocalExperts(spec)
         host.load()

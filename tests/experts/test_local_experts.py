@@ -14,7 +14,10 @@ from tests.helpers.hf_reference import build_checkpoint
 
 def host(path: Path, experts: tuple[int, ...], activations: str = "retain") -> LocalExperts:
     lora, optim = LoraConfig(rank=4), OptimConfig()
-    spec = LocalExpertsSpec(0, str(path), experts, lora, optim, 0, "auto", 1, (), -1, activations)
+    spec = LocalExpertsSpec(
+        0, -1, (), 1, experts, "auto", "auto", activations,
+        model_dir=str(path), lora=lora, optim=optim, seed=0,
+    )  # fmt: skip
     made = LocalExperts(spec)
     made.load()
     return made

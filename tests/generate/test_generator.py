@@ -236,7 +236,7 @@ class Coordinator:
         assert self._over.wait(60)
         return []
 
-    def order(
+    def instruct(
         self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
     ) -> None:
         self.orders.append((kind, number))

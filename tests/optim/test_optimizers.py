@@ -9,7 +9,7 @@ import torch
 from kt_ray.config.schema import OptimConfig
 from kt_ray.optim.masters import Masters
 from kt_ray.optim.muon import orthogonalised
-from kt_ray.optim.optimizers import LoraOptimizer, learning_rate, squared_norm, state_kinds, warmup_steps
+from kt_ray.optim.optimizers import LoraOptimizer, learning_rate, number_of_steps, squared_norm, state_kinds
 
 BASE = OptimConfig(lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95))
 
@@ -61,10 +61,10 @@ def test_schedule(schedule: str, last: float, middle: float) -> None:
 
 
 def test_warmup_as_share_and_as_count() -> None:
-    assert warmup_steps(dataclasses.replace(BASE, warmup=0.03), 100) == 3
-    assert warmup_steps(dataclasses.replace(BASE, warmup=0.001), 100) == 1
-    assert warmup_steps(dataclasses.replace(BASE, warmup=7), 100) == 7
-    assert warmup_steps(dataclasses.replace(BASE, warmup=0), 100) == 0
+    assert number_of_steps(0.03, 100) == 3
+    assert number_of_steps(0.001, 100) == 1
+    assert number_of_steps(7, 100) == 7
+    assert number_of_steps(0, 100) == 0
 
 
 def test_squared_norm_does_not_depend_on_threads() -> None:

@@ -7,36 +7,36 @@ from pathlib import Path
 
 import pytest
 
-from kt_ray.timeline import Activity, Event
+from kt_ray.timeline import Activity, Span
 from kt_ray.tracking.chrome_trace import chrome_trace, write_timeline
 
 
-def activity(actor: str, host: str, offset: float, *events: Event) -> Activity:
-    return Activity(actor, host, events[0].start, events[-1].end, offset, {}, events=events)
+def activity(actor: str, host: str, offset: float, *events: Span) -> Activity:
+    return Activity(actor, host, events[0].start, events[-1].end, offset, {}, spans=events)
 
 
 WORKER = activity(
     "worker-0",
     "a",
     1000.0,
-    Event("forward", "compute", 10.0, 11.0, 2, 0),
-    Event("submit forward", "transfer", 10.5, 10.6, 2, 0),
-    Event("experts-0 forward", "wait", 11.0, 12.2, 2, 0),
-    Event("experts-1 forward", "wait", 12.2, 13.0, 2, 0),
+    Span("forward", "compute", 10.0, 11.0, 2, 0),
+    Span("submit forward", "transfer", 10.5, 10.6, 2, 0),
+    Span("experts-0 forward", "wait", 11.0, 12.2, 2, 0),
+    Span("experts-1 forward", "wait", 12.2, 13.0, 2, 0),
 )
 NEAR = activity(
     "experts-0",
     "a",
     1000.4,  # wall clocks are read a moment apart; on one host they do not matter
-    Event("forward", "compute", 10.6, 12.0, 2, 0),
-    Event("reply forward", "transfer", 12.0, 12.1, 2, 0),
+    Span("forward", "compute", 10.6, 12.0, 2, 0),
+    Span("reply forward", "transfer", 12.0, 12.1, 2, 0),
 )
 FAR = activity(
     "experts-1",
     "b",
     905.0,
-    Event("forward", "compute", 106.0, 107.5, 2, 0),
-    Event("reply forward", "transfer", 107.5, 107.75, 2, 0),
+    Span("forward", "compute", 106.0, 107.5, 2, 0),
+    Span("reply forward", "transfer", 107.5, 107.75, 2, 0),
 )
 
 
@@ -71,14 +71,14 @@ def test_arrows_stay_within_their_wave() -> None:
         later = 0.1 * rank
         events = []
         for start in (10.0, 20.0):
-            events.append(Event("submit forward", "transfer", start + later, start + later + 0.01, 2, 0))
-            events.append(Event("experts-0 forward", "wait", start + 1, start + 5 + later, 2, 0))
+            events.append(Span("submit forward", "transfer", start + later, start + later + 0.01, 2, 0))
+            events.append(Span("experts-0 forward", "wait", start + 1, start + 5 + later, 2, 0))
         return activity(f"worker-{rank}", "a", 0.0, *events)
 
     events = []
     for start in (11.0, 21.0):
-        events.append(Event("forward", "compute", start, start + 2, 2, 0))
-        events += [Event("reply forward", "transfer", start + r, start + r + 0.1, 2, 0) for r in (2, 3)]
+        events.append(Span("forward", "compute", start, start + 2, 2, 0))
+        events += [Span("reply forward", "transfer", start + r, start + r + 0.1, 2, 0) for r in (2, 3)]
     trace = chrome_trace([worker(0), worker(1), activity("experts-0", "a", 0.0, *events)])["traceEvents"]
     starts = {e["id"]: e for e in trace if e["ph"] == "s"}
     ends = {e["id"]: e for e in trace if e["ph"] == "f"}

@@ -42,11 +42,11 @@ class Scripted:
 
     def run_pass(self, spec: PassSpec) -> PassReport:
         if spec.kind == "eval":
-            return PassReport(self.held_out[spec.step], 0.0, (), ())
+            return PassReport(self.held_out[spec.step], (), ())
         loss = self.losses.get(spec.step, 1.0)
         if math.isnan(loss):
             raise BadStep(f"the loss of step {spec.step + 1} is nan; the step was not applied")
-        return PassReport(loss, 0.0, (), (), (([[1.0, 4 * loss - 1.0]],),))
+        return PassReport(loss, (), (), (([[1.0, 4 * loss - 1.0]],),))
 
     def prepare(self, step: int) -> float:
         return self.norms.get(step, 1.0) ** 2
@@ -238,7 +238,7 @@ def test_spikes_are_named(go: Go) -> None:
 @pytest.mark.parametrize("usual", [1.0, 0.0, -0.5])
 def test_a_loss_spikes_only_where_it_is_positive_by_nature(stage: str, usual: float) -> None:
     def judged(loss: float, norm: float) -> BadStep | None:
-        report = PassReport(loss, 0.0, (), (), (([[1.0, 1.0]],),))
+        report = PassReport(loss, (), (), (([[1.0, 1.0]],),))
         cluster = cast(Cluster, Scripted({}, {}, {}))
         return judge(cluster, 5, [WAVE], report, norm, [usual] * 5, [abs(usual)] * 5, 3.0, stage)
 

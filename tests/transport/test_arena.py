@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kt_ray.actors.ray.ray_port import pack_inline, unpack
-from kt_ray.transport.arena import ALIGNMENT, Arena, ArenaReader, Block, TensorRef
+from kt_ray.actors.ray.ray_actor import pack_inline, unpack
 from kt_ray.transport.messages import Message
+from kt_ray.transport.shared_memory import ALIGNMENT, Arena, ArenaReader, Block, TensorRef
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int64])
@@ -66,7 +66,7 @@ def test_another_process_maps_the_segment_and_nothing_stays_in_dev_shm() -> None
     ref, _ = arena.write(torch.arange(1000, dtype=torch.float32))
     code = textwrap.dedent(
         f"""
-        from kt_ray.transport.arena import ArenaReader, TensorRef
+        from kt_ray.transport.shared_memory import ArenaReader, TensorRef
         tensor = ArenaReader().read({ref!r})
         assert tensor.sum().item() == 499500.0
         tensor.add_(1)
@@ -152,7 +152,7 @@ def test_nothing_is_left_of_a_killed_process() -> None:
     code = textwrap.dedent(
         """
         import sys, torch
-        from kt_ray.transport.arena import Arena
+        from kt_ray.transport.shared_memory import Arena
         arena = Arena("killed")
         ref, _ = arena.write(torch.ones(1 << 20))
         print(ref.path, ref.inode, ref.segment_bytes, flush=True)

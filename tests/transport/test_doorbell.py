@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from kt_ray.actors.ray.ray_port import INLINE_BYTES, RUNG_BYTES, Packed, Peer, RayPort
+from kt_ray.actors.ray.ray_actor import INLINE_BYTES, RUNG_BYTES, Packed, Peer, RayPort
 from kt_ray.placement.transports import Transport
-from kt_ray.transport.doorbell import FRAME_BYTES, PIPE_BYTES, Doorbell, DoorbellAddress, Ringer
 from kt_ray.transport.messages import Address, Mailbox, Message, Stalled
+from kt_ray.transport.shared_memory import FRAME_BYTES, PIPE_BYTES, Doorbell, DoorbellAddress, Ringer
 
 SENDER = """
 import pickle, sys, time
-from kt_ray.transport.doorbell import FRAME_BYTES, Ringer
+from kt_ray.transport.shared_memory import FRAME_BYTES, Ringer
 
 address, who, count = pickle.load(sys.stdin.buffer)
 ringer = Ringer(address)
@@ -36,7 +36,7 @@ for i in range(count):
 
 RECEIVER = """
 import pickle, sys, threading
-from kt_ray.transport.doorbell import Doorbell
+from kt_ray.transport.shared_memory import Doorbell
 
 bell = Doorbell(lambda frame: print("took", len(frame), flush=True), lambda why: None)
 pickle.dump(bell.address, sys.stdout.buffer)

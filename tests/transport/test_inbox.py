@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from kt_ray.generate.requests import Token
-from kt_ray.transport.doorbell import FRAME_BYTES, Ringer
 from kt_ray.transport.inbox import Inbox, Outbox
+from kt_ray.transport.shared_memory import FRAME_BYTES, Ringer
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ def test_early_and_late_messages_are_taken_by_tag() -> None:
     threading.Timer(0.05, box.put, [Message(("a", 1), facts={"late": True})]).start()
     assert box.take(("a", 1), 5.0).facts == {"late": True}
     assert box.take(("b", 1), 5.0).tag == ("b", 1)
-    assert box.seconds_waited >= 0.04
 
 
 def test_deadline_names_owner_tag_and_what_is_there() -> None:

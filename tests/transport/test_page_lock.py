@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kt_ray.transport.arena import Arena, ArenaReader
-from kt_ray.transport.page_lock import PageLock
+from kt_ray.transport.shared_memory import Arena, ArenaReader, PageLock
 
 
 class FakeCudart:

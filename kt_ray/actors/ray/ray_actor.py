@@ -1,33 +1,330 @@
-"""The plain actors as Ray actors: the wrapping, what one is started from, and how it starts and ends."""
+"""An actor's own process under Ray: its port, and the wrapping that Ray calls.
+
+A port sends through shared memory, bytes inside the message, or gloo, as the plan says per peer. A packed
+message names where its tensors lie, or the gloo tags they arrive under; small messages carry their bytes. It
+goes through the peer's doorbell if the actors share memory, and as a Ray call otherwise or when
+the doorbell does not take it. A message is packed once for each way.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import ray
-from ray.util import placement_group_table
+import torch
 
 from kt_ray.actors.attention_worker import AttentionWorker
-from kt_ray.actors.cluster import Handle
 from kt_ray.actors.expert_actor import ExpertActor
-from kt_ray.actors.ray.ray_port import Packed, Peer, RayPort
-from kt_ray.actors.visible_gpu import show_own_gpu
-from kt_ray.errors import UserError
+from kt_ray.actors.specs import show_own_gpu
 from kt_ray.experts import bind_to_cpus
 from kt_ray.experts.process_memory import give_back_freed_memory
 from kt_ray.placement.render import held_per_layer
-from kt_ray.transport.doorbell import DoorbellAddress
-from kt_ray.transport.gloo_link import Meeting, MeetingPoint
-from kt_ray.transport.messages import Address
+from kt_ray.placement.transports import Transport
+from kt_ray.transport.gloo_link import GlooLink, Meeting, MeetingPoint
+from kt_ray.transport.messages import Address, Lease, Message, Tag
+from kt_ray.transport.shared_memory import (
+    Arena,
+    ArenaReader,
+    Block,
+    Doorbell,
+    DoorbellAddress,
+    PageLock,
+    Ringer,
+    TensorRef,
+)
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+INLINE_BYTES = 16 * 1024  # below this a message is cheaper inside the call than by any other way
+RUNG_BYTES = 2 * 1024  # the same for the doorbell, whose frames are small
+
+
+@dataclass
+class Packed:
+    """A message on the wire.
+
+    Attributes:
+        refs: tensors in shared memory. inline: (dtype name, shape, uint8 array) of those inside the call.
+        gloo: (gloo tag, dtype name, shape) of tensors from rank `source`.
+    """
+
+    tag: Tag
+    facts: dict[str, Any]
+    refs: dict[str, TensorRef] = field(default_factory=dict)
+    inline: dict[str, tuple[str, tuple[int, ...], np.ndarray]] = field(default_factory=dict)
+    gloo: dict[str, tuple[int, str, tuple[int, ...]]] = field(default_factory=dict)
+    source: int = -1
+    epoch: int = 0  # of the introduction that the sender knew
+
+
+def pack_inline(message: Message) -> Packed:
+    """Every tensor's bytes inside the call (bfloat16 has no numpy type, so they travel as bytes)."""
+    return Packed(message.tag, message.facts, inline={n: _inline(t) for n, t in message.tensors.items()})
+
+
+def _inline(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], np.ndarray]:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return _dtype_name(tensor), tuple(tensor.shape), flat
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def unpack(packed: Packed, reader: ArenaReader) -> Message:
+    """The message without its gloo tensors; arena tensors are views of the sender's memory."""
+    tensors = {name: reader.read(ref) for name, ref in packed.refs.items()}
+    for name, (dtype, shape, flat) in packed.inline.items():
+        # A copy, since arrays that come out of Ray are read-only.
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        if flat.size:
+            tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(flat.copy()))
+        tensors[name] = tensor
+    return Message(packed.tag, tensors, packed.facts)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another actor: its Ray handle, the node it runs on, and where to ring there (None = nowhere)."""
+
+    handle: Any
+    node: str
+    doorbell: DoorbellAddress | None = None
+
+
+class RayPort:
+    """Sends and receives for one Ray actor.
+
+    Args:
+        name: for the arena's name in /proc maps.
+        deliver: called with each received message.
+        lost: called with the reason when a message cannot be received or sent.
+        transport: how to reach peers on this node, and on others.
+        pinned: this actor computes on CUDA, so memory that it shares or maps is page-locked.
+        timeout: seconds that one transfer through gloo may take.
+
+    Not thread-safe but for `receive`: `send` and `release` belong to the compute thread, and `connect` is
+    called while it rests.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        deliver: Callable[[Message], None],
+        lost: Callable[[str], None],
+        *,
+        transport: Transport,
+        pinned: bool = False,
+        timeout: float = 600.0,
+    ) -> None:
+        self._name = name
+        self._deliver = deliver
+        self._lost = lost
+        self._transport = transport
+        self._timeout = timeout
+        self._peers: dict[Address, Peer] = {}
+        self._me: Address = ("", 0)
+        self._node = ""
+        self._ranks: dict[Address, int] = {}
+        self._link: GlooLink | None = None
+        self._doorbell: Doorbell | None = None
+        self._ringers: dict[Address, Ringer] = {}
+        self.epoch = -1
+        self._arena = Arena(name)
+        self._reader = ArenaReader(PageLock() if pinned else None)
+        self._blocks: dict[Lease, list[Block]] = {}
+        self._unsent: dict[int, tuple[TensorRef, Block]] = {}  # address of an `alloc` -> what it is
+        self._next: Lease = 1
+
+    # -- peers -------------------------------------------------------------------------------
+
+    def listen(self) -> DoorbellAddress | None:
+        """Where peers may ring; None if none of them shares memory with this actor."""
+        if self._transport.near != "arena":
+            return None
+        if self._doorbell is None:
+            self._doorbell = Doorbell(lambda frame: self.receive(pickle.loads(frame)), self._lost)
+        return self._doorbell.address
+
+    def connect(
+        self,
+        me: Address,
+        peers: Mapping[Address, Peer],
+        epoch: int = 0,
+        meeting: Meeting | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """Meet the peers; again, between passes, when some of them were replaced.
+
+        Drops all state of the old peers. Messages sent before belong to an older epoch and are ignored.
+
+        Args:
+            me: this actor's address.
+            peers: all actors by address, this one included.
+            epoch: number of this introduction.
+            meeting: where all of them meet for gloo; None = no message goes that way.
+            host: this node's address as the others see it.
+        """
+        self.release_all()
+        self._reader.forget()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        self._me, self._peers, self.epoch = me, dict(peers), epoch
+        self._node = peers[me].node
+        self._ranks = {address: rank for rank, address in enumerate(sorted(peers))}
+        self._find_doorbells()
+        if meeting is not None and len(peers) > 1:
+            self._link = GlooLink(meeting, self._ranks[me], len(peers), host, self._timeout, self._lost)
+
+    def _find_doorbells(self) -> None:
+        while self._ringers:
+            self._ringers.popitem()[1].close()
+        for address, peer in self._peers.items():
+            if address == self._me or peer.doorbell is None or not self.shares(address):
+                continue
+            try:
+                self._ringers[address] = Ringer(peer.doorbell)
+            except OSError as error:
+                logger.warning("messages to %s-%d go through Ray: %s", *address, error)
+
+    def way(self, address: Address) -> str:
+        """ "arena", "ray" or "gloo": how a large message gets to that actor."""
+        near = self._peers[address].node == self._node
+        return self._transport.near if near else self._transport.far
+
+    def shares(self, address: Address) -> bool:
+        return self.way(address) == "arena"
+
+    # -- sending -----------------------------------------------------------------------------
+
+    def alloc(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
+        if self._transport.near != "arena":
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
+        tensor, ref, block = self._arena.alloc(shape, dtype, pinned=pinned)
+        if tensor.numel():
+            self._unsent[tensor.data_ptr()] = ref, block
+        else:
+            self._arena.free(block)
+        return tensor
+
+    def send(self, to: Sequence[Address], message: Message) -> Lease:
+        lease = self._next
+        self._next += 1
+        blocks = self._blocks[lease] = []
+        # First, whatever the ways: memory allocated for a message is freed with it.
+        owned = {}
+        for name, tensor in message.tensors.items():
+            unsent = self._unsent.get(tensor.data_ptr()) if tensor.numel() else None
+            if unsent is not None and tensor.is_contiguous() and _is(unsent[0], tensor):
+                owned[name] = unsent[0]
+                blocks.append(unsent[1])
+                del self._unsent[tensor.data_ptr()]
+        size = sum(t.numel() * t.element_size() for t in message.tensors.values())
+        by_way: dict[str, list[Address]] = {}
+        for address in to:
+            limit = min(RUNG_BYTES, INLINE_BYTES) if address in self._ringers else INLINE_BYTES
+            by_way.setdefault(self.way(address) if size > limit else "inline", []).append(address)
+        for way, addresses in by_way.items():
+            if way == "arena":
+                packed = Packed(message.tag, message.facts)
+                for name, tensor in message.tensors.items():
+                    ref = owned.get(name)
+                    if ref is None:
+                        ref, block = self._arena.write(tensor)
+                        blocks.append(block)
+                    packed.refs[name] = ref
+                self._ring(addresses, packed)
+            elif way == "gloo":
+                for address in addresses:
+                    self._ring([address], self._through_gloo(address, message))
+            else:
+                self._ring(addresses, pack_inline(message))
+        return lease
+
+    def _ring(self, addresses: Sequence[Address], packed: Packed) -> None:
+        packed.epoch = self.epoch
+        frame = b""
+        for address in addresses:
+            ringer = self._ringers.get(address)
+            if ringer is not None:
+                frame = frame or pickle.dumps(packed, pickle.HIGHEST_PROTOCOL)
+            if ringer is None or not ringer.ring(frame):
+                self._peers[address].handle.deliver.remote(packed)
+
+    def _through_gloo(self, address: Address, message: Message) -> Packed:
+        assert self._link is not None, "connect() without a meeting"
+        packed = Packed(message.tag, message.facts, source=self._ranks[self._me])
+        for name, tensor in message.tensors.items():
+            if tensor.numel() * tensor.element_size() <= INLINE_BYTES:
+                packed.inline[name] = _inline(tensor)
+                continue
+            ready = tensor.detach().contiguous()
+            tag = self._link.send(self._ranks[address], ready)
+            packed.gloo[name] = tag, _dtype_name(tensor), tuple(tensor.shape)
+        return packed
+
+    def release(self, lease: Lease) -> None:
+        for block in self._blocks.pop(lease, []):
+            self._arena.free(block)
+
+    def release_all(self) -> None:
+        for lease in list(self._blocks):
+            self.release(lease)
+        for _, block in self._unsent.values():
+            self._arena.free(block)
+        self._unsent.clear()
+
+    # -- receiving ---------------------------------------------------------------------------
+
+    def receive(self, packed: Packed) -> None:
+        """Take a message from a peer, from any thread; gloo is waited for elsewhere."""
+        if packed.epoch != self.epoch:
+            return  # of a pass that failed when an actor died
+        message = unpack(packed, self._reader)
+        if not packed.gloo:
+            self._deliver(message)
+            return
+        if self._link is None:
+            raise RuntimeError("a message's tensors come through gloo, but this actor has no gloo connection")
+        coming = []
+        for name, (tag, dtype, shape) in packed.gloo.items():
+            message.tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            coming.append((tag, message.tensors[name]))
+
+        def done(problem: Exception | None) -> None:
+            if problem is None:
+                try:
+                    self._deliver(message)
+                    return
+                except Exception as error:
+                    problem = error
+            self._lost(f"message {message.tag}: {type(problem).__name__}: {problem}")
+
+        self._link.receive(packed.source, coming, done)
+
+    def close(self) -> None:
+        if self._doorbell is not None:
+            self._doorbell.close()
+            self._doorbell = None
+        while self._ringers:
+            self._ringers.popitem()[1].close()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        self._reader.forget()
+        self._blocks.clear()
+        self._unsent.clear()
+        self._arena.close()
+
+
+def _is(ref: TensorRef, tensor: torch.Tensor) -> bool:
+    return ref.shape == tuple(tensor.shape) and ref.dtype == _dtype_name(tensor)
 
 
 class RayActor:
@@ -46,18 +343,14 @@ class RayActor:
             give_back_freed_memory()
         if kind == "experts":
             show_own_gpu(args[1])
-        self._name = f"{kind}-{rank}"
         self._address: Address = (kind, rank)
         self._meeting_point: MeetingPoint | None = None
         self.actor: AttentionWorker | ExpertActor
         self.actor = AttentionWorker(*args) if kind == "worker" else ExpertActor(*args)
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            logger.warning("%s was restarted; loading its weights again", self._name)
-            self.actor.load_again()
         self._port = RayPort(
-            self._name,
+            self.actor.name,
             self.actor.deliver,
-            lambda why: self.actor.abort(f"{self._name}: {why}"),
+            lambda why: self.actor.abort(f"{self.actor.name}: {why}"),
             transport=self.actor.plan.transport,
             pinned=isinstance(self.actor, AttentionWorker) and self.actor.spec.device.startswith("cuda"),
             timeout=self.actor.timeout,
@@ -66,14 +359,14 @@ class RayActor:
     def __repr__(self) -> str:
         """What the dashboard shows beside the actor's name, and what its log lines begin with."""
         if isinstance(self.actor, AttentionWorker):
-            start, stop = self.actor.here.layers
+            start, stop = self.actor.part.layers
             return f"layers {start}-{stop - 1}" if stop - start > 1 else f"layer {start}"
         return f"{held_per_layer(self.actor.plan, self.actor.experts.spec)} experts per layer"
 
     @ray.method(concurrency_group="control")
     def place(self) -> tuple[str, DoorbellAddress | None]:
         """The node, and where peers on it may ring."""
-        return _node_id(), self._port.listen()
+        return str(ray.get_runtime_context().get_node_id()), self._port.listen()
 
     @ray.method(concurrency_group="control")
     def meeting(self) -> Meeting:
@@ -97,7 +390,7 @@ class RayActor:
         except Exception as error:  # nobody waits for this call: the compute thread must hear of it
             logger.exception("message %s was lost", packed.tag)
             self.actor.abort(
-                f"{self._name} could not take message {packed.tag}: {type(error).__name__}: {error}"
+                f"{self.actor.name} could not take message {packed.tag}: {type(error).__name__}: {error}"
             )
 
     @ray.method(concurrency_group="control")
@@ -113,97 +406,5 @@ class RayActor:
         return getattr(self.actor, method)(*args)
 
 
-def _node_id() -> str:
-    return str(ray.get_runtime_context().get_node_id())
-
-
 # Two control threads: a large message being copied must not hide an abort.
 RemoteActor: Any = ray.remote(concurrency_groups={"compute": 1, "control": 2, "listen": 1})(RayActor)  # type: ignore[call-overload]
-
-
-class RayHandle(Handle):
-    """The driver's hold on one actor."""
-
-    def __init__(self, address: Address, actor: Any) -> None:
-        self.address = address
-        self.actor = actor
-
-    def start(self, method: str, *args: Any) -> Any:
-        return self.actor.compute.remote(method, *args)
-
-    def control(self, method: str, *args: Any) -> Any:
-        return self.actor.control.remote(method, *args)
-
-    def listen(self, method: str, *args: Any) -> Any:
-        return self.actor.listen.remote(method, *args)
-
-
-@dataclass(frozen=True)
-class RayActorSpec:
-    """What one Ray actor is started from.
-
-    Attributes:
-        bundle_index: of the placement group.
-        cpu_ids: that it may use.
-        arguments: of the plain actor.
-        cpus, gpus: that it reserves with Ray.
-    """
-
-    address: Address
-    bundle_index: int
-    cpu_ids: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    cpus: float
-    gpus: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.address[0]}-{self.address[1]}"
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        """What it takes of a node."""
-        return {"CPU": self.cpus, **({"GPU": self.gpus} if self.gpus else {})}
-
-
-def end_actor(actor: Any) -> None:
-    """End an actor that was found dead: if it only seemed so, it must not come back beside its successor."""
-    with contextlib.suppress(Exception):  # it is gone already
-        ray.kill(actor, no_restart=True)
-
-
-def retry_name(create: Callable[[], T], timeout: float) -> T:
-    """`create()`, again while it raises ValueError: Ray frees a dead actor's name when it notices the death.
-
-    Raises:
-        UserError: the name is still in use after `timeout` seconds.
-    """
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            return create()
-        except ValueError as error:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"Ray did not free a dead actor's name within {timeout:.0f} s",
-                    observed=error,
-                    remedy="raise cluster.start_timeout",
-                ) from error
-            time.sleep(0.2)
-
-
-def not_started(name: str, group: Any, bundle: dict[str, float], timeout: float) -> UserError:
-    """Why an actor did not start in time: no node has room for it, or it is only slow."""
-    if placement_group_table(group).get("state") == "CREATED":
-        return UserError(
-            f"{name} did not start within {timeout:.0f} s",
-            remedy="raise cluster.start_timeout, or look into /tmp/ray/session_latest/logs",
-        )
-    free = ray.available_resources()
-    alive = sum(1 for node in ray.nodes() if node["Alive"])
-    return UserError(
-        f"no node has room for {name}, and none came within {timeout:.0f} s",
-        observed=f"{alive} nodes; free now: CPU {free.get('CPU', 0):g}, GPU {free.get('GPU', 0):g}",
-        required=", ".join(f"{kind} {count:g}" for kind, count in bundle.items()) + " on one node",
-        remedy="start a node with these resources (the run waits cluster.start_timeout seconds for one)",
-    )

@@ -1,4 +1,7 @@
-"""Which Ray cluster `cluster.address` means on this host. Imports no Ray, so that doctor can ask, too."""
+"""Which Ray cluster `cluster.address` means on this host, and where its dashboard is.
+
+Nothing here loads Ray when it is imported, so that doctor can ask, too.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kt_ray.errors import UserError
 
@@ -103,3 +107,28 @@ def free_port(host: str, first: int) -> int:
         observed=f"{first} to {first + PORTS_TRIED - 1} are taken",
         remedy="set cluster.dashboard_port to a free one, or cluster.dashboard=false",
     )
+
+
+def dashboard_hint(url: str | None) -> str:
+    """What the line about the cluster ends in."""
+    return ", without a dashboard" if url is None else f"; dashboard {url}{_token_hint()}"
+
+
+def _token_hint() -> str:
+    """How to answer the dashboard. `ray.init` sets RAY_AUTH_MODE when it turns tokens on."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        return ""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return " (asks for a token: the value of RAY_AUTH_TOKEN)"
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
+    return f" (asks for a token: 'ray get-auth-token' prints it, from {path})"
+
+
+def dashboard_url(context: Any = None) -> str | None:
+    """Of the cluster that this process is connected to; None = it has none. context: what ray.init gave."""
+    url = getattr(context, "dashboard_url", None)
+    if not url:
+        from ray._private.worker import get_dashboard_url
+
+        url = get_dashboard_url()
+    return f"http://{url}" if url and not str(url).startswith("http") else url

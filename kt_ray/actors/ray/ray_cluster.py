@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
 import os
 import signal
@@ -10,25 +10,18 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray import openmp
-from kt_ray.actors.cluster import NOTICE, ActorCluster, ActorDied, LoadNote
-from kt_ray.actors.ray.ray_actor import (
-    RayActorSpec,
-    RayHandle,
-    RemoteActor,
-    end_actor,
-    not_started,
-    retry_name,
-)
-from kt_ray.actors.ray.ray_address import Running, free_port, running_cluster
-from kt_ray.actors.ray.ray_dashboard import dashboard_hint, dashboard_url
+from kt_ray.actors.cluster import NOTICE, ActorCluster, ActorDied, Handle, LoadNote
+from kt_ray.actors.ray.ray_actor import Peer, RemoteActor
+from kt_ray.actors.ray.ray_address import Running, dashboard_hint, dashboard_url, free_port, running_cluster
 from kt_ray.actors.ray.ray_hosts import Hosts, find_hosts, own_cpus
 from kt_ray.actors.ray.ray_placement import (
     Seats,
@@ -41,9 +34,7 @@ from kt_ray.actors.ray.ray_placement import (
     reserved_by_host,
     seats,
 )
-from kt_ray.actors.ray.ray_port import Peer
 from kt_ray.actors.specs import ActorSpecs
-from kt_ray.actors.visible_gpu import VARIABLE, own_gpu, own_lane
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.errors import UserError
 from kt_ray.placement.plan_types import Plan
@@ -57,6 +48,33 @@ logger = logging.getLogger(__name__)
 
 # Settings of the driver's environment that actors must see as well.
 PASSED_ON = ("KT_RAY_ISA", "KT_RAY_DEBUG", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM")
+
+
+class RayHandle(Handle):
+    """The driver's hold on one actor."""
+
+    def __init__(self, address: Address, actor: Any) -> None:
+        self.address = address
+        self.actor = actor
+
+    def start(self, method: str, *args: Any) -> Any:
+        return self.actor.compute.remote(method, *args)
+
+    def control(self, method: str, *args: Any) -> Any:
+        return self.actor.control.remote(method, *args)
+
+    def listen(self, method: str, *args: Any) -> Any:
+        return self.actor.listen.remote(method, *args)
+
+
+@dataclass(frozen=True)
+class RayActorSpec:
+    """What one Ray actor is started from: arguments of `RayActor`, its bundle, and what it takes of it."""
+
+    arguments: tuple[Any, ...]
+    bundle_index: int
+    cpus: float
+    gpus: float
 
 
 class RayCluster(ActorCluster):
@@ -183,30 +201,27 @@ class RayCluster(ActorCluster):
     def _spawn(self) -> None:
         if not ray.is_initialized() or (self.plan.hardware.hosts > 1 and self.hosts is None):
             self.connect()
-        have = [node.cpus for node in self.hosts.nodes] if self.hosts else [_cluster_cpus()]
+        have = (
+            [node.cpus for node in self.hosts.nodes]
+            if self.hosts
+            else [ray.cluster_resources().get("CPU", 1.0)]
+        )
         reserved = reservations(self.plan, self.rule, have)
         share = gpu_share(self.plan)
         bundles = self._reserve(reserved).of
-
-        def add(address: Address, cpus: tuple[int, ...], arguments: tuple[Any, ...], gpus: float) -> None:
-            self._actor_specs[address] = RayActorSpec(
-                address, bundles[address], cpus, arguments, reserved[address], gpus
+        specs = self.specs.in_own_processes()
+        for (kind, rank), arguments in specs.arguments(self.plan).items():
+            planned = self.plan.workers[rank] if kind == "worker" else specs.experts[rank]
+            gpus = share.get(self.plan.workers[rank].device, 0.0) if kind == "worker" else 0.0
+            self._actor_specs[kind, rank] = RayActorSpec(
+                (kind, rank, planned.cpus, *arguments), bundles[kind, rank], reserved[kind, rank], gpus
             )
-
-        timeout = self.specs.timeout
-        for rank, stage in enumerate(self.specs.stages):
-            worker = self.plan.workers[rank]
-            arguments = (self.plan, rank, own_gpu(stage), self.specs.optim, timeout, self.specs.build_stage)
-            add(("worker", rank), worker.cpus, arguments, share.get(worker.device, 0.0))
-        for experts in self.specs.experts:
-            host = own_lane(experts, os.environ.get(VARIABLE))
-            add(("experts", host.rank), host.cpus, (self.plan, host, timeout), 0.0)
-        for address, spec in self._actor_specs.items():
+        for address in self._actor_specs:
             try:
                 handle = self._create(address)
             except ValueError as error:
                 raise UserError(
-                    f"an actor {spec.name} runs already",
+                    f"an actor {_name(address)} runs already",
                     where=f"Ray namespace {self.namespace}",
                     observed=error,
                     remedy="wait until the other run has ended, or set another run.name or cluster.namespace",
@@ -223,7 +238,7 @@ class RayCluster(ActorCluster):
 
     def names(self) -> dict[Address, str]:
         """What the actors are called in the namespace."""
-        return {address: spec.name for address, spec in self._actor_specs.items()}
+        return {address: _name(address) for address in self._actor_specs}
 
     def _create(self, address: Address) -> RayHandle:
         """An actor in its bundle of the placement group. Raises ValueError when its name is taken."""
@@ -231,7 +246,7 @@ class RayCluster(ActorCluster):
         environment = self.environment()
         runtime_env = {"runtime_env": {"env_vars": environment}} if environment else {}
         factory = RemoteActor.options(
-            name=spec.name,
+            name=_name(address),
             namespace=self.namespace,
             num_cpus=spec.cpus,
             num_gpus=spec.gpus,
@@ -242,7 +257,7 @@ class RayCluster(ActorCluster):
             ),
             **runtime_env,
         )
-        return RayHandle(address, factory.remote(address[0], address[1], spec.cpu_ids, *spec.arguments))
+        return RayHandle(address, factory.remote(*spec.arguments))
 
     def _respawn(self, lost: AbstractSet[Address]) -> None:
         """Into the bundles of those lost. Ray moves the bundles of a dead node to one that has room."""
@@ -251,10 +266,12 @@ class RayCluster(ActorCluster):
         while True:
             for old in self._ray_handles():
                 if old.address in self._lost | lost:
-                    end_actor(old.actor)
+                    # If it only seemed dead, it must not come back beside its successor.
+                    with contextlib.suppress(Exception):
+                        ray.kill(old.actor, no_restart=True)
             for address in sorted(self._lost | lost):
                 handles = self.workers if address[0] == "worker" else self.experts
-                handles[address[1]] = retry_name(functools.partial(self._create, address), timeout)
+                handles[address[1]] = self._create_again(address)
             try:
                 return self._introduce()
             except ActorLost:
@@ -262,6 +279,22 @@ class RayCluster(ActorCluster):
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(1.0)
+
+    def _create_again(self, address: Address) -> RayHandle:
+        """`_create`, again while the name is taken: Ray frees a dead actor's when it notices the death."""
+        timeout = self.config.start_timeout
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return self._create(address)
+            except ValueError as error:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"Ray did not free a dead actor's name within {timeout:.0f} s",
+                        observed=error,
+                        remedy="raise cluster.start_timeout",
+                    ) from error
+                time.sleep(0.2)
 
     def _introduce(self) -> None:
         """Tell every actor its peers; again when some of them were replaced (between passes)."""
@@ -273,8 +306,7 @@ class RayCluster(ActorCluster):
             try:
                 peers[handle.address] = Peer(handle.actor, *ray.get(future, timeout=timeout))
             except GetTimeoutError as error:
-                bundle = self._actor_specs[handle.address].bundle
-                raise not_started(handle.name, self._group, bundle, timeout) from error
+                raise self._not_started(handle) from error
             except RayTaskError as error:
                 raise _cause(error) from error
             except RayActorError as error:
@@ -287,6 +319,23 @@ class RayCluster(ActorCluster):
                 for handle in self._ray_handles()
             },
             timeout,
+        )
+
+    def _not_started(self, handle: RayHandle) -> UserError:
+        """Why an actor did not start in time: no node has room for it, or it is only slow."""
+        timeout = self.config.start_timeout
+        if placement_group_table(self._group).get("state") == "CREATED":
+            return UserError(
+                f"{handle.name} did not start within {timeout:.0f} s",
+                remedy="raise cluster.start_timeout, or look into /tmp/ray/session_latest/logs",
+            )
+        spec, free = self._actor_specs[handle.address], ray.available_resources()
+        alive = sum(1 for node in ray.nodes() if node["Alive"])
+        return UserError(
+            f"no node has room for {handle.name}, and none came within {timeout:.0f} s",
+            observed=f"{alive} nodes; free now: CPU {free.get('CPU', 0):g}, GPU {free.get('GPU', 0):g}",
+            required=f"CPU {spec.cpus:g}" + (f", GPU {spec.gpus:g}" if spec.gpus else "") + " on one node",
+            remedy="start a node with these resources (the run waits cluster.start_timeout seconds for one)",
         )
 
     def _await_introduced(self, waiting: dict[Any, RayHandle], timeout: float) -> None:
@@ -311,7 +360,7 @@ class RayCluster(ActorCluster):
                 failed = failed or error
                 deadline = min(deadline, time.monotonic() + NOTICE)
             except RayError as error:
-                raise self._death(handle, ActorDied(" ".join(str(error).split()))) from error
+                raise self._death(handle, _died(error)) from error
         if failed is not None:
             raise _cause(failed) from failed
         if waiting:
@@ -337,7 +386,7 @@ class RayCluster(ActorCluster):
         try:
             meeting: Meeting = ray.get(first.actor.meeting.remote(), timeout=timeout)
         except (GetTimeoutError, RayActorError) as error:
-            raise self._death(first, ActorDied(" ".join(str(error).split()))) from error
+            raise self._death(first, _died(error)) from error
         return meeting
 
     def _reserve(self, reserved: dict[Address, float]) -> Seats:
@@ -355,11 +404,7 @@ class RayCluster(ActorCluster):
         return by_gpu(self.plan, chosen, gpus_behind(self._group, chosen, self.config.start_timeout))
 
     def _ray_handles(self) -> list[RayHandle]:
-        handles = []
-        for handle in self.handles:
-            assert isinstance(handle, RayHandle)
-            handles.append(handle)
-        return handles
+        return cast(list[RayHandle], self.handles)
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -375,7 +420,7 @@ class RayCluster(ActorCluster):
             raise _cause(error) from None
         except RayError as error:
             # RayActorError, and what Ray says instead when memory ran out or a node went away.
-            raise ActorDied(" ".join(str(error).split())) from None
+            raise _died(error) from None
 
     def _make_inbox(self) -> Inbox | None:
         return Inbox() if self.plan.transport.near == "arena" else None
@@ -396,8 +441,12 @@ class RayCluster(ActorCluster):
                 self.connected = False
 
 
-def _cluster_cpus() -> float:
-    return float(ray.cluster_resources().get("CPU", 1.0))
+def _name(address: Address) -> str:
+    return f"{address[0]}-{address[1]}"
+
+
+def _died(error: Exception) -> ActorDied:
+    return ActorDied(" ".join(str(error).split()))
 
 
 def _cause(error: RayTaskError) -> BaseException:

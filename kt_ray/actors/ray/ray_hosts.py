@@ -27,7 +27,7 @@ from kt_ray.placement.render import counted, gib
 
 
 @dataclass(frozen=True)
-class Node:
+class RayNode:
     """A Ray node. sight: what the task found, or why it found nothing. cpus, free: as Ray counts them."""
 
     id: str
@@ -41,7 +41,7 @@ class Node:
 class Hosts:
     """nodes: the Ray node of every host, in the plan's order. others: nodes that are none of them."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[RayNode, ...]
     others: tuple[str, ...]
     lines: tuple[str, ...] = ()
 
@@ -57,11 +57,11 @@ class Hosts:
         return {"ray.io/node-id": f"!in({','.join([*rest, *self.others])})"}
 
 
-def unfit(plan: Plan, host: int, node: Node, cpus: float, own: Sequence[tuple[str, str]]) -> str | None:
+def unfit(plan: Plan, host: int, node: RayNode, cpus: float, own: Sequence[tuple[str, str]]) -> str | None:
     """Why `node` cannot be this host of the plan; None = it can.
 
     Args:
-        cpus: CPUs that the host's actors reserve with Ray, at the most (`Node.cpus` where it has fewer).
+        cpus: CPUs that the host's actors reserve with Ray, at the most (`RayNode.cpus` where it has fewer).
         own: the driver's package versions.
     """
     sight = node.sight
@@ -103,7 +103,7 @@ def _needs(plan: Plan, host: int) -> dict[int, int]:
 
 
 def choose(
-    plan: Plan, nodes: Iterable[Node], driver: str, cpus: Sequence[float], own: Sequence[tuple[str, str]]
+    plan: Plan, nodes: Iterable[RayNode], driver: str, cpus: Sequence[float], own: Sequence[tuple[str, str]]
 ) -> Hosts:
     """The Ray node of every host of the plan.
 
@@ -113,16 +113,16 @@ def choose(
     Raises:
         UserError: the driver's node is not as planned, or too few others are; it says why each is not.
     """
-    here = next(node for node in nodes if node.id == driver)
-    wrong = unfit(plan, 0, here, cpus[0], own)
+    first = next(node for node in nodes if node.id == driver)
+    wrong = unfit(plan, 0, first, cpus[0], own)
     if wrong is not None:
         raise UserError(
             "the driver's Ray node is not as planned",
-            where=f"node {here.address} ({here.id[:8]})",
+            where=f"node {first.address} ({first.id[:8]})",
             observed=wrong,
             remedy="start Ray there with all CPUs of the host, and end what else runs in the cluster",
         )
-    chosen, passed, others = [here], [], []
+    chosen, passed, others = [first], [], []
     for node in sorted((n for n in nodes if n.id != driver), key=lambda n: n.id):
         if len(chosen) == plan.hardware.hosts:
             others.append(node.id)
@@ -146,14 +146,6 @@ def choose(
     return Hosts(tuple(chosen), tuple(others), (*lines, *(f"not used: {line}" for line in passed)))
 
 
-def shared_of(specs: ActorSpecs, run_dir: str | None) -> Shared:
-    """What the actors of `specs` read on their hosts, and where they write."""
-    paths = {specs.stages[0].model_dir}
-    paths |= {host.experts_path for host in specs.experts if host.experts_path is not None}
-    contents = tuple((path, digest(path)) for path in sorted(os.path.abspath(path) for path in paths))
-    return Shared(contents, run_dir, f".kt_ray-{secrets.token_hex(8)}")
-
-
 def find_hosts(
     plan: Plan, specs: ActorSpecs, run_dir: str | None, cpus: Sequence[float], timeout: float
 ) -> Hosts:
@@ -167,7 +159,9 @@ def find_hosts(
     Raises:
         UserError: see `choose`.
     """
-    shared = shared_of(specs, run_dir)
+    paths = {specs.stages[0].model_dir, *(host.experts_path for host in specs.experts if host.experts_path)}
+    contents = tuple((path, digest(path)) for path in sorted(map(os.path.abspath, paths)))
+    shared = Shared(contents, run_dir, f".kt_ray-{secrets.token_hex(8)}")
     mark = Path(run_dir) / shared.mark if run_dir is not None else None
     if mark is not None:
         mark.touch()
@@ -179,7 +173,7 @@ def find_hosts(
     return choose(plan, nodes, ray.get_runtime_context().get_node_id(), cpus, versions())
 
 
-def _nodes(shared: Shared, timeout: float) -> list[Node]:
+def _nodes(shared: Shared, timeout: float) -> list[RayNode]:
     from ray._private.state import available_resources_per_node
 
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -201,7 +195,7 @@ def _nodes(shared: Shared, timeout: float) -> list[Node]:
         except RayError as error:  # kt_ray is not installed there, for one
             sight = f"it cannot run kt_ray ({str(error).strip().splitlines()[-1]})"
         nodes.append(
-            Node(
+            RayNode(
                 node["NodeID"],
                 node["NodeManagerAddress"],
                 float(node["Resources"].get("CPU", 0.0)),

@@ -14,8 +14,6 @@ from typing import Any
 
 from kt_ray.tracking.metrics import METRICS, MetricSpec, Value, samples
 
-REFRESH = 5.0  # seconds; Ray collects every ten
-
 
 class RayMetrics:
     """A `kt_ray.tracking.Tracker` that sets gauges and counters in this process.
@@ -24,10 +22,10 @@ class RayMetrics:
     before would be dropped.
 
     Args:
-        refresh: seconds between two settings of the same gauge value.
+        refresh: seconds between two settings of the same gauge value; Ray collects every ten.
     """
 
-    def __init__(self, refresh: float = REFRESH) -> None:
+    def __init__(self, refresh: float = 5.0) -> None:
         self._refresh = refresh
         self._metrics: dict[str, Any] = {}
         self._run = ""

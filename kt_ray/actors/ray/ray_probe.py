@@ -12,12 +12,12 @@ from typing import Any
 import ray
 import torch
 
+from kt_ray.actors.ray.ray_actor import INLINE_BYTES, Packed, Peer, RayPort
 from kt_ray.actors.ray.ray_address import running_cluster
-from kt_ray.actors.ray.ray_port import INLINE_BYTES, Packed, Peer, RayPort
 from kt_ray.hardware.rates import Figure
 from kt_ray.placement.transports import Transport
-from kt_ray.transport.doorbell import DoorbellAddress
 from kt_ray.transport.messages import Address, Mailbox, Message
+from kt_ray.transport.shared_memory import DoorbellAddress
 
 WAIT = 60.0  # seconds for an answer before the probe gives up
 _SMALL, _LARGE = 64, 8 << 20  # bytes of tensors in a message
@@ -114,7 +114,7 @@ def round_trip(pair: Sequence[Any], near: str, size: int, rounds: int) -> float:
     return float(seconds)
 
 
-def measure_ray(address: str, rounds: int = 100, arena_bytes: float = float("inf")) -> dict[str, Figure]:
+def measure_ray(address: str, arena_bytes: float = float("inf")) -> dict[str, Figure]:
     """`probe_ray` on the cluster that a run would use, starting a local one for the time of it.
 
     Args:
@@ -124,7 +124,7 @@ def measure_ray(address: str, rounds: int = 100, arena_bytes: float = float("inf
         UserError: a cluster named by the user does not answer.
     """
     if ray.is_initialized():
-        return probe_ray(rounds, arena_bytes)
+        return probe_ray(arena_bytes=arena_bytes)
     running = running_cluster(address)
     os.environ.setdefault("RAY_worker_niceness", "0")
     how: dict[str, Any] = {"address": "local", "include_dashboard": False}
@@ -132,6 +132,6 @@ def measure_ray(address: str, rounds: int = 100, arena_bytes: float = float("inf
         how = {"address": "auto" if running.source == "ray start" else running.address}
     ray.init(namespace="kt_ray-rates", log_to_driver=False, logging_level=logging.ERROR, **how)
     try:
-        return probe_ray(rounds, arena_bytes)
+        return probe_ray(arena_bytes=arena_bytes)
     finally:
         ray.shutdown()

@@ -11,14 +11,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import serve
 
-from kt_ray.actors.ray.ray_actor import RayHandle
-from kt_ray.actors.ray.ray_cluster import RayCluster
+from kt_ray.actors.ray.ray_cluster import RayCluster, RayHandle
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.errors import UserError
@@ -37,55 +35,54 @@ ONGOING = 100_000  # requests inside the deployment: the service counts and refu
 QUIET: dict[str, Any] = {"log_level": "WARNING", "enable_access_log": False}
 
 
-@dataclass(frozen=True)
-class Attachment:
-    """What another process needs to generate on a started cluster."""
-
-    plan: Plan
-    specs: ActorSpecs
-    config: ClusterConfig
-    rule: RayRule
-    namespace: str
-    names: Mapping[Address, str]
-
-
-def attachment(cluster: RayCluster) -> Attachment:
-    return Attachment(
-        cluster.plan, cluster.specs, cluster.config, cluster.rule, cluster.namespace, cluster.names()
-    )
-
-
 class AttachedCluster(RayCluster):
-    """The same cluster in another process, for its calls; never shut down from there."""
+    """A started cluster in another process, for its calls; never shut down from there."""
 
-    def __init__(self, to: Attachment) -> None:
-        super().__init__(to.plan, to.specs, to.config, to.rule, "serve")
-        self._orders = ThreadPoolExecutor(1, thread_name_prefix="kt-orders")
-        for kind, handles in (("worker", self.workers), ("experts", self.experts)):
-            for address in sorted(address for address in to.names if address[0] == kind):
-                actor = ray.get_actor(to.names[address], namespace=to.namespace)
-                handles.append(RayHandle(address, actor))
+    def __init__(
+        self,
+        plan: Plan,
+        specs: ActorSpecs,
+        config: ClusterConfig,
+        rule: RayRule,
+        namespace: str,
+        names: Mapping[Address, str],
+    ) -> None:
+        super().__init__(plan, specs, config, rule, "serve")
+        self._instructions = ThreadPoolExecutor(1, thread_name_prefix="kt-instructions")
+        for address in sorted(names):
+            actor = ray.get_actor(names[address], namespace=namespace)
+            (self.workers if address[0] == "worker" else self.experts).append(RayHandle(address, actor))
 
-    def order(
+    @staticmethod
+    def parts(cluster: RayCluster) -> tuple[Any, ...]:
+        """What another process builds it from."""
+        c = cluster
+        return c.plan, c.specs, c.config, c.rule, c.namespace, c.names()
+
+    def instruct(
         self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
     ) -> None:
         # On a thread that belongs to no HTTP request. When a client leaves, Serve cancels the request's task
         # and with it the actor calls made in it; one that then never comes holds up all later ones.
-        self._orders.submit(super().order, rank, kind, session, number, request)
+        self._instructions.submit(super().instruct, rank, kind, session, number, request)
 
 
 class Server:
     """The deployment.
 
     Args:
-        to: the cluster.
+        cluster: `AttachedCluster.parts` of it.
         served: what is served.
     """
 
     service: CompletionService | None = None  # of this process: there is one replica in it
 
-    def __init__(self, to: Attachment, served: Served) -> None:
-        self.generator = Generator(AttachedCluster(to), _tokenizer(served), **served.session)
+    def __init__(self, cluster: tuple[Any, ...], served: Served) -> None:
+        from kt_ray.data.template import load_tokenizer
+
+        self.generator = Generator(
+            AttachedCluster(*cluster), load_tokenizer(served.tokenizer), **served.session
+        )
         Server.service = make_service(served, self.generator)
 
     def look(self) -> UserError | None:
@@ -99,12 +96,6 @@ class Server:
         """Refuse new requests, give running ones a moment, end the session."""
         assert Server.service is not None
         Server.service.close()
-
-
-def _tokenizer(served: Served) -> Any:
-    from kt_ray.data.template import load_tokenizer
-
-    return load_tokenizer(served.tokenizer)
 
 
 def _build() -> Any:
@@ -152,7 +143,7 @@ def run_on_serve(
         )
         try:
             handle = serve.run(
-                deployment.bind(attachment(cluster), served), name=APPLICATION, route_prefix="/"
+                deployment.bind(AttachedCluster.parts(cluster), served), name=APPLICATION, route_prefix="/"
             )
         except RuntimeError as error:
             raise UserError(

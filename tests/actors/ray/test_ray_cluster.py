@@ -179,24 +179,3 @@ def test_an_actor_that_cannot_load_names_the_fault(checkpoint: Path) -> None:
             cluster.start()
     finally:
         cluster.shutdown()
-
-
-@pytest.mark.usefixtures("local_ray")
-def test_a_restarted_actor_loads_its_weights_by_itself(checkpoint: Path) -> None:
-    """...and computes nothing before it is restored: its adapter is the initial one."""
-    from kt_ray.actors.ray.ray_actor import RemoteActor
-
-    config = config_for(checkpoint, *COMMON)
-    plan = plan_for(checkpoint, config)
-    specs = actor_specs(plan, config, str(checkpoint))
-    actor = RemoteActor.options(max_restarts=1, max_task_retries=-1).remote(
-        "experts", 0, (), plan, specs.experts[0], 240.0
-    )
-    before = ray.get(actor.compute.remote("load"), timeout=240)
-    os.kill(before["pid"], signal.SIGKILL)
-    after = ray.get(actor.control.remote("info"), timeout=240)
-    assert after["pid"] != before["pid"]
-    assert after["weight_bytes"] == before["weight_bytes"] > 0
-    with pytest.raises(ray.exceptions.RayTaskError, match="restarted"):
-        ray.get(actor.compute.remote("run_pass", None), timeout=240)
-    ray.kill(actor)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kt_ray.actors.ray.ray_hosts import Hosts, Node, choose, own_cpus, unfit
+from kt_ray.actors.ray.ray_hosts import Hosts, RayNode, choose, own_cpus, unfit
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.config.schema import OptimConfig
 from kt_ray.errors import UserError
@@ -27,8 +27,8 @@ def plan(nodes: int = 2, **rule: Any) -> Plan:
     return make_plan(small_dims(), make_config(rule={"nodes": nodes, "device": "cpu", **rule}), HOST)
 
 
-def node(name: str, hardware: Hardware = HOST, *, free: float = 8, unseen: tuple[str, ...] = ()) -> Node:
-    return Node(name, f"10.0.0.{ord(name[0])}", 8, free, Sight(hardware, OWN, unseen))
+def node(name: str, hardware: Hardware = HOST, *, free: float = 8, unseen: tuple[str, ...] = ()) -> RayNode:
+    return RayNode(name, f"10.0.0.{ord(name[0])}", 8, free, Sight(hardware, OWN, unseen))
 
 
 def test_the_driver_first_then_by_id() -> None:
@@ -63,7 +63,7 @@ def test_every_reason() -> None:
     assert "the plan needs" in why(make_hardware(sockets=2, cores=4, memory=1 << 20))
     assert "best instruction set is avx2" in why(make_hardware(sockets=2, cores=4, isa="avx2"))
     assert "amx" in why(make_hardware(sockets=2, cores=4, isa="amx"))  # other kernels, other figures
-    assert "no answer" in (unfit(plan(), 1, Node("n", "1", 8, 8, "no answer within 9 s"), 8, OWN) or "")
+    assert "no answer" in (unfit(plan(), 1, RayNode("n", "1", 8, 8, "no answer within 9 s"), 8, OWN) or "")
     assert "torch 2, here 3" in (unfit(plan(), 1, node("n"), 8, (("kt_ray", "1"), ("torch", "3"))) or "")
     assert "offers no CPUs" in (unfit(plan(), 1, replace(node("n"), cpus=0, free=0), 8, OWN) or "")
     forced = plan(experts={"isa": "avx2"})
@@ -74,9 +74,8 @@ def test_every_reason() -> None:
 def spec(actor: Any) -> LocalExpertsSpec:
     config = make_config()
     return LocalExpertsSpec(
-        rank=actor.rank, model_dir="m", experts=actor.experts, lora=config.lora, optim=config.optim, seed=0,
-        isa="auto", threads=1, cpus=actor.cpus, node=actor.node, activations="retain", formulas={},
-    )  # fmt: skip
+        **vars(actor) | {"threads": 1}, model_dir="m", lora=config.lora, optim=config.optim, seed=0
+    )
 
 
 def test_actors_take_the_cpus_of_their_own_host() -> None:

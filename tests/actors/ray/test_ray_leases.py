@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from kt_ray.actors.local_cluster import LocalCluster, LocalHandle
-from kt_ray.actors.ray import ray_port
-from kt_ray.actors.ray.ray_port import Packed, Peer, RayPort
+from kt_ray.actors.ray import ray_actor
+from kt_ray.actors.ray.ray_actor import Packed, Peer, RayPort
 from kt_ray.actors.specs import actor_specs
 from kt_ray.placement.transports import Transport
-from kt_ray.transport.arena import Arena, Block
 from kt_ray.transport.messages import Address
+from kt_ray.transport.shared_memory import Arena, Block
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, plan_for, steps
 
@@ -75,8 +75,8 @@ class _ArenaCluster(LocalCluster):
 def test_no_block_is_read_after_release(
     tmp_path: Path, layout: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_port, "Arena", _PoisoningArena)
-    monkeypatch.setattr(ray_port, "INLINE_BYTES", -1)
+    monkeypatch.setattr(ray_actor, "Arena", _PoisoningArena)
+    monkeypatch.setattr(ray_actor, "INLINE_BYTES", -1)
     path = build_checkpoint(tmp_path, "deepseek_v3")
     config = config_for(path, *layout, "optim.lr=0.02", "lora.dropout=0.1")
     with local_cluster(path, config) as local:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kt_ray.actors.local_cluster import LocalCluster, LocalHandle
-from kt_ray.actors.ray import ray_port
-from kt_ray.actors.ray.ray_port import Packed, Peer, RayPort
+from kt_ray.actors.ray import ray_actor
+from kt_ray.actors.ray.ray_actor import Packed, Peer, RayPort
 from kt_ray.actors.specs import actor_specs
 from kt_ray.placement.transports import Transport
 from kt_ray.transport.gloo_link import MeetingPoint
@@ -72,7 +72,7 @@ class PortCluster(LocalCluster):
 
 
 def test_all_ways_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_port, "INLINE_BYTES", 64)  # small messages go the ways of large ones
+    monkeypatch.setattr(ray_actor, "INLINE_BYTES", 64)  # small messages go the ways of large ones
     path = build_checkpoint(tmp_path, "deepseek_v3")
     config = config_for(path, *LAYOUT, "optim.lr=0.02", "lora.dropout=0.1")
     with local_cluster(path, config) as local:

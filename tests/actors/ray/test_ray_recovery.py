@@ -15,8 +15,7 @@ import pytest
 import ray
 import torch
 
-from kt_ray.actors.ray.ray_actor import RayHandle
-from kt_ray.actors.ray.ray_cluster import RayCluster
+from kt_ray.actors.ray.ray_cluster import RayCluster, RayHandle
 from kt_ray.actors.specs import actor_specs
 from kt_ray.checkpoint.training import Manifest, begin_checkpoint, commit_checkpoint, step_name
 from kt_ray.config.schema import Config

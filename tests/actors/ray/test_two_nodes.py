@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from kt_ray.actors.ray.ray_actor import RayHandle
-from kt_ray.actors.ray.ray_cluster import RayCluster
+from kt_ray.actors.ray.ray_cluster import RayCluster, RayHandle
 from kt_ray.actors.specs import actor_specs
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError

@@ -1,28 +1,44 @@
-"""Shared memory that one actor writes and its peers on the same node map.
+"""Shared memory that one actor writes and its peers on the same node map, and the doorbell that tells them.
 
-Each segment is an anonymous memory file (`memfd_create`): peers open it as
+Each segment of an arena is an anonymous memory file (`memfd_create`): peers open it as
 `/proc/<pid>/fd/<fd>`, so nothing ever lies in /dev/shm that a crash could leave behind, and the
 container's /dev/shm limit does not apply. The object store would touch fresh pages for every
 message; segments are reused, so their pages stay warm. Segments are sealed against a change of size, so
 a mapping that was checked once can never lose its pages.
+
+The doorbell carries small frames from actor to actor, past Ray. Every actor listens at one anonymous pipe,
+which its peers open in the same way: no port, no file, and the kernel lets in processes of the same user and
+PID namespace only. Writes of up to PIPE_BUF bytes are whole or do not happen (POSIX), so all peers share the
+pipe, and one that is killed leaves no half of a frame. Ringing never waits and never raises: a frame that is
+too large, finds the pipe full or nobody at its end is the caller's to send another way, in any order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import logging
 import math
 import mmap
 import os
+import secrets
+import select
+import stat
+import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from kt_ray.transport.page_lock import PageLock
+from kt_ray.timeline import name_thread
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64  # bytes; torch's own CPU allocator aligns to this, and kernels may depend on it
 MIN_SEGMENT = 1 << 20
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context of the process
 
 Block = tuple[int, int, int]  # segment, offset, bytes
 
@@ -76,6 +92,60 @@ class _Segment:
             else:
                 merged.append((start, length))
         self.free = merged
+
+
+class PageLock:
+    """Registers mappings of this process with CUDA (`cudaHostRegister`), each once: the GPU copies straight
+    out of them and into them.
+
+    Args:
+        runtime: what `torch.cuda.cudart()` returns; None = that, at first use.
+
+    Registering makes the pages resident, so a segment then takes all of its memory. Each process registers
+    its own mapping of the same pages. Untested on hardware: the logic is tested with a stand-in for the CUDA
+    runtime.
+    """
+
+    def __init__(self, runtime: Any = None) -> None:
+        self._runtime = runtime
+        self._registered: dict[int, int] = {}  # address -> bytes
+
+    def register(self, address: int, size: int) -> None:
+        """Page-lock a mapping; again for the same one, does nothing.
+
+        Raises:
+            RuntimeError: CUDA refuses (a limit of locked memory, say).
+        """
+        if size == 0 or address in self._registered:
+            return
+        self._check(self._cuda().cudaHostRegister(address, size, _PORTABLE), f"page-lock {size} bytes")
+        self._registered[address] = size
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`, if it was; before the mapping goes away, and with no copy under way."""
+        if self._registered.pop(address, None) is not None:
+            self._check(self._cuda().cudaHostUnregister(address), "unlock pages")
+
+    def close(self) -> None:
+        for address in list(self._registered):
+            self.unregister(address)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._registered.values())
+
+    def _cuda(self) -> Any:
+        if self._runtime is None:
+            self._runtime = torch.cuda.cudart()
+        return self._runtime
+
+    @staticmethod
+    def _check(code: Any, what: str) -> None:
+        if int(code) != 0:
+            raise RuntimeError(
+                f"CUDA cannot {what} of shared memory: cudaError {int(code)}; the limit of locked memory "
+                "(ulimit -l) may be too low: raise it, or set rule.transport=ray"
+            )
 
 
 class Arena:
@@ -212,3 +282,118 @@ def _view(mapped: mmap.mmap, offset: int, dtype: torch.dtype, shape: tuple[int, 
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+PIPE_BYTES = 1 << 20  # some thousand frames; what an unprivileged user may have
+_TOKEN_BYTES = 8
+_LENGTH = struct.Struct("<I")
+_HEAD = _TOKEN_BYTES + _LENGTH.size
+FRAME_BYTES = select.PIPE_BUF - _HEAD  # the largest frame
+_PATIENCE = 10.0  # seconds that `close` waits for the frame in progress
+
+
+@dataclass(frozen=True)
+class DoorbellAddress:
+    """Where to ring: the pipe's path and inode, and what its frames begin with."""
+
+    path: str
+    inode: int
+    token: bytes
+
+
+class Doorbell:
+    """Receives frames in its own thread until `close`.
+
+    Args:
+        take: called with each frame, in that thread.
+        lost: called with the reason when a frame cannot be taken.
+    """
+
+    def __init__(self, take: Callable[[bytes], None], lost: Callable[[str], None]) -> None:
+        self._take, self._lost = take, lost
+        self._read, self._write = os.pipe2(os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # the user's share of pipes is used up: it stays small
+            fcntl.fcntl(self._write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        os.set_blocking(self._write, False)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        inode = os.fstat(self._write).st_ino
+        self.address = DoorbellAddress(f"/proc/{os.getpid()}/fd/{self._write}", inode, token)
+        self._closed = False
+        self._thread = threading.Thread(target=self._listen, name="doorbell", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        name_thread("kt-doorbell")  # not the compute thread's name, which its CPU time is counted by
+        rest = b""
+        while not self._closed:
+            data = rest + os.read(self._read, 1 << 16)
+            begin = 0
+            while not self._closed and len(data) - begin >= _HEAD:
+                if not data.startswith(self.address.token, begin):
+                    self._lost(
+                        "a stranger rang its doorbell: a frame without its token "
+                        f"({len(data) - begin} bytes dropped)"
+                    )
+                    begin = len(data)
+                    break
+                (size,) = _LENGTH.unpack_from(data, begin + _TOKEN_BYTES)
+                end = begin + _HEAD + size
+                if end > len(data):
+                    break
+                self._take_one(data[begin + _HEAD : end])
+                begin = end
+            rest = data[begin:]
+
+    def _take_one(self, frame: bytes) -> None:
+        try:
+            self._take(frame)
+        except Exception as error:  # nobody waits for this thread: the compute thread must hear of it
+            logger.exception("a message was lost")
+            self._lost(f"could not take a message: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Stop listening. `Ringer.ring` then returns False."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(BlockingIOError):  # full: then the thread is about to read, and look
+            os.write(self._write, b"\0" * _HEAD)
+        self._thread.join(_PATIENCE)
+        os.close(self._write)
+        if not self._thread.is_alive():  # else it still uses it
+            os.close(self._read)
+
+
+class Ringer:
+    """Rings one peer's doorbell. Not thread-safe.
+
+    Raises:
+        OSError: the peer cannot be reached this way: it is gone, another user's, or in another container.
+    """
+
+    def __init__(self, address: DoorbellAddress) -> None:
+        self._fd = os.open(address.path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        status = os.fstat(self._fd)
+        # A process id that was used again, or means somebody else here.
+        if not stat.S_ISFIFO(status.st_mode) or status.st_ino != address.inode:
+            os.close(self._fd)
+            raise FileNotFoundError(f"{address.path} is not the peer's pipe")
+        self._token = address.token
+
+    @staticmethod
+    def fits(frame: bytes) -> bool:
+        """Whether a frame is small enough."""
+        return len(frame) <= FRAME_BYTES
+
+    def ring(self, frame: bytes) -> bool:
+        """Whether the frame is in the peer's pipe; False = send it another way."""
+        if not self.fits(frame):
+            return False
+        try:
+            os.write(self._fd, self._token + _LENGTH.pack(len(frame)) + frame)
+        except (BlockingIOError, BrokenPipeError):
+            return False
+        return True
+
+    def close(self) -> None:
+        os.close(self._fd)
