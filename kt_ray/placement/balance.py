@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
@@ -196,8 +197,7 @@ def mean_imbalance(
 
 def without_load(config: Config) -> Config:
     """The same with contiguous experts, for plans whose memory alone matters: it is as even either way."""
-    rule = config.rule
-    return replace(config, rule=replace(rule, experts=replace(rule.experts, placement="contiguous")))
+    return with_keys(config, {"rule.experts.placement": "contiguous"})
 
 
 def owners_of(actors: Sequence[ExpertActorPlan], dims: ModelDims) -> dict[int, tuple[int, ...]]:

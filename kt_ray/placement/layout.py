@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.machine import Hardware
@@ -45,7 +46,7 @@ def layout_is_auto(rule: RuleConfig) -> bool:
 
 def with_layout(config: Config, layout: Layout) -> Config:
     """The configuration with both numbers set."""
-    return replace(config, rule=replace(config.rule, stages=layout[0], replicas=layout[1]))
+    return with_keys(config, {"rule.stages": layout[0], "rule.replicas": layout[1]})
 
 
 def choose_layout(config: Config, choices: tuple[Layout, ...], plan_of: Callable[[Layout], Plan]) -> Plan:
