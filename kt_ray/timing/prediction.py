@@ -27,7 +27,7 @@ from kt_ray.placement.plan_types import Plan, WorkerPlan
 from kt_ray.timing.choose import choice_of, with_choice
 from kt_ray.timing.lane_rates import lane_rates
 from kt_ray.timing.seats import even_waves, machine_of
-from kt_ray.timing.simulate import Simulated, Wave, simulate
+from kt_ray.timing.simulate import Simulated, WaveShape, simulate
 from kt_ray.timing.step_costs import PlanDurations
 
 SHOWN = 3  # changes that are shown
@@ -125,7 +125,7 @@ def predict(
     plan: Plan,
     config: Config,
     rates: Rates,
-    waves: Sequence[Wave] | None = None,
+    waves: Sequence[WaveShape] | None = None,
     *,
     rows: str = "",
     events: bool = False,
@@ -188,7 +188,7 @@ def _terms(
     plan: Plan,
     config: Config,
     durations: PlanDurations,
-    waves: Sequence[Wave],
+    waves: Sequence[WaveShape],
     simulated: Simulated,
     rates: Rates,
 ) -> tuple[Term, ...]:
@@ -232,7 +232,7 @@ def _terms(
 
 
 def _of_worker(
-    plan: Plan, durations: PlanDurations, waves: Sequence[Wave], worker: WorkerPlan
+    plan: Plan, durations: PlanDurations, waves: Sequence[WaveShape], worker: WorkerPlan
 ) -> dict[str, float]:
     """Seconds that one attention worker computes, per term."""
     sums = dict.fromkeys((*_ATTENTION.values(), "attention, the rest"), 0.0)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kt_ray.config.schema import Config
 from kt_ray.hardware.machine import Socket, socket_name
 from kt_ray.placement.plan_types import ExpertActorPlan, Plan
-from kt_ray.timing.simulate import ExpertClass, Machine, Micro, Seat, Wave
+from kt_ray.timing.simulate import ExpertClass, Machine, Micro, Seat, WaveShape
 
 
 def machine_of(plan: Plan) -> Machine:
@@ -49,7 +49,7 @@ def _name(plan: Plan, place: Socket | ExpertActorPlan) -> str:
     return socket_name(plan.hardware, place.host, place.node)
 
 
-def even_waves(plan: Plan, config: Config, row: int) -> tuple[Wave, ...]:
+def even_waves(plan: Plan, config: Config, row: int) -> tuple[WaveShape, ...]:
     """The waves of a step of rows of `row` tokens each, all trained, as kt_ray.data.batches cuts them."""
     trainer = config.trainer
     lengths = [(row, row)] * trainer.batch_size
@@ -58,7 +58,7 @@ def even_waves(plan: Plan, config: Config, row: int) -> tuple[Wave, ...]:
 
 def waves_of_rows(
     rows: Sequence[tuple[int, int]], micro_batch_size: int, replicas: int, groups: int, largest: int
-) -> tuple[Wave, ...]:
+) -> tuple[WaveShape, ...]:
     """Rows as (tokens, trained tokens), in order, cut as `kt_ray.data.batches.step_waves` cuts them.
 
     Args:
@@ -72,7 +72,7 @@ def waves_of_rows(
     )
 
 
-def _wave(rows: Sequence[tuple[int, int]], size: int, replicas: int, groups: int) -> Wave:
+def _wave(rows: Sequence[tuple[int, int]], size: int, replicas: int, groups: int) -> WaveShape:
     parts = [rows[i : i + size] for i in range(0, len(rows), size)]
     micro = [
         Micro(len(p), max(t for t, _ in p), sum(t for t, _ in p), sum(trained for _, trained in p))

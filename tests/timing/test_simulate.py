@@ -20,7 +20,7 @@ from kt_ray.timing.simulate import (
     Phase,
     Seat,
     Simulated,
-    Wave,
+    WaveShape,
     simulate,
 )
 from tests.placement.configs import make_config, make_hardware, small_dims
@@ -73,7 +73,7 @@ def plan_of(family: str = "mixtral", **changes: object) -> Plan:
     return make_plan(small_dims(family), config, make_hardware())
 
 
-def wave_of(plan: Plan) -> Wave:
+def wave_of(plan: Plan) -> WaveShape:
     return (((M,),) * plan.groups,) * plan.replicas
 
 
