@@ -10,13 +10,12 @@ from pathlib import Path
 
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.doctor.check import Check, failed, passed, warned
-from kt_ray.hardware.describe import cpu_name, cpu_quota, memory_limit, parse_cpus
+from kt_ray.hardware.describe import GIB, cpu_name, cpu_quota, meminfo, memory_limit, parse_cpus, read_text
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.memory import expert_lora_params, lora_params
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import cpu_ranges, gib
 
-GIB = 1 << 30
 MIN_OPEN_FILES = 8192  # Ray keeps several descriptors per worker and object
 OBJECT_STORE = GIB  # /dev/shm that Ray's object store wants at least; below it falls back to a disk file
 
@@ -51,7 +50,7 @@ def amx(hardware: Hardware, rule: RuleConfig) -> Check:
 def numa(hardware: Hardware, root: str | Path = "/") -> Check:
     """Sockets, and whether the kernel moves pages behind our back."""
     observed = "; ".join(f"node {s.node}: {s.cores} cores, {gib(s.memory_bytes)}" for s in hardware.sockets)
-    balancing = _read(Path(root) / "proc/sys/kernel/numa_balancing")
+    balancing = read_text(Path(root) / "proc/sys/kernel/numa_balancing")
     if len(hardware.sockets) > 1 and balancing not in ("", "0"):
         return warned("NUMA", f"{observed}; automatic balancing is on", "sudo sysctl kernel.numa_balancing=0")
     return passed("NUMA", observed)
@@ -60,7 +59,7 @@ def numa(hardware: Hardware, root: str | Path = "/") -> Check:
 def affinity(root: str | Path = "/", allowed: set[int] | None = None) -> Check:
     """CPUs this process may use, against those the machine has."""
     mask = os.sched_getaffinity(0) if allowed is None else allowed
-    online = parse_cpus(_read(Path(root) / "sys/devices/system/cpu/online")) or sorted(mask)
+    online = parse_cpus(read_text(Path(root) / "sys/devices/system/cpu/online")) or sorted(mask)
     observed = f"{len(mask)} of {len(online)} CPUs ({cpu_ranges(sorted(mask))})"
     quota = cpu_quota(root)
     if quota is not None and quota < len(mask):
@@ -77,7 +76,7 @@ def affinity(root: str | Path = "/", allowed: set[int] | None = None) -> Check:
 def memory(hardware: Hardware, plan: Plan | None, root: str | Path = "/") -> Check:
     """Free memory against what the plan's sockets on this host need."""
     total = sum(s.memory_bytes for s in hardware.sockets)
-    free = min(_meminfo(root, "MemAvailable") or total, total)
+    free = min(meminfo(Path(root) / "proc/meminfo", "MemAvailable") or total, total)
     limit = memory_limit(root)
     observed = f"{gib(free)} free of {gib(total)}" + (
         " (container limit)" if limit and limit <= total else ""
@@ -95,7 +94,8 @@ def memory(hardware: Hardware, plan: Plan | None, root: str | Path = "/") -> Che
 
 def swap(root: str | Path = "/") -> Check:
     """Swap in use: weights that are read every step must not be paged out."""
-    total, free = _meminfo(root, "SwapTotal"), _meminfo(root, "SwapFree")
+    file = Path(root) / "proc/meminfo"
+    total, free = meminfo(file, "SwapTotal"), meminfo(file, "SwapFree")
     if not total:
         return passed("swap", "none")
     used = total - free
@@ -107,7 +107,7 @@ def swap(root: str | Path = "/") -> Check:
 
 def huge_pages(root: str | Path = "/") -> Check:
     """Transparent huge pages: large weights have fewer TLB misses with them."""
-    text = _read(Path(root) / "sys/kernel/mm/transparent_hugepage/enabled")
+    text = read_text(Path(root) / "sys/kernel/mm/transparent_hugepage/enabled")
     if not text:
         return warned(
             "huge pages", "not offered by this kernel", "expect a somewhat lower rate on large models"
@@ -205,17 +205,3 @@ def run_bytes(config: Config, plan: Plan) -> int:
     params = sum(lora_params(dims, lora, layer) for layer in range(dims.num_layers))
     params += expert_lora_params(dims, lora) * dims.num_experts * len(dims.moe_layers)
     return 4 * params * (1 + 3 * ((config.trainer.keep_checkpoints or 1) + 1))
-
-
-def _meminfo(root: str | Path, key: str) -> int:
-    for line in _read(Path(root) / "proc/meminfo").splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""

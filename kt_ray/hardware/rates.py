@@ -134,10 +134,8 @@ class ExpertRate:
             return speed / (plain + (1 - plain) * rank / self.rank)
         return speed
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        curves = (self.forward, self.backward, self.forward_all, self.backward_all)
-        return tuple(dict.fromkeys(curve.source for curve in curves))
+
+EXPERT_CURVES = ("forward", "backward", "forward_all", "backward_all")  # of an ExpertRate
 
 
 @dataclass(frozen=True)
@@ -337,24 +335,12 @@ class Rates:
         if exact:
             return _nearest(exact, hidden, inter)
         same_isa = [e for e in candidates if e.isa == isa]
-        found = _nearest(
-            [e for e in same_isa if e.format == "bf16"]
-            or same_isa
-            or [e for e in candidates if e.format == fmt]
-            or candidates,
-            hidden,
-            inter,
-        )
-        why = f"of {found.isa} {found.format}: {isa} {fmt} is not among these rates"
-        return replace(
-            found,
-            isa=isa,
-            format=fmt,
-            forward=found.forward.scaled(1, why),
-            backward=found.backward.scaled(1, why),
-            forward_all=found.forward_all.scaled(1, why),
-            backward_all=found.backward_all.scaled(1, why),
-        )
+        bf16 = [e for e in same_isa if e.format == "bf16"]
+        same_format = [e for e in candidates if e.format == fmt]
+        near = _nearest(bf16 or same_isa or same_format or candidates, hidden, inter)
+        why = f"of {near.isa} {near.format}: {isa} {fmt} is not among these rates"
+        curves = {name: getattr(near, name).scaled(1, why) for name in EXPERT_CURVES}
+        return replace(near, isa=isa, format=fmt, **curves)
 
     def cpu_rate(self, threads: int) -> DeviceRate:
         """torch on `threads` threads of one socket: between one thread and all by a power law."""
@@ -373,6 +359,7 @@ class Rates:
             values = tuple(a(x) ** (1 - part) * b(x) ** part for x in at)
             return Curve(at, values, f"between {one.name} and {every.name}")
 
+        blocks = [f.name for f in fields(BlockRate)]
         return DeviceRate(
             name=f"cpu, {threads} threads",
             threads=threads,
@@ -381,12 +368,7 @@ class Rates:
             sdpa=between(one.sdpa, every.sdpa),
             softmax=between(one.softmax, every.softmax),
             operation=between(one.operation, every.operation),
-            blocks=BlockRate(
-                **{
-                    f.name: between(getattr(one.block, f.name), getattr(every.block, f.name))
-                    for f in fields(BlockRate)
-                }
-            ),
+            blocks=BlockRate(*(between(getattr(one.block, n), getattr(every.block, n)) for n in blocks)),
         )
 
 
