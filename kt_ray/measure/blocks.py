@@ -18,14 +18,11 @@ RANK = 8
 Timed = Callable[[Callable[[], object]], float]
 
 
-def measure_blocks(
-    device: torch.device, timed: Timed, source: str, *, tokens: int = 512, hidden: int = 2048, heads: int = 8
-) -> BlockRate:
+def measure_blocks(device: torch.device, timed: Timed, tokens: int, hidden: int, heads: int = 8) -> BlockRate:
     """Rates of one device with the present number of torch threads.
 
     Args:
         timed: seconds of a call, waited for.
-        source: of the figures.
         tokens, hidden, heads: sizes of what is measured.
     """
     adapter, adapter_backward = _adapter(device, timed, tokens, hidden)
@@ -38,7 +35,7 @@ def measure_blocks(
         products.append((many - few) / max(most - least, 1e-9))
         scores.append(heads * tokens**2 / max(least - few / products[-1], 1e-3 * least))
     figures = (adapter, adapter_backward, norm, norm_backward, flop / equal, *products, *scores)
-    return BlockRate(*(Figure(value, source) for value in figures))
+    return BlockRate(*(Figure(value, "measured") for value in figures))
 
 
 class _Free(nn.Linear):
