@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from kt_ray.config.schema import Config
 from kt_ray.demo import resolve_model_dir
 from kt_ray.dims.config_json import dims_from_dir
@@ -20,6 +22,7 @@ from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.hardware.rate_files import mismatch, rates_path, read_rates, write_rates
 from kt_ray.hardware.rates import (
     ENGINE_FORMAT,
+    EXPERT_CURVES,
     ROWS,
     DeviceRate,
     ExpertRate,
@@ -173,17 +176,11 @@ def _nominal_beside(nominal: Rates, measured: Sequence[ExpertRate]) -> list[Expe
             continue
         base = [e for e in measured if (e.isa, e.format) == (rate.isa, "bf16")]
         if base:
-            other = nominal.expert(rate.isa, "bf16")
-            why = "scaled as bf16 was measured"
-            rate = dataclasses.replace(
-                rate,
-                **{
-                    name: getattr(rate, name).scaled(
-                        getattr(base[-1], name).ample / getattr(other, name).ample, why
-                    )
-                    for name in ("forward", "backward", "forward_all", "backward_all")
-                },
-            )
+            other, curves = nominal.expert(rate.isa, "bf16"), {}
+            for name in EXPERT_CURVES:
+                factor = getattr(base[-1], name).ample / getattr(other, name).ample
+                curves[name] = getattr(rate, name).scaled(factor, "scaled as bf16 was measured")
+            rate = dataclasses.replace(rate, **curves)
         beside.append(rate)
     return beside
 
@@ -211,10 +208,10 @@ def _experts(
         rates.append(measure_experts(engine, fmt, shape, rows, seconds=0.1 if rows == ROWS else 0.05))
 
     with Engine(chosen, socket.cores, cpus) as engine:
-        own = _own_shape(dims)
-        if own is not None and dims is not None:
+        own = (dims.expert_width, dims.expert_intermediate) if dims is not None and dims.gated else None
+        if dims is not None and own is not None and own != (usual.hidden, usual.inter):
             fmt = ENGINE_FORMAT.get(dims.expert_format, dims.expert_format)
-            measure(engine, fmt if fmt in MAIN_FORMATS else "bf16", own)
+            measure(engine, fmt if fmt in MAIN_FORMATS else "bf16", ExpertShape(*own))
         for fmt in MAIN_FORMATS:
             measure(engine, fmt, usual)
         for fmt in GGUF_FORMATS:
@@ -251,15 +248,6 @@ def _layers(config: Config, hardware: Hardware, say: Say, notes: list[str]) -> t
         return ()
 
 
-def _own_shape(dims: ModelDims | None) -> ExpertShape | None:
-    from kt_ray.measure import ExpertShape
-
-    if dims is None or not dims.gated:
-        return None
-    own = ExpertShape(dims.expert_width, dims.expert_intermediate)
-    return own if (own.hidden, own.inter) != (ExpertShape.hidden, ExpertShape.inter) else None
-
-
 def _gpu(say: Say, notes: list[str]) -> tuple[DeviceRate, LinkRate] | None:
     import torch
 
@@ -286,34 +274,25 @@ def _disk_target(config: Config) -> Path:
     if config.model.path is not None:
         return Path(config.model.path)
     root = Path(config.run.root)
-    while not root.exists():
-        root = root.parent
-    return root
+    return next(folder for folder in (root, *root.parents) if folder.exists())
 
 
 class _Others:
-    """CPU time that other processes used since this object was made, from /proc/stat."""
+    """CPU time that other processes used since this object was made."""
 
     def __init__(self) -> None:
         self._start = self._now()
 
     @staticmethod
-    def _now() -> tuple[float, float, float]:
-        ticks = os.sysconf("SC_CLK_TCK")
-        try:
-            fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-            user, nice, system = (int(x) / ticks for x in fields[:3])
-        except (OSError, ValueError):
-            return time.monotonic(), 0.0, 0.0
-        own = os.times()
-        mine = own.user + own.system + own.children_user + own.children_system
-        return time.monotonic(), user + nice + system, mine
+    def _now() -> tuple[float, float]:
+        """Time; CPU seconds of all processes but this one and its children."""
+        every, own = psutil.cpu_times(), os.times()
+        return time.monotonic(), every.user + every.nice + every.system - sum(own[:4])
 
     def cpus(self) -> float:
         """CPUs used by others, mean since the start."""
         now, start = self._now(), self._start
-        used = (now[1] - start[1]) - (now[2] - start[2])
-        return max(0.0, used / max(1e-9, now[0] - start[0]))
+        return max(0.0, (now[1] - start[1]) / max(1e-9, now[0] - start[0]))
 
 
 def show(rates: Rates, threads: int) -> list[str]:
