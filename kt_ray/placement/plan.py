@@ -48,8 +48,8 @@ def make_plan(
 
     Raises:
         UserError: the model cannot be trained (mode=train), or the rule asks for more stages than
-            layers, more GPUs than there are, more replicas than rows, an instruction set the host lacks, or
-            experts placed by a load that is not known, or a lane on a GPU that is not there.
+            layers, more GPUs than there are, an instruction set the host lacks, experts placed by a load that
+            is not known, or a lane on a GPU that is not there.
     """
     choices = layouts(dims, config, hardware)
     if not choices:
@@ -78,8 +78,6 @@ def _laid_out(
             observed=dims.refusal,
             remedy="use another checkpoint, or mode=plan to see its placement",
         )
-    if not generating:
-        _check_replicas(config)
     local = config.cluster.name == "local"  # then all hosts' actors are in this process
     hardware = with_hosts(hardware, 1 if local else rule.nodes)
     device = resolve_device(rule, hardware)
@@ -149,18 +147,6 @@ def _cache_notes(dims: ModelDims, config: Config) -> tuple[str, ...]:
     auto = "generate.cache_tokens=auto: " if generate.cache_tokens == "auto" else ""
     rows = counted(generate.batch_size, "row")
     return (f"{auto}key-value caches of {tokens:,} tokens per replica, in at most {rows}",)
-
-
-def _check_replicas(config: Config) -> None:
-    rows, replicas = config.trainer.batch_size, config.rule.replica_count
-    if replicas > rows:
-        raise UserError(
-            "there are more replicas than rows per step",
-            where="rule.replicas",
-            observed=replicas,
-            required=f"at most trainer.batch_size={rows}",
-            remedy=f"set rule.replicas={rows} or raise trainer.batch_size",
-        )
 
 
 def _workers(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from kt_ray.config.checks import check
 from kt_ray.config.fields import show
 from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config, RuleConfig
@@ -139,7 +140,9 @@ def _halves(value: int, least: int) -> Iterator[int]:
 
 
 def _fits(dims: ModelDims, config: Config, hardware: Hardware) -> bool:
+    config = without_load(replace(config, mode="plan"))
     try:
-        return make_plan(dims, without_load(replace(config, mode="plan")), hardware).fits
+        check(config)
+        return make_plan(dims, config, hardware).fits
     except UserError:
         return False

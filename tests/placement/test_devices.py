@@ -53,7 +53,6 @@ def test_stages_fold_back_onto_the_first_gpu() -> None:
 @pytest.mark.parametrize(
     ("rule", "gpus", "message"),
     [
-        ({"layers": REPLICAS, "replicas": 3}, 1, "another length"),
         ({"layers": [{"match": ".", "device": ["cuda:0", "cuda:1"]}], "replicas": 2}, 1, "more GPUs"),
         ({"layers": [{"match": ".", "device": ["cuda:0", "cuda:5"]}], "replicas": 2}, 2, "not there"),
         ({"layers": STAGES, "replicas": 2}, 1, "more GPUs than there are"),
