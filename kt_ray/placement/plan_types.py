@@ -32,14 +32,17 @@ class HoldsExperts:
     """Which experts one expert actor holds: of a plan's actor, and of what the actor is built from.
 
     experts: global ids held in every MoE layer that `by_layer` does not name. by_layer: (layer, ids) where
-    they differ from layer to layer. Ids ascend.
+    they differ from layer to layer.
     """
 
     experts: tuple[int, ...]
     by_layer: tuple[tuple[int, tuple[int, ...]], ...]
 
     def experts_of(self, layer: int) -> tuple[int, ...]:
-        """Global ids of the experts of one MoE layer held here; position i is local id i."""
+        """Global ids of the experts of one MoE layer held here, ascending; position i is local id i.
+
+        The actor's loader and whoever sends it tokens ask the same function.
+        """
         return next((ids for named, ids in self.by_layer if named == layer), self.experts)
 
     def counts(self, layers: Iterable[int]) -> tuple[int, ...]:
@@ -195,10 +198,3 @@ class Plan:
 
     def worker(self, replica: int, stage: int) -> WorkerPlan:
         return self.workers[replica * self.stages + stage]
-
-    def held(self, layer: int, rank: int) -> tuple[int, ...]:
-        """Global ids of the experts of MoE layer `layer` that expert actor `rank` holds, ascending.
-
-        The actor's loader and whoever sends it tokens ask the same function.
-        """
-        return self.experts[rank].experts_of(layer)

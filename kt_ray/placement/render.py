@@ -145,7 +145,7 @@ def expert_row(plan: Plan, actor: ExpertActorPlan) -> tuple[str, ...]:
     return (
         str(actor.rank),
         str(actor.node) if plan.hardware.hosts == 1 else f"{actor.node} of host {actor.host}",
-        f"{'by load' if actor.by_layer else id_ranges(actor.experts)} ({held_per_layer(plan, actor)})",
+        f"{'by load' if actor.by_layer else id_ranges(actor.experts)} ({experts_per_layer(plan, actor)})",
         str(actor.threads),
         cpu_ranges(actor.cpus),
         actor.backend,
@@ -167,7 +167,7 @@ def _lane(actor: ExpertActorPlan) -> str:
     return f"{lane.device}: {', '.join(parts)}"
 
 
-def held_per_layer(plan: Plan, actor: HoldsExperts) -> str:
+def experts_per_layer(plan: Plan, actor: HoldsExperts) -> str:
     """Number of experts of a MoE layer that an actor holds: "32", or "31-32" where layers differ."""
     counts = actor.counts(plan.dims.moe_layers)
     return f"{min(counts)}-{max(counts)}" if min(counts) < max(counts) else str(max(counts))

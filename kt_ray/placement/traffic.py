@@ -55,10 +55,6 @@ class Traffic(NamedTuple):
         """Bytes between workers and expert actors on other nodes (far) or on their own, both directions."""
         return sum(link.bytes for link in self.experts if link.far == far)
 
-    @property
-    def between_stages(self) -> float:
-        return sum(self.stages)
-
 
 def traffic(plan: Plan, far: Sequence[int] | None = None, tokens: float | None = None) -> Traffic:
     """Bytes that a training step moves between actors.
@@ -79,7 +75,7 @@ def traffic(plan: Plan, far: Sequence[int] | None = None, tokens: float | None =
     for layer in dims.moe_layers:
         for actor in plan.experts:
             is_far = actor.rank in away
-            share = touched(dims.num_experts, len(plan.held(layer, actor.rank)), k) if is_far else 1.0
+            share = touched(dims.num_experts, len(actor.experts_of(layer)), k) if is_far else 1.0
             n = count * share
             links.append(
                 Link(
@@ -125,5 +121,5 @@ def traffic_dict(plan: Plan) -> dict[str, Any]:
         "far_actors": list(far_actors(plan)),
         "experts_near": round(moved.to_experts(far=False)),
         "experts_far": round(moved.to_experts(far=True)),
-        "stages": round(moved.between_stages),
+        "stages": round(sum(moved.stages)),
     }

@@ -130,12 +130,13 @@ def test_experts_of_a_layer_by_actor() -> None:
     """One function for loader and dispatcher: `experts` where a layer is not named, else its own ids."""
     plan = make_plan(small_dims(), make_config(rule={"experts": {"sockets": 2}}), make_hardware())
     layers = plan.dims.moe_layers
-    assert [plan.held(layer, 1) for layer in layers] == [(4, 5, 6, 7)] * len(layers)
+    assert [plan.experts[1].experts_of(layer) for layer in layers] == [(4, 5, 6, 7)] * len(layers)
     own = ((layers[0], (0, 3, 5)), (layers[1], (1, 2, 6, 7)))
     actor = replace(plan.experts[0], by_layer=own)
     changed = replace(plan, experts=(actor, plan.experts[1]))
-    assert changed.held(layers[0], 0) == (0, 3, 5) and changed.held(layers[1], 0) == (1, 2, 6, 7)
-    assert changed.held(layers[-1], 0) == (0, 1, 2, 3) and hash(actor)
+    ids = [changed.experts[0].experts_of(layer) for layer in layers]
+    assert ids[:2] == [(0, 3, 5), (1, 2, 6, 7)]
+    assert ids[-1] == (0, 1, 2, 3) and hash(actor)
     assert actor.counts(layers) == (3, 4, 4)[: len(layers)]
     assert (
         expert_row(changed, actor)[2] == "by load (3-4)" and expert_row(plan, plan.experts[0])[2] == "0-3 (4)"
