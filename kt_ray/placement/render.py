@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from kt_ray.hardware.machine import socket_name
-from kt_ray.placement.memory import GIB, ITEMS, home_node
+from kt_ray.placement.memory import GIB, ITEMS, home_socket
 from kt_ray.placement.plan_types import Choice, ExpertActorPlan, HoldsExperts, Plan, WorkerPlan
 from kt_ray.placement.traffic import traffic_dict
 
@@ -107,15 +108,11 @@ def cpu_ranges(cpus: Sequence[int]) -> str:
 
 def id_ranges(ids: Sequence[int]) -> str:
     """Numbers as runs: "0-3,8-11"."""
-    text: list[str] = []
-    ordered = sorted(ids)
-    start = 0
-    for i in range(1, len(ordered) + 1):
-        if i == len(ordered) or ordered[i] != ordered[i - 1] + 1:
-            first, last = ordered[start], ordered[i - 1]
-            text.append(str(first) if first == last else f"{first}-{last}")
-            start = i
-    return ",".join(text)
+    runs = []
+    for _, run in groupby(enumerate(sorted(ids)), lambda pair: pair[1] - pair[0]):
+        numbers = [number for _, number in run]
+        runs.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]))
+    return ",".join(runs)
 
 
 def billions(count: int) -> str:
@@ -182,7 +179,10 @@ def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
         ["experts per layer", *(_experts_on(plan, budget.device) for budget in plan.budgets)],
     ]
     rows += [
-        [_title(plan, item), *(gib(s[item]) if item in s else "-" for s in sizes)]
+        [
+            f"experts ({plan.dims.expert_format})" if item == "experts" else item,
+            *(gib(s[item]) if item in s else "-" for s in sizes),
+        ]
         for item in ITEMS
         if any(item in s for s in sizes)
     ]
@@ -197,13 +197,12 @@ def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
 
 def _layers_on(plan: Plan, device: str) -> str:
     """Ranges of layers of the workers whose weights lie on `device`."""
-    found = []
+    texts = []
     for worker in plan.workers:
-        on_socket = socket_name(plan.hardware, 0, home_node(worker, plan.hardware))
-        if device in (worker.device, on_socket if worker.device == "cpu" else None):
-            text = f"{worker.layers[0]}-{worker.layers[1] - 1}"
-            found.append(text)
-    return " + ".join(found) or "-"
+        place = home_socket(worker, plan.hardware) if worker.device == "cpu" else worker.device
+        if place == device:
+            texts.append(f"{worker.layers[0]}-{worker.layers[1] - 1}")
+    return " + ".join(texts) or "-"
 
 
 def _experts_on(plan: Plan, device: str) -> str:
@@ -212,10 +211,6 @@ def _experts_on(plan: Plan, device: str) -> str:
         max(a.counts(layers)) for a in plan.experts if socket_name(plan.hardware, a.host, a.node) == device
     )
     return str(count) if count else "-"
-
-
-def _title(plan: Plan, item: str) -> str:
-    return f"experts ({plan.dims.expert_format})" if item == "experts" else item
 
 
 def layout_text(stages: int, replicas: int) -> str:

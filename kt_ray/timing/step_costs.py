@@ -20,9 +20,8 @@ from functools import cached_property
 
 from kt_ray.config.schema import Config
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
-from kt_ray.hardware.machine import socket_name
 from kt_ray.hardware.rates import DeviceRate, ExpertRate, Rates
-from kt_ray.placement.memory import expert_lora_params, held_format, home_node, logit_rows, lora_params
+from kt_ray.placement.memory import expert_lora_params, held_format, home_socket, logit_rows, lora_params
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.traffic import touched
 from kt_ray.timing.lane_seconds import LaneSeconds
@@ -338,8 +337,7 @@ class PlanDurations:
 
     def _host_seat(self, worker: int) -> str:
         """The socket whose cores a worker's host side uses."""
-        hardware = self.plan.hardware
-        return socket_name(hardware, 0, home_node(self.plan.workers[worker], hardware))
+        return home_socket(self.plan.workers[worker], self.plan.hardware)
 
     # -- the step's end ----------------------------------------------------------------------
 
