@@ -52,19 +52,16 @@ def dims_from_dir(path: str | Path) -> ModelDims:
     """
     folder = Path(path).expanduser()
     file = folder / "config.json"
-    if not folder.is_dir():
-        raise UserError(
-            "the model directory does not exist",
-            where=str(folder),
-            required="a Hugging Face directory with config.json and *.safetensors",
-            remedy="set model.path to the directory of the checkpoint",
-        )
     if not file.is_file():
+        what, remedy = "does not exist", "set model.path to the directory of the checkpoint"
+        if folder.is_dir():
+            what = "holds no config.json"
+            remedy = "set model.path to the directory that holds config.json, or download it again"
         raise UserError(
-            "the model directory holds no config.json",
+            f"the model directory {what}",
             where=str(folder),
             required="a Hugging Face directory with config.json and *.safetensors",
-            remedy="set model.path to the directory that holds config.json, or download it again",
+            remedy=remedy,
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -123,10 +120,8 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
     intermediate = expert_intermediate(keys)
     streams = keys.size("hc_mult", default=4) if keys.family == "deepseek_v4" else 1
     dtype, assumed = _dtype(config, text, where)
-    weights = {
-        **text,
-        "quantization_config": text.get("quantization_config") or config.get("quantization_config"),
-    }
+    quantization = text.get("quantization_config") or config.get("quantization_config")
+    weights = {**text, "quantization_config": quantization}
     storage, plain = expert_storage(weights, dtype), plain_expert_layers(weights, moe)
     if plain == moe:  # quantization_config excludes all of them
         storage, plain = plain_storage(dtype), ()
@@ -225,6 +220,7 @@ def _refusal(keys: Keys, missing: str | None, latent: int) -> str | None:
     """Why the model can be planned but not trained, with what to do; None = it can be trained."""
     activation = next((str(keys.config[key]) for key in _ACTIVATION if keys.config.get(key)), "silu")
     family, ungated = keys.family, keys.family in UNGATED
+    known = ("relu2",) if ungated else ACTIVATIONS
     reasons = []
     if family in UNDISPATCHED:
         reasons.append(
@@ -232,18 +228,12 @@ def _refusal(keys: Keys, missing: str | None, latent: int) -> str | None:
         )
     if family in UNCOMPUTED:
         reasons.append(f"{UNCOMPUTED[family]}; {_OTHER_FAMILY}")
-    elif activation not in (("relu2",) if ungated else ACTIVATIONS):
-        gate = " without a gate" if ungated else ""
-        known = "relu2" if ungated else ", ".join(ACTIVATIONS)
-        reasons.append(
-            f"experts with the activation {activation!r}{gate} are not computed (known: {known}); "
-            + _OTHER_FAMILY
-        )
+    elif activation not in known:
+        kind = f"experts with the activation {activation!r}{' without a gate' if ungated else ''}"
+        reasons.append(f"{kind} are not computed (known: {', '.join(known)}); {_OTHER_FAMILY}")
     if latent:
-        reasons.append(
-            f"experts on a projected width ({latent} of {keys.size('hidden_size')}) are not trained; "
-            + _OTHER_FAMILY
-        )
+        width = f"experts on a projected width ({latent} of {keys.size('hidden_size')})"
+        reasons.append(f"{width} are not trained; {_OTHER_FAMILY}")
     if missing:
         reasons.append(missing)
     return "; also: ".join(reasons) or None

@@ -73,6 +73,11 @@ class Keys:
             remedy="point model.path at a Hugging Face MoE checkpoint with its released config.json",
         )
 
+    def inner(self, name: str) -> Keys:
+        """The keys of a mapping inside; none where there is no mapping."""
+        value = self.config.get(name)
+        return Keys(value if isinstance(value, Mapping) else {}, f"{self.where}, {name}")
+
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.config.get(name)
         return default if value is None else bool(value)

@@ -107,15 +107,14 @@ def _laid_out(
         return tuple(replace(actor, activations=activations) for actor in experts)
 
     def budget_of(wave: int, activations: str) -> tuple[Budget, ...]:
-        groups, _ = choose_groups(config, wave)
+        groups = choose_groups(config, wave)
         return budgets(dims, config, hardware, workers, keeping(activations), wave, groups, dtype)
 
     if generating:
         chosen = Fit(1, "retain", budget_of(1, "retain"), _cache_notes(dims, config))
     else:
         chosen = fit(config, budget_of)
-    groups, group_notes = choose_groups(config, chosen.wave)
-    notes += [*expert_notes, *chosen.notes, *group_notes, *_backend_notes(rule, hardware)]
+    notes += [*expert_notes, *chosen.notes, *_backend_notes(rule, hardware)]
     plan = Plan(
         dims=dims,
         hardware=hardware,
@@ -123,7 +122,7 @@ def _laid_out(
         experts=keeping(chosen.activations),
         stages=stages,
         replicas=rule.replica_count,
-        groups=groups,
+        groups=choose_groups(config, chosen.wave),
         wave=chosen.wave,
         overlap=rule.overlap,
         budgets=chosen.memory,

@@ -16,32 +16,15 @@ from kt_ray.placement.traffic import traffic_dict
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values; bytes are integers, ranges of layers half-open."""
     dims = plan.dims
-    hardware = dataclasses.asdict(plan.hardware)
+    sizes = ("name", "model_type", "total_params", "routed_params", "num_layers", "moe_layers")
+    sizes += ("hidden_size", "vocab_size", "num_experts", "experts_per_token", "expert_intermediate")
+    model = {key: getattr(dims, key) for key in (*sizes, "expert_format")}
+    facts = ("stages", "replicas", "groups", "wave", "overlap", "tokens_per_step")
     return {
         "rule": plan.rule,
-        "model": {
-            "name": dims.name,
-            "model_type": dims.model_type,
-            "total_params": dims.total_params,
-            "routed_params": dims.routed_params,
-            "num_layers": dims.num_layers,
-            "moe_layers": list(dims.moe_layers),
-            "hidden_size": dims.hidden_size,
-            "vocab_size": dims.vocab_size,
-            "num_experts": dims.num_experts,
-            "experts_per_token": dims.experts_per_token,
-            "expert_intermediate": dims.expert_intermediate,
-            "expert_format": dims.expert_format,
-            "dtype": plan.dtype,
-            "refusal": dims.refusal,
-        },
-        "hardware": _lists(hardware),
-        "stages": plan.stages,
-        "replicas": plan.replicas,
-        "groups": plan.groups,
-        "wave": plan.wave,
-        "overlap": plan.overlap,
-        "tokens_per_step": plan.tokens_per_step,
+        "model": _lists({**model, "dtype": plan.dtype, "refusal": dims.refusal}),
+        "hardware": _lists(dataclasses.asdict(plan.hardware)),
+        **{key: getattr(plan, key) for key in facts},
         "transport": plan.transport._asdict(),
         "traffic": traffic_dict(plan),
         "workers": [_lists(dataclasses.asdict(worker)) for worker in plan.workers],
