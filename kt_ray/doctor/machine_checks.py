@@ -22,7 +22,7 @@ OBJECT_STORE = GIB  # /dev/shm that Ray's object store wants at least; below it 
 
 def cpu(hardware: Hardware, root: str | Path = "/") -> Check:
     """CPU model and the best instruction set it has."""
-    best = hardware.isas[-1] if hardware.isas else "reference"
+    best = hardware.best_isa
     observed = f"{cpu_name(root)}; best ISA {best}"
     if best == "reference":
         return warned(
@@ -35,7 +35,7 @@ def amx(hardware: Hardware, rule: RuleConfig) -> Check:
     """AMX tiles. Their absence only matters to a rule that names them."""
     if "amx" in hardware.isas:
         return passed("AMX", "present")
-    best = hardware.isas[-1] if hardware.isas else "reference"
+    best = hardware.best_isa
     if rule.experts.isa == "amx":
         return failed("AMX", "not present, but rule.experts.isa=amx", "set rule.experts.isa=auto")
     if rule.experts.backend.startswith("AMX"):

@@ -94,7 +94,7 @@ _HIDDEN, _INTER, _RANK = 7168, 2048, 8  # DeepSeek-V3's experts
 
 def defaults(hardware: Hardware) -> dict[str, Figure]:
     """Every figure of the model above as assumed for `hardware`. The names a hardware file may set."""
-    isa = hardware.isas[-1] if hardware.isas else "reference"
+    isa = hardware.best_isa
     cores = max(1, hardware.sockets[0].cores)
     clock, clock_why = (2.0e9, "assumed: sustained under AMX") if isa == "amx" else (2.5e9, "assumed")
     figures: dict[str, Figure] = {"clock": Figure(clock, f"{clock_why} on all cores")}

@@ -110,9 +110,7 @@ class ExpertRate:
         as fast as all.
 
         Args:
-            direction: "forward" or "backward".
             rows: mean rows per expert that has any.
-            threads: engine threads.
             rank: LoRA rank of the run; None = as measured. LoRA's time is taken as proportional to the
                 rank above the measured one, and as constant below: a narrow panel costs what a full one does.
         """

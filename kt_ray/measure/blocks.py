@@ -19,12 +19,7 @@ Timed = Callable[[Callable[[], object]], float]
 
 
 def measure_blocks(device: torch.device, timed: Timed, tokens: int, hidden: int, heads: int = 8) -> BlockRate:
-    """Rates of one device with the present number of torch threads.
-
-    Args:
-        timed: seconds of a call, waited for.
-        tokens, hidden, heads: sizes of what is measured.
-    """
+    """Rates of one device with the present number of torch threads. timed: seconds of a call, waited for."""
     adapter, adapter_backward = _adapter(device, timed, tokens, hidden)
     norm, norm_backward = _norm(device, timed, tokens, hidden)
     flop, _, equal = _attention(device, timed, tokens, heads, 128, 128)

@@ -32,14 +32,9 @@ LEAST_SLOTS = 10_000  # per actor and layer
 def place_experts(
     actors: tuple[ExpertActorPlan, ...], dims: ModelDims, config: Config, load: ExpertLoad | None
 ) -> tuple[tuple[ExpertActorPlan, ...], ExpectedLoad | None, list[str]]:
-    """The actors with the experts that rule.experts.placement gives them.
+    """The actors with the experts that rule.experts.placement gives them; what the load says; plan's notes.
 
-    Args:
-        actors: holding contiguous experts; an actor's speed is its number of threads.
-        load: tokens per expert of this model, if known.
-
-    Returns:
-        The actors; what the load says of them; sentences for the plan's notes.
+    Actors come with contiguous experts; an actor's speed is its number of threads.
 
     Raises:
         UserError: placement=balanced where no load is known.
@@ -109,25 +104,21 @@ def balance(loads: Sequence[int], speeds: Sequence[int]) -> Shares:
     go to the lowest id. Where that is no better than contiguous runs, those stay.
 
     Args:
-        loads: tokens of each expert.
-        speeds: relative speed of each actor, a positive integer.
-
-    Returns:
-        Each actor's ids: len(loads) // len(speeds) of them, or one more.
+        loads: tokens of each expert. speeds: relative speed of each actor, a positive integer.
     """
     n = len(speeds)
     contiguous = split_experts(len(loads), n)
     unit = math.lcm(*speeds)
     seconds = [unit // speed for speed in speeds]  # per token, in exact integers
-    held = _longest_first(loads, seconds)
-    while _exchange(held, loads, seconds):
+    lists = _longest_first(loads, seconds)
+    while _exchange(lists, loads, seconds):
         pass
-    found = tuple(tuple(sorted(ids)) for ids in held)
+    balanced = tuple(tuple(sorted(ids)) for ids in lists)
 
     def last(shares: Shares) -> int:
         return max(_time(ids, loads, s) for ids, s in zip(shares, seconds, strict=True))
 
-    return found if last(found) < last(contiguous) else contiguous
+    return balanced if last(balanced) < last(contiguous) else contiguous
 
 
 def _time(ids: Sequence[int], loads: Sequence[int], seconds: int) -> int:
@@ -191,8 +182,8 @@ def mean_imbalance(
     slots: Mapping[int, Sequence[int]], shares: Mapping[int, Shares], speeds: Sequence[int]
 ) -> float:
     """`imbalance`, averaged over the layers of `shares`."""
-    found = [imbalance(slots[layer], of_layer, speeds) for layer, of_layer in shares.items()]
-    return sum(found) / len(found)
+    ratios = [imbalance(slots[layer], of_layer, speeds) for layer, of_layer in shares.items()]
+    return sum(ratios) / len(ratios)
 
 
 def without_load(config: Config) -> Config:

@@ -68,9 +68,7 @@ def generation_items(
 ) -> dict[str, float]:
     """What an attention worker needs in the place of training's items of these names.
 
-    Args:
-        layers: of its stage. last: whether it is the last one. layer: bytes per token of one layer.
-        element: bytes of a value.
+    layers: of its stage, the last one or not. layer: bytes per token of one layer. element: of a value.
     """
     tokens = step_tokens(config)
     mask = element * longest_row(dims, config)

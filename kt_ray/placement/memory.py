@@ -96,11 +96,9 @@ def widest_row(data: DataConfig) -> int:
 
 
 def load_of(config: Config, wave: int, groups: int) -> Load:
-    """Tokens per wave and its parts, every row at data.max_length; of generation those of one step, each
-    replica's an engine call of its own.
+    """Tokens of a wave of `wave` micro-batches per replica, cut into `groups`; every row at data.max_length.
 
-    Args:
-        wave: micro-batches of a replica that pass the layers together. groups: they are cut into so many.
+    Of generation those of one step, each replica's an engine call of its own.
     """
     if generates(config):
         tokens = step_tokens(config)
@@ -141,8 +139,7 @@ def expert_file_estimate(dims: ModelDims) -> float:
 
 
 def held_format(dims: ModelDims, backend: str) -> str:
-    """Format in which an actor holds its routed experts; of experts in a file of their own the nearest by
-    size."""
+    """Format of routed experts in memory; of experts in a file of their own the nearest by size."""
     storage = BACKEND_STORAGE.get(backend)
     if storage is not None:
         return storage.format
@@ -181,7 +178,7 @@ def budgets(
         if config.cluster.name == "ray":
             add(home, "runtime", WORKER_RUNTIME)
     for actor in experts:
-        isa = hardware.isas[-1] if actor.isa == "auto" and hardware.isas else actor.isa
+        isa = hardware.best_isa if actor.isa == "auto" else actor.isa
         items = _expert_actor(dims, config, load, groups, actor, isa)
         home = socket_name(hardware, actor.host, actor.node)
         for device, item, size in _lane(dims, config, load, actor, items["experts"], home):
@@ -299,11 +296,7 @@ def worker_items(
 
 
 def logit_rows(loss_chunk: int | str, rows: int, vocab: int) -> int:
-    """Rows of logits per chunk; all `rows` when they are not cut.
-
-    Args:
-        loss_chunk: trainer.loss_chunk. rows: trained tokens. vocab: size of the vocabulary.
-    """
+    """Rows of logits per chunk of trainer.loss_chunk; all `rows` (trained tokens) when they are not cut."""
     if loss_chunk == "auto":
         return max(1, min(rows, LOGITS_BYTES // (4 * vocab)))
     return max(1, min(rows, int(loss_chunk)) if int(loss_chunk) > 0 else rows)

@@ -43,11 +43,7 @@ ExpertCall = tuple[int, str, int]  # layer, "forward" or "backward", group
 
 
 def worker_program(plan: Plan, replica: int, stage: int, kind: str) -> tuple[Op, ...]:
-    """The operations of one worker in one pass, in order.
-
-    Args:
-        kind: "train" (forward and backward) or "eval" (forward and loss).
-    """
+    """The operations of one worker in one pass, in order. kind: "train" or "eval" (forward and loss)."""
     return _program(_shape(plan), replica, stage, kind)
 
 

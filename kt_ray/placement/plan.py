@@ -181,11 +181,7 @@ def _workers(
 def _experts(
     dims: ModelDims, rule: RuleConfig, hardware: Hardware, folded: int
 ) -> tuple[tuple[ExpertActorPlan, ...], list[str]]:
-    """Expert actors of every host, in the order of hosts and sockets.
-
-    Args:
-        folded: hosts whose actors are all on this one (cluster=local).
-    """
+    """Expert actors of every host, in the order of hosts and sockets; `folded` hosts' are all on this one."""
     wanted = rule.experts
     notes: list[str] = []
     per_host = len(hardware.on(0)) if wanted.sockets == "auto" else int(wanted.sockets)
@@ -263,7 +259,7 @@ def _weights_notes(dims: ModelDims, config: Config, dtype: str) -> list[str]:
 
 def _backend_notes(rule: RuleConfig, hardware: Hardware) -> list[str]:
     isa, backend = rule.experts.isa, rule.experts.backend
-    best = hardware.isas[-1] if hardware.isas else "reference"
+    best = hardware.best_isa
     if isa != "auto" and isa not in hardware.isas:
         raise UserError(
             "the forced instruction set is not available",

@@ -68,8 +68,7 @@ def traffic(plan: Plan, far: Sequence[int] | None = None, tokens: float | None =
     dims = plan.dims
     count = float(plan.tokens_per_step if tokens is None else tokens)
     away = far_actors(plan) if far is None else tuple(far)
-    k = dims.experts_per_token
-    width = dims.expert_width
+    k, width = dims.experts_per_token, dims.expert_width
     x_bytes = 4 if plan.dtype == "float32" else 2
     links = []
     for layer in dims.moe_layers:

@@ -164,12 +164,7 @@ def _beside_resumed(plan: Plan, before: Choice) -> Plan:
 
 
 def _explained(best: _Candidate, simulations: list[_Candidate], source: str) -> Plan:
-    """The chosen plan with what it was compared with.
-
-    Args:
-        simulations: memory's choice first.
-        source: of the rates.
-    """
+    """The chosen plan with what it was compared with; simulations: memory's choice first."""
     plan, first = best.plan, simulations[0].plan
     others = sorted((c for c in simulations if c.plan is not plan), key=lambda c: c.seconds)
     notes = [note for note in plan.notes if not note.startswith(LAYOUT)]

@@ -128,21 +128,19 @@ def predict(
     waves: Sequence[WaveShape] | None = None,
     *,
     rows: str = "",
-    events: bool = False,
 ) -> Prediction:
     """A step of `plan` at `rates`.
 
     Args:
         waves: the passes of a step; None = every row as long as data.max_length.
         rows: what `waves` assumes about rows, for the reader.
-        events: keep the simulation's events.
     """
     if waves is None:
         waves = even_waves(plan, config, config.data.max_length)
         rows = f"every row {config.data.max_length} tokens long (data.max_length, the worst case)"
     machine = machine_of(plan)
     durations = PlanDurations(plan, config, rates, machine)
-    simulated = simulate(plan, machine, durations, waves, events=events)
+    simulated = simulate(plan, machine, durations, waves)
     tokens = sum(m.tokens for wave in waves for groups in wave for group in groups for m in group)
     return Prediction(
         simulated=simulated,
@@ -274,9 +272,7 @@ def neighbours(
     Groups and activations that are at auto stay as the plan has them: `choose_plan` compared them.
 
     Args:
-        plan: the present plan. base: its prediction at rows of `row` tokens.
-        row: tokens per row.
-        load: tokens per expert, as the present plan was made with.
+        plan: the present plan. base: its prediction at rows of `row` tokens. load: that it was made with.
     """
     dims, hardware = plan.dims, plan.hardware
     changes = []

@@ -58,11 +58,8 @@ def even_waves(plan: Plan, config: Config, row: int) -> tuple[WaveShape, ...]:
 def waves_of_rows(
     rows: Sequence[tuple[int, int]], micro_batch_size: int, replicas: int, groups: int, largest: int
 ) -> tuple[WaveShape, ...]:
-    """Rows as (tokens, trained tokens), in order, cut as `kt_ray.data.batches.step_waves` cuts them.
-
-    Args:
-        largest: micro-batches of a replica per wave, at the most.
-    """
+    """Rows as (tokens, trained tokens), in order, cut as `kt_ray.data.batches.step_waves` cuts them: into
+    waves of at most `largest` micro-batches of a replica."""
     micro = math.ceil(math.ceil(len(rows) / micro_batch_size) / replicas)
     waves = max(1, math.ceil(micro / max(1, largest)))
     count = math.ceil(micro / waves) * micro_batch_size * replicas

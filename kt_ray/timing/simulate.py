@@ -181,19 +181,6 @@ class Simulated:
         """The resource used most."""
         return max(self.used, key=self.used.__getitem__, default="")
 
-    def chrome_trace(self) -> list[dict[str, Any]]:
-        """Events for chrome://tracing and Perfetto ("traceEvents"), microseconds."""
-        actors = {actor: i for i, actor in enumerate(dict.fromkeys(e.actor for e in self.events))}
-        names = [
-            {"ph": "M", "name": "process_name", "pid": i, "tid": 0, "args": {"name": actor}}
-            for actor, i in actors.items()
-        ]
-        return names + [
-            {"ph": "X", "name": e.name, "cat": e.kind, "pid": actors[e.actor], "tid": 0,
-             "ts": e.start * 1e6, "dur": (e.end - e.start) * 1e6}
-            for e in self.events
-        ]  # fmt: skip
-
 
 # -- the simulation ------------------------------------------------------------------------------
 
