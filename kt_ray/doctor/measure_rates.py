@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -35,9 +34,6 @@ from kt_ray.placement.plan import make_plan
 from kt_ray.runs.environment import environment
 from kt_ray.timing.layer_rates import merged
 from kt_ray.timing.layer_work import layer_works
-
-if TYPE_CHECKING:  # brings torch and the engine
-    from kt_ray.measure import ExpertShape
 
 Say = Callable[[str], None]
 MAIN_FORMATS = ("bf16", "fp8", "int8", "int4", "mxfp4", "f32")
@@ -116,27 +112,20 @@ def _is_measured(rate: ExpertRate) -> bool:
 
 
 def _measure(config: Config, hardware: Hardware, dims: ModelDims | None, say: Say) -> Rates:
-    from kt_ray.measure import (
-        measure_arena,
-        measure_cpu,
-        measure_disk,
-        measure_local_message,
-        measure_memory,
-        measure_optimizer,
-    )
+    from kt_ray import measure
 
     nominal = nominal_rates(hardware)
     cores = hardware.sockets[0].cores
     notes: list[str] = []
     say("memory")
-    memory = measure_memory(cores)
+    memory = measure.measure_memory(cores)
     say("torch on the CPU: one thread, then all of a socket's")
     hidden = dims.hidden_size if dims and 1024 <= dims.hidden_size <= 8192 else 2048
-    one = measure_cpu(1, hidden)
-    every = measure_cpu(cores, hidden) if cores > 1 else one
-    optimizer = measure_optimizer(cores)
+    one = measure.measure_cpu(1, hidden)
+    every = measure.measure_cpu(cores, hidden) if cores > 1 else one
+    optimizer = measure.measure_optimizer(cores)
     say("disk")
-    disk = measure_disk(_disk_target(config))
+    disk = measure.measure_disk(_disk_target(config))
     if disk is None:
         notes.append("no disk was measured: neither the model's files nor a directory to write to")
     experts = _experts(config, hardware, dims, say, notes)
@@ -145,8 +134,8 @@ def _measure(config: Config, hardware: Hardware, dims: ModelDims | None, say: Sa
     if hardware.gpus and config.rule.device != "cpu":
         gpu, link = _gpu(say, notes) or (gpu, link)
     say("messages")
-    arena_bytes = measure_arena()
-    messages = {"local": measure_local_message(), "arena_bytes": arena_bytes}
+    arena_bytes = measure.measure_arena()
+    messages = {"local": measure.measure_local_message(), "arena_bytes": arena_bytes}
     if config.cluster.name == "ray":
         say("Ray (started for it where none runs)")
         messages |= _ray(config.cluster.address, arena_bytes.value, notes)

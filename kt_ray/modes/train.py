@@ -15,8 +15,7 @@ from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import socket_name
 from kt_ray.hardware.rate_files import rates_for
-from kt_ray.placement.plan import plan_to_dict
-from kt_ray.placement.render import experts_per_layer
+from kt_ray.placement.render import experts_per_layer, plan_to_dict
 from kt_ray.runs.before_after import FinalQuestions, before_and_after, final_questions
 from kt_ray.runs.environment import environment
 from kt_ray.runs.plan_time import predicted_run, run_line

@@ -19,14 +19,12 @@ from kt_ray.placement.lane_share import LaneRates
 from kt_ray.placement.layout import Layout, choose_layout, layouts, with_layout
 from kt_ray.placement.memory import budgets
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Plan, WorkerPlan
-from kt_ray.placement.render import counted, plan_to_dict
+from kt_ray.placement.render import counted
 from kt_ray.placement.split import LayerSplit, split_experts, split_layers
 from kt_ray.placement.stage_split import Ranges, balanced_stages
 from kt_ray.placement.traffic import traffic_notes
 from kt_ray.placement.transports import choose_transport
 from kt_ray.placement.wave import Fit, choose_groups, fit
-
-__all__ = ["make_plan", "plan_to_dict", "resolve_device"]
 
 GPU_WORKER_THREADS = 4  # a GPU's worker only copies and launches on the host
 

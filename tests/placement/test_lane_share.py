@@ -25,9 +25,9 @@ from kt_ray.placement.lane_share import (
     streamed_experts,
 )
 from kt_ray.placement.memory import GPU_RUNTIME
-from kt_ray.placement.plan import make_plan, plan_to_dict
+from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import LanePlan, Plan
-from kt_ray.placement.render import expert_row
+from kt_ray.placement.render import expert_row, plan_to_dict
 from kt_ray.timing.lane_rates import from_rates, lane_rates
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
 

@@ -10,7 +10,9 @@ import pytest
 
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Socket
-from kt_ray.placement.plan import divide_cpus, make_plan, plan_to_dict, resolve_device
+from kt_ray.placement.devices import resolve_device
+from kt_ray.placement.plan import divide_cpus, make_plan
+from kt_ray.placement.render import plan_to_dict
 from tests.placement.configs import make_config, make_hardware, small_dims
 
 

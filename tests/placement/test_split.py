@@ -11,8 +11,8 @@ from kt_ray.config.schema import RuleConfig
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
-from kt_ray.placement.plan import make_plan, plan_to_dict
-from kt_ray.placement.render import expert_row
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.render import expert_row, plan_to_dict
 from kt_ray.placement.split import LayerSplit, split_experts
 from kt_ray.placement.split import split_layers as divide
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
