@@ -11,6 +11,7 @@ from typing import Any
 from kt_ray.dims.config_keys import Keys, LayerParts
 from kt_ray.dims.layer_params import (
     ACTIVATIONS,
+    EXPERT_COUNT,
     UNCOMPUTED,
     UNDISPATCHED,
     UNGATED,
@@ -33,7 +34,6 @@ from kt_ray.dims.weight_formats import (
 from kt_ray.disk import content_of_file
 from kt_ray.errors import UserError
 
-_EXPERT_COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _TOP_K = (
     *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k"),
     "top_k_experts",
@@ -94,11 +94,11 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         )  # fmt: skip
     text, part = _text_part(config)
     keys = Keys(text, where)
-    if not any(text.get(key) for key in _EXPERT_COUNT):
+    if not any(text.get(key) for key in EXPERT_COUNT):
         raise UserError(
             "the model has no routed experts",
             where=where,
-            observed=f"model_type {config.get('model_type', 'missing')}, none of {', '.join(_EXPERT_COUNT)}",
+            observed=f"model_type {config.get('model_type', 'missing')}, none of {', '.join(EXPERT_COUNT)}",
             required="a Mixture-of-Experts model",
             remedy="choose a MoE checkpoint; a dense model needs no expert offloading (PEFT trains it)",
         )
@@ -174,7 +174,7 @@ def _quantised(weights: Mapping[str, Any], dtype: str, parts: list[LayerParts]) 
 
     Routers, embedding and head never are; compressors and the indexers' scores are released unquantised.
     """
-    found = []
+    layers = []
     for layer, part in enumerate(parts):
         params, size, largest = 0, 0.0, 0
         for module, columns, rows in part.modules:
@@ -183,8 +183,8 @@ def _quantised(weights: Mapping[str, Any], dtype: str, parts: list[LayerParts]) 
                 continue
             params, largest = params + rows * columns, max(largest, rows * columns)
             size += storage.matrix_bytes(rows, columns)
-        found.append(Quantised(params, size, largest))
-    return tuple(found)
+        layers.append(Quantised(params, size, largest))
+    return tuple(layers)
 
 
 def _text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:

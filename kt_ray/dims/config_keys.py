@@ -103,3 +103,8 @@ class LayerParts:
         """An attention projection."""
         self.attention += n_in * n_out + (n_out if bias else 0)
         self.modules.append((name, n_in, n_out))
+
+    def linear(self, name: str, n_in: int, n_out: int) -> None:
+        """A linear module outside attention."""
+        self.dense += n_in * n_out
+        self.modules.append((name, n_in, n_out))

@@ -16,9 +16,11 @@ from kt_ray.placement.traffic import traffic_dict
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values; bytes are integers, ranges of layers half-open."""
     dims = plan.dims
-    sizes = ("name", "model_type", "total_params", "routed_params", "num_layers", "moe_layers")
-    sizes += ("hidden_size", "vocab_size", "num_experts", "experts_per_token", "expert_intermediate")
-    model = {key: getattr(dims, key) for key in (*sizes, "expert_format")}
+    sizes = (
+        *("name", "model_type", "total_params", "routed_params", "num_layers", "moe_layers", "hidden_size"),
+        *("vocab_size", "num_experts", "experts_per_token", "expert_intermediate", "expert_format"),
+    )
+    model = {key: getattr(dims, key) for key in sizes}
     facts = ("stages", "replicas", "groups", "wave", "overlap", "tokens_per_step")
     return {
         "rule": plan.rule,
