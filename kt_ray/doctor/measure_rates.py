@@ -23,11 +23,9 @@ from kt_ray.hardware.rates import (
     ENGINE_FORMAT,
     EXPERT_CURVES,
     ROWS,
-    DeviceRate,
     ExpertRate,
     Figure,
     LayerRate,
-    LinkRate,
     Rates,
 )
 from kt_ray.placement.plan import make_plan
@@ -42,11 +40,6 @@ FEW_ROWS = (1, 16, 256)
 WIDTHS = (16, 64, 256, 1024)  # positions of a row at which a model's layers are measured
 BUDGET = 150.0  # seconds after which the remaining formats are not measured
 DISTURBED = 0.1  # CPUs that others may use before the figures are called disturbed
-
-
-def target(config: Config, hardware: Hardware) -> Path:
-    """Where the measured rates go: plan.rates, else this host's file in the user's cache."""
-    return rates_path(hardware) if config.plan.rates == "auto" else Path(config.plan.rates)
 
 
 def measure_rates(config: Config, hardware: Hardware, dims: ModelDims | None, say: Say) -> Rates:
@@ -83,12 +76,14 @@ def measure_rates(config: Config, hardware: Hardware, dims: ModelDims | None, sa
 
 
 def store(config: Config, hardware: Hardware, rates: Rates) -> Path:
-    """Write `rates`; shapes of experts that an earlier measurement of this host has besides are kept.
+    """Write `rates` to plan.rates, or to this host's file in the user's cache, and say where.
+
+    Shapes of experts that an earlier measurement of this host has besides are kept.
 
     Raises:
         UserError: the file cannot be written.
     """
-    path = target(config, hardware)
+    path = rates_path(hardware) if config.plan.rates == "auto" else Path(config.plan.rates)
     if path.is_file():
         try:
             old = read_rates(path)
@@ -125,14 +120,22 @@ def _measure(config: Config, hardware: Hardware, dims: ModelDims | None, say: Sa
     every = measure.measure_cpu(cores, hidden) if cores > 1 else one
     optimizer = measure.measure_optimizer(cores)
     say("disk")
-    disk = measure.measure_disk(_disk_target(config))
+    root = Path(config.run.root)
+    folder = next(folder for folder in (root, *root.parents) if folder.exists())
+    disk = measure.measure_disk(folder if config.model.path is None else Path(config.model.path))
     if disk is None:
         notes.append("no disk was measured: neither the model's files nor a directory to write to")
     experts = _experts(config, hardware, dims, say, notes)
     layers = _layers(config, hardware, say, notes) if dims else ()
     gpu, link = nominal.gpu, nominal.link
     if hardware.gpus and config.rule.device != "cpu":
-        gpu, link = _gpu(say, notes) or (gpu, link)
+        import torch
+
+        say("GPU and its link")
+        if torch.cuda.is_available():
+            gpu, link = measure.measure_gpu(torch.device("cuda", 0))
+        else:
+            notes.append("the GPU was not measured: torch finds no CUDA device")
     say("messages")
     arena_bytes = measure.measure_arena()
     messages = {"local": measure.measure_local_message(), "arena_bytes": arena_bytes}
@@ -237,18 +240,6 @@ def _layers(config: Config, hardware: Hardware, say: Say, notes: list[str]) -> t
         return ()
 
 
-def _gpu(say: Say, notes: list[str]) -> tuple[DeviceRate, LinkRate] | None:
-    import torch
-
-    from kt_ray.measure import measure_gpu
-
-    if not torch.cuda.is_available():
-        notes.append("the GPU was not measured: torch finds no CUDA device")
-        return None
-    say("GPU and its link")
-    return measure_gpu(torch.device("cuda", 0))
-
-
 def _ray(address: str, arena_bytes: float, notes: list[str]) -> dict[str, Figure]:
     from kt_ray.actors.ray.ray_probe import measure_ray
 
@@ -257,13 +248,6 @@ def _ray(address: str, arena_bytes: float, notes: list[str]) -> dict[str, Figure
     except Exception as error:  # the other figures are of use without this one
         notes.append(f"Ray was not measured: {type(error).__name__}: {error}")
         return {}
-
-
-def _disk_target(config: Config) -> Path:
-    if config.model.path is not None:
-        return Path(config.model.path)
-    root = Path(config.run.root)
-    return next(folder for folder in (root, *root.parents) if folder.exists())
 
 
 class _Others:
