@@ -189,7 +189,7 @@ class AttentionWorker(PlainActor):
             experts=len(self.plan.experts),
             number=number,
             timeout=self.timeout,
-            experts_of=self.plan.held,
+            experts_of=lambda layer, rank: self.plan.experts[rank].experts_of(layer),
             num_experts=self.plan.dims.num_experts,
             device=self.spec.device,
             overlap=self.plan.overlap,

@@ -121,12 +121,9 @@ def huge_pages(root: str | Path = "/") -> Check:
 
 def shared_memory(plan: Plan | None, shm: str | Path = "/dev/shm") -> Check:
     """Arenas between actors are anonymous memory files; Ray's object store lies in /dev/shm."""
-    need = 0
+    observed = "arenas"
     if plan is not None:
-        need = sum(
-            line.bytes for b in plan.budgets for line in b.lines if line.item == "staging" and b.host == 0
-        )
-    observed = f"arenas need {gib(need)}" if plan is not None else "arenas"
+        observed += f" need {gib(sum(b.items.get('staging', 0) for b in plan.budgets if b.host == 0))}"
     try:
         _try_arena()
     except OSError as error:

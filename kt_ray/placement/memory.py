@@ -44,7 +44,7 @@ from kt_ray.placement.generation_memory import (
     step_tokens,
 )
 from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
-from kt_ray.placement.plan_types import Budget, ExpertActorPlan, MemoryLine, WorkerPlan
+from kt_ray.placement.plan_types import Budget, ExpertActorPlan, WorkerPlan
 
 GIB = 1 << 30
 
@@ -58,7 +58,7 @@ GPU_RUNTIME = int(0.8 * GIB)  # CUDA context, libraries, allocator slack
 
 LOGITS_BYTES = 1 << 26  # float32 logits that trainer.loss_chunk=auto allows at once
 
-# Order in which items are shown; every line's item is one of these.
+# Items of a budget, in the order in which they are shown.
 ITEMS = (
     "experts",
     "weights",
@@ -163,11 +163,12 @@ def budgets(
     """One budget per GPU in use and per socket in use, for waves of `wave` micro-batches per replica."""
     load = load_of(config, wave, groups)
     stages = 1 + max(worker.stage for worker in workers)
-    lines: dict[str, list[MemoryLine]] = {}
+    sums: dict[str, dict[str, int]] = {}
 
     def add(device: str, item: str, size: float) -> None:
         if size > 0:
-            lines.setdefault(device, []).append(MemoryLine(device, item, math.ceil(size)))
+            on_device = sums.setdefault(device, {})
+            on_device[item] = on_device.get(item, 0) + math.ceil(size)
 
     for worker in workers:
         home = home_socket(worker, hardware)
@@ -193,7 +194,10 @@ def budgets(
 
     capacity = {socket_name(hardware, s.host, s.node): s.memory_bytes for s in hardware.sockets}
     capacity |= {f"cuda:{gpu.index}": gpu.memory_bytes for gpu in hardware.gpus}
-    of_devices = [Budget(d, _merged(d, lines[d]), capacity.get(d, 0)) for d in lines]
+    of_devices = [
+        Budget(device, {item: own[item] for item in ITEMS if item in own}, capacity.get(device, 0))
+        for device, own in sums.items()
+    ]
 
     def place(budget: Budget) -> tuple[object, ...]:
         number = re.search(r"\d+$", budget.device)
@@ -368,9 +372,3 @@ def engine_shape(dims: ModelDims, lora: LoraConfig, isa: str, backend: str = "au
         gated=dims.gated,
         dropout=lora.experts and lora.dropout > 0,
     )
-
-
-def _merged(device: str, lines: Sequence[MemoryLine]) -> tuple[MemoryLine, ...]:
-    """One line per item, in the order of ITEMS."""
-    sums = {item: sum(line.bytes for line in lines if line.item == item) for item in ITEMS}
-    return tuple(MemoryLine(device, item, size) for item, size in sums.items() if size)

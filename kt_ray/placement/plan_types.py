@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,25 +99,19 @@ class ExpertActorPlan(HoldsExperts):
 
 
 @dataclass(frozen=True)
-class MemoryLine:
-    """One line of the memory budget: device ("cuda:0", "socket 1", "host 2 socket 1"), item, bytes."""
-
-    device: str
-    item: str
-    bytes: int
-
-
-@dataclass(frozen=True)
 class Budget:
-    """A device's sum against its capacity, both in bytes (capacity 0 = unknown)."""
+    """Bytes of a device's memory ("cuda:0", "socket 1", "host 2 socket 1") against its capacity.
+
+    items: those of `kt_ray.placement.memory.ITEMS` that it has. capacity: 0 = unknown.
+    """
 
     device: str
-    lines: tuple[MemoryLine, ...]
+    items: Mapping[str, int]
     capacity: int
 
     @property
     def total(self) -> int:
-        return sum(line.bytes for line in self.lines)
+        return sum(self.items.values())
 
     @property
     def fits(self) -> bool:

@@ -35,7 +35,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "memory": [
             {
                 "device": budget.device,
-                "items": {line.item: line.bytes for line in budget.lines},
+                "items": dict(budget.items),
                 "total": budget.total,
                 "capacity": budget.capacity,
                 "fits": budget.fits,
@@ -158,7 +158,7 @@ def experts_per_layer(plan: Plan, actor: HoldsExperts) -> str:
 def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
     """Header and rows: one column per device, one row per item, then sum, capacity, share and verdict."""
     header = ["", *(budget.device for budget in plan.budgets)]
-    sizes = [{line.item: line.bytes for line in budget.lines} for budget in plan.budgets]
+    sizes = [budget.items for budget in plan.budgets]
     rows = [
         ["layers", *(_layers_on(plan, budget.device) for budget in plan.budgets)],
         ["experts per layer", *(_experts_on(plan, budget.device) for budget in plan.budgets)],

@@ -251,8 +251,8 @@ def _source(gemm: Any, dtype: str) -> str:
 
 def _load_seconds(plan: Plan, rates: Rates) -> float:
     """Reading all weights once; hosts read their own experts side by side."""
-    weights = {"experts", "weights", "embedding and head"}
-    total = sum(line.bytes for b in plan.budgets for line in b.lines if line.item in weights)
+    weights = ("experts", "weights", "embedding and head")
+    total = sum(budget.items.get(item, 0) for budget in plan.budgets for item in weights)
     return total / plan.hardware.hosts / rates.disk.value
 
 

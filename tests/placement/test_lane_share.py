@@ -163,7 +163,7 @@ def test_bytes_move_from_the_socket_to_the_gpu() -> None:
             }
         )
         made = make_plan(V3, config, make_hardware(gpus=1))
-        return {b.device: {line.item: line.bytes for line in b.lines} for b in made.budgets}
+        return {b.device: dict(b.items) for b in made.budgets}
 
     plain, lane = plan(), plan(gpu_resident=8)
     moved = 8 * V3.expert_bytes()
