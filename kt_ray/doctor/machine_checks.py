@@ -25,9 +25,8 @@ def cpu(hardware: Hardware, root: str | Path = "/") -> Check:
     best = hardware.best_isa
     observed = f"{cpu_name(root)}; best ISA {best}"
     if best == "reference":
-        return warned(
-            "CPU", observed, "use a CPU with AVX2 or better: the reference kernels are for checking only"
-        )
+        remedy = "use a CPU with AVX2 or better: the reference kernels are for checking only"
+        return warned("CPU", observed, remedy)
     return passed("CPU", observed)
 
 
@@ -39,11 +38,8 @@ def amx(hardware: Hardware, rule: RuleConfig) -> Check:
     if rule.experts.isa == "amx":
         return failed("AMX", "not present, but rule.experts.isa=amx", "set rule.experts.isa=auto")
     if rule.experts.backend.startswith("AMX"):
-        return warned(
-            "AMX",
-            f"not present: {rule.experts.backend} runs the same mathematics on {best}",
-            "expect a lower rate, or use a Sapphire Rapids or newer Xeon",
-        )
+        observed = f"not present: {rule.experts.backend} runs the same mathematics on {best}"
+        return warned("AMX", observed, "expect a lower rate, or use a Sapphire Rapids or newer Xeon")
     return passed("AMX", f"not present, not needed: {best} is used")
 
 
@@ -63,11 +59,8 @@ def affinity(root: str | Path = "/", allowed: set[int] | None = None) -> Check:
     observed = f"{len(mask)} of {len(online)} CPUs ({cpu_ranges(sorted(mask))})"
     quota = cpu_quota(root)
     if quota is not None and quota < len(mask):
-        return warned(
-            "CPUs",
-            f"{observed}, limited to {quota:.1f} CPUs of time by the container",
-            "raise the container's CPU limit: threads beyond it only wait",
-        )
+        observed += f", limited to {quota:.1f} CPUs of time by the container"
+        return warned("CPUs", observed, "raise the container's CPU limit: threads beyond it only wait")
     if len(mask) < len(online):
         return warned("CPUs", observed, "start without taskset, or give the container or job every CPU")
     return passed("CPUs", observed)
@@ -78,9 +71,8 @@ def memory(hardware: Hardware, plan: Plan | None, root: str | Path = "/") -> Che
     total = sum(s.memory_bytes for s in hardware.sockets)
     free = min(meminfo(Path(root) / "proc/meminfo", "MemAvailable") or total, total)
     limit = memory_limit(root)
-    observed = f"{gib(free)} free of {gib(total)}" + (
-        " (container limit)" if limit and limit <= total else ""
-    )
+    observed = f"{gib(free)} free of {gib(total)}"
+    observed += " (container limit)" if limit and limit <= total else ""
     if plan is None:
         return passed("memory", observed)
     need = sum(b.total for b in plan.budgets if b.is_socket and b.host == 0)
@@ -109,9 +101,8 @@ def huge_pages(root: str | Path = "/") -> Check:
     """Transparent huge pages: large weights have fewer TLB misses with them."""
     text = read_text(Path(root) / "sys/kernel/mm/transparent_hugepage/enabled")
     if not text:
-        return warned(
-            "huge pages", "not offered by this kernel", "expect a somewhat lower rate on large models"
-        )
+        remedy = "expect a somewhat lower rate on large models"
+        return warned("huge pages", "not offered by this kernel", remedy)
     chosen = text.partition("[")[2].partition("]")[0]
     if chosen == "never":
         remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
@@ -127,22 +118,17 @@ def shared_memory(plan: Plan | None, shm: str | Path = "/dev/shm") -> Check:
     try:
         _try_arena()
     except OSError as error:
-        return failed(
-            "shared memory",
-            f"{observed}: {error}",
-            "allow memfd_create and /proc/<pid>/fd (seccomp profile, hidepid), or set cluster=local",
-        )
+        remedy = "allow memfd_create and /proc/<pid>/fd (seccomp profile, hidepid), or set cluster=local"
+        return failed("shared memory", f"{observed}: {error}", remedy)
     try:
         usage = shutil.disk_usage(shm)
     except OSError:
-        return warned(
-            "shared memory", f"{observed}; no {shm}", "mount a tmpfs there: Ray's object store lies on it"
-        )
+        remedy = "mount a tmpfs there: Ray's object store lies on it"
+        return warned("shared memory", f"{observed}; no {shm}", remedy)
     observed += f"; {shm} has {gib(usage.free)} free of {gib(usage.total)}"
     if usage.free < OBJECT_STORE:
-        return warned(
-            "shared memory", observed, "give the container --shm-size=2g: Ray's object store is slow on disk"
-        )
+        remedy = "give the container --shm-size=2g: Ray's object store is slow on disk"
+        return warned("shared memory", observed, remedy)
     return passed("shared memory", observed)
 
 
@@ -163,9 +149,8 @@ def open_files(limits: tuple[int, int] | None = None) -> Check:
     """The limit on open files."""
     soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
     infinite = resource.RLIM_INFINITY
-    observed = (
-        "unlimited" if soft == infinite else f"{soft} (hard limit {'none' if hard == infinite else hard})"
-    )
+    limited = f"{soft} (hard limit {'none' if hard == infinite else hard})"
+    observed = "unlimited" if soft == infinite else limited
     if soft != infinite and soft < MIN_OPEN_FILES:
         room = hard == infinite or hard >= MIN_OPEN_FILES
         remedy = "ulimit -n 65536" if room else "raise nofile in /etc/security/limits.conf or the container"
@@ -178,9 +163,8 @@ def disk(config: Config, plan: Plan | None) -> Check:
     root = Path(config.run.root)
     folder = next((p for p in (root, *root.parents) if p.exists()), Path("/"))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        return failed(
-            "disk", f"{folder} cannot be written to", "set run.root to a directory you may write to"
-        )
+        remedy = "set run.root to a directory you may write to"
+        return failed("disk", f"{folder} cannot be written to", remedy)
     free = shutil.disk_usage(folder).free
     observed = f"{gib(free)} free at {folder}"
     if plan is None:

@@ -266,12 +266,16 @@ def cpu_name(root: str | Path = "/") -> str:
 
 def _gpus() -> tuple[Gpu, ...]:
     """NVIDIA GPUs this process may use, in CUDA_VISIBLE_DEVICES order, numbered from 0."""
-    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    return parse_gpus(nvidia_smi("index,uuid,name,memory.total"), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def nvidia_smi(fields: str) -> str:
+    """What nvidia-smi says of every GPU, a line each; "" where there is none."""
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return ()
-    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return ""
 
 
 def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
