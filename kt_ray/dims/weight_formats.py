@@ -194,8 +194,8 @@ def _compressed_tensors(quantization: Mapping[str, Any], group: Mapping[str, Any
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = config.get("quantization_config")
-    return found if isinstance(found, Mapping) else {}
+    quantization = config.get("quantization_config")
+    return quantization if isinstance(quantization, Mapping) else {}
 
 
 def _method(quantization: Mapping[str, Any]) -> str:

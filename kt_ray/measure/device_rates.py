@@ -129,11 +129,11 @@ def _launch(device: torch.device, count: int = 500) -> float:
 
 
 def _link(device: torch.device, size: int, timed: Timed) -> LinkRate:
-    there = torch.empty(size, dtype=torch.uint8, device=device)
+    gpu = torch.empty(size, dtype=torch.uint8, device=device)
     pageable = torch.ones(size, dtype=torch.uint8)
     locked = pageable.pin_memory() if device.type == "cuda" else pageable
 
     def copy(target: Tensor, source: Tensor) -> Figure:
         return Figure(size / timed(lambda: target.copy_(source, non_blocking=True)), MEASURED)
 
-    return LinkRate(copy(there, locked), copy(locked, there), copy(there, pageable), copy(pageable, there))
+    return LinkRate(copy(gpu, locked), copy(locked, gpu), copy(gpu, pageable), copy(pageable, gpu))

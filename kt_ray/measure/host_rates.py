@@ -49,8 +49,8 @@ def measure_memory(threads: int, size: int = 256 * MIB, seconds: float = SECONDS
 def measure_optimizer(threads: int, parameters: int = 1 << 22, seconds: float = SECONDS) -> Figure:
     """Parameters/s of AdamW as training steps it."""
     with torch_threads(threads):
-        held = [torch.nn.Parameter(torch.zeros(parameters // 16)) for _ in range(16)]
-        optimizer = LoraOptimizer(held, OptimConfig())
+        weights = [torch.nn.Parameter(torch.zeros(parameters // 16)) for _ in range(16)]
+        optimizer = LoraOptimizer(weights, OptimConfig())
         took = median_seconds(lambda: optimizer.apply(1e-4, 0.5), seconds)
         return Figure(parameters // 16 * 16 / took, MEASURED)
 

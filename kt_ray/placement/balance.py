@@ -128,29 +128,29 @@ def _time(ids: Sequence[int], loads: Sequence[int], seconds: int) -> int:
 def _longest_first(loads: Sequence[int], seconds: Sequence[int]) -> list[list[int]]:
     n = len(seconds)
     least, more = divmod(len(loads), n)  # `more` actors hold one expert more than the others
-    held: list[list[int]] = [[] for _ in range(n)]
+    by_actor: list[list[int]] = [[] for _ in range(n)]
     total = [0] * n
     for expert in sorted(range(len(loads)), key=lambda e: (-loads[e], e)):
-        free = [a for a in range(n) if len(held[a]) < least or (more and len(held[a]) == least)]
-        taker = min(free, key=lambda a: ((total[a] + loads[expert]) * seconds[a], len(held[a]), a))
-        more -= len(held[taker]) == least
-        held[taker].append(expert)
+        free = [a for a in range(n) if len(by_actor[a]) < least or (more and len(by_actor[a]) == least)]
+        taker = min(free, key=lambda a: ((total[a] + loads[expert]) * seconds[a], len(by_actor[a]), a))
+        more -= len(by_actor[taker]) == least
+        by_actor[taker].append(expert)
         total[taker] += loads[expert]
-    return held
+    return by_actor
 
 
-def _exchange(held: list[list[int]], loads: Sequence[int], seconds: Sequence[int]) -> bool:
+def _exchange(by_actor: list[list[int]], loads: Sequence[int], seconds: Sequence[int]) -> bool:
     """Do the one exchange or move that relieves the last actor most; False = none does."""
-    times = [_time(ids, loads, s) for ids, s in zip(held, seconds, strict=True)]
-    last = max(range(len(held)), key=lambda a: (times[a], -a))
+    times = [_time(ids, loads, s) for ids, s in zip(by_actor, seconds, strict=True)]
+    last = max(range(len(by_actor)), key=lambda a: (times[a], -a))
     best: tuple[int, int, int, int] | None = None  # (later of the two then, actor, expert, its or -1)
-    for other in range(len(held)):
+    for other in range(len(by_actor)):
         if other == last:
             continue
-        theirs = sorted((loads[e], e) for e in held[other])
-        may_move = len(held[last]) > len(held[other])
+        theirs = sorted((loads[e], e) for e in by_actor[other])
+        may_move = len(by_actor[last]) > len(by_actor[other])
         ideal = (times[last] - times[other]) // (seconds[last] + seconds[other])
-        for expert in held[last]:
+        for expert in by_actor[last]:
             # Candidates around the load whose exchange would make both end together.
             at = bisect.bisect_left(theirs, (loads[expert] - ideal, -1))
             partners = theirs[max(0, at - 1) : at + 1] + ([(0, -1)] if may_move else [])
@@ -161,11 +161,11 @@ def _exchange(held: list[list[int]], loads: Sequence[int], seconds: Sequence[int
     if best is None or best[0] >= times[last]:
         return False
     _, other, expert, partner = best
-    held[last].remove(expert)
-    held[other].append(expert)
+    by_actor[last].remove(expert)
+    by_actor[other].append(expert)
     if partner >= 0:
-        held[other].remove(partner)
-        held[last].append(partner)
+        by_actor[other].remove(partner)
+        by_actor[last].append(partner)
     return True
 
 

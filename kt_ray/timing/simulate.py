@@ -401,12 +401,12 @@ class _Step:
 
     def _worker(self, rank: int, wave: WaveShape) -> Program:
         plan, durations = self.plan, self.durations
-        here = plan.workers[rank]
-        replica, stage = here.replica, here.stage
+        worker = plan.workers[rank]
+        replica, stage = worker.replica, worker.stage
         groups = wave[replica]
         tokens = [sum(m.tokens for m in group) for group in groups]
         for group in groups:
-            yield Busy("begin", "attention", sum(durations.attention("begin", here.layers[0], group)))
+            yield Busy("begin", "attention", sum(durations.attention("begin", worker.layers[0], group)))
         for kind, layer, g in worker_program(plan, replica, stage, "train"):
             if kind.startswith("recv"):
                 yield Wait((kind[5:], replica, stage, g), "other stages")

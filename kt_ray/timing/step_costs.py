@@ -370,12 +370,12 @@ class PlanDurations:
         per_expert = expert_lora_params(dims, lora)
         for c in self.machine.experts:
             actor = plan.experts[c.actors[0]]
-            held = per_expert * sum(actor.counts(dims.moe_layers))
+            params = per_expert * sum(actor.counts(dims.moe_layers))
             share = min(1.0, actor.threads / max(1, rates.cpu_all.threads))
             copying = max(copied, rates.memory.copy_all.value * share)
-            count = 6 * len(dims.moe_layers) if held else 0
-            expert_norms.append(held * SUM_BYTES / 2 / copying + 2 * count * small)
-            expert_steps.append(held / (optimizer * share) + held * 2 / copying + 2 * count * small)
+            count = 6 * len(dims.moe_layers) if params else 0
+            expert_norms.append(params * SUM_BYTES / 2 / copying + 2 * count * small)
+            expert_steps.append(params / (optimizer * share) + params * 2 / copying + 2 * count * small)
         end = self._driver_seconds
         return (
             Phase("norms", tuple(norms), tuple(expert_norms), end),
