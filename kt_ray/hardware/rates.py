@@ -161,25 +161,6 @@ class BlockRate:
     scores_backward: Figure
 
 
-def blocks_of(memory: Figure, sdpa: Figure) -> BlockRate:
-    """Blocks that nobody measured: bytes that each reads and writes over `memory`, FLOP over `sdpa`."""
-
-    def moving(size: float) -> Figure:
-        return memory.scaled(1 / size, f"{size:g} bytes per element")
-
-    return BlockRate(
-        adapter=moving(20),
-        adapter_backward=moving(40),
-        norm=moving(38),
-        norm_backward=moving(90),
-        sdpa_backward=sdpa.scaled(1 / 2.5, "five products instead of two"),
-        unequal=sdpa,
-        unequal_backward=sdpa.scaled(1 / 2, "four products instead of two"),
-        scores=moving(24),
-        scores_backward=moving(24),
-    )
-
-
 @dataclass(frozen=True)
 class DeviceRate:
     """Speed of the attention side: torch on one thread, on all of a socket's, or on a GPU.
@@ -193,7 +174,7 @@ class DeviceRate:
             of them for a causal mask).
         softmax: logits per second: float32 log-softmax over a vocabulary, forward and backward together.
         operation: seconds that an operation costs however small it is (dispatch, or a kernel launch).
-        blocks: what a layer has beside products; None = from memory and sdpa, see `blocks_of`.
+        blocks: what a layer has beside products; None = nobody measured it, see `block`.
     """
 
     name: str
@@ -207,8 +188,22 @@ class DeviceRate:
 
     @cached_property
     def block(self) -> BlockRate:
-        """`blocks`, or what memory and sdpa say."""
-        return self.blocks or blocks_of(self.memory, self.sdpa)
+        """`blocks`, or the bytes that each reads and writes over `memory`, and FLOP over `sdpa`."""
+
+        def moving(size: float) -> Figure:
+            return self.memory.scaled(1 / size, f"{size:g} bytes per element")
+
+        return self.blocks or BlockRate(
+            adapter=moving(20),
+            adapter_backward=moving(40),
+            norm=moving(38),
+            norm_backward=moving(90),
+            sdpa_backward=self.sdpa.scaled(1 / 2.5, "five products instead of two"),
+            unequal=self.sdpa,
+            unequal_backward=self.sdpa.scaled(1 / 2, "four products instead of two"),
+            scores=moving(24),
+            scores_backward=moving(24),
+        )
 
 
 @dataclass(frozen=True)
