@@ -53,12 +53,13 @@ def dims_from_dir(path: str | Path) -> ModelDims:
     folder = Path(path).expanduser()
     file = folder / "config.json"
     if not file.is_file():
-        what, remedy = "does not exist", "set model.path to the directory of the checkpoint"
+        what = "the model directory does not exist"
+        remedy = "set model.path to the directory of the checkpoint"
         if folder.is_dir():
-            what = "holds no config.json"
+            what = "the model directory holds no config.json"
             remedy = "set model.path to the directory that holds config.json, or download it again"
         raise UserError(
-            f"the model directory {what}",
+            what,
             where=str(folder),
             required="a Hugging Face directory with config.json and *.safetensors",
             remedy=remedy,
