@@ -122,6 +122,7 @@ def tokens_per_expert(plan: Plan, report: PassReport) -> dict[int, list[int]]:
     for actor in report.experts:
         for layer, counts in actor.counters.tokens_per_expert.items():
             whole = layers.setdefault(layer, [0] * plan.dims.num_experts)
-            for expert, count in zip(actor.experts_of(layer), counts, strict=True):
+            experts = plan.experts[actor.rank].experts_of(layer)
+            for expert, count in zip(experts, counts, strict=True):
                 whole[expert] += count
     return layers
