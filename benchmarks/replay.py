@@ -15,7 +15,17 @@ from recorded import ANSWERED, Terms
 
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan_types import Plan
-from kt_ray.timing.simulate import Carriage, ExpertClass, Group, Machine, Micro, Phase, Seat, Wave, simulate
+from kt_ray.timing.simulate import (
+    Carriage,
+    ExpertClass,
+    Group,
+    Machine,
+    Micro,
+    Phase,
+    Seat,
+    WaveShape,
+    simulate,
+)
 
 EMPTY = Micro(0, 0, 0, 0)
 
@@ -78,7 +88,7 @@ class MeasuredDurations:
                 self._requests[worker.rank, actor.rank] = iter(asked)
                 self._replies[worker.rank, actor.rank] = iter(answered)
 
-    def wave(self) -> Wave:
+    def wave(self) -> WaveShape:
         """What to simulate: micro-batches are of no account, their groups' names are."""
         replicas = []
         for replica in range(self.plan.replicas):

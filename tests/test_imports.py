@@ -30,7 +30,7 @@ timeline:
 openmp:
 config: errors
 dims: errors disk
-hardware: errors config
+hardware: errors disk config
 placement: errors config dims hardware
 timing: errors config dims hardware placement
 optim: errors config [torch]

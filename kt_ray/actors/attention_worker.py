@@ -194,7 +194,7 @@ class AttentionWorker(PlainActor):
             self.port,
             replica=self.part.replica,
             experts=len(plan.experts),
-            experts_of=plan.held,
+            experts_of=lambda layer, rank: plan.experts[rank].experts_of(layer),
             num_experts=plan.dims.num_experts,
             overlap=plan.overlap,
             **common,

@@ -97,6 +97,13 @@ def _with(group: Any, key: str, value: Any) -> Any:
     return dataclasses.replace(group, **{name: _with(getattr(group, name), rest, value) if rest else value})
 
 
+def with_keys(config: Config, keys: Mapping[str, Any]) -> Config:
+    """The configuration with other values of these dotted keys."""
+    for key, value in keys.items():
+        config = _with(config, key, value)
+    return config
+
+
 def absolute(path: Any) -> Any:
     """A path (also each in a list or mapping) with ~ expanded, from the current directory; links stay links.
 

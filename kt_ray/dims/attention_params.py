@@ -72,15 +72,13 @@ def _window(keys: Keys, layer: int) -> int:
 
 def _block_indexer(keys: Keys, layer: int, parts: LayerParts) -> None:
     """MiniMax-M3's choice of key blocks, in its sparse layers."""
-    sparse = keys.config.get("sparse_attention_config")
-    inner = Keys(sparse if isinstance(sparse, Mapping) else {}, keys.where + ", sparse_attention_config")
-    types, frequency = keys.listed("layer_types"), inner.listed("sparse_attention_freq")
-    chosen = (
-        layer < len(types) and types[layer] == "minimax_m3_sparse"
-        if types is not None
-        else frequency is not None and layer < len(frequency) and bool(frequency[layer])
-    )
-    if not chosen:
+    inner, types = keys.inner("sparse_attention_config"), keys.listed("layer_types")
+    frequency = inner.listed("sparse_attention_freq") or []
+    if types is not None:
+        sparse = layer < len(types) and types[layer] == "minimax_m3_sparse"
+    else:
+        sparse = layer < len(frequency) and bool(frequency[layer])
+    if not sparse:
         return
     hidden = keys.size("hidden_size")
     heads = inner.size("sparse_num_index_heads", default=keys.size("index_n_heads", default=4))
@@ -157,9 +155,7 @@ def _deepseek_v4(keys: Keys, layer: int, parts: LayerParts) -> None:
             parts.project(f"{name}.indexer.scorer.weights_proj", hidden, index_heads)
     streams = keys.size("hc_mult", default=4)
     mixes = streams * (streams + 2)
-    parts.attention += 2 * (
-        mixes * streams * hidden + mixes + 3
-    )  # hyper-connections of attention and of the MoE
+    parts.attention += 2 * (mixes * streams * hidden + mixes + 3)  # hyper-connections of attention and MoE
     parts.width = heads * head + 2 * head
     parts.pair, parts.window = 2 * heads * head, window
 
@@ -177,10 +173,7 @@ def _compression(keys: Keys, layer: int) -> tuple[int, bool]:
     fine = kind == "compressed_sparse_attention"
     if not fine and kind != "heavily_compressed_attention":
         return 0, False
-    rates = keys.config.get("compress_rates")
-    return Keys(rates if isinstance(rates, Mapping) else {}, keys.where).size(
-        kind, default=4 if fine else 128
-    ), fine
+    return keys.inner("compress_rates").size(kind, default=4 if fine else 128), fine
 
 
 def is_linear(keys: Keys, layer: int) -> bool:
@@ -198,9 +191,8 @@ def is_linear(keys: Keys, layer: int) -> bool:
 
 def _kimi(keys: Keys) -> Keys | None:
     """Keys of Kimi Linear's delta attention, as released or as transformers saves them."""
-    released = keys.config.get("linear_attn_config")
-    if isinstance(released, Mapping):
-        return Keys(released, keys.where + ", linear_attn_config")
+    if isinstance(keys.config.get("linear_attn_config"), Mapping):
+        return keys.inner("linear_attn_config")
     saved = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
     if keys.config.get(saved[0]) is None:
         return None

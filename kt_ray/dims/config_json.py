@@ -11,6 +11,7 @@ from typing import Any
 from kt_ray.dims.config_keys import Keys, LayerParts
 from kt_ray.dims.layer_params import (
     ACTIVATIONS,
+    EXPERT_COUNT,
     UNCOMPUTED,
     UNDISPATCHED,
     UNGATED,
@@ -33,7 +34,6 @@ from kt_ray.dims.weight_formats import (
 from kt_ray.disk import content_of_file
 from kt_ray.errors import UserError
 
-_EXPERT_COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _TOP_K = (
     *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k"),
     "top_k_experts",
@@ -52,19 +52,17 @@ def dims_from_dir(path: str | Path) -> ModelDims:
     """
     folder = Path(path).expanduser()
     file = folder / "config.json"
-    if not folder.is_dir():
-        raise UserError(
-            "the model directory does not exist",
-            where=str(folder),
-            required="a Hugging Face directory with config.json and *.safetensors",
-            remedy="set model.path to the directory of the checkpoint",
-        )
     if not file.is_file():
+        what = "the model directory does not exist"
+        remedy = "set model.path to the directory of the checkpoint"
+        if folder.is_dir():
+            what = "the model directory holds no config.json"
+            remedy = "set model.path to the directory that holds config.json, or download it again"
         raise UserError(
-            "the model directory holds no config.json",
+            what,
             where=str(folder),
             required="a Hugging Face directory with config.json and *.safetensors",
-            remedy="set model.path to the directory that holds config.json, or download it again",
+            remedy=remedy,
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -97,11 +95,11 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         )  # fmt: skip
     text, part = _text_part(config)
     keys = Keys(text, where)
-    if not any(text.get(key) for key in _EXPERT_COUNT):
+    if not any(text.get(key) for key in EXPERT_COUNT):
         raise UserError(
             "the model has no routed experts",
             where=where,
-            observed=f"model_type {config.get('model_type', 'missing')}, none of {', '.join(_EXPERT_COUNT)}",
+            observed=f"model_type {config.get('model_type', 'missing')}, none of {', '.join(EXPERT_COUNT)}",
             required="a Mixture-of-Experts model",
             remedy="choose a MoE checkpoint; a dense model needs no expert offloading (PEFT trains it)",
         )
@@ -123,10 +121,8 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
     intermediate = expert_intermediate(keys)
     streams = keys.size("hc_mult", default=4) if keys.family == "deepseek_v4" else 1
     dtype, assumed = _dtype(config, text, where)
-    weights = {
-        **text,
-        "quantization_config": text.get("quantization_config") or config.get("quantization_config"),
-    }
+    quantization = text.get("quantization_config") or config.get("quantization_config")
+    weights = {**text, "quantization_config": quantization}
     storage, plain = expert_storage(weights, dtype), plain_expert_layers(weights, moe)
     if plain == moe:  # quantization_config excludes all of them
         storage, plain = plain_storage(dtype), ()
@@ -179,7 +175,7 @@ def _quantised(weights: Mapping[str, Any], dtype: str, parts: list[LayerParts]) 
 
     Routers, embedding and head never are; compressors and the indexers' scores are released unquantised.
     """
-    found = []
+    layers = []
     for layer, part in enumerate(parts):
         params, size, largest = 0, 0.0, 0
         for module, columns, rows in part.modules:
@@ -188,8 +184,8 @@ def _quantised(weights: Mapping[str, Any], dtype: str, parts: list[LayerParts]) 
                 continue
             params, largest = params + rows * columns, max(largest, rows * columns)
             size += storage.matrix_bytes(rows, columns)
-        found.append(Quantised(params, size, largest))
-    return tuple(found)
+        layers.append(Quantised(params, size, largest))
+    return tuple(layers)
 
 
 def _text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
@@ -225,6 +221,7 @@ def _refusal(keys: Keys, missing: str | None, latent: int) -> str | None:
     """Why the model can be planned but not trained, with what to do; None = it can be trained."""
     activation = next((str(keys.config[key]) for key in _ACTIVATION if keys.config.get(key)), "silu")
     family, ungated = keys.family, keys.family in UNGATED
+    known = ("relu2",) if ungated else ACTIVATIONS
     reasons = []
     if family in UNDISPATCHED:
         reasons.append(
@@ -232,18 +229,12 @@ def _refusal(keys: Keys, missing: str | None, latent: int) -> str | None:
         )
     if family in UNCOMPUTED:
         reasons.append(f"{UNCOMPUTED[family]}; {_OTHER_FAMILY}")
-    elif activation not in (("relu2",) if ungated else ACTIVATIONS):
-        gate = " without a gate" if ungated else ""
-        known = "relu2" if ungated else ", ".join(ACTIVATIONS)
-        reasons.append(
-            f"experts with the activation {activation!r}{gate} are not computed (known: {known}); "
-            + _OTHER_FAMILY
-        )
+    elif activation not in known:
+        kind = f"experts with the activation {activation!r}{' without a gate' if ungated else ''}"
+        reasons.append(f"{kind} are not computed (known: {', '.join(known)}); {_OTHER_FAMILY}")
     if latent:
-        reasons.append(
-            f"experts on a projected width ({latent} of {keys.size('hidden_size')}) are not trained; "
-            + _OTHER_FAMILY
-        )
+        width = f"experts on a projected width ({latent} of {keys.size('hidden_size')})"
+        reasons.append(f"{width} are not trained; {_OTHER_FAMILY}")
     if missing:
         reasons.append(missing)
     return "; also: ".join(reasons) or None

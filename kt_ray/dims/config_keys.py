@@ -73,6 +73,11 @@ class Keys:
             remedy="point model.path at a Hugging Face MoE checkpoint with its released config.json",
         )
 
+    def inner(self, name: str) -> Keys:
+        """The keys of a mapping inside; none where there is no mapping."""
+        value = self.config.get(name)
+        return Keys(value if isinstance(value, Mapping) else {}, f"{self.where}, {name}")
+
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.config.get(name)
         return default if value is None else bool(value)
@@ -97,4 +102,9 @@ class LayerParts:
     def project(self, name: str, n_in: int, n_out: int, bias: bool = False) -> None:
         """An attention projection."""
         self.attention += n_in * n_out + (n_out if bias else 0)
+        self.modules.append((name, n_in, n_out))
+
+    def linear(self, name: str, n_in: int, n_out: int) -> None:
+        """A linear module outside attention."""
+        self.dense += n_in * n_out
         self.modules.append((name, n_in, n_out))

@@ -30,6 +30,7 @@ WITHOUT_SDPA = frozenset(
     )
 )
 
+EXPERT_COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 # Activations that the engine computes, by config.json's names; "swigluoai" is MiniMax-M3's clamped one.
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "swigluoai")
 UNGATED = ("nemotron_h",)  # experts without a gate: relu2 of up alone
@@ -106,11 +107,8 @@ def _nemotron_block(keys: Keys, layer: int, parts: LayerParts) -> None:
         parts.dense += hidden * experts
         _ungated_mlp(parts, "mixer.shared_experts", hidden, shared)
         if latent:
-            parts.dense += 2 * hidden * latent
-            parts.modules += [
-                ("mixer.fc1_latent_proj", hidden, latent),
-                ("mixer.fc2_latent_proj", latent, hidden),
-            ]
+            parts.linear("mixer.fc1_latent_proj", hidden, latent)
+            parts.linear("mixer.fc2_latent_proj", latent, hidden)
     elif kind in ("-", "mlp"):
         _ungated_mlp(parts, "mixer", hidden, keys.size("intermediate_size"))
     elif kind in ("*", "attention", "full_attention"):
@@ -129,20 +127,17 @@ def _nemotron_block(keys: Keys, layer: int, parts: LayerParts) -> None:
 
 
 def _ungated_mlp(parts: LayerParts, name: str, hidden: int, intermediate: int) -> None:
-    parts.dense += 2 * hidden * intermediate
-    parts.modules += [(f"{name}.up_proj", hidden, intermediate), (f"{name}.down_proj", intermediate, hidden)]
+    parts.linear(f"{name}.up_proj", hidden, intermediate)
+    parts.linear(f"{name}.down_proj", intermediate, hidden)
 
 
 def _gated_mlp(parts: LayerParts, name: str, hidden: int, intermediate: int, fused: bool = False) -> None:
-    parts.dense += 3 * hidden * intermediate
     if fused:
-        parts.modules.append((f"{name}.gate_up_proj", hidden, 2 * intermediate))
+        parts.linear(f"{name}.gate_up_proj", hidden, 2 * intermediate)
     else:
-        parts.modules += [
-            (f"{name}.gate_proj", hidden, intermediate),
-            (f"{name}.up_proj", hidden, intermediate),
-        ]
-    parts.modules.append((f"{name}.down_proj", intermediate, hidden))
+        parts.linear(f"{name}.gate_proj", hidden, intermediate)
+        parts.linear(f"{name}.up_proj", hidden, intermediate)
+    parts.linear(f"{name}.down_proj", intermediate, hidden)
 
 
 def _moe_mlp(keys: Keys, parts: LayerParts) -> None:
@@ -157,10 +152,8 @@ def _moe_mlp(keys: Keys, parts: LayerParts) -> None:
         least=0,
     )
     if not shared:
-        count = keys.size(
-            "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", default=0, least=0
-        )
-        shared = count * expert_intermediate(keys)
+        counts = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+        shared = keys.size(*counts, default=0, least=0) * expert_intermediate(keys)
     if not shared:
         return
     gated = keys.family in ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
@@ -171,7 +164,7 @@ def _moe_mlp(keys: Keys, parts: LayerParts) -> None:
 
 def num_experts(keys: Keys) -> int:
     """Routed experts per MoE layer."""
-    return keys.size("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+    return keys.size(*EXPERT_COUNT)
 
 
 def expert_intermediate(keys: Keys) -> int:

@@ -116,26 +116,27 @@ def missing_for_training(config: Mapping[str, Any], storage: Storage) -> str | N
             "routed experts stored as f16 are not read: the engine computes in bfloat16; convert them first: "
             "python -m kt_ray.tools convert MODEL OUT --to bf16"
         )
-    other = (
-        "use the model's BF16 checkpoint, or one in FP8 (per block, row or tensor), MXFP4 or symmetric "
-        "INT8/INT4 (compressed-tensors)"
-    )
-    if method in ("gptq", "awq", "auto-round", "bitsandbytes"):
-        return f"routed experts stored as {fmt} in the packing of {method} are not read; {other}"
-    if fmt not in TRAINABLE_FORMATS:
-        packed = f" as {method} packs them" if method and method != fmt else ""
-        return f"routed experts stored as {fmt}{packed} are not read; {other}"
     group = _group_of(quantization, None) if method == "compressed-tensors" else None
     weights = group["weights"] if group else {}
-    if fmt in ("int8", "int4") and weights.get("symmetric") is False:
-        return f"routed experts stored as asymmetric {fmt} (with zero points) are not read; {other}"
-    if fmt == "int4" and weights.get("actorder") in ("group", "dynamic"):
-        return f"routed experts stored as {fmt} in an order of their own (actorder) are not read; {other}"
-    if fmt == "int8" and "pack" in _packing(quantization, group):
-        return f"routed experts stored as {fmt} packed into words are not read; {other}"
-    if fmt in ("int8", "int4") and storage.block[1] % 32:
-        return f"routed experts stored as {fmt} in groups of {storage.block[1]} (no multiple of 32) are not read; {other}"  # noqa: E501
-    return None
+    stored, whole_numbers = fmt, fmt in ("int8", "int4")
+    if method in ("gptq", "awq", "auto-round", "bitsandbytes"):
+        stored += f" in the packing of {method}"
+    elif fmt not in TRAINABLE_FORMATS:
+        stored += f" as {method} packs them" if method and method != fmt else ""
+    elif whole_numbers and weights.get("symmetric") is False:
+        stored = f"asymmetric {fmt} (with zero points)"
+    elif fmt == "int4" and weights.get("actorder") in ("group", "dynamic"):
+        stored += " in an order of their own (actorder)"
+    elif fmt == "int8" and "pack" in _packing(quantization, group):
+        stored += " packed into words"
+    elif whole_numbers and storage.block[1] % 32:
+        stored += f" in groups of {storage.block[1]} (no multiple of 32)"
+    else:
+        return None
+    return (
+        f"routed experts stored as {stored} are not read; use the model's BF16 checkpoint, or one in FP8 "
+        "(per block, row or tensor), MXFP4 or symmetric INT8/INT4 (compressed-tensors)"
+    )
 
 
 def _storage(config: Mapping[str, Any], dtype: str, names: list[str]) -> Storage:
@@ -193,8 +194,8 @@ def _compressed_tensors(quantization: Mapping[str, Any], group: Mapping[str, Any
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = config.get("quantization_config")
-    return found if isinstance(found, Mapping) else {}
+    quantization = config.get("quantization_config")
+    return quantization if isinstance(quantization, Mapping) else {}
 
 
 def _method(quantization: Mapping[str, Any]) -> str:

@@ -10,25 +10,23 @@ from pathlib import Path
 
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.doctor.check import Check, failed, passed, warned
-from kt_ray.hardware.describe import cpu_name, cpu_quota, memory_limit, parse_cpus
+from kt_ray.hardware.describe import GIB, cpu_name, cpu_quota, meminfo, memory_limit, parse_cpus, read_text
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.memory import expert_lora_params, lora_params
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import cpu_ranges, gib
 
-GIB = 1 << 30
 MIN_OPEN_FILES = 8192  # Ray keeps several descriptors per worker and object
 OBJECT_STORE = GIB  # /dev/shm that Ray's object store wants at least; below it falls back to a disk file
 
 
 def cpu(hardware: Hardware, root: str | Path = "/") -> Check:
     """CPU model and the best instruction set it has."""
-    best = hardware.isas[-1] if hardware.isas else "reference"
+    best = hardware.best_isa
     observed = f"{cpu_name(root)}; best ISA {best}"
     if best == "reference":
-        return warned(
-            "CPU", observed, "use a CPU with AVX2 or better: the reference kernels are for checking only"
-        )
+        remedy = "use a CPU with AVX2 or better: the reference kernels are for checking only"
+        return warned("CPU", observed, remedy)
     return passed("CPU", observed)
 
 
@@ -36,22 +34,19 @@ def amx(hardware: Hardware, rule: RuleConfig) -> Check:
     """AMX tiles. Their absence only matters to a rule that names them."""
     if "amx" in hardware.isas:
         return passed("AMX", "present")
-    best = hardware.isas[-1] if hardware.isas else "reference"
+    best = hardware.best_isa
     if rule.experts.isa == "amx":
         return failed("AMX", "not present, but rule.experts.isa=amx", "set rule.experts.isa=auto")
     if rule.experts.backend.startswith("AMX"):
-        return warned(
-            "AMX",
-            f"not present: {rule.experts.backend} runs the same mathematics on {best}",
-            "expect a lower rate, or use a Sapphire Rapids or newer Xeon",
-        )
+        observed = f"not present: {rule.experts.backend} runs the same mathematics on {best}"
+        return warned("AMX", observed, "expect a lower rate, or use a Sapphire Rapids or newer Xeon")
     return passed("AMX", f"not present, not needed: {best} is used")
 
 
 def numa(hardware: Hardware, root: str | Path = "/") -> Check:
     """Sockets, and whether the kernel moves pages behind our back."""
     observed = "; ".join(f"node {s.node}: {s.cores} cores, {gib(s.memory_bytes)}" for s in hardware.sockets)
-    balancing = _read(Path(root) / "proc/sys/kernel/numa_balancing")
+    balancing = read_text(Path(root) / "proc/sys/kernel/numa_balancing")
     if len(hardware.sockets) > 1 and balancing not in ("", "0"):
         return warned("NUMA", f"{observed}; automatic balancing is on", "sudo sysctl kernel.numa_balancing=0")
     return passed("NUMA", observed)
@@ -60,15 +55,12 @@ def numa(hardware: Hardware, root: str | Path = "/") -> Check:
 def affinity(root: str | Path = "/", allowed: set[int] | None = None) -> Check:
     """CPUs this process may use, against those the machine has."""
     mask = os.sched_getaffinity(0) if allowed is None else allowed
-    online = parse_cpus(_read(Path(root) / "sys/devices/system/cpu/online")) or sorted(mask)
+    online = parse_cpus(read_text(Path(root) / "sys/devices/system/cpu/online")) or sorted(mask)
     observed = f"{len(mask)} of {len(online)} CPUs ({cpu_ranges(sorted(mask))})"
     quota = cpu_quota(root)
     if quota is not None and quota < len(mask):
-        return warned(
-            "CPUs",
-            f"{observed}, limited to {quota:.1f} CPUs of time by the container",
-            "raise the container's CPU limit: threads beyond it only wait",
-        )
+        observed += f", limited to {quota:.1f} CPUs of time by the container"
+        return warned("CPUs", observed, "raise the container's CPU limit: threads beyond it only wait")
     if len(mask) < len(online):
         return warned("CPUs", observed, "start without taskset, or give the container or job every CPU")
     return passed("CPUs", observed)
@@ -77,11 +69,10 @@ def affinity(root: str | Path = "/", allowed: set[int] | None = None) -> Check:
 def memory(hardware: Hardware, plan: Plan | None, root: str | Path = "/") -> Check:
     """Free memory against what the plan's sockets on this host need."""
     total = sum(s.memory_bytes for s in hardware.sockets)
-    free = min(_meminfo(root, "MemAvailable") or total, total)
+    free = min(meminfo(Path(root) / "proc/meminfo", "MemAvailable") or total, total)
     limit = memory_limit(root)
-    observed = f"{gib(free)} free of {gib(total)}" + (
-        " (container limit)" if limit and limit <= total else ""
-    )
+    observed = f"{gib(free)} free of {gib(total)}"
+    observed += " (container limit)" if limit and limit <= total else ""
     if plan is None:
         return passed("memory", observed)
     need = sum(b.total for b in plan.budgets if b.is_socket and b.host == 0)
@@ -95,7 +86,8 @@ def memory(hardware: Hardware, plan: Plan | None, root: str | Path = "/") -> Che
 
 def swap(root: str | Path = "/") -> Check:
     """Swap in use: weights that are read every step must not be paged out."""
-    total, free = _meminfo(root, "SwapTotal"), _meminfo(root, "SwapFree")
+    file = Path(root) / "proc/meminfo"
+    total, free = meminfo(file, "SwapTotal"), meminfo(file, "SwapFree")
     if not total:
         return passed("swap", "none")
     used = total - free
@@ -107,11 +99,10 @@ def swap(root: str | Path = "/") -> Check:
 
 def huge_pages(root: str | Path = "/") -> Check:
     """Transparent huge pages: large weights have fewer TLB misses with them."""
-    text = _read(Path(root) / "sys/kernel/mm/transparent_hugepage/enabled")
+    text = read_text(Path(root) / "sys/kernel/mm/transparent_hugepage/enabled")
     if not text:
-        return warned(
-            "huge pages", "not offered by this kernel", "expect a somewhat lower rate on large models"
-        )
+        remedy = "expect a somewhat lower rate on large models"
+        return warned("huge pages", "not offered by this kernel", remedy)
     chosen = text.partition("[")[2].partition("]")[0]
     if chosen == "never":
         remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
@@ -121,31 +112,23 @@ def huge_pages(root: str | Path = "/") -> Check:
 
 def shared_memory(plan: Plan | None, shm: str | Path = "/dev/shm") -> Check:
     """Arenas between actors are anonymous memory files; Ray's object store lies in /dev/shm."""
-    need = 0
+    observed = "arenas"
     if plan is not None:
-        need = sum(
-            line.bytes for b in plan.budgets for line in b.lines if line.item == "staging" and b.host == 0
-        )
-    observed = f"arenas need {gib(need)}" if plan is not None else "arenas"
+        observed += f" need {gib(sum(b.items.get('staging', 0) for b in plan.budgets if b.host == 0))}"
     try:
         _try_arena()
     except OSError as error:
-        return failed(
-            "shared memory",
-            f"{observed}: {error}",
-            "allow memfd_create and /proc/<pid>/fd (seccomp profile, hidepid), or set cluster=local",
-        )
+        remedy = "allow memfd_create and /proc/<pid>/fd (seccomp profile, hidepid), or set cluster=local"
+        return failed("shared memory", f"{observed}: {error}", remedy)
     try:
         usage = shutil.disk_usage(shm)
     except OSError:
-        return warned(
-            "shared memory", f"{observed}; no {shm}", "mount a tmpfs there: Ray's object store lies on it"
-        )
+        remedy = "mount a tmpfs there: Ray's object store lies on it"
+        return warned("shared memory", f"{observed}; no {shm}", remedy)
     observed += f"; {shm} has {gib(usage.free)} free of {gib(usage.total)}"
     if usage.free < OBJECT_STORE:
-        return warned(
-            "shared memory", observed, "give the container --shm-size=2g: Ray's object store is slow on disk"
-        )
+        remedy = "give the container --shm-size=2g: Ray's object store is slow on disk"
+        return warned("shared memory", observed, remedy)
     return passed("shared memory", observed)
 
 
@@ -166,9 +149,8 @@ def open_files(limits: tuple[int, int] | None = None) -> Check:
     """The limit on open files."""
     soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
     infinite = resource.RLIM_INFINITY
-    observed = (
-        "unlimited" if soft == infinite else f"{soft} (hard limit {'none' if hard == infinite else hard})"
-    )
+    limited = f"{soft} (hard limit {'none' if hard == infinite else hard})"
+    observed = "unlimited" if soft == infinite else limited
     if soft != infinite and soft < MIN_OPEN_FILES:
         room = hard == infinite or hard >= MIN_OPEN_FILES
         remedy = "ulimit -n 65536" if room else "raise nofile in /etc/security/limits.conf or the container"
@@ -181,9 +163,8 @@ def disk(config: Config, plan: Plan | None) -> Check:
     root = Path(config.run.root)
     folder = next((p for p in (root, *root.parents) if p.exists()), Path("/"))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        return failed(
-            "disk", f"{folder} cannot be written to", "set run.root to a directory you may write to"
-        )
+        remedy = "set run.root to a directory you may write to"
+        return failed("disk", f"{folder} cannot be written to", remedy)
     free = shutil.disk_usage(folder).free
     observed = f"{gib(free)} free at {folder}"
     if plan is None:
@@ -205,17 +186,3 @@ def run_bytes(config: Config, plan: Plan) -> int:
     params = sum(lora_params(dims, lora, layer) for layer in range(dims.num_layers))
     params += expert_lora_params(dims, lora) * dims.num_experts * len(dims.moe_layers)
     return 4 * params * (1 + 3 * ((config.trainer.keep_checkpoints or 1) + 1))
-
-
-def _meminfo(root: str | Path, key: str) -> int:
-    for line in _read(Path(root) / "proc/meminfo").splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""

@@ -7,7 +7,8 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import psutil
 
 from kt_ray.config.schema import Config
 from kt_ray.demo import resolve_model_dir
@@ -20,21 +21,17 @@ from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.hardware.rate_files import mismatch, rates_path, read_rates, write_rates
 from kt_ray.hardware.rates import (
     ENGINE_FORMAT,
+    EXPERT_CURVES,
     ROWS,
-    DeviceRate,
     ExpertRate,
     Figure,
     LayerRate,
-    LinkRate,
     Rates,
 )
 from kt_ray.placement.plan import make_plan
 from kt_ray.runs.environment import environment
 from kt_ray.timing.layer_rates import merged
 from kt_ray.timing.layer_work import layer_works
-
-if TYPE_CHECKING:  # brings torch and the engine
-    from kt_ray.measure import ExpertShape
 
 Say = Callable[[str], None]
 MAIN_FORMATS = ("bf16", "fp8", "int8", "int4", "mxfp4", "f32")
@@ -43,11 +40,6 @@ FEW_ROWS = (1, 16, 256)
 WIDTHS = (16, 64, 256, 1024)  # positions of a row at which a model's layers are measured
 BUDGET = 150.0  # seconds after which the remaining formats are not measured
 DISTURBED = 0.1  # CPUs that others may use before the figures are called disturbed
-
-
-def target(config: Config, hardware: Hardware) -> Path:
-    """Where the measured rates go: plan.rates, else this host's file in the user's cache."""
-    return rates_path(hardware) if config.plan.rates == "auto" else Path(config.plan.rates)
 
 
 def measure_rates(config: Config, hardware: Hardware, dims: ModelDims | None, say: Say) -> Rates:
@@ -84,12 +76,14 @@ def measure_rates(config: Config, hardware: Hardware, dims: ModelDims | None, sa
 
 
 def store(config: Config, hardware: Hardware, rates: Rates) -> Path:
-    """Write `rates`; shapes of experts that an earlier measurement of this host has besides are kept.
+    """Write `rates` to plan.rates, or to this host's file in the user's cache, and say where.
+
+    Shapes of experts that an earlier measurement of this host has besides are kept.
 
     Raises:
         UserError: the file cannot be written.
     """
-    path = target(config, hardware)
+    path = rates_path(hardware) if config.plan.rates == "auto" else Path(config.plan.rates)
     if path.is_file():
         try:
             old = read_rates(path)
@@ -113,37 +107,38 @@ def _is_measured(rate: ExpertRate) -> bool:
 
 
 def _measure(config: Config, hardware: Hardware, dims: ModelDims | None, say: Say) -> Rates:
-    from kt_ray.measure import (
-        measure_arena,
-        measure_cpu,
-        measure_disk,
-        measure_local_message,
-        measure_memory,
-        measure_optimizer,
-    )
+    from kt_ray import measure
 
     nominal = nominal_rates(hardware)
     cores = hardware.sockets[0].cores
     notes: list[str] = []
     say("memory")
-    memory = measure_memory(cores)
+    memory = measure.measure_memory(cores)
     say("torch on the CPU: one thread, then all of a socket's")
     hidden = dims.hidden_size if dims and 1024 <= dims.hidden_size <= 8192 else 2048
-    one = measure_cpu(1, hidden)
-    every = measure_cpu(cores, hidden) if cores > 1 else one
-    optimizer = measure_optimizer(cores)
+    one = measure.measure_cpu(1, hidden)
+    every = measure.measure_cpu(cores, hidden) if cores > 1 else one
+    optimizer = measure.measure_optimizer(cores)
     say("disk")
-    disk = measure_disk(_disk_target(config))
+    root = Path(config.run.root)
+    folder = next(folder for folder in (root, *root.parents) if folder.exists())
+    disk = measure.measure_disk(folder if config.model.path is None else Path(config.model.path))
     if disk is None:
         notes.append("no disk was measured: neither the model's files nor a directory to write to")
     experts = _experts(config, hardware, dims, say, notes)
     layers = _layers(config, hardware, say, notes) if dims else ()
     gpu, link = nominal.gpu, nominal.link
     if hardware.gpus and config.rule.device != "cpu":
-        gpu, link = _gpu(say, notes) or (gpu, link)
+        import torch
+
+        say("GPU and its link")
+        if torch.cuda.is_available():
+            gpu, link = measure.measure_gpu(torch.device("cuda", 0))
+        else:
+            notes.append("the GPU was not measured: torch finds no CUDA device")
     say("messages")
-    arena_bytes = measure_arena()
-    messages = {"local": measure_local_message(), "arena_bytes": arena_bytes}
+    arena_bytes = measure.measure_arena()
+    messages = {"local": measure.measure_local_message(), "arena_bytes": arena_bytes}
     if config.cluster.name == "ray":
         say("Ray (started for it where none runs)")
         messages |= _ray(config.cluster.address, arena_bytes.value, notes)
@@ -173,17 +168,11 @@ def _nominal_beside(nominal: Rates, measured: Sequence[ExpertRate]) -> list[Expe
             continue
         base = [e for e in measured if (e.isa, e.format) == (rate.isa, "bf16")]
         if base:
-            other = nominal.expert(rate.isa, "bf16")
-            why = "scaled as bf16 was measured"
-            rate = dataclasses.replace(
-                rate,
-                **{
-                    name: getattr(rate, name).scaled(
-                        getattr(base[-1], name).ample / getattr(other, name).ample, why
-                    )
-                    for name in ("forward", "backward", "forward_all", "backward_all")
-                },
-            )
+            other, curves = nominal.expert(rate.isa, "bf16"), {}
+            for name in EXPERT_CURVES:
+                factor = getattr(base[-1], name).ample / getattr(other, name).ample
+                curves[name] = getattr(rate, name).scaled(factor, "scaled as bf16 was measured")
+            rate = dataclasses.replace(rate, **curves)
         beside.append(rate)
     return beside
 
@@ -211,10 +200,10 @@ def _experts(
         rates.append(measure_experts(engine, fmt, shape, rows, seconds=0.1 if rows == ROWS else 0.05))
 
     with Engine(chosen, socket.cores, cpus) as engine:
-        own = _own_shape(dims)
-        if own is not None and dims is not None:
+        own = (dims.expert_width, dims.expert_intermediate) if dims is not None and dims.gated else None
+        if dims is not None and own is not None and own != (usual.hidden, usual.inter):
             fmt = ENGINE_FORMAT.get(dims.expert_format, dims.expert_format)
-            measure(engine, fmt if fmt in MAIN_FORMATS else "bf16", own)
+            measure(engine, fmt if fmt in MAIN_FORMATS else "bf16", ExpertShape(*own))
         for fmt in MAIN_FORMATS:
             measure(engine, fmt, usual)
         for fmt in GGUF_FORMATS:
@@ -251,27 +240,6 @@ def _layers(config: Config, hardware: Hardware, say: Say, notes: list[str]) -> t
         return ()
 
 
-def _own_shape(dims: ModelDims | None) -> ExpertShape | None:
-    from kt_ray.measure import ExpertShape
-
-    if dims is None or not dims.gated:
-        return None
-    own = ExpertShape(dims.expert_width, dims.expert_intermediate)
-    return own if (own.hidden, own.inter) != (ExpertShape.hidden, ExpertShape.inter) else None
-
-
-def _gpu(say: Say, notes: list[str]) -> tuple[DeviceRate, LinkRate] | None:
-    import torch
-
-    from kt_ray.measure import measure_gpu
-
-    if not torch.cuda.is_available():
-        notes.append("the GPU was not measured: torch finds no CUDA device")
-        return None
-    say("GPU and its link")
-    return measure_gpu(torch.device("cuda", 0))
-
-
 def _ray(address: str, arena_bytes: float, notes: list[str]) -> dict[str, Figure]:
     from kt_ray.actors.ray.ray_probe import measure_ray
 
@@ -282,38 +250,22 @@ def _ray(address: str, arena_bytes: float, notes: list[str]) -> dict[str, Figure
         return {}
 
 
-def _disk_target(config: Config) -> Path:
-    if config.model.path is not None:
-        return Path(config.model.path)
-    root = Path(config.run.root)
-    while not root.exists():
-        root = root.parent
-    return root
-
-
 class _Others:
-    """CPU time that other processes used since this object was made, from /proc/stat."""
+    """CPU time that other processes used since this object was made."""
 
     def __init__(self) -> None:
         self._start = self._now()
 
     @staticmethod
-    def _now() -> tuple[float, float, float]:
-        ticks = os.sysconf("SC_CLK_TCK")
-        try:
-            fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-            user, nice, system = (int(x) / ticks for x in fields[:3])
-        except (OSError, ValueError):
-            return time.monotonic(), 0.0, 0.0
-        own = os.times()
-        mine = own.user + own.system + own.children_user + own.children_system
-        return time.monotonic(), user + nice + system, mine
+    def _now() -> tuple[float, float]:
+        """Time; CPU seconds of all processes but this one and its children."""
+        every, own = psutil.cpu_times(), os.times()
+        return time.monotonic(), every.user + every.nice + every.system - sum(own[:4])
 
     def cpus(self) -> float:
         """CPUs used by others, mean since the start."""
         now, start = self._now(), self._start
-        used = (now[1] - start[1]) - (now[2] - start[2])
-        return max(0.0, used / max(1e-9, now[0] - start[0]))
+        return max(0.0, (now[1] - start[1]) / max(1e-9, now[0] - start[0]))
 
 
 def show(rates: Rates, threads: int) -> list[str]:

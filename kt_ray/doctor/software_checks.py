@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.dims.weight_formats import TRAINABLE_FORMATS
 from kt_ray.doctor.check import Check, failed, passed, warned
 from kt_ray.errors import UserError
-from kt_ray.hardware.describe import gpus_wanted
+from kt_ray.hardware.describe import gpus_wanted, nvidia_smi
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.render import billions, counted, gib
 
@@ -31,9 +30,8 @@ def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Check:
     observed = ".".join(map(str, version))
     if (3, 11) <= version[:2] <= (3, 13):
         return passed("Python", observed)
-    return failed(
-        "Python", observed, "use Python 3.11, 3.12 or 3.13: make a new environment with one of them"
-    )
+    remedy = "use Python 3.11, 3.12 or 3.13: make a new environment with one of them"
+    return failed("Python", observed, remedy)
 
 
 def requirements() -> dict[str, str]:
@@ -76,9 +74,8 @@ def native(hardware: Hardware, rule: RuleConfig) -> Check:
     try:
         from kt_ray.native import FORMATS, available_isas, select_isa
     except ImportError as error:
-        return failed(
-            "native engine", f"not built: {error}", "pip install . (or: make build), with a C++20 compiler"
-        )
+        remedy = "pip install . (or: make build), with a C++20 compiler"
+        return failed("native engine", f"not built: {error}", remedy)
     isas = available_isas()
     try:
         isa, reason = select_isa(rule.experts.isa)
@@ -103,14 +100,12 @@ def gpus(hardware: Hardware, rule: RuleConfig) -> Check:
     wanted = gpus_wanted(rule)
     if not hardware.gpus:
         if wanted:
-            return failed(
-                "GPUs",
-                f"none, rule {rule.name} needs {wanted}",
-                "set rule=auto, or check nvidia-smi and the driver",
-            )
+            remedy = "set rule=auto, or check nvidia-smi and the driver"
+            return failed("GPUs", f"none, rule {rule.name} needs {wanted}", remedy)
         return passed("GPUs", "none: attention runs on the CPU")
     names = ", ".join(f"cuda:{gpu.index} {gpu.name} {gib(gpu.memory_bytes)}" for gpu in hardware.gpus)
-    observed = f"{names}; driver {_driver()}"
+    driver = nvidia_smi("driver_version").partition("\n")[0].strip() or "unknown"
+    observed = f"{names}; driver {driver}"
     if rule.device == "cpu":
         return passed("GPUs", f"{observed}; not used (rule.device=cpu)")
     try:
@@ -118,29 +113,16 @@ def gpus(hardware: Hardware, rule: RuleConfig) -> Check:
     except ImportError as error:
         return failed("GPUs", f"{observed}; torch cannot be imported: {error}", "pip install torch")
     if not torch.cuda.is_available():
-        build = (
-            f"torch {torch.__version__} has no CUDA"
-            if torch.version.cuda is None
-            else "torch finds no CUDA device"
-        )
+        no_cuda = f"torch {torch.__version__} has no CUDA"
+        build = no_cuda if torch.version.cuda is None else "torch finds no CUDA device"
         remedy = (
             "install a CUDA build of torch that the driver supports (pytorch.org), or set rule.device=cpu"
         )
         return failed("GPUs", f"{observed}; {build}", remedy)
     if wanted > len(hardware.gpus):
-        return failed(
-            "GPUs", f"{observed}; rule {rule.name} needs {wanted}", f"set rule.stages={len(hardware.gpus)}"
-        )
+        remedy = f"set rule.stages={len(hardware.gpus)}"
+        return failed("GPUs", f"{observed}; rule {rule.name} needs {wanted}", remedy)
     return passed("GPUs", f"{observed}; torch CUDA {torch.version.cuda}")
-
-
-def _driver() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.split("\n")[0].strip() or "unknown"
 
 
 def threads_environment(environment: dict[str, str] | None = None) -> Check:
@@ -154,9 +136,8 @@ def threads_environment(environment: dict[str, str] | None = None) -> Check:
             f"unset {binding[0]}: actors bind themselves to their sockets",
         )
     number = values.get("OMP_NUM_THREADS")
-    return passed(
-        "threads", f"OMP_NUM_THREADS={number}, overruled by the plan" if number else "OMP_NUM_THREADS not set"
-    )
+    text = f"OMP_NUM_THREADS={number}, overruled by the plan" if number else "OMP_NUM_THREADS not set"
+    return passed("threads", text)
 
 
 def ray_cluster(cluster: ClusterConfig, file: Path | None = None) -> Check:
@@ -169,11 +150,8 @@ def ray_cluster(cluster: ClusterConfig, file: Path | None = None) -> Check:
     if named and named not in ("auto", "local"):
         if answers(named):
             return passed("Ray cluster", f"{named} answers")
-        return failed(
-            "Ray cluster",
-            f"{named} does not answer",
-            "start it (ray start --head), or set cluster.address=local",
-        )
+        remedy = "start it (ray start --head), or set cluster.address=local"
+        return failed("Ray cluster", f"{named} does not answer", remedy)
     file = address_file() if file is None else file
     address = file.read_text().strip() if file.is_file() else ""
     if address and answers(address):
@@ -190,14 +168,10 @@ def hosts(cluster: ClusterConfig, rule: RuleConfig) -> Check:
     except UserError as error:
         return failed("hosts", f"rule.nodes={rule.nodes}: {error.what} ({error.observed})", error.remedy)
     if running is None:
-        return failed(
-            "hosts",
-            f"rule.nodes={rule.nodes}, but no Ray cluster runs",
-            "ray start --head here, ray start --address=HOST:PORT on the others (docs/multi_node.md)",
-        )
-    return passed(
-        "hosts", f"{rule.nodes} of the cluster at {running.address}; a run looks at each before it loads"
-    )
+        remedy = "ray start --head here, ray start --address=HOST:PORT on the others (docs/multi_node.md)"
+        return failed("hosts", f"rule.nodes={rule.nodes}, but no Ray cluster runs", remedy)
+    text = f"{rule.nodes} of the cluster at {running.address}; a run looks at each before it loads"
+    return passed("hosts", text)
 
 
 def model(config: ModelConfig) -> Check:
@@ -206,9 +180,8 @@ def model(config: ModelConfig) -> Check:
         if config.build is not None:
             how = "inside the package" if config.build == "demo_base" else "built locally on first use"
             return passed("model", f"{config.name}: {how}")
-        return warned(
-            "model", f"{config.name}: dimensions only, no checkpoint", "set model.path=<directory> to train"
-        )
+        observed = f"{config.name}: dimensions only, no checkpoint"
+        return warned("model", observed, "set model.path=<directory> to train")
     try:
         dims = dims_from_dir(config.path)
         if dims.refusal:
@@ -218,7 +191,5 @@ def model(config: ModelConfig) -> Check:
         index = CheckpointIndex.open(config.path)
     except UserError as error:
         return failed("model", f"{error.what} ({error.where})" if error.where else error.what, error.remedy)
-    return passed(
-        "model",
-        f"{config.path}: {billions(dims.total_params)} parameters, {counted(len(index.tensors), 'tensor')}",
-    )
+    parameters, tensors = billions(dims.total_params), counted(len(index.tensors), "tensor")
+    return passed("model", f"{config.path}: {parameters} parameters, {tensors}")

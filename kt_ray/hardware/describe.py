@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from kt_ray.config.schema import Config, RuleConfig
-from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Gpu, Hardware, Socket, on_hosts
-from kt_ray.hardware.nominal import described
+from kt_ray.hardware.nominal import described, file_fault
 
 GIB = 1 << 30
 ISAS = ("reference", "avx2", "avx512", "avx512_bf16", "amx")  # best last; names as in kt_ray.native
@@ -42,19 +44,18 @@ def this_host(root: str | Path = "/") -> Hardware:
         root: where /sys and /proc are mounted (tests give a directory of their own).
     """
     base = Path(root)
-    allowed = os.sched_getaffinity(0) if base == Path("/") else set(_online(base))
+    online = parse_cpus(read_text(base / "sys/devices/system/cpu/online")) or [0]
+    allowed = os.sched_getaffinity(0) if base == Path("/") else set(online)
     sockets = _sockets(base, allowed)
     limit = memory_limit(base)
     total = sum(s.memory_bytes for s in sockets)
     if limit is not None and limit < total:  # a container's limit, shared out as the nodes are sized
-        sockets = tuple(
-            Socket(s.node, s.cpus, s.cores, max(1, s.memory_bytes * limit // total)) for s in sockets
-        )
+        sockets = tuple(replace(s, memory_bytes=max(1, s.memory_bytes * limit // total)) for s in sockets)
     quota, cores = cpu_quota(base), sum(s.cores for s in sockets)
     if quota is not None and quota < cores:  # more threads than the time allowed would only wait
         sockets = tuple(replace(s, cores=max(1, int(s.cores * quota / cores))) for s in sockets)
     gpus = _gpus() if base == Path("/") else ()
-    return Hardware("this host", sockets, gpus, isas_of(_cpu_flags(base)))
+    return Hardware("this host", sockets, gpus, isas_of(set(_cpuinfo(base, "flags").split())))
 
 
 def hardware_from_file(path: str | Path) -> Hardware:
@@ -64,52 +65,29 @@ def hardware_from_file(path: str | Path) -> Hardware:
     Raises:
         UserError: the file is missing, is no YAML mapping, lacks a figure, or has one that is unknown.
     """
-    import yaml
-
     file = Path(path).expanduser()
-    remedy = "see conf/hardware/ for examples"
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(
-            "the hardware file does not exist",
-            where=f"plan.hardware={path}",
-            required="a YAML file",
-            remedy=remedy,
-        ) from None
+        where = f"plan.hardware={path}"
+        raise file_fault(where, "the hardware file does not exist", None, "a YAML file") from None
     except (OSError, yaml.YAMLError) as error:
-        raise UserError(
-            "the hardware file cannot be read",
-            where=str(file),
-            observed=error,
-            required="YAML",
-            remedy=remedy,
-        ) from None
+        raise file_fault(file, "the hardware file cannot be read", error, "YAML") from None
     if not isinstance(data, Mapping):
-        raise UserError(
-            "the hardware file is no mapping", where=str(file), required="sockets, gpus, isa", remedy=remedy
-        )
+        raise file_fault(file, "the hardware file is no mapping", None, "sockets, gpus, isa")
     sockets: list[Socket] = []
-    first = 0
     for entry in _entries(data, "sockets", file):
         for _ in range(int(_figure(entry, "count", file, 1))):
             cores = int(_figure(entry, "cores", file))
+            first = sum(s.cores for s in sockets)
             memory = int(_figure(entry, "memory_gib", file) * GIB)
             sockets.append(Socket(len(sockets), tuple(range(first, first + cores)), cores, memory))
-            first += cores
     if not sockets:
-        raise UserError(
-            "the hardware file names no socket", where=str(file), required="sockets", remedy=remedy
-        )
+        raise file_fault(file, "the hardware file names no socket", None, "sockets")
     hosts = 1 if data.get("hosts") is None else data["hosts"]
     if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
-        raise UserError(
-            "hosts in the hardware file is not a number of hosts",
-            where=str(file),
-            observed=hosts,
-            required="an integer of at least 1: hosts with these sockets (the GPUs are the first host's)",
-            remedy=remedy,
-        )
+        required = "an integer of at least 1: hosts with these sockets (the GPUs are the first host's)"
+        raise file_fault(file, "hosts in the hardware file is not a number of hosts", hosts, required)
     gpus: list[Gpu] = []
     for entry in _entries(data, "gpus", file):
         memory = int(_figure(entry, "memory_gib", file) * GIB)
@@ -117,17 +95,11 @@ def hardware_from_file(path: str | Path) -> Hardware:
             gpus.append(Gpu(len(gpus), str(entry.get("name", "GPU")), memory))
     isa = str(data.get("isa", "avx512"))
     if isa not in ISAS:
-        raise UserError(
-            "isa in the hardware file is unknown",
-            where=str(file),
-            observed=isa,
-            required=", ".join(ISAS),
-            remedy=remedy,
-        )
-    found = Hardware(
+        raise file_fault(file, "isa in the hardware file is unknown", isa, ", ".join(ISAS))
+    hardware = Hardware(
         f"file {file.name}", on_hosts(tuple(sockets), hosts), tuple(gpus), _isas_up_to(isa), present=False
     )
-    return replace(found, rates=described(data.get("rates"), found, str(file)))
+    return replace(hardware, rates=described(data.get("rates"), hardware, str(file)))
 
 
 def nominal_hardware(rule: RuleConfig) -> Hardware:
@@ -186,39 +158,28 @@ def isas_of(flags: set[str]) -> tuple[str, ...]:
 
 def memory_limit(root: str | Path = "/") -> int | None:
     """Bytes this process' cgroup (or one above it) may use; None = no limit."""
-    limits: list[int] = []
-    for folder in _cgroup_folders(Path(root), "memory"):
-        limits += _read_ints(folder / "memory.max") + _read_ints(folder / "memory.limit_in_bytes")
-    real = [limit for limit in limits if 0 < limit < 1 << 60]
-    return min(real) if real else None
+    folders = _cgroup_folders(Path(root), "memory")
+    files = [folder / name for folder in folders for name in ("memory.max", "memory.limit_in_bytes")]
+    limits = [int(text) for text in map(read_text, files) if text.isdigit()]
+    return min((limit for limit in limits if 0 < limit < 1 << 60), default=None)
 
 
 def cpu_quota(root: str | Path = "/") -> float | None:
     """CPUs' worth of time that this process' cgroup may use; None = no limit."""
-    base = Path(root)
     quotas: list[float] = []
-    for folder in _cgroup_folders(base, "cpu"):
-        try:
-            if (folder / "cpu.max").is_file():
-                quota, period = (folder / "cpu.max").read_text().split()
-            else:
-                quota = (folder / "cpu.cfs_quota_us").read_text().strip()
-                period = (folder / "cpu.cfs_period_us").read_text().strip()
-            if quota.isdigit() and int(quota) > 0:
-                quotas.append(int(quota) / int(period))
-        except (OSError, ValueError):
-            continue
-    return min(quotas) if quotas else None
+    for folder in _cgroup_folders(Path(root), "cpu"):
+        quota, _, period = read_text(folder / "cpu.max").partition(" ")
+        quota = quota or read_text(folder / "cpu.cfs_quota_us")  # cgroup version 1
+        period = period or read_text(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(quota) > 0:
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
 
 
 def _cgroup_folders(base: Path, controller: str) -> list[Path]:
     """This process' cgroup directories of `controller` (version 1 or 2), and those above them."""
-    try:
-        lines = (base / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
     folders: list[Path] = []
-    for line in lines:
+    for line in read_text(base / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             top = base / "sys/fs/cgroup"
@@ -238,19 +199,19 @@ def _sockets(base: Path, allowed: set[int]) -> tuple[Socket, ...]:
         for p in (base / "sys/devices/system/node").glob("node*")
         if p.name[4:].isdigit() and (p / "cpulist").is_file()
     )
-    total = _meminfo(base / "proc/meminfo")
-    found = []
+    total = meminfo(base / "proc/meminfo")
+    sockets = []
     for number, folder in nodes:
         cpus = [c for c in parse_cpus((folder / "cpulist").read_text()) if c in allowed]
         if cpus:  # memory-only nodes, and nodes outside the affinity mask, hold no expert actor
             ordered, cores = _cores_first(base, cpus)
-            found.append(Socket(number, ordered, cores, _meminfo(folder / "meminfo") or total))
-    if not found:
+            sockets.append(Socket(number, ordered, cores, meminfo(folder / "meminfo") or total))
+    if not sockets:
         ordered, cores = _cores_first(base, sorted(allowed))
         return (Socket(0, ordered, cores, total),)
-    if len(found) == 1 and len(nodes) == 1:  # hot-added memory may be missing from the node's own figure
-        return (Socket(found[0].node, found[0].cpus, found[0].cores, max(found[0].memory_bytes, total)),)
-    return tuple(found)
+    if len(nodes) == 1:  # hot-added memory may be missing from the node's own figure
+        return (replace(sockets[0], memory_bytes=max(sockets[0].memory_bytes, total)),)
+    return tuple(sockets)
 
 
 def _cores_first(base: Path, cpus: list[int]) -> tuple[tuple[int, ...], int]:
@@ -260,10 +221,7 @@ def _cores_first(base: Path, cpus: list[int]) -> tuple[tuple[int, ...], int]:
     seen: set[tuple[int, ...]] = set()
     for cpu in cpus:
         file = base / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        try:
-            core = tuple(parse_cpus(file.read_text()))
-        except OSError:
-            core = (cpu,)
+        core = tuple(parse_cpus(read_text(file))) or (cpu,)
         (rest if core in seen else first).append(cpu)
         seen.add(core)
     return tuple(first + rest), len(first)
@@ -279,39 +237,23 @@ def parse_cpus(text: str) -> list[int]:
     return cpus
 
 
-def _online(base: Path) -> list[int]:
+def read_text(file: Path) -> str:
+    """A file of /proc or /sys, stripped; "" where it cannot be read."""
     try:
-        return parse_cpus((base / "sys/devices/system/cpu/online").read_text())
+        return file.read_text(errors="replace").strip()
     except OSError:
-        return [0]
+        return ""
 
 
-def _meminfo(file: Path) -> int:
-    """MemTotal in bytes of a meminfo file of the machine or of a node; 0 when it cannot be read."""
-    try:
-        for line in file.read_text().splitlines():
-            if "MemTotal:" in line:
-                return int(line.split("MemTotal:")[1].split()[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return 0
+def meminfo(file: Path, key: str = "MemTotal") -> int:
+    """Bytes of a key in a meminfo file of the machine or of a node; 0 when it cannot be read."""
+    match = re.search(rf"\b{key}:\s*(\d+)", read_text(file))
+    return int(match[1]) * 1024 if match else 0
 
 
-def _read_ints(file: Path) -> list[int]:
-    try:
-        return [int(file.read_text().strip())]
-    except (OSError, ValueError):  # absent, or "max"
-        return []
-
-
-def _cpu_flags(base: Path) -> set[str]:
-    try:
-        for line in (base / "proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
-                return set(line.split(":", 1)[1].split())
-    except OSError:
-        pass
-    return set()
+def _cpuinfo(root: str | Path, key: str) -> str:
+    match = re.search(rf"^{key}\s*:(.*)", read_text(Path(root) / "proc/cpuinfo"), re.MULTILINE)
+    return match[1].strip() if match else ""
 
 
 UNKNOWN_CPU = "unknown CPU"
@@ -319,23 +261,21 @@ UNKNOWN_CPU = "unknown CPU"
 
 def cpu_name(root: str | Path = "/") -> str:
     """The CPU's name as /proc/cpuinfo has it; UNKNOWN_CPU where it has none."""
-    try:
-        for line in (Path(root) / "proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return UNKNOWN_CPU
+    return _cpuinfo(root, "model name") or UNKNOWN_CPU
 
 
 def _gpus() -> tuple[Gpu, ...]:
     """NVIDIA GPUs this process may use, in CUDA_VISIBLE_DEVICES order, numbered from 0."""
-    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    return parse_gpus(nvidia_smi("index,uuid,name,memory.total"), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def nvidia_smi(fields: str) -> str:
+    """What nvidia-smi says of every GPU, a line each; "" where there is none."""
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return ()
-    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return ""
 
 
 def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
@@ -363,18 +303,14 @@ def _isas_up_to(isa: str) -> tuple[str, ...]:
 def _entries(data: Mapping[str, Any], key: str, file: Path) -> list[Mapping[str, Any]]:
     value = data.get(key) or []
     if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
-        raise UserError(
-            f"{key} in the hardware file is no list of mappings", where=str(file), observed=value,
-            required=f"{key}: a list of mappings", remedy="see conf/hardware/ for examples",
-        )  # fmt: skip
+        what = f"{key} in the hardware file is no list of mappings"
+        raise file_fault(file, what, value, f"{key}: a list of mappings")
     return value
 
 
 def _figure(entry: Mapping[str, Any], key: str, file: Path, default: float | None = None) -> float:
     value = entry.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise UserError(
-            f"{key} in the hardware file is not a positive number", where=str(file), observed=value,
-            required="a number above 0", remedy="see conf/hardware/ for examples",
-        )  # fmt: skip
+        what = f"{key} in the hardware file is not a positive number"
+        raise file_fault(file, what, value, "a number above 0")
     return value

@@ -42,26 +42,26 @@ def digest(path: str) -> str:
     size.
     """
     place = Path(path)
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     if place.is_file():
-        found.update(str(place.stat().st_size).encode())
+        hasher.update(str(place.stat().st_size).encode())
     else:
-        found.update((place / "config.json").read_bytes())
+        hasher.update((place / "config.json").read_bytes())
         for file in sorted(place.iterdir()):
             if file.suffix in (".safetensors", ".gguf"):
-                found.update(f"{file.name} {file.stat().st_size}".encode())
-    return found.hexdigest()
+                hasher.update(f"{file.name} {file.stat().st_size}".encode())
+    return hasher.hexdigest()
 
 
 def versions() -> tuple[tuple[str, str], ...]:
     """Versions of the packages that must agree."""
-    found = []
+    pairs = []
     for name in _PACKAGES:
         try:
-            found.append((name, version(name)))
+            pairs.append((name, version(name)))
         except PackageNotFoundError:
-            found.append((name, "not installed"))
-    return tuple(found)
+            pairs.append((name, "not installed"))
+    return tuple(pairs)
 
 
 def look(shared: Shared) -> Sight:

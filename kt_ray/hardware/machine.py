@@ -52,6 +52,10 @@ class Hardware:
     rates: tuple[tuple[str, Figure], ...] = ()
 
     @property
+    def best_isa(self) -> str:
+        return self.isas[-1] if self.isas else "reference"
+
+    @property
     def hosts(self) -> int:
         """Number of hosts."""
         return 1 + max(socket.host for socket in self.sockets)

@@ -94,7 +94,7 @@ _HIDDEN, _INTER, _RANK = 7168, 2048, 8  # DeepSeek-V3's experts
 
 def defaults(hardware: Hardware) -> dict[str, Figure]:
     """Every figure of the model above as assumed for `hardware`. The names a hardware file may set."""
-    isa = hardware.isas[-1] if hardware.isas else "reference"
+    isa = hardware.best_isa
     cores = max(1, hardware.sockets[0].cores)
     clock, clock_why = (2.0e9, "assumed: sustained under AMX") if isa == "amx" else (2.5e9, "assumed")
     figures: dict[str, Figure] = {"clock": Figure(clock, f"{clock_why} on all cores")}
@@ -149,23 +149,27 @@ def described(data: Any, hardware: Hardware, file: str) -> tuple[tuple[str, Figu
     Raises:
         UserError: no mapping, an unknown name, a value that is no number above 0, or no source.
     """
-    known = defaults(hardware)
+    known, section = defaults(hardware), "in the hardware file"
     if data is None:
         return ()
     if not isinstance(data, Mapping):
-        raise _fault(file, "rates is no mapping", data, "name: {value: NUMBER, source: TEXT}")
+        required = "name: {value: NUMBER, source: TEXT}"
+        raise file_fault(file, f"rates is no mapping {section}", data, required)
     figures: list[tuple[str, Figure]] = []
     for name, entry in data.items():
         if name not in known:
             near = "" if not str(name).startswith(("gpu", "pcie")) or hardware.gpus else " (no GPU is listed)"
-            raise _fault(file, f"rates.{name} is unknown{near}", name, ", ".join(known))
+            raise file_fault(file, f"rates.{name} is unknown{near} {section}", name, ", ".join(known))
         if not isinstance(entry, Mapping) or set(entry) != {"value", "source"}:
-            raise _fault(file, f"rates.{name} is no figure", entry, "{value: NUMBER, source: TEXT}")
+            required = "{value: NUMBER, source: TEXT}"
+            raise file_fault(file, f"rates.{name} is no figure {section}", entry, required)
         value, source = entry["value"], entry["source"]
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise _fault(file, f"rates.{name}.value is no number above 0", value, "a number, as 2.5e+9")
+            what = f"rates.{name}.value is no number above 0 {section}"
+            raise file_fault(file, what, value, "a number, as 2.5e+9")
         if not isinstance(source, str) or not source.strip():
-            raise _fault(file, f"rates.{name}.source is empty", source, "where the value comes from")
+            what = f"rates.{name}.source is empty {section}"
+            raise file_fault(file, what, source, "where the value comes from")
         figures.append((str(name), Figure(float(value), source)))
     return tuple(figures)
 
@@ -290,8 +294,7 @@ def _gpu(figures: Mapping[str, Figure], name: str) -> DeviceRate:
     )
 
 
-def _fault(file: str, what: str, observed: object, required: object) -> UserError:
-    return UserError(
-        f"{what} in the hardware file", where=file, observed=observed, required=required,
-        remedy="see conf/hardware/ for examples",
-    )  # fmt: skip
+def file_fault(file: object, what: str, observed: object, required: object) -> UserError:
+    """What is wrong with a hardware file."""
+    remedy = "see conf/hardware/ for examples"
+    return UserError(what, where=str(file), observed=observed, required=required, remedy=remedy)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import tempfile
 import types
 import typing
 from collections.abc import Mapping
@@ -15,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.config.schema import Config
+from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
-from kt_ray.hardware.describe import cpu_name, this_host
+from kt_ray.hardware.describe import cpu_name
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.hardware.rates import Curve, Figure, Rates
@@ -36,37 +36,38 @@ def rates_for(config: Config, hardware: Hardware) -> Rates:
     Raises:
         UserError: the named file is missing, is no rates file, is of another version or other hardware.
     """
-    if config.plan.rates == NOMINAL:
-        return nominal_rates(hardware)
-    if config.plan.rates != "auto":
+    if config.plan.rates not in ("auto", NOMINAL):
         rates = read_rates(config.plan.rates)
-        if hardware.present:
-            wrong = mismatch(rates, hardware)
-            if wrong:
-                raise UserError(
-                    "the rates are of other hardware", where=f"plan.rates={config.plan.rates}",
-                    observed=wrong[0], required=wrong[1], remedy=_REMEDY,
-                )  # fmt: skip
-            return rates
-        note = f"rates of {rates.cpu}, {rates.cores} cores, used for {hardware.source}"
-        return dataclasses.replace(rates, notes=(*rates.notes, note))
+        if not hardware.present:
+            return _noted(rates, f"rates of {rates.cpu}, {rates.cores} cores, used for {hardware.source}")
+        wrong = mismatch(rates, hardware)
+        if wrong:
+            raise UserError(
+                "the rates are of other hardware", where=f"plan.rates={config.plan.rates}",
+                observed=wrong[0], required=wrong[1], remedy=_REMEDY,
+            )  # fmt: skip
+        return rates
     nominal = nominal_rates(hardware)
-    if not hardware.present:
+    if config.plan.rates == NOMINAL or not hardware.present:
         return nominal
     file = rates_path(hardware)
     if not file.is_file():
         note = "no measured rates for this host: run mode=doctor once, then predictions use them"
-        return dataclasses.replace(nominal, notes=(*nominal.notes, note))
+        return _noted(nominal, note)
     try:
         rates = read_rates(file)
-        wrong = mismatch(rates, hardware)
     except UserError as error:
         note = f"stored rates not used: {error.what} ({error.where}); run mode=doctor again"
-        return dataclasses.replace(nominal, notes=(*nominal.notes, note))
+        return _noted(nominal, note)
+    wrong = mismatch(rates, hardware)
     if wrong:
         note = f"stored rates not used: they are of {wrong[0]}, this host has {wrong[1]}; run mode=doctor"
-        return dataclasses.replace(nominal, notes=(*nominal.notes, note))
+        return _noted(nominal, note)
     return rates
+
+
+def _noted(rates: Rates, note: str) -> Rates:
+    return dataclasses.replace(rates, notes=(*rates.notes, note))
 
 
 def mismatch(rates: Rates, hardware: Hardware) -> tuple[str, str] | None:
@@ -84,9 +85,8 @@ def mismatch(rates: Rates, hardware: Hardware) -> tuple[str, str] | None:
     return words(of), words(have)
 
 
-def rates_path(hardware: Hardware | None = None) -> Path:
+def rates_path(hardware: Hardware) -> Path:
     """Where mode=doctor stores this host's rates: one file per CPU, number of cores and instruction sets."""
-    hardware = this_host() if hardware is None else hardware
     cores = sum(socket.cores for socket in hardware.on(0))
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = "".join(c if c.isalnum() else "-" for c in cpu_name().lower()).strip("-")
@@ -100,17 +100,10 @@ def write_rates(rates: Rates, path: Path) -> None:
     Raises:
         UserError: the directory cannot be made or written.
     """
-    text = json.dumps({"version": VERSION, **to_dict(rates)}, indent=1, ensure_ascii=False) + "\n"
+    values = {"version": VERSION, **dataclasses.asdict(rates)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        write_atomic(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
         raise UserError(
             "the measured rates cannot be stored", where=str(path), observed=error.strerror or error,
@@ -138,46 +131,37 @@ def read_rates(path: str | Path) -> Rates:
     return typing.cast(Rates, _decode(Rates, {k: v for k, v in data.items() if k != "version"}, "", file))
 
 
-def to_dict(rates: Rates) -> dict[str, Any]:
-    """`rates` as JSON values; fields as in the dataclasses."""
-    return dataclasses.asdict(rates)
-
-
 def _decode(kind: Any, value: Any, key: str, file: Path) -> Any:
     """`value` as `kind`: a dataclass of rates, a tuple, a mapping, a number or a string."""
-    origin = typing.get_origin(kind)
-    arguments = typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        inner = next(a for a in arguments if a is not type(None))
-        return None if value is None else _decode(inner, value, key, file)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+
+    def expect(types_: Any, noun: str, required: str) -> None:
+        if not isinstance(value, types_):
+            raise _fault(file, f"{key or 'the file'} is no {noun}", value, required)
+
+    if origin in (typing.Union, types.UnionType):  # X | None
+        return None if value is None else _decode(arguments[0], value, key, file)
     if dataclasses.is_dataclass(kind):
-        if not isinstance(value, Mapping):
-            raise _fault(file, f"{key or 'the file'} is no mapping", value, "a mapping")
+        expect(Mapping, "mapping", "a mapping")
         hints = typing.get_type_hints(kind)
-        fields = {f.name: f for f in dataclasses.fields(kind)}
-        for name in value:
-            if name not in fields:
-                raise _fault(file, f"{_join(key, name)} is unknown", name, ", ".join(fields))
-        given: dict[str, Any] = {}
-        for name, spec in fields.items():
-            if name in value:
-                given[name] = _decode(hints[name], value[name], _join(key, name), file)
-            elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
-                raise _fault(file, f"{_join(key, name)} is missing", None, "a value")
+        unknown = next((name for name in value if name not in hints), None)
+        if unknown is not None:
+            raise _fault(file, f"{_join(key, unknown)} is unknown", unknown, ", ".join(hints))
+        given = {name: _decode(hints[name], inner, _join(key, name), file) for name, inner in value.items()}
+        for field in dataclasses.fields(kind):
+            if field.name not in given and field.default is dataclasses.MISSING:
+                raise _fault(file, f"{_join(key, field.name)} is missing", None, "a value")
         made: Any = typing.cast(Any, kind)(**given)
         _check(made, key, file)
         return made
     if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise _fault(file, f"{key} is no list", value, "a list")
+        expect(list | tuple, "list", "a list")
         return tuple(_decode(arguments[0], entry, f"{key}[{i}]", file) for i, entry in enumerate(value))
     if origin is not None:  # Mapping[str, X]
-        if not isinstance(value, Mapping):
-            raise _fault(file, f"{key} is no mapping", value, "a mapping")
+        expect(Mapping, "mapping", "a mapping")
         return {str(n): _decode(arguments[1], inner, _join(key, n), file) for n, inner in value.items()}
     if kind is str:
-        if not isinstance(value, str):
-            raise _fault(file, f"{key} is no text", value, "text")
+        expect(str, "text", "text")
         return value
     number = not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
     if not number or value < 0 or (kind is int and value != int(value)):

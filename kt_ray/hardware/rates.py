@@ -110,9 +110,7 @@ class ExpertRate:
         as fast as all.
 
         Args:
-            direction: "forward" or "backward".
             rows: mean rows per expert that has any.
-            threads: engine threads.
             rank: LoRA rank of the run; None = as measured. LoRA's time is taken as proportional to the
                 rank above the measured one, and as constant below: a narrow panel costs what a full one does.
         """
@@ -134,10 +132,8 @@ class ExpertRate:
             return speed / (plain + (1 - plain) * rank / self.rank)
         return speed
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        curves = (self.forward, self.backward, self.forward_all, self.backward_all)
-        return tuple(dict.fromkeys(curve.source for curve in curves))
+
+EXPERT_CURVES = ("forward", "backward", "forward_all", "backward_all")  # of an ExpertRate
 
 
 @dataclass(frozen=True)
@@ -165,25 +161,6 @@ class BlockRate:
     scores_backward: Figure
 
 
-def blocks_of(memory: Figure, sdpa: Figure) -> BlockRate:
-    """Blocks that nobody measured: bytes that each reads and writes over `memory`, FLOP over `sdpa`."""
-
-    def moving(size: float) -> Figure:
-        return memory.scaled(1 / size, f"{size:g} bytes per element")
-
-    return BlockRate(
-        adapter=moving(20),
-        adapter_backward=moving(40),
-        norm=moving(38),
-        norm_backward=moving(90),
-        sdpa_backward=sdpa.scaled(1 / 2.5, "five products instead of two"),
-        unequal=sdpa,
-        unequal_backward=sdpa.scaled(1 / 2, "four products instead of two"),
-        scores=moving(24),
-        scores_backward=moving(24),
-    )
-
-
 @dataclass(frozen=True)
 class DeviceRate:
     """Speed of the attention side: torch on one thread, on all of a socket's, or on a GPU.
@@ -197,7 +174,7 @@ class DeviceRate:
             of them for a causal mask).
         softmax: logits per second: float32 log-softmax over a vocabulary, forward and backward together.
         operation: seconds that an operation costs however small it is (dispatch, or a kernel launch).
-        blocks: what a layer has beside products; None = from memory and sdpa, see `blocks_of`.
+        blocks: what a layer has beside products; None = nobody measured it, see `block`.
     """
 
     name: str
@@ -211,8 +188,22 @@ class DeviceRate:
 
     @cached_property
     def block(self) -> BlockRate:
-        """`blocks`, or what memory and sdpa say."""
-        return self.blocks or blocks_of(self.memory, self.sdpa)
+        """`blocks`, or the bytes that each reads and writes over `memory`, and FLOP over `sdpa`."""
+
+        def moving(size: float) -> Figure:
+            return self.memory.scaled(1 / size, f"{size:g} bytes per element")
+
+        return self.blocks or BlockRate(
+            adapter=moving(20),
+            adapter_backward=moving(40),
+            norm=moving(38),
+            norm_backward=moving(90),
+            sdpa_backward=self.sdpa.scaled(1 / 2.5, "five products instead of two"),
+            unequal=self.sdpa,
+            unequal_backward=self.sdpa.scaled(1 / 2, "four products instead of two"),
+            scores=moving(24),
+            scores_backward=moving(24),
+        )
 
 
 @dataclass(frozen=True)
@@ -337,24 +328,12 @@ class Rates:
         if exact:
             return _nearest(exact, hidden, inter)
         same_isa = [e for e in candidates if e.isa == isa]
-        found = _nearest(
-            [e for e in same_isa if e.format == "bf16"]
-            or same_isa
-            or [e for e in candidates if e.format == fmt]
-            or candidates,
-            hidden,
-            inter,
-        )
-        why = f"of {found.isa} {found.format}: {isa} {fmt} is not among these rates"
-        return replace(
-            found,
-            isa=isa,
-            format=fmt,
-            forward=found.forward.scaled(1, why),
-            backward=found.backward.scaled(1, why),
-            forward_all=found.forward_all.scaled(1, why),
-            backward_all=found.backward_all.scaled(1, why),
-        )
+        bf16 = [e for e in same_isa if e.format == "bf16"]
+        same_format = [e for e in candidates if e.format == fmt]
+        near = _nearest(bf16 or same_isa or same_format or candidates, hidden, inter)
+        why = f"of {near.isa} {near.format}: {isa} {fmt} is not among these rates"
+        curves = {name: getattr(near, name).scaled(1, why) for name in EXPERT_CURVES}
+        return replace(near, isa=isa, format=fmt, **curves)
 
     def cpu_rate(self, threads: int) -> DeviceRate:
         """torch on `threads` threads of one socket: between one thread and all by a power law."""
@@ -373,6 +352,7 @@ class Rates:
             values = tuple(a(x) ** (1 - part) * b(x) ** part for x in at)
             return Curve(at, values, f"between {one.name} and {every.name}")
 
+        blocks = [f.name for f in fields(BlockRate)]
         return DeviceRate(
             name=f"cpu, {threads} threads",
             threads=threads,
@@ -381,12 +361,7 @@ class Rates:
             sdpa=between(one.sdpa, every.sdpa),
             softmax=between(one.softmax, every.softmax),
             operation=between(one.operation, every.operation),
-            blocks=BlockRate(
-                **{
-                    f.name: between(getattr(one.block, f.name), getattr(every.block, f.name))
-                    for f in fields(BlockRate)
-                }
-            ),
+            blocks=BlockRate(*(between(getattr(one.block, n), getattr(every.block, n)) for n in blocks)),
         )
 
 

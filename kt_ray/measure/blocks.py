@@ -18,16 +18,8 @@ RANK = 8
 Timed = Callable[[Callable[[], object]], float]
 
 
-def measure_blocks(
-    device: torch.device, timed: Timed, source: str, *, tokens: int = 512, hidden: int = 2048, heads: int = 8
-) -> BlockRate:
-    """Rates of one device with the present number of torch threads.
-
-    Args:
-        timed: seconds of a call, waited for.
-        source: of the figures.
-        tokens, hidden, heads: sizes of what is measured.
-    """
+def measure_blocks(device: torch.device, timed: Timed, tokens: int, hidden: int, heads: int = 8) -> BlockRate:
+    """Rates of one device with the present number of torch threads. timed: seconds of a call, waited for."""
     adapter, adapter_backward = _adapter(device, timed, tokens, hidden)
     norm, norm_backward = _norm(device, timed, tokens, hidden)
     flop, _, equal = _attention(device, timed, tokens, heads, 128, 128)
@@ -38,7 +30,7 @@ def measure_blocks(
         products.append((many - few) / max(most - least, 1e-9))
         scores.append(heads * tokens**2 / max(least - few / products[-1], 1e-3 * least))
     figures = (adapter, adapter_backward, norm, norm_backward, flop / equal, *products, *scores)
-    return BlockRate(*(Figure(value, source) for value in figures))
+    return BlockRate(*(Figure(value, "measured") for value in figures))
 
 
 class _Free(nn.Linear):

@@ -1,26 +1,27 @@
-"""Speed of the host around the experts: memory, torch on the CPU, AdamW, disk."""
+"""Speed of the host around experts and attention: memory, AdamW, disk, messages within one process."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from kt_ray.config.schema import OptimConfig
-from kt_ray.hardware.rates import Curve, DeviceRate, Figure, MemoryRate
-from kt_ray.measure.blocks import measure_blocks
+from kt_ray.hardware.rates import Figure, MemoryRate
 from kt_ray.measure.timing import SECONDS, median_seconds, torch_threads
 from kt_ray.native import allocate
 from kt_ray.optim.optimizers import LoraOptimizer
+from kt_ray.transport.messages import Mailbox, Message
+from kt_ray.transport.shared_memory import Arena
 
 MIB = 1 << 20
 MEASURED = "measured"
-GEMM_ROWS = (1, 16, 64, 256, 1024)
+WAIT = 30.0  # seconds that a message may take before something is wrong
 _BLOCK = 8 * MIB  # of a read from disk
 
 
@@ -45,68 +46,11 @@ def measure_memory(threads: int, size: int = 256 * MIB, seconds: float = SECONDS
     return MemoryRate(read(1), read(threads), copy(1), copy(threads), first)
 
 
-def measure_cpu(
-    threads: int, hidden: int = 2048, vocabulary: int = 32768, tokens: int = 512, seconds: float = SECONDS
-) -> DeviceRate:
-    """torch on `threads` threads: matrix products [rows, hidden] x [hidden, hidden], attention, the rest."""
-    with torch_threads(threads):
-        gemm = {
-            name: Curve(
-                tuple(float(rows) for rows in GEMM_ROWS),
-                tuple(_gemm(rows, hidden, dtype, seconds) for rows in GEMM_ROWS),
-                MEASURED,
-            )
-            for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32))
-        }
-        a = torch.ones(tokens, hidden)
-        b, c = torch.ones_like(a), torch.empty_like(a)
-        adding = median_seconds(lambda: torch.add(a, b, out=c), seconds)
-        small = torch.ones(16)
-        return DeviceRate(
-            name=f"cpu, {threads} thread{'s' if threads > 1 else ''}",
-            threads=threads,
-            gemm=gemm,
-            memory=Figure(12 * a.numel() / adding, MEASURED),
-            sdpa=Figure(_sdpa(tokens, seconds), MEASURED),
-            softmax=Figure(_softmax(max(1, tokens // 8), vocabulary, seconds), MEASURED),
-            operation=Figure(median_seconds(lambda: small + small, seconds), MEASURED),
-            blocks=measure_blocks(
-                torch.device("cpu"),
-                lambda call: median_seconds(call, seconds),
-                MEASURED,
-                tokens=tokens,
-                hidden=hidden,
-            ),
-        )
-
-
-def _gemm(rows: int, hidden: int, dtype: torch.dtype, seconds: float) -> float:
-    x, w = torch.ones(rows, hidden, dtype=dtype), torch.ones(hidden, hidden, dtype=dtype)
-    return 2 * rows * hidden * hidden / median_seconds(lambda: F.linear(x, w), seconds)
-
-
-def _sdpa(tokens: int, seconds: float, heads: int = 16, width: int = 128) -> float:
-    q, k, v = (torch.ones(1, heads, tokens, width, dtype=torch.bfloat16) for _ in range(3))
-    took = median_seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), seconds)
-    return 4 * heads * tokens * tokens * width / took
-
-
-def _softmax(rows: int, vocabulary: int, seconds: float) -> float:
-    logits = torch.zeros(rows, vocabulary, requires_grad=True)
-    labels = torch.zeros(rows, dtype=torch.int64)
-
-    def loss() -> None:
-        logits.grad = None
-        F.cross_entropy(logits, labels).backward()
-
-    return rows * vocabulary / median_seconds(loss, seconds)
-
-
 def measure_optimizer(threads: int, parameters: int = 1 << 22, seconds: float = SECONDS) -> Figure:
     """Parameters/s of AdamW as training steps it."""
     with torch_threads(threads):
-        held = [torch.nn.Parameter(torch.zeros(parameters // 16)) for _ in range(16)]
-        optimizer = LoraOptimizer(held, OptimConfig())
+        weights = [torch.nn.Parameter(torch.zeros(parameters // 16)) for _ in range(16)]
+        optimizer = LoraOptimizer(weights, OptimConfig())
         took = median_seconds(lambda: optimizer.apply(1e-4, 0.5), seconds)
         return Figure(parameters // 16 * 16 / took, MEASURED)
 
@@ -157,3 +101,34 @@ def _read(file: Path, size: int, source: str) -> Figure | None:
         return Figure(done / max(time.perf_counter() - start, 1e-9), source) if done else None
     finally:
         os.close(handle)
+
+
+def measure_local_message(rounds: int = 200) -> Figure:
+    """Seconds of a small message from one actor's thread to another's in one process, half a round trip."""
+    asker, answerer = Mailbox("asker"), Mailbox("answerer")
+
+    def answer() -> None:
+        for i in range(rounds):
+            answerer.take(("ask", i), WAIT)
+            asker.put(Message(("answer", i)))
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    start = time.perf_counter()
+    for i in range(rounds):
+        answerer.put(Message(("ask", i)))
+        asker.take(("answer", i), WAIT)
+    took = time.perf_counter() - start
+    thread.join(WAIT)
+    return Figure(took / (2 * rounds), MEASURED)
+
+
+def measure_arena(size: int = 8 << 20, seconds: float = SECONDS) -> Figure:
+    """Bytes/s copied into a segment of shared memory that is in use already."""
+    arena, tensor = Arena("rates"), torch.ones(size, dtype=torch.uint8)
+
+    def write() -> None:
+        _, block = arena.write(tensor)
+        arena.free(block)
+
+    return Figure(size / median_seconds(write, seconds), MEASURED)

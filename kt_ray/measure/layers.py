@@ -104,9 +104,10 @@ def measure_layers(
     last = len(works) - 1
     # The last layer of each kind: the last of all comes with the head.
     kinds = {layer_signature(work): number for number, work in enumerate(works)}
-    found: list[LayerRate] = []
+    model = works[0].dims.model_type
+    rates: list[LayerRate] = []
     for signature, layer in kinds.items():
-        say(f"layer {layer} of {works[layer].dims.model_type}")
+        say(f"layer {layer} of {model}")
         stage = Stage(replace(spec, layers=(layer, layer + 1)))
         for count in threads if stage.device.type == "cpu" else (0,):
             seconds: dict[str, dict[int, float]] = {kind: {} for kind in (*KINDS, *ENDS)}
@@ -118,15 +119,13 @@ def measure_layers(
                             seconds[kind][width] = min(value, seconds[kind].get(width, value))
                         if took["forward"] > TOO_LONG:
                             break
-            name = f"{works[layer].dims.model_type} layer {layer}"
-            found.append(rate_of(signature, name, count, {k: seconds[k] for k in KINDS}))
+            layers = {k: seconds[k] for k in KINDS}
+            rates.append(rate_of(signature, f"{model} layer {layer}", count, layers))
             if layer == last:
                 ends = {k: seconds[k] for k in ENDS}
-                found.append(
-                    rate_of(ends_signature(works[0]), f"{name[: name.index(' ')]} ends", count, ends)
-                )
+                rates.append(rate_of(ends_signature(works[0]), f"{model} ends", count, ends))
         del stage
-    return tuple(found)
+    return tuple(rates)
 
 
 def _median(stage: Stage, layer: int, width: int) -> dict[str, float]:

@@ -16,10 +16,7 @@ REPEATS = 3  # at least
 def median_seconds(call: Callable[[], object], seconds: float = SECONDS, repeats: int = REPEATS) -> float:
     """Median duration of `call`, after one call that does not count.
 
-    Args:
-        call: what is timed.
-        seconds: it is repeated until they are used up; calls too short for the clock are timed in batches.
-        repeats: timings at least.
+    It is repeated until `seconds` are used up; calls too short for the clock are timed in batches.
     """
     call()
     start = time.perf_counter()

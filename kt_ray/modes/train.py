@@ -15,8 +15,7 @@ from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import socket_name
 from kt_ray.hardware.rate_files import rates_for
-from kt_ray.placement.plan import plan_to_dict
-from kt_ray.placement.render import held_per_layer
+from kt_ray.placement.render import experts_per_layer, plan_to_dict
 from kt_ray.runs.before_after import before_and_after, final_questions
 from kt_ray.runs.environment import environment
 from kt_ray.runs.generation import PreparedGeneration
@@ -108,7 +107,7 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
     for actor in plan.experts:
         home = socket_name(plan.hardware, actor.host, actor.node)
         say(
-            f"expert actor {actor.rank}: {held_per_layer(plan, actor)} of {plan.dims.num_experts} "
+            f"expert actor {actor.rank}: {experts_per_layer(plan, actor)} of {plan.dims.num_experts} "
             f"experts per layer, {home}, {actor.threads} threads"
         )
     for line in (*plan.notes, *prepared.notes, *prepared.data.report.lines()):

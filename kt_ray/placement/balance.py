@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
@@ -31,14 +32,9 @@ LEAST_SLOTS = 10_000  # per actor and layer
 def place_experts(
     actors: tuple[ExpertActorPlan, ...], dims: ModelDims, config: Config, load: ExpertLoad | None
 ) -> tuple[tuple[ExpertActorPlan, ...], ExpectedLoad | None, list[str]]:
-    """The actors with the experts that rule.experts.placement gives them.
+    """The actors with the experts that rule.experts.placement gives them; what the load says; plan's notes.
 
-    Args:
-        actors: holding contiguous experts; an actor's speed is its number of threads.
-        load: tokens per expert of this model, if known.
-
-    Returns:
-        The actors; what the load says of them; sentences for the plan's notes.
+    Actors come with contiguous experts; an actor's speed is its number of threads.
 
     Raises:
         UserError: placement=balanced where no load is known.
@@ -108,25 +104,21 @@ def balance(loads: Sequence[int], speeds: Sequence[int]) -> Shares:
     go to the lowest id. Where that is no better than contiguous runs, those stay.
 
     Args:
-        loads: tokens of each expert.
-        speeds: relative speed of each actor, a positive integer.
-
-    Returns:
-        Each actor's ids: len(loads) // len(speeds) of them, or one more.
+        loads: tokens of each expert. speeds: relative speed of each actor, a positive integer.
     """
     n = len(speeds)
     contiguous = split_experts(len(loads), n)
     unit = math.lcm(*speeds)
     seconds = [unit // speed for speed in speeds]  # per token, in exact integers
-    held = _longest_first(loads, seconds)
-    while _exchange(held, loads, seconds):
+    lists = _longest_first(loads, seconds)
+    while _exchange(lists, loads, seconds):
         pass
-    found = tuple(tuple(sorted(ids)) for ids in held)
+    balanced = tuple(tuple(sorted(ids)) for ids in lists)
 
     def last(shares: Shares) -> int:
         return max(_time(ids, loads, s) for ids, s in zip(shares, seconds, strict=True))
 
-    return found if last(found) < last(contiguous) else contiguous
+    return balanced if last(balanced) < last(contiguous) else contiguous
 
 
 def _time(ids: Sequence[int], loads: Sequence[int], seconds: int) -> int:
@@ -136,29 +128,29 @@ def _time(ids: Sequence[int], loads: Sequence[int], seconds: int) -> int:
 def _longest_first(loads: Sequence[int], seconds: Sequence[int]) -> list[list[int]]:
     n = len(seconds)
     least, more = divmod(len(loads), n)  # `more` actors hold one expert more than the others
-    held: list[list[int]] = [[] for _ in range(n)]
+    by_actor: list[list[int]] = [[] for _ in range(n)]
     total = [0] * n
     for expert in sorted(range(len(loads)), key=lambda e: (-loads[e], e)):
-        free = [a for a in range(n) if len(held[a]) < least or (more and len(held[a]) == least)]
-        taker = min(free, key=lambda a: ((total[a] + loads[expert]) * seconds[a], len(held[a]), a))
-        more -= len(held[taker]) == least
-        held[taker].append(expert)
+        free = [a for a in range(n) if len(by_actor[a]) < least or (more and len(by_actor[a]) == least)]
+        taker = min(free, key=lambda a: ((total[a] + loads[expert]) * seconds[a], len(by_actor[a]), a))
+        more -= len(by_actor[taker]) == least
+        by_actor[taker].append(expert)
         total[taker] += loads[expert]
-    return held
+    return by_actor
 
 
-def _exchange(held: list[list[int]], loads: Sequence[int], seconds: Sequence[int]) -> bool:
+def _exchange(by_actor: list[list[int]], loads: Sequence[int], seconds: Sequence[int]) -> bool:
     """Do the one exchange or move that relieves the last actor most; False = none does."""
-    times = [_time(ids, loads, s) for ids, s in zip(held, seconds, strict=True)]
-    last = max(range(len(held)), key=lambda a: (times[a], -a))
+    times = [_time(ids, loads, s) for ids, s in zip(by_actor, seconds, strict=True)]
+    last = max(range(len(by_actor)), key=lambda a: (times[a], -a))
     best: tuple[int, int, int, int] | None = None  # (later of the two then, actor, expert, its or -1)
-    for other in range(len(held)):
+    for other in range(len(by_actor)):
         if other == last:
             continue
-        theirs = sorted((loads[e], e) for e in held[other])
-        may_move = len(held[last]) > len(held[other])
+        theirs = sorted((loads[e], e) for e in by_actor[other])
+        may_move = len(by_actor[last]) > len(by_actor[other])
         ideal = (times[last] - times[other]) // (seconds[last] + seconds[other])
-        for expert in held[last]:
+        for expert in by_actor[last]:
             # Candidates around the load whose exchange would make both end together.
             at = bisect.bisect_left(theirs, (loads[expert] - ideal, -1))
             partners = theirs[max(0, at - 1) : at + 1] + ([(0, -1)] if may_move else [])
@@ -169,11 +161,11 @@ def _exchange(held: list[list[int]], loads: Sequence[int], seconds: Sequence[int
     if best is None or best[0] >= times[last]:
         return False
     _, other, expert, partner = best
-    held[last].remove(expert)
-    held[other].append(expert)
+    by_actor[last].remove(expert)
+    by_actor[other].append(expert)
     if partner >= 0:
-        held[other].remove(partner)
-        held[last].append(partner)
+        by_actor[other].remove(partner)
+        by_actor[last].append(partner)
     return True
 
 
@@ -190,14 +182,13 @@ def mean_imbalance(
     slots: Mapping[int, Sequence[int]], shares: Mapping[int, Shares], speeds: Sequence[int]
 ) -> float:
     """`imbalance`, averaged over the layers of `shares`."""
-    found = [imbalance(slots[layer], of_layer, speeds) for layer, of_layer in shares.items()]
-    return sum(found) / len(found)
+    ratios = [imbalance(slots[layer], of_layer, speeds) for layer, of_layer in shares.items()]
+    return sum(ratios) / len(ratios)
 
 
 def without_load(config: Config) -> Config:
     """The same with contiguous experts, for plans whose memory alone matters: it is as even either way."""
-    rule = config.rule
-    return replace(config, rule=replace(rule, experts=replace(rule.experts, placement="contiguous")))
+    return with_keys(config, {"rule.experts.placement": "contiguous"})
 
 
 def owners_of(actors: Sequence[ExpertActorPlan], dims: ModelDims) -> dict[int, tuple[int, ...]]:

@@ -49,9 +49,8 @@ def count_stages(rule: RuleConfig, device: str, hardware: Hardware, dims: ModelD
     present = len(hardware.gpus)
     stages = stages_named(rule, default=max(1, min(present // rule.replica_count, dims.num_layers)))
     named = named_devices(rule)
-    listed = any(
-        isinstance(entry, Mapping) and isinstance(entry["device"], list) for entry in rule.layers or ()
-    )
+    entries = rule.layers or ()
+    listed = any(isinstance(entry, Mapping) and isinstance(entry["device"], list) for entry in entries)
     wanted = len(set(named)) if listed else (len(set(named)) or stages) * rule.replica_count
     if wanted > present:
         fewer = f"rule.stages={max(1, present // rule.replica_count)}"
@@ -80,15 +79,10 @@ def stage_devices(
             a device that is named alone moved up by r times the number of different devices named.
 
     Raises:
-        UserError: a device that is not there, a list of another length, or replicas that would share a GPU
-            although no list says so.
+        UserError: a device that is not there, or replicas that would share a GPU although no list says so.
     """
     stages = len(named)
     if device == "cpu":
-        flat = [n for entry in named for n in (entry if isinstance(entry, tuple) else (entry,))]
-        wrong = [name for name in flat if name not in (None, "cpu")]
-        if wrong:
-            raise _absent(wrong[0] or "", "only the cpu (rule.device=cpu)")
         return (("cpu",) * stages,) * rule.replica_count
     present = [f"cuda:{gpu.index}" for gpu in hardware.gpus]
     step = len({name for name in named if isinstance(name, str)}) or stages
@@ -97,7 +91,7 @@ def stage_devices(
         names = []
         for stage, entry in enumerate(named):
             if isinstance(entry, tuple):
-                name = _listed(entry, replica, rule.replica_count)
+                name = entry[replica]
             else:
                 first = stage if entry is None else _ordinal(entry, present)
                 name = f"cuda:{first + replica * step}"
@@ -107,18 +101,6 @@ def stage_devices(
         per_replica.append(tuple(names))
     _check_sharing(named, per_replica)
     return tuple(per_replica)
-
-
-def _listed(devices: tuple[str, ...], replica: int, replicas: int) -> str:
-    if len(devices) != replicas:
-        raise UserError(
-            "a device list in rule.layers has another length than there are replicas",
-            where="rule.layers with rule.replicas",
-            observed=f"[{', '.join(devices)}] for {counted(replicas, 'replica')}",
-            required="one device per replica (the same one again where replicas share it)",
-            remedy=f"list {counted(replicas, 'device')}, or set rule.replicas={len(devices)}",
-        )
-    return devices[replica]
 
 
 def _ordinal(name: str, present: Sequence[str]) -> int:

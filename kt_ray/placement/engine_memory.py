@@ -90,7 +90,7 @@ class EngineShape:
         """
         h, i, r = self._widths
         storage, compute = self._elements
-        held = {
+        buffers = {
             "act": rows * i * compute,
             "gradients of gate and up": rows * self._parts * i * compute,
             "dy": tokens * h * storage,
@@ -101,8 +101,8 @@ class EngineShape:
         }
         if recompute:
             kept, lasting = self.saved(tokens, rows), self.saved(tokens, rows, recompute=True)
-            held |= {name: size for name, size in kept.items() if name not in lasting}
-        return held
+            buffers |= {name: size for name, size in kept.items() if name not in lasting}
+        return buffers
 
     def thread(self) -> int:
         """Bytes of one thread's scratch: two panels, packed rows, and what is as small as they are wide.

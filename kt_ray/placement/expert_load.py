@@ -95,14 +95,14 @@ def _table(file: Path, value: Mapping[str, Any], name: str) -> dict[int, tuple[i
     table = value.get(name)
     if not isinstance(table, dict):
         raise _damaged(file, f"no table {name}")
-    found: dict[int, tuple[int, ...]] = {}
+    by_layer: dict[int, tuple[int, ...]] = {}
     for layer, counts in table.items():
         # bool is an int, but no count.
         fine = isinstance(counts, list) and all(type(count) is int and count >= 0 for count in counts)
         if not fine or not layer.isdecimal():
             raise _damaged(file, f"{name} of layer {layer} are no counts")
-        found[int(layer)] = tuple(counts)
-    return found
+        by_layer[int(layer)] = tuple(counts)
+    return by_layer
 
 
 def _shape(layers: Sequence[int], experts: set[int]) -> str:

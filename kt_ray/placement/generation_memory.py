@@ -16,9 +16,9 @@ and logits, which are free by then.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from kt_ray.config.limits import GENERATING
+from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
 
@@ -30,19 +30,10 @@ def generates(config: Config) -> bool:
 
 def after_training(config: Config) -> Config:
     """The configuration under which a run answers eval.after_training questions: no more rows than those."""
-    generate = config.generate
-    rows = min(generate.batch_size, max(1, config.eval.after_training))
-    return replace(
-        config,
-        generate=replace(
-            generate,
-            answer="both",
-            split="eval",
-            limit=config.eval.after_training,
-            adapter=None,
-            batch_size=rows,
-        ),
-    )
+    questions = config.eval.after_training
+    keys = {"answer": "both", "split": "eval", "limit": questions, "adapter": None}
+    keys["batch_size"] = min(config.generate.batch_size, max(1, questions))
+    return with_keys(config, {f"generate.{key}": value for key, value in keys.items()})
 
 
 def room(dims: ModelDims, config: Config) -> int:
@@ -77,9 +68,7 @@ def generation_items(
 ) -> dict[str, float]:
     """What an attention worker needs in the place of training's items of these names.
 
-    Args:
-        layers: of its stage. last: whether it is the last one. layer: bytes per token of one layer.
-        element: bytes of a value.
+    layers: of its stage, the last one or not. layer: bytes per token of one layer. element: of a value.
     """
     tokens = step_tokens(config)
     mask = element * longest_row(dims, config)

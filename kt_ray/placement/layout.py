@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.devices import resolve_device
 from kt_ray.placement.plan_types import Plan
-from kt_ray.placement.render import LAYOUT, gib, layout_text
+from kt_ray.placement.render import LAYOUT, counted, gib, layout_text
 
 Layout = tuple[int, int]  # stages, replicas
 
@@ -45,7 +46,7 @@ def layout_is_auto(rule: RuleConfig) -> bool:
 
 def with_layout(config: Config, layout: Layout) -> Config:
     """The configuration with both numbers set."""
-    return replace(config, rule=replace(config.rule, stages=layout[0], replicas=layout[1]))
+    return with_keys(config, {"rule.stages": layout[0], "rule.replicas": layout[1]})
 
 
 def choose_layout(config: Config, choices: tuple[Layout, ...], plan_of: Callable[[Layout], Plan]) -> Plan:
@@ -61,7 +62,8 @@ def choose_layout(config: Config, choices: tuple[Layout, ...], plan_of: Callable
         plan = plan_of(layout)
         if plan.fits:
             return _noted(plan, reason or _first_reason(config, plan))
-        reason = f"{layout_text(*layout)} would lack {_shortage(plan)}"
+        worst = max(plan.budgets, key=lambda b: b.total - b.capacity if not b.fits else 0)
+        reason = f"{layout_text(*layout)} would lack {gib(worst.total - worst.capacity)} on {worst.device}"
     return _noted(plan, "nothing fits, and this needs the least of each GPU")
 
 
@@ -76,15 +78,9 @@ def _micro_batches(config: Config) -> int:
 
 
 def _first_reason(config: Config, plan: Plan) -> str:
-    micro = _micro_batches(config)
     if plan.replicas < len(plan.hardware.gpus):
-        batches = "1 micro-batch" if micro == 1 else f"{micro} micro-batches"
+        batches = counted(_micro_batches(config), "micro-batch")
         return (
             f"more replicas would not shorten a step of {batches} (trainer.batch_size over micro_batch_size)"
         )
     return "a whole replica fits each GPU; replicas work side by side, stages take turns"
-
-
-def _shortage(plan: Plan) -> str:
-    worst = max((b for b in plan.budgets if not b.fits), key=lambda b: b.total - b.capacity)
-    return f"{gib(worst.total - worst.capacity)} on {worst.device}"

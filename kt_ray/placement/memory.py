@@ -44,7 +44,7 @@ from kt_ray.placement.generation_memory import (
     step_tokens,
 )
 from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
-from kt_ray.placement.plan_types import Budget, ExpertActorPlan, MemoryLine, WorkerPlan
+from kt_ray.placement.plan_types import Budget, ExpertActorPlan, WorkerPlan
 
 GIB = 1 << 30
 
@@ -58,7 +58,7 @@ GPU_RUNTIME = int(0.8 * GIB)  # CUDA context, libraries, allocator slack
 
 LOGITS_BYTES = 1 << 26  # float32 logits that trainer.loss_chunk=auto allows at once
 
-# Order in which items are shown; every line's item is one of these.
+# Items of a budget, in the order in which they are shown.
 ITEMS = (
     "experts",
     "weights",
@@ -96,11 +96,9 @@ def widest_row(data: DataConfig) -> int:
 
 
 def load_of(config: Config, wave: int, groups: int) -> Load:
-    """Tokens per wave and its parts, every row at data.max_length; of generation those of one step, each
-    replica's an engine call of its own.
+    """Tokens of a wave of `wave` micro-batches per replica, cut into `groups`; every row at data.max_length.
 
-    Args:
-        wave: micro-batches of a replica that pass the layers together. groups: they are cut into so many.
+    Of generation those of one step, each replica's an engine call of its own.
     """
     if generates(config):
         tokens = step_tokens(config)
@@ -141,8 +139,7 @@ def expert_file_estimate(dims: ModelDims) -> float:
 
 
 def held_format(dims: ModelDims, backend: str) -> str:
-    """Format in which an actor holds its routed experts; of experts in a file of their own the nearest by
-    size."""
+    """Format of routed experts in memory; of experts in a file of their own the nearest by size."""
     storage = BACKEND_STORAGE.get(backend)
     if storage is not None:
         return storage.format
@@ -166,14 +163,15 @@ def budgets(
     """One budget per GPU in use and per socket in use, for waves of `wave` micro-batches per replica."""
     load = load_of(config, wave, groups)
     stages = 1 + max(worker.stage for worker in workers)
-    lines: dict[str, list[MemoryLine]] = {}
+    sums: dict[str, dict[str, int]] = {}
 
     def add(device: str, item: str, size: float) -> None:
         if size > 0:
-            lines.setdefault(device, []).append(MemoryLine(device, item, math.ceil(size)))
+            on_device = sums.setdefault(device, {})
+            on_device[item] = on_device.get(item, 0) + math.ceil(size)
 
     for worker in workers:
-        home = socket_name(hardware, 0, home_node(worker, hardware))
+        home = home_socket(worker, hardware)
         for item, size in worker_items(dims, config, load, worker, stages, dtype).items():
             add(home if worker.device == "cpu" or item == "staging" else worker.device, item, size)
         if worker.device != "cpu":
@@ -181,13 +179,12 @@ def budgets(
         if config.cluster.name == "ray":
             add(home, "runtime", WORKER_RUNTIME)
     for actor in experts:
-        isa = hardware.isas[-1] if actor.isa == "auto" and hardware.isas else actor.isa
+        isa = hardware.best_isa if actor.isa == "auto" else actor.isa
         items = _expert_actor(dims, config, load, groups, actor, isa)
         home = socket_name(hardware, actor.host, actor.node)
         for device, item, size in _lane(dims, config, load, actor, items["experts"], home):
             add(device, item, size)
-        held = sum(actor.counts(dims.moe_layers))
-        items["experts"] *= 1 - resident_count(actor) / held
+        items["experts"] *= 1 - resident_count(actor) / sum(actor.counts(dims.moe_layers))
         for item, size in items.items():
             add(home, item, size)
     ray = RAY_RUNTIME if config.cluster.name == "ray" else 0
@@ -197,19 +194,24 @@ def budgets(
 
     capacity = {socket_name(hardware, s.host, s.node): s.memory_bytes for s in hardware.sockets}
     capacity |= {f"cuda:{gpu.index}": gpu.memory_bytes for gpu in hardware.gpus}
-    of_devices = [Budget(d, _merged(d, lines[d]), capacity.get(d, 0)) for d in lines]
-    return tuple(
-        sorted(of_devices, key=lambda b: (b.is_socket, b.host, b.device.partition(":")[0], _number(b.device)))
-    )
+    of_devices = [
+        Budget(device, {item: own[item] for item in ITEMS if item in own}, capacity.get(device, 0))
+        for device, own in sums.items()
+    ]
+
+    def place(budget: Budget) -> tuple[object, ...]:
+        number = re.search(r"\d+$", budget.device)
+        kind = budget.device.partition(":")[0]
+        return budget.is_socket, budget.host, kind, int(number[0]) if number else 0
+
+    return tuple(sorted(of_devices, key=place))
 
 
-def home_node(worker: WorkerPlan, hardware: Hardware) -> int:
-    """NUMA node of host 0 whose memory an attention worker's host side counts against."""
+def home_socket(worker: WorkerPlan, hardware: Hardware) -> str:
+    """The socket of host 0 whose memory and cores an attention worker's host side uses."""
     sockets = hardware.on(0)
-    for socket in sockets:
-        if worker.cpus and set(worker.cpus) <= set(socket.cpus):
-            return socket.node
-    return sockets[worker.rank % len(sockets)].node
+    bound = (s for s in sockets if worker.cpus and set(worker.cpus) <= set(s.cpus))
+    return socket_name(hardware, 0, next(bound, sockets[worker.rank % len(sockets)]).node)
 
 
 def layer_activation_bytes(dims: ModelDims, config: Config, layer: int, dtype: str) -> int:
@@ -251,10 +253,8 @@ def worker_items(
     own = range(start, stop)
     element, hidden = ELEMENT_BYTES[dtype], dims.hidden_size
     first, last = worker.stage == 0, worker.stage == stages - 1
-    moe = sum(1 for layer in own if layer in dims.moe_layers)
-    ends = (1 if first else 0) + (1 if last else 0)
-    if first and last and dims.tie_embeddings:
-        ends = 1
+    moe = sum(layer in dims.moe_layers for layer in own)
+    ends = 1 if dims.tie_embeddings and first and last else first + last
     adapters = sum(lora_params(dims, config.lora, layer) for layer in own)
     all_adapters = sum(lora_params(dims, config.lora, layer) for layer in range(dims.num_layers))
     root = worker.rank == 0
@@ -264,17 +264,17 @@ def worker_items(
         kept += moe * load.replica * hidden * 4
     params = {layer: dims.attention_params[layer] + dims.dense_params[layer] for layer in own}
     probed = max((params[layer] for layer in own if layer in dims.moe_layers), default=0)
-    stored = (
-        [dims.quantised[layer] for layer in own] if config.model.keep_quantized and dims.quantised else []
-    )
-    held = element * sum(params.values()) + sum(q.bytes - element * q.params for q in stored)
+    kept_quantised = config.model.keep_quantized and dims.quantised
+    stored = [dims.quantised[layer] for layer in own] if kept_quantised else []
+    weights = element * sum(params.values()) + sum(q.bytes - element * q.params for q in stored)
     # What is dequantised when used, one matrix at a time.
     unpacked = element * max((q.largest for q in stored), default=0)
     largest = max(layer_activation_bytes(dims, config, layer, dtype) for layer in own)
     recompute = load.replica * largest
     neighbours = dims.hidden_streams * (2 if stages > 1 else 0)
+    logits = logit_rows(config.trainer.loss_chunk, load.micro, dims.vocab_size)
     items: dict[str, float] = {
-        "weights": held + element * (dims.outside_params if last else 0),
+        "weights": weights + element * (dims.outside_params if last else 0),
         "embedding and head": element * dims.embedding_params * ends,
         "LoRA": 8 * adapters + (8 * all_adapters if root else 0),
         "optimizer": 8 * all_adapters if root else 0,
@@ -282,33 +282,25 @@ def worker_items(
         # The probe of the experts' scale copies one MoE layer to float32 before training.
         "workspace": max(recompute + unpacked + load.replica * hidden * 8, 4 * probed)
         + mask_bytes(dims, config, load, dtype),
-        "logits": logit_rows(config.trainer.loss_chunk, load.micro, dims.vocab_size)
-        * dims.vocab_size
-        * (element + 8)
-        if last
-        else 0,
+        "logits": logits * dims.vocab_size * (element + 8) if last else 0,
         "staging": 2 * load.replica * hidden * (4 + neighbours * element),
     }
+
+    def generating(config: Config) -> dict[str, float]:
+        return generation_items(dims, config, own, last=last, layer=largest + hidden * 8, element=element)
+
     if generates(config):
-        items |= generation_items(dims, config, own, last=last, layer=largest + hidden * 8, element=element)
+        items |= generating(config)
         items["workspace"] = max(items["workspace"] + unpacked, 4 * probed)
     elif config.eval.after_training:
-        answering = generation_items(
-            dims, after_training(config), own, last=last, layer=largest + hidden * 8, element=element
-        )
-        # In the room that training no longer needs, as far as it goes.
-        items["answers"] = max(
-            0.0, sum(answering.values()) - sum(items[name] for name in answering if name in items)
-        )
+        answering = generating(after_training(config))
+        free = sum(items[name] for name in answering if name in items)  # training no longer needs it
+        items["answers"] = max(0.0, sum(answering.values()) - free)
     return items
 
 
 def logit_rows(loss_chunk: int | str, rows: int, vocab: int) -> int:
-    """Rows of logits per chunk; all `rows` when they are not cut.
-
-    Args:
-        loss_chunk: trainer.loss_chunk. rows: trained tokens. vocab: size of the vocabulary.
-    """
+    """Rows of logits per chunk of trainer.loss_chunk; all `rows` (trained tokens) when they are not cut."""
     if loss_chunk == "auto":
         return max(1, min(rows, LOGITS_BYTES // (4 * vocab)))
     return max(1, min(rows, int(loss_chunk)) if int(loss_chunk) > 0 else rows)
@@ -318,8 +310,8 @@ def _expert_actor(
     dims: ModelDims, config: Config, load: Load, groups: int, actor: ExpertActorPlan, isa: str
 ) -> dict[str, float]:
     width, layers = dims.expert_width, len(dims.moe_layers)
-    held = sum(actor.counts(dims.moe_layers))
-    per_layer = held / layers
+    count = sum(actor.counts(dims.moe_layers))
+    per_layer = count / layers
     file = dims.experts_file_bytes and actor.backend not in BACKEND_STORAGE  # those quantise what they read
     if actor.backend == "llamafile" or file:
         whole = dims.experts_file_bytes or expert_file_estimate(dims)
@@ -329,17 +321,15 @@ def _expert_actor(
     slots_per_token = dims.experts_per_token * per_layer / dims.num_experts
     recompute = actor.activations == "recompute"
     shape = engine_shape(dims, config.lora, isa, actor.backend)
-    kept = (
-        {}
-        if generates(config)
-        else shape.saved(load.total, load.total * slots_per_token, recompute=recompute)
-    )
+    kept = shape.saved(load.total, load.total * slots_per_token, recompute=recompute)
+    if generates(config):
+        kept = {}
     rows = load.group * slots_per_token
     buffers = shape.call(load.group, rows, recompute=recompute)
     call = sum(buffers.values()) + actor.threads * rounded(shape.thread()) + load.group * width * 16
     large = sum(size >= HUGE_PAGE for size in buffers.values())
     large += layers * groups * sum(size / groups >= HUGE_PAGE for size in kept.values())
-    adapters = held * expert_lora_params(dims, config.lora)
+    adapters = count * expert_lora_params(dims, config.lora)
     return {
         "experts": weights,
         "LoRA": 8 * adapters,
@@ -355,14 +345,14 @@ def _lane(
     dims: ModelDims, config: Config, load: Load, actor: ExpertActorPlan, experts: float, home: str
 ) -> Iterator[tuple[str, str, float]]:
     """What an actor's lane adds; experts: bytes of all that the actor holds."""
-    held = sum(actor.counts(dims.moe_layers))
+    count = sum(actor.counts(dims.moe_layers))
     shape = engine_shape(dims, config.lora, "reference", actor.backend)
     size = LaneMemory(
-        expert=experts / held,
+        expert=experts / count,
         adapter=4 * expert_lora_params(dims, config.lora),
         group=load.group,
         total=load.total,
-        slots=dims.experts_per_token * held / len(dims.moe_layers) / dims.num_experts,
+        slots=dims.experts_per_token * count / len(dims.moe_layers) / dims.num_experts,
         runtime=GPU_RUNTIME,
         float32=shape.float32,
         plain=dims.expert_format in ("f32", "bf16") and actor.backend in ("auto", "AMXBF16"),
@@ -382,14 +372,3 @@ def engine_shape(dims: ModelDims, lora: LoraConfig, isa: str, backend: str = "au
         gated=dims.gated,
         dropout=lora.experts and lora.dropout > 0,
     )
-
-
-def _merged(device: str, lines: Sequence[MemoryLine]) -> tuple[MemoryLine, ...]:
-    """One line per item, in the order of ITEMS."""
-    sums = {item: sum(line.bytes for line in lines if line.item == item) for item in ITEMS}
-    return tuple(MemoryLine(device, item, size) for item, size in sums.items() if size)
-
-
-def _number(device: str) -> int:
-    digits = re.search(r"\d+$", device)
-    return int(digits[0]) if digits else 0

@@ -20,6 +20,7 @@ Operations of a worker, for layer L and micro-batch group g (groups count over a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
@@ -42,11 +43,7 @@ ExpertCall = tuple[int, str, int]  # layer, "forward" or "backward", group
 
 
 def worker_program(plan: Plan, replica: int, stage: int, kind: str) -> tuple[Op, ...]:
-    """The operations of one worker in one pass, in order.
-
-    Args:
-        kind: "train" (forward and backward) or "eval" (forward and loss).
-    """
+    """The operations of one worker in one pass, in order. kind: "train" or "eval" (forward and loss)."""
     return _program(_shape(plan), replica, stage, kind)
 
 
@@ -129,7 +126,8 @@ def _operations(shape: _Shape, stage: int, kind: str) -> list[Op]:
         for number in range(1 if last_stage else 0, len(backward.runs)):
             for group in groups:
                 backward.take(number, group)
-        backward.finish_all()
+        while backward.alive:
+            backward.finish()
     return ops
 
 
@@ -168,24 +166,10 @@ class _Backward:
     def finish(self) -> None:
         self.backward(*self.alive.pop(0))
 
-    def finish_all(self) -> None:
-        while self.alive:
-            self.finish()
-
     def backward(self, layer: int, group: int) -> None:
         self.ops.append(Op("backward", layer, group))
         if layer == self.start and self.stage > 0:
             self.ops.append(Op("send_grad", layer, group))
-
-
-class _Worker:
-    """A worker's place in its program during the simulation."""
-
-    def __init__(self, replica: int, stage: int, program: tuple[Op, ...]) -> None:
-        self.replica = replica
-        self.stage = stage
-        self.program = program
-        self.at = 0
 
 
 @lru_cache(maxsize=256)
@@ -195,64 +179,54 @@ def _expert_order(shape: _Shape, kind: str) -> tuple[ExpertCall, ...]:
     Each tick the expert side takes up the request that has waited longest (ties: lowest layer, then
     direction, then group), and each worker in rank order does what it can.
     """
-    stages = len(shape.layers)
-    workers = [
-        _Worker(replica, stage, _program(shape, replica, stage, kind))
-        for replica in range(shape.replicas)
-        for stage in range(stages)
-    ]
-    total = len(shape.moe) * shape.groups * (2 if kind == "train" else 1)
+    workers = [(replica, stage) for replica in range(shape.replicas) for stage in range(len(shape.layers))]
+    programs = {worker: _program(shape, *worker, kind) for worker in workers}
+    at = dict.fromkeys(workers, 0)  # operations done
     order: list[ExpertCall] = []
-    submitted: dict[ExpertCall, int] = {}
+    submitted: Counter[ExpertCall] = Counter()
     ready: dict[ExpertCall, int] = {}  # call -> tick at which its last replica submitted
-    sent: set[tuple[str, int, int, int]] = set()  # (what, replica, receiving stage, group)
-    done: set[ExpertCall] = set()
+    arrived: set[tuple[object, ...]] = set()  # answered calls, and (what, replica, receiving stage, group)
     tick = 0
 
-    def submit(call: ExpertCall) -> None:
-        submitted[call] = submitted.get(call, 0) + 1
-        if submitted[call] == shape.replicas:
-            ready[call] = tick
-
-    def can_run(worker: _Worker, op: Op) -> bool:
-        if op.kind == "recv_hidden":
-            return ("hidden", worker.replica, worker.stage, op.group) in sent
-        if op.kind == "recv_grad":
-            return ("grad", worker.replica, worker.stage, op.group) in sent
+    def awaited(op: Op, replica: int, stage: int) -> tuple[object, ...] | None:
+        if op.kind.startswith("recv"):
+            return op.kind[5:], replica, stage, op.group
         if op.kind == "join":
-            return (op.layer, "forward", op.group) in done
+            return op.layer, "forward", op.group
         if op.kind == "backward" and op.layer in shape.moe:
-            return (op.layer, "backward", op.group) in done
-        return True
+            return op.layer, "backward", op.group
+        return None
 
-    def run(worker: _Worker, op: Op) -> None:
-        if op.kind == "send_hidden":
-            sent.add(("hidden", worker.replica, worker.stage + 1, op.group))
-        elif op.kind == "send_grad":
-            sent.add(("grad", worker.replica, worker.stage - 1, op.group))
-        elif op.kind == "forward" and op.layer in shape.moe:
-            submit((op.layer, "forward", op.group))
-        elif op.kind == "recompute" and op.layer in shape.moe:
-            submit((op.layer, "backward", op.group))
+    def run(op: Op, replica: int, stage: int) -> None:
+        if op.kind.startswith("send"):
+            to = stage + (1 if op.kind == "send_hidden" else -1)
+            arrived.add((op.kind[5:], replica, to, op.group))
+        elif op.kind in ("forward", "recompute") and op.layer in shape.moe:
+            call = (op.layer, "forward" if op.kind == "forward" else "backward", op.group)
+            submitted[call] += 1
+            if submitted[call] == shape.replicas:
+                ready[call] = tick
 
-    while any(w.at < len(w.program) for w in workers):
-        before = (len(order), sum(w.at for w in workers))
+    while any(at[worker] < len(programs[worker]) for worker in workers):
+        before = (len(order), sum(at.values()))
         waiting = [call for call, since in ready.items() if since < tick]
         taken = min(waiting, key=lambda call: (ready[call], call)) if waiting else None
         if taken is not None:
             del ready[taken]
             order.append(taken)
-        for worker in workers:
-            while worker.at < len(worker.program) and can_run(worker, worker.program[worker.at]):
-                op = worker.program[worker.at]
-                run(worker, op)
-                worker.at += 1
+        for worker, program in programs.items():
+            while at[worker] < len(program):
+                op = program[at[worker]]
+                needed = awaited(op, *worker)
+                if needed is not None and needed not in arrived:
+                    break
+                run(op, *worker)
+                at[worker] += 1
                 if op.kind in _TIMED:
                     break
         if taken is not None:
-            done.add(taken)
+            arrived.add(taken)
         tick += 1
-        idle = (len(order), sum(w.at for w in workers)) == before
-        assert not idle or ready, "the programs wait for each other"
-    assert len(order) == total
+        assert (len(order), sum(at.values())) != before or ready, "the programs wait for each other"
+    assert len(order) == len(shape.moe) * shape.groups * (2 if kind == "train" else 1)
     return tuple(order)

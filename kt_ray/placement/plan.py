@@ -19,14 +19,12 @@ from kt_ray.placement.lane_share import LaneRates
 from kt_ray.placement.layout import Layout, choose_layout, layouts, with_layout
 from kt_ray.placement.memory import budgets
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Plan, WorkerPlan
-from kt_ray.placement.render import counted, plan_to_dict
+from kt_ray.placement.render import counted
 from kt_ray.placement.split import LayerSplit, split_experts, split_layers
 from kt_ray.placement.stage_split import Ranges, balanced_stages
 from kt_ray.placement.traffic import traffic_notes
 from kt_ray.placement.transports import choose_transport
 from kt_ray.placement.wave import Fit, choose_groups, fit
-
-__all__ = ["make_plan", "plan_to_dict", "resolve_device"]
 
 GPU_WORKER_THREADS = 4  # a GPU's worker only copies and launches on the host
 
@@ -48,8 +46,8 @@ def make_plan(
 
     Raises:
         UserError: the model cannot be trained (mode=train), or the rule asks for more stages than
-            layers, more GPUs than there are, more replicas than rows, an instruction set the host lacks, or
-            experts placed by a load that is not known, or a lane on a GPU that is not there.
+            layers, more GPUs than there are, an instruction set the host lacks, experts placed by a load that
+            is not known, or a lane on a GPU that is not there.
     """
     choices = layouts(dims, config, hardware)
     if not choices:
@@ -78,8 +76,6 @@ def _laid_out(
             observed=dims.refusal,
             remedy="use another checkpoint, or mode=plan to see its placement",
         )
-    if not generating:
-        _check_replicas(config)
     local = config.cluster.name == "local"  # then all hosts' actors are in this process
     hardware = with_hosts(hardware, 1 if local else rule.nodes)
     device = resolve_device(rule, hardware)
@@ -109,15 +105,14 @@ def _laid_out(
         return tuple(replace(actor, activations=activations) for actor in experts)
 
     def budget_of(wave: int, activations: str) -> tuple[Budget, ...]:
-        groups, _ = choose_groups(config, wave)
+        groups = choose_groups(config, wave)
         return budgets(dims, config, hardware, workers, keeping(activations), wave, groups, dtype)
 
     if generating:
         chosen = Fit(1, "retain", budget_of(1, "retain"), _cache_notes(dims, config))
     else:
         chosen = fit(config, budget_of)
-    groups, group_notes = choose_groups(config, chosen.wave)
-    notes += [*expert_notes, *chosen.notes, *group_notes, *_backend_notes(rule, hardware)]
+    notes += [*expert_notes, *chosen.notes, *_backend_notes(rule, hardware)]
     plan = Plan(
         dims=dims,
         hardware=hardware,
@@ -125,7 +120,7 @@ def _laid_out(
         experts=keeping(chosen.activations),
         stages=stages,
         replicas=rule.replica_count,
-        groups=groups,
+        groups=choose_groups(config, chosen.wave),
         wave=chosen.wave,
         overlap=rule.overlap,
         budgets=chosen.memory,
@@ -149,18 +144,6 @@ def _cache_notes(dims: ModelDims, config: Config) -> tuple[str, ...]:
     auto = "generate.cache_tokens=auto: " if generate.cache_tokens == "auto" else ""
     rows = counted(generate.batch_size, "row")
     return (f"{auto}key-value caches of {tokens:,} tokens per replica, in at most {rows}",)
-
-
-def _check_replicas(config: Config) -> None:
-    rows, replicas = config.trainer.batch_size, config.rule.replica_count
-    if replicas > rows:
-        raise UserError(
-            "there are more replicas than rows per step",
-            where="rule.replicas",
-            observed=replicas,
-            required=f"at most trainer.batch_size={rows}",
-            remedy=f"set rule.replicas={rows} or raise trainer.batch_size",
-        )
 
 
 def _workers(
@@ -196,11 +179,7 @@ def _workers(
 def _experts(
     dims: ModelDims, rule: RuleConfig, hardware: Hardware, folded: int
 ) -> tuple[tuple[ExpertActorPlan, ...], list[str]]:
-    """Expert actors of every host, in the order of hosts and sockets.
-
-    Args:
-        folded: hosts whose actors are all on this one (cluster=local).
-    """
+    """Expert actors of every host, in the order of hosts and sockets; `folded` hosts' are all on this one."""
     wanted = rule.experts
     notes: list[str] = []
     per_host = len(hardware.on(0)) if wanted.sockets == "auto" else int(wanted.sockets)
@@ -278,7 +257,7 @@ def _weights_notes(dims: ModelDims, config: Config, dtype: str) -> list[str]:
 
 def _backend_notes(rule: RuleConfig, hardware: Hardware) -> list[str]:
     isa, backend = rule.experts.isa, rule.experts.backend
-    best = hardware.isas[-1] if hardware.isas else "reference"
+    best = hardware.best_isa
     if isa != "auto" and isa not in hardware.isas:
         raise UserError(
             "the forced instruction set is not available",

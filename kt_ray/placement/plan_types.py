@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kt_ray.dims.model_dims import ModelDims
@@ -32,14 +32,17 @@ class HoldsExperts:
     """Which experts one expert actor holds: of a plan's actor, and of what the actor is built from.
 
     experts: global ids held in every MoE layer that `by_layer` does not name. by_layer: (layer, ids) where
-    they differ from layer to layer. Ids ascend.
+    they differ from layer to layer.
     """
 
     experts: tuple[int, ...]
     by_layer: tuple[tuple[int, tuple[int, ...]], ...]
 
     def experts_of(self, layer: int) -> tuple[int, ...]:
-        """Global ids of the experts of one MoE layer held here; position i is local id i."""
+        """Global ids of the experts of one MoE layer held here, ascending; position i is local id i.
+
+        The actor's loader and whoever sends it tokens ask the same function.
+        """
         return next((ids for named, ids in self.by_layer if named == layer), self.experts)
 
     def counts(self, layers: Iterable[int]) -> tuple[int, ...]:
@@ -96,25 +99,19 @@ class ExpertActorPlan(HoldsExperts):
 
 
 @dataclass(frozen=True)
-class MemoryLine:
-    """One line of the memory budget: device ("cuda:0", "socket 1", "host 2 socket 1"), item, bytes."""
-
-    device: str
-    item: str
-    bytes: int
-
-
-@dataclass(frozen=True)
 class Budget:
-    """A device's sum against its capacity, both in bytes (capacity 0 = unknown)."""
+    """Bytes of a device's memory ("cuda:0", "socket 1", "host 2 socket 1") against its capacity.
+
+    items: those of `kt_ray.placement.memory.ITEMS` that it has. capacity: 0 = unknown.
+    """
 
     device: str
-    lines: tuple[MemoryLine, ...]
+    items: Mapping[str, int]
     capacity: int
 
     @property
     def total(self) -> int:
-        return sum(line.bytes for line in self.lines)
+        return sum(self.items.values())
 
     @property
     def fits(self) -> bool:
@@ -175,7 +172,7 @@ class Plan:
     wave: int = 1  # micro-batches of a replica that pass the layers together
     overlap: bool = True  # False = attention and experts wait for each other
     budgets: tuple[Budget, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     rule: str = ""
     dtype: str = ""  # compute type of attention, norms, routers and shared experts
     tokens_per_step: int = 0  # worst case: rows x longest row, all replicas
@@ -195,10 +192,3 @@ class Plan:
 
     def worker(self, replica: int, stage: int) -> WorkerPlan:
         return self.workers[replica * self.stages + stage]
-
-    def held(self, layer: int, rank: int) -> tuple[int, ...]:
-        """Global ids of the experts of MoE layer `layer` that expert actor `rank` holds, ascending.
-
-        The actor's loader and whoever sends it tokens ask the same function.
-        """
-        return self.experts[rank].experts_of(layer)

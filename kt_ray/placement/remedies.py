@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from kt_ray.config.checks import check
+from kt_ray.config.fields import show
+from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
@@ -14,6 +17,7 @@ from kt_ray.hardware.machine import Hardware, with_hosts
 from kt_ray.placement.balance import without_load
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.render import counted
 
 SHORTEST_ROW = 64  # tokens; shorter rows are no remedy
 MOST_ELSEWHERE = 3  # rules named for other hardware
@@ -35,21 +39,22 @@ def remedies(
         rules: other rules by option name (conf/rule), each tried as it stands: on this hardware and,
             where none fits there, on the hardware the rule is drawn up for.
     """
-    found: list[Remedy] = []
-    kinds: set[str] = set()
-    for kind, remedy, changed in _candidates(config, rules):
-        if kind not in kinds and _fits(dims, changed, hardware):
-            found.append(remedy)
-            if kind != "rule":  # of several sizes of one change the first, smallest one is enough
-                kinds.add(kind)
-    if not found:
-        for overrides, changed in _combined(config):
-            if _fits(dims, changed, hardware):
-                found.append(Remedy(overrides, "all of these together"))
+    fitting: list[Remedy] = []
+    changed_keys: set[str] = set()
+    for remedy, changed in _candidates(config, rules):
+        key = remedy.overrides.partition("=")[0]
+        if key not in changed_keys and _fits(dims, changed, hardware):
+            fitting.append(remedy)
+            changed_keys |= {key} - {"rule"}  # the first value of a key that fits is enough
+    if not fitting:
+        for keys in _combined(config):
+            if _fits(dims, with_keys(config, keys), hardware):
+                text = " ".join(f"{key}={show(value)}" for key, value in keys.items())
+                fitting.append(Remedy(text, "all of these together"))
                 break
-    if not any(remedy.overrides.startswith("rule=") for remedy in found):
-        found += _elsewhere(dims, config, rules)[:MOST_ELSEWHERE]
-    return tuple(found)
+    if not any(remedy.overrides.startswith("rule=") for remedy in fitting):
+        fitting += _elsewhere(dims, config, rules)[:MOST_ELSEWHERE]
+    return tuple(fitting)
 
 
 def _elsewhere(dims: ModelDims, config: Config, rules: Mapping[str, RuleConfig]) -> list[Remedy]:
@@ -71,20 +76,12 @@ def _placed(rule: RuleConfig) -> str:
 
 def describe(hardware: Hardware) -> str:
     """Hardware in a few words: "4 x 24 GB GPU, 2 sockets x 48 cores, 1,024 GiB each"."""
-    parts = []
-    if hardware.gpus:
-        parts.append(f"{len(hardware.gpus)} x {hardware.gpus[0].name}")
     sockets, hosts = hardware.on(0), hardware.hosts
-    plural = "sockets" if len(sockets) > 1 else "socket"
-    memory = sockets[0].memory_bytes >> 30
-    each = " each" if len(sockets) > 1 else ""
-    if hosts > 1:
-        parts.append(
-            f"{hosts} hosts of {len(sockets)} {plural} x {sockets[0].cores} cores, {memory:,} GiB{each}"
-        )
-        return ", ".join(parts)
-    parts.append(f"{len(sockets)} {plural} x {sockets[0].cores} cores, {memory:,} GiB{each}")
-    return ", ".join(parts)
+    text = (
+        f"{counted(len(sockets), 'socket')} x {sockets[0].cores} cores, {sockets[0].memory_bytes >> 30:,} GiB"
+    )
+    text = (f"{hosts} hosts of " if hosts > 1 else "") + text + (" each" if len(sockets) > 1 else "")
+    return f"{len(hardware.gpus)} x {hardware.gpus[0].name}, {text}" if hardware.gpus else text
 
 
 def shortage(plan: Plan) -> str:
@@ -93,86 +90,46 @@ def shortage(plan: Plan) -> str:
     return ", ".join(f"{b.device} lacks {(b.total - b.capacity) / 2**30:.1f} GiB" for b in over)
 
 
-def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tuple[str, Remedy, Config]]:
+def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tuple[Remedy, Config]]:
     """Single changes: same results first, then a smaller step, then a smaller adapter."""
-    rule = config.rule
+    rule, lora = config.rule, config.lora
+
+    def change(key: str, value: object, effect: str) -> tuple[Remedy, Config]:
+        return Remedy(f"{key}={show(value)}", effect), with_keys(config, {key: value})
+
     if rule.experts.activations == "retain":
-        yield (
-            "activations",
-            Remedy("rule.experts.activations=recompute", "same results, slower expert backward"),
-            replace(config, rule=replace(rule, experts=replace(rule.experts, activations="recompute"))),
-        )
+        yield change("rule.experts.activations", "recompute", "same results, slower expert backward")
     if isinstance(rule.wave, int):
-        yield (
-            "wave",
-            Remedy("rule.wave=auto", "same results, each pass over the experts' weights serves fewer tokens"),
-            replace(config, rule=replace(rule, wave="auto")),
-        )
+        fewer = "same results, each pass over the experts' weights serves fewer tokens"
+        yield change("rule.wave", "auto", fewer)
     for name, other in rules.items():
         if name != rule.name:
-            yield (
-                "rule",
-                Remedy(f"rule={name}", _placed(other)),
-                replace(config, rule=other),
-            )
+            yield Remedy(f"rule={name}", _placed(other)), replace(config, rule=other)
     if config.trainer.micro_batch_size > 1:
-        yield (
-            "micro",
-            Remedy("trainer.micro_batch_size=1", "same results, more and smaller attention passes"),
-            replace(config, trainer=replace(config.trainer, micro_batch_size=1)),
-        )
+        yield change("trainer.micro_batch_size", 1, "same results, more and smaller attention passes")
     for rows in _halves(config.trainer.batch_size, rule.replica_count):
-        yield (
-            "batch",
-            Remedy(f"trainer.batch_size={rows}", "fewer rows per optimizer step"),
-            _with_batch(config, rows),
-        )
+        yield change("trainer.batch_size", rows, "fewer rows per optimizer step")
     for length in _halves(config.data.max_length, SHORTEST_ROW):
-        yield (
-            "length",
-            Remedy(f"data.max_length={length}", "longer rows are cut off"),
-            replace(config, data=replace(config.data, max_length=length)),
-        )
-    for rank in _halves(config.lora.rank, 1):
-        yield (
-            "rank",
-            Remedy(f"lora.rank={rank}", "a smaller adapter"),
-            replace(config, lora=replace(config.lora, rank=rank)),
-        )
-    if config.lora.experts and config.lora.target_modules != "none":
-        yield (
-            "experts",
-            Remedy("lora.experts=false", "the routed experts are not trained"),
-            replace(config, lora=replace(config.lora, experts=False)),
-        )
+        yield change("data.max_length", length, "longer rows are cut off")
+    for rank in _halves(lora.rank, 1):
+        yield change("lora.rank", rank, "a smaller adapter")
+    if lora.experts and lora.target_modules != "none":
+        yield change("lora.experts", False, "the routed experts are not trained")
 
 
-def _combined(config: Config) -> Iterator[tuple[str, Config]]:
+def _combined(config: Config) -> Iterator[dict[str, Any]]:
     """Several changes at once, growing: recompute, one row per replica, shorter rows, no expert LoRA."""
-    rule, rows = config.rule, config.rule.replica_count
-    changed, text = config, ""
-    if rule.experts.activations == "retain":  # auto comes to recompute by itself
-        changed = replace(config, rule=replace(rule, experts=replace(rule.experts, activations="recompute")))
-        text = "rule.experts.activations=recompute "
-    changed = _with_batch(changed, rows)
-    text += f"trainer.batch_size={rows} trainer.micro_batch_size=1"
-    yield text, changed
-    shorter, shorter_text = changed, text
+    keys: dict[str, Any] = {"trainer.batch_size": config.rule.replica_count, "trainer.micro_batch_size": 1}
+    if config.rule.experts.activations == "retain":  # auto comes to recompute by itself
+        keys = {"rule.experts.activations": "recompute", **keys}
+    yield keys
+    shortest = keys
     for length in _halves(config.data.max_length, SHORTEST_ROW):
-        shorter = replace(changed, data=replace(changed.data, max_length=length))
-        shorter_text = f"{text} data.max_length={length}"
-        yield shorter_text, shorter
+        shortest = {**keys, "data.max_length": length}
+        yield shortest
     if config.lora.experts and config.lora.target_modules != "none":
-        yield text + " lora.experts=false", replace(changed, lora=replace(changed.lora, experts=False))
-        yield (
-            shorter_text + " lora.experts=false",
-            replace(shorter, lora=replace(shorter.lora, experts=False)),
-        )
-
-
-def _with_batch(config: Config, rows: int) -> Config:
-    micro = min(config.trainer.micro_batch_size, rows)
-    return replace(config, trainer=replace(config.trainer, batch_size=rows, micro_batch_size=micro))
+        yield {**keys, "lora.experts": False}
+        yield {**shortest, "lora.experts": False}
 
 
 def _halves(value: int, least: int) -> Iterator[int]:
@@ -183,7 +140,9 @@ def _halves(value: int, least: int) -> Iterator[int]:
 
 
 def _fits(dims: ModelDims, config: Config, hardware: Hardware) -> bool:
+    config = without_load(replace(config, mode="plan"))
     try:
-        return make_plan(dims, without_load(replace(config, mode="plan")), hardware).fits
+        check(config)
+        return make_plan(dims, config, hardware).fits
     except UserError:
         return False

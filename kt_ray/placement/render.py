@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from kt_ray.hardware.machine import socket_name
-from kt_ray.placement.memory import GIB, ITEMS, home_node
+from kt_ray.placement.memory import GIB, ITEMS, home_socket
 from kt_ray.placement.plan_types import Choice, ExpertActorPlan, HoldsExperts, Plan, WorkerPlan
 from kt_ray.placement.traffic import traffic_dict
 
@@ -15,32 +16,17 @@ from kt_ray.placement.traffic import traffic_dict
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values; bytes are integers, ranges of layers half-open."""
     dims = plan.dims
-    hardware = dataclasses.asdict(plan.hardware)
+    sizes = (
+        *("name", "model_type", "total_params", "routed_params", "num_layers", "moe_layers", "hidden_size"),
+        *("vocab_size", "num_experts", "experts_per_token", "expert_intermediate", "expert_format"),
+    )
+    model = {key: getattr(dims, key) for key in sizes}
+    facts = ("stages", "replicas", "groups", "wave", "overlap", "tokens_per_step")
     return {
         "rule": plan.rule,
-        "model": {
-            "name": dims.name,
-            "model_type": dims.model_type,
-            "total_params": dims.total_params,
-            "routed_params": dims.routed_params,
-            "num_layers": dims.num_layers,
-            "moe_layers": list(dims.moe_layers),
-            "hidden_size": dims.hidden_size,
-            "vocab_size": dims.vocab_size,
-            "num_experts": dims.num_experts,
-            "experts_per_token": dims.experts_per_token,
-            "expert_intermediate": dims.expert_intermediate,
-            "expert_format": dims.expert_format,
-            "dtype": plan.dtype,
-            "refusal": dims.refusal,
-        },
-        "hardware": _lists(hardware),
-        "stages": plan.stages,
-        "replicas": plan.replicas,
-        "groups": plan.groups,
-        "wave": plan.wave,
-        "overlap": plan.overlap,
-        "tokens_per_step": plan.tokens_per_step,
+        "model": _lists({**model, "dtype": plan.dtype, "refusal": dims.refusal}),
+        "hardware": _lists(dataclasses.asdict(plan.hardware)),
+        **{key: getattr(plan, key) for key in facts},
         "transport": plan.transport._asdict(),
         "traffic": traffic_dict(plan),
         "workers": [_lists(dataclasses.asdict(worker)) for worker in plan.workers],
@@ -49,7 +35,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "memory": [
             {
                 "device": budget.device,
-                "items": {line.item: line.bytes for line in budget.lines},
+                "items": dict(budget.items),
                 "total": budget.total,
                 "capacity": budget.capacity,
                 "fits": budget.fits,
@@ -107,15 +93,11 @@ def cpu_ranges(cpus: Sequence[int]) -> str:
 
 def id_ranges(ids: Sequence[int]) -> str:
     """Numbers as runs: "0-3,8-11"."""
-    text: list[str] = []
-    ordered = sorted(ids)
-    start = 0
-    for i in range(1, len(ordered) + 1):
-        if i == len(ordered) or ordered[i] != ordered[i - 1] + 1:
-            first, last = ordered[start], ordered[i - 1]
-            text.append(str(first) if first == last else f"{first}-{last}")
-            start = i
-    return ",".join(text)
+    runs = []
+    for _, run in groupby(enumerate(sorted(ids)), lambda pair: pair[1] - pair[0]):
+        numbers = [number for _, number in run]
+        runs.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]))
+    return ",".join(runs)
 
 
 def billions(count: int) -> str:
@@ -141,11 +123,11 @@ def worker_row(plan: Plan, worker: WorkerPlan) -> tuple[str, ...]:
 
 def expert_row(plan: Plan, actor: ExpertActorPlan) -> tuple[str, ...]:
     """Rank, NUMA node, experts per layer, threads, CPUs, backend, ISA, kept for backward, lane."""
-    best = plan.hardware.isas[-1] if plan.hardware.isas else "reference"
+    best = plan.hardware.best_isa
     return (
         str(actor.rank),
         str(actor.node) if plan.hardware.hosts == 1 else f"{actor.node} of host {actor.host}",
-        f"{'by load' if actor.by_layer else id_ranges(actor.experts)} ({held_per_layer(plan, actor)})",
+        f"{'by load' if actor.by_layer else id_ranges(actor.experts)} ({experts_per_layer(plan, actor)})",
         str(actor.threads),
         cpu_ranges(actor.cpus),
         actor.backend,
@@ -167,7 +149,7 @@ def _lane(actor: ExpertActorPlan) -> str:
     return f"{lane.device}: {', '.join(parts)}"
 
 
-def held_per_layer(plan: Plan, actor: HoldsExperts) -> str:
+def experts_per_layer(plan: Plan, actor: HoldsExperts) -> str:
     """Number of experts of a MoE layer that an actor holds: "32", or "31-32" where layers differ."""
     counts = actor.counts(plan.dims.moe_layers)
     return f"{min(counts)}-{max(counts)}" if min(counts) < max(counts) else str(max(counts))
@@ -176,13 +158,16 @@ def held_per_layer(plan: Plan, actor: HoldsExperts) -> str:
 def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
     """Header and rows: one column per device, one row per item, then sum, capacity, share and verdict."""
     header = ["", *(budget.device for budget in plan.budgets)]
-    sizes = [{line.item: line.bytes for line in budget.lines} for budget in plan.budgets]
+    sizes = [budget.items for budget in plan.budgets]
     rows = [
         ["layers", *(_layers_on(plan, budget.device) for budget in plan.budgets)],
         ["experts per layer", *(_experts_on(plan, budget.device) for budget in plan.budgets)],
     ]
     rows += [
-        [_title(plan, item), *(gib(s[item]) if item in s else "-" for s in sizes)]
+        [
+            f"experts ({plan.dims.expert_format})" if item == "experts" else item,
+            *(gib(s[item]) if item in s else "-" for s in sizes),
+        ]
         for item in ITEMS
         if any(item in s for s in sizes)
     ]
@@ -197,13 +182,12 @@ def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
 
 def _layers_on(plan: Plan, device: str) -> str:
     """Ranges of layers of the workers whose weights lie on `device`."""
-    found = []
+    texts = []
     for worker in plan.workers:
-        on_socket = socket_name(plan.hardware, 0, home_node(worker, plan.hardware))
-        if device in (worker.device, on_socket if worker.device == "cpu" else None):
-            text = f"{worker.layers[0]}-{worker.layers[1] - 1}"
-            found.append(text)
-    return " + ".join(found) or "-"
+        place = home_socket(worker, plan.hardware) if worker.device == "cpu" else worker.device
+        if place == device:
+            texts.append(f"{worker.layers[0]}-{worker.layers[1] - 1}")
+    return " + ".join(texts) or "-"
 
 
 def _experts_on(plan: Plan, device: str) -> str:
@@ -212,10 +196,6 @@ def _experts_on(plan: Plan, device: str) -> str:
         max(a.counts(layers)) for a in plan.experts if socket_name(plan.hardware, a.host, a.node) == device
     )
     return str(count) if count else "-"
-
-
-def _title(plan: Plan, item: str) -> str:
-    return f"experts ({plan.dims.expert_format})" if item == "experts" else item
 
 
 def layout_text(stages: int, replicas: int) -> str:

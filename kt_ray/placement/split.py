@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from kt_ray.config.schema import RuleConfig
@@ -50,12 +50,14 @@ def split_layers(
 ) -> LayerSplit:
     """Divide the decoder layers among `n_stages` pipeline stages as `rule.layers` says.
 
+    What is wrong with rule.layers whatever the model is, kt_ray.config.checks has refused.
+
     Args:
         balance: the ranges where it says nothing.
 
     Raises:
-        UserError: more stages than layers, a wrong sum, gaps, overlaps, or patterns that do not give
-            `n_stages` contiguous runs of layers.
+        UserError: more stages than layers, another number of layers than the model's, or patterns that do
+            not give `n_stages` contiguous runs of layers.
     """
     if n_stages > dims.num_layers:
         raise UserError(
@@ -68,95 +70,57 @@ def split_layers(
     entries = rule.layers
     if not entries:
         return LayerSplit(balance(), (None,) * n_stages)
-    if all(isinstance(entry, Mapping) and "layers" not in entry for entry in entries):
+    if isinstance(entries[0], Mapping) and "layers" not in entries[0]:
         return _patterns(dims, entries, n_stages)
-    if len(entries) != n_stages:
-        raise _fault(
-            f"rule.layers has {len(entries)} entries for {n_stages} stages",
-            entries,
-            f"{n_stages} entries, one per stage",
-            f"set rule.stages={len(entries)}, or rule.layers=null for a balanced split",
-        )
-    if all(isinstance(entry, int) and not isinstance(entry, bool) for entry in entries):
-        return LayerSplit(_counts(dims, entries), (None,) * n_stages)
-    if all(isinstance(entry, Mapping) for entry in entries):
-        ranges = _ranges(dims, [entry.get("layers") for entry in entries])
-        return LayerSplit(ranges, tuple(_device(entry) for entry in entries))
-    return LayerSplit(_ranges(dims, entries), (None,) * n_stages)
-
-
-def _counts(dims: ModelDims, counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    if min(counts) < 1 or sum(counts) != dims.num_layers:
-        raise _fault(
-            "the counts in rule.layers do not add up to the model's layers",
-            f"{list(counts)}, sum {sum(counts)}",
-            f"counts of at least 1 with the sum {dims.num_layers}",
-            "correct the counts, or set rule.layers=null for a balanced split",
-        )
-    stops = [sum(counts[: i + 1]) for i in range(len(counts))]
-    return tuple((stop - count, stop) for stop, count in zip(stops, counts, strict=True))
-
-
-def _ranges(dims: ModelDims, entries: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-    ranges: list[tuple[int, int]] = []
-    expected = 0
-    for entry in entries:
-        match = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", str(entry))
-        if not match:
+    if isinstance(entries[0], int):
+        stops = list(accumulate(entries))
+        if stops[-1] != dims.num_layers:
             raise _fault(
-                "an entry of rule.layers is neither a count, a range nor a pattern",
-                repr(entry),
-                "all entries counts (16), or inclusive ranges ('0-15'), or {match, device}",
-                "write rule.layers=['0-15','16-30'], or set rule.layers=null for a balanced split",
+                "the counts in rule.layers do not add up to the model's layers",
+                f"{list(entries)}, sum {stops[-1]}",
+                f"counts of at least 1 with the sum {dims.num_layers}",
+                "correct the counts, or set rule.layers=null for a balanced split",
             )
-        first, last = int(match[1]), int(match[2])
-        if first != expected or last < first:
-            problem = (
-                "overlap" if first < expected else "leave a gap" if first > expected else "run backwards"
-            )
-            raise _fault(
-                f"the ranges in rule.layers {problem}",
-                entry,
-                f"a range that begins with layer {expected}",
-                "give every layer to exactly one stage, in order",
-            )
-        ranges.append((first, last + 1))
-        expected = last + 1
-    if expected != dims.num_layers:
+        return LayerSplit(tuple(pairwise((0, *stops))), (None,) * n_stages)
+    devices = tuple(_device(entry) if isinstance(entry, Mapping) else None for entry in entries)
+    texts = [str(entry["layers"] if isinstance(entry, Mapping) else entry) for entry in entries]
+    ends = [text.split("-") for text in texts]
+    ranges = tuple((int(first), int(last) + 1) for first, last in ends)
+    if ranges[-1][1] != dims.num_layers:
         raise _fault(
             "the ranges in rule.layers do not end with the model's last layer",
-            entries[-1],
+            texts[-1],
             f"an end at layer {dims.num_layers - 1}",
             "correct the last range, or set rule.layers=null for a balanced split",
         )
-    return tuple(ranges)
+    return LayerSplit(ranges, devices)
 
 
 def _patterns(dims: ModelDims, entries: Sequence[Mapping[str, Any]], n_stages: int) -> LayerSplit:
     """Patterns in the reference system's style: the first that matches a module's name gives its device."""
-    rules = [(_compiled(entry), _device(entry)) for entry in entries]
+    rules = [(re.compile(entry["match"]), _device(entry)) for entry in entries]
     devices: list[Named] = []
     for layer in range(dims.num_layers):
-        found: dict[Named, str] = {}
+        names: dict[Named, str] = {}  # by device a module that it gets
         for name in _module_names(dims, layer):
             device = next((device for pattern, device in rules if pattern.search(name)), None)
             if device is not None:
-                found.setdefault(device, name)
-        if not found:
+                names.setdefault(device, name)
+        if not names:
             raise _fault(
                 f"no pattern in rule.layers matches layer {layer}",
                 f"model.layers.{layer}.self_attn, ...",
                 "a device for every layer",
                 "add a last entry {match: '^model\\.layers\\.', device: ...} that takes what is left",
             )
-        if len(found) > 1:
+        if len(names) > 1:
             raise _fault(
                 f"the patterns in rule.layers divide layer {layer} between devices",
-                ", ".join(f"{name} on {_text(device)}" for device, name in found.items()),
+                ", ".join(f"{name} on {_text(device)}" for device, name in names.items()),
                 "one device per layer (attention workers hold whole layers)",
                 "end the patterns after the layer number, as in '^model\\.layers\\.([0-9])\\.'",
             )
-        devices.append(next(iter(found)))
+        devices.append(next(iter(names)))
     starts = [i for i in range(dims.num_layers) if i == 0 or devices[i] != devices[i - 1]]
     order = [devices[i] for i in starts]
     if len(set(order)) != len(order) != n_stages:
@@ -195,22 +159,6 @@ def _device(entry: Mapping[str, Any]) -> Named:
 
 def _text(device: Named) -> str:
     return device if isinstance(device, str) else "[" + ", ".join(device or ()) + "]"
-
-
-def _compiled(entry: Mapping[str, Any]) -> re.Pattern[str]:
-    match = entry.get("match")
-    if not isinstance(match, str) or not isinstance(entry.get("device"), str | list | tuple):
-        raise _fault(
-            "a pattern in rule.layers is incomplete", dict(entry), "the keys match (a regex) and device",
-            "write {match: '^model\\.layers\\.', device: 'cuda:0'}",
-        )  # fmt: skip
-    try:
-        return re.compile(match)
-    except re.error as error:
-        raise _fault(
-            "a pattern in rule.layers is not a valid regular expression", f"{match!r}: {error}",
-            "a Python regular expression", "correct the pattern",
-        ) from None  # fmt: skip
 
 
 def _fault(what: str, observed: object, required: object, remedy: str) -> UserError:

@@ -55,8 +55,8 @@ def balanced_stages(
     micro, asked = micro_batches(config), config.rule.wave
     ranges: Ranges = ()
     for wave in (min(asked, micro),) if isinstance(asked, int) else (micro, 1):
-        groups, _ = choose_groups(config, wave)
-        sizes = layer_sizes(dims, config, load_of(config, wave, groups), stages, dtype)
+        load = load_of(config, wave, choose_groups(config, wave))
+        sizes = layer_sizes(dims, config, load, stages, dtype)
         fullest, ranges = even_split(sizes, capacities)
         if fullest <= 1:
             break

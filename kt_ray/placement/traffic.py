@@ -55,10 +55,6 @@ class Traffic(NamedTuple):
         """Bytes between workers and expert actors on other nodes (far) or on their own, both directions."""
         return sum(link.bytes for link in self.experts if link.far == far)
 
-    @property
-    def between_stages(self) -> float:
-        return sum(self.stages)
-
 
 def traffic(plan: Plan, far: Sequence[int] | None = None, tokens: float | None = None) -> Traffic:
     """Bytes that a training step moves between actors.
@@ -72,14 +68,13 @@ def traffic(plan: Plan, far: Sequence[int] | None = None, tokens: float | None =
     dims = plan.dims
     count = float(plan.tokens_per_step if tokens is None else tokens)
     away = far_actors(plan) if far is None else tuple(far)
-    k = dims.experts_per_token
-    width = dims.expert_width
+    k, width = dims.experts_per_token, dims.expert_width
     x_bytes = 4 if plan.dtype == "float32" else 2
     links = []
     for layer in dims.moe_layers:
         for actor in plan.experts:
             is_far = actor.rank in away
-            share = touched(dims.num_experts, len(plan.held(layer, actor.rank)), k) if is_far else 1.0
+            share = touched(dims.num_experts, len(actor.experts_of(layer)), k) if is_far else 1.0
             n = count * share
             links.append(
                 Link(
@@ -125,5 +120,5 @@ def traffic_dict(plan: Plan) -> dict[str, Any]:
         "far_actors": list(far_actors(plan)),
         "experts_near": round(moved.to_experts(far=False)),
         "experts_far": round(moved.to_experts(far=True)),
-        "stages": round(moved.between_stages),
+        "stages": round(sum(moved.stages)),
     }

@@ -40,14 +40,10 @@ def waves_of(micro: int, wave: int) -> int:
     return math.ceil(micro / wave)
 
 
-def choose_groups(config: Config, wave: int) -> tuple[int, list[str]]:
+def choose_groups(config: Config, wave: int) -> int:
     """Groups in flight: one where a wave is one micro-batch, else two, never more than micro-batches."""
-    asked = config.rule.groups
-    if not isinstance(asked, int):
-        return min(2, wave), []
-    if asked > wave:
-        return wave, [f"rule.groups={asked} lowered to {wave}, the micro-batches of a replica in a wave"]
-    return asked, []
+    groups = config.rule.groups
+    return min(groups if isinstance(groups, int) else 2, wave)
 
 
 def fit(config: Config, budget_of: BudgetOf) -> Fit:
@@ -95,30 +91,26 @@ def _notes(
     config: Config, micro: int, wave: int, kind: str, whole: Mapping[str, tuple[Budget, ...]]
 ) -> tuple[str, ...]:
     """whole: the memory of each kind with the whole step, or rule.wave, as one wave."""
-    notes = []
+    rule, notes = config.rule, []
+
+    def need(kind: str) -> str:
+        full = _lacking(whole[kind], ROOM)
+        worst = max(full, key=lambda b: b.total / b.capacity, default=None)
+        return (
+            f"would need {gib(worst.total)} of the {gib(worst.capacity)} of {worst.device}" if worst else ""
+        )
+
+    if rule.experts.activations == "auto":
+        retain = need("retain") if kind == "recompute" else ""
+        choice = f"recompute; retain {retain}" if retain else "retain, which fits"
+        notes.append(f"rule.experts.activations=auto: {choice}")
+    if isinstance(rule.wave, int) and rule.wave > micro:
+        notes.append(f"rule.wave={rule.wave} lowered to {micro}, the micro-batches of a replica in a step")
     waves = waves_of(micro, wave)
-    short = {
-        k: max(_lacking(b, ROOM), key=lambda x: x.total / x.capacity, default=None) for k, b in whole.items()
-    }
-    if config.rule.experts.activations == "auto":
-        worst = short["retain"]
-        if kind == "recompute" and worst is not None:
-            notes.append(
-                f"rule.experts.activations=auto: recompute; retain would need {gib(worst.total)} of the "
-                f"{gib(worst.capacity)} of {worst.device}"
-            )
-        else:
-            notes.append("rule.experts.activations=auto: retain, which fits")
-    if isinstance(config.rule.wave, int) and config.rule.wave > micro:
-        notes.append(
-            f"rule.wave={config.rule.wave} lowered to {micro}, the micro-batches of a replica in a step"
-        )
-    if waves > 1 and config.rule.wave == "auto":
-        worst = short[kind]
-        why = (
-            f"; the whole step would need {gib(worst.total)} of the {gib(worst.capacity)} of {worst.device}"
-            if worst
-            else ""
-        )
+    if waves > 1 and rule.wave == "auto":
+        why = f"; the whole step {need(kind)}" if need(kind) else ""
         notes.append(f"rule.wave=auto: {waves} waves of {wave} of a replica's {micro} micro-batches{why}")
+    if isinstance(rule.groups, int) and rule.groups > wave:
+        lowered = f"rule.groups={rule.groups} lowered to {wave}"
+        notes.append(f"{lowered}, the micro-batches of a replica in a wave")
     return tuple(notes)

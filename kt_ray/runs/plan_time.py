@@ -20,7 +20,7 @@ from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import choice_text, counted
 from kt_ray.timing.prediction import Change, Prediction, neighbours, predict
-from kt_ray.timing.simulate import Micro, Wave
+from kt_ray.timing.simulate import Micro, WaveShape
 
 SOURCE_WIDTH = 70  # characters of a rate's source in the table
 
@@ -67,7 +67,7 @@ def run_line(prediction: Prediction, rates: Rates) -> str:
     )
 
 
-def _shape(wave: Sequence[Sequence[Sequence[MicroBatch]]]) -> Wave:
+def _shape(wave: Sequence[Sequence[Sequence[MicroBatch]]]) -> WaveShape:
     return tuple(tuple(tuple(map(_micro, group)) for group in groups) for groups in wave)
 
 

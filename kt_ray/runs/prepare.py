@@ -245,9 +245,9 @@ def _check_fits(plan: Plan, config: Config, training: bool) -> None:
     remedy = "run the same command with mode=plan: it lists every item, and the rule or option that fits"
     if not training:
         what = "the model and its key-value caches do not fit"
-        largest = sorted(budget.lines, key=lambda line: -line.bytes)[:4]
-        needed += ": " + ", ".join(f"{line.item} {line.bytes / 1e9:.1f}" for line in largest)
-        caches = sum(line.bytes for line in budget.lines if line.item == "caches")
+        largest = sorted(budget.items.items(), key=lambda item: -item[1])[:4]
+        needed += ": " + ", ".join(f"{item} {size / 1e9:.1f}" for item, size in largest)
+        caches = budget.items.get("caches", 0)
         space, tokens = budget.capacity - (budget.total - caches), room(plan.dims, config)
         fewer = int(tokens * space / caches) if caches and space > 0 else 0
         remedy = (

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.machine import Hardware
@@ -23,7 +24,7 @@ from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import generates
-from kt_ray.placement.layout import layouts, with_layout
+from kt_ray.placement.layout import layout_is_auto, layouts, with_layout
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Choice, Plan
 from kt_ray.placement.render import LAYOUT, choice_text, counted, layout_text
@@ -36,7 +37,7 @@ from kt_ray.timing.step_costs import PlanDurations
 
 GAIN = 1.05  # memory's choice stays unless another one is so many times as fast
 GROUPS = (1, 4, 8)  # tried beside the usual two
-LAYOUTS = 3  # at most, those with most replicas first
+LAYOUTS = 3  # simulated at the most, those with most replicas first
 
 
 def choose_plan(
@@ -74,15 +75,15 @@ def choose_plan(
 
     choices = layouts(dims, config, hardware)
     if before is not None and before[:2] in (choices or [(plan.stages, plan.replicas)]):
-        resumed = with_layout(config, before[:2]) if choices else config
-        earlier = simulate_fitting([_as_before(resumed, before)])
+        earlier = simulate_fitting([with_choice(config, before)])
         if earlier:
             plan = replace(earlier[0].plan, compared=(earlier[0].choice,))
             return _beside_resumed(plan, before)
     best = _Candidate(config, plan, step_seconds(plan, config, host_rates))
     simulations = [best]
     if choices:
-        others = simulate_fitting(with_layout(config, other) for other in _fewer_replicas(choices, plan))
+        after = choices.index((plan.stages, plan.replicas)) + 1  # the plan's own is the first that fits
+        others = simulate_fitting(with_layout(config, other) for other in choices[after:][: LAYOUTS - 1])
         simulations += others
         best = _faster(best, others)
         best = replace(best, config=with_layout(config, (best.plan.stages, best.plan.replicas)))
@@ -96,7 +97,7 @@ def choose_plan(
 
 def step_seconds(plan: Plan, config: Config, rates: Rates) -> float:
     """Simulated seconds of a step as all plans are compared: see the module."""
-    config = replace(config, cluster=replace(config.cluster, name="ray"))
+    config = with_keys(config, {"cluster.name": "ray"})
     plan = replace(plan, overlap=True, transport=DEFAULT)
     machine = machine_of(plan)
     waves = even_waves(plan, config, config.data.max_length)
@@ -106,6 +107,18 @@ def step_seconds(plan: Plan, config: Config, rates: Rates) -> float:
 def choice_of(plan: Plan, seconds: float = 0.0) -> Choice:
     """What the plan has where a rule may leave it at auto."""
     return Choice(plan.stages, plan.replicas, plan.groups, plan.wave, plan.experts[0].activations, seconds)
+
+
+def with_choice(config: Config, choice: Choice) -> Config:
+    """The configuration with this choice where it is at auto; waves follow from memory."""
+    rule, keys = config.rule, dict[str, Any]()
+    if layout_is_auto(rule):
+        keys |= {"rule.stages": choice.stages, "rule.replicas": choice.replicas}
+    if rule.groups == "auto":
+        keys["rule.groups"] = choice.groups
+    if rule.experts.activations == "auto":
+        keys["rule.experts.activations"] = choice.activations
+    return with_keys(config, keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,41 +137,20 @@ def _faster(best: _Candidate, others: list[_Candidate]) -> _Candidate:
     return min((best, *others), key=lambda c: c.seconds if c is best else c.seconds * GAIN)
 
 
-def _fewer_replicas(choices: tuple[tuple[int, int], ...], plan: Plan) -> tuple[tuple[int, int], ...]:
-    """The layouts after the plan's own, the first one that fits."""
-    at = choices.index((plan.stages, plan.replicas))
-    return choices[at + 1 : at + LAYOUTS]
-
-
 def _other_activations(best: _Candidate) -> Iterator[Config]:
     """What the experts keep trades memory, and so the number of waves, against computing."""
-    rule = best.config.rule
     activations = best.plan.experts[0].activations
     whole = waves_of(micro_batches(best.config), best.plan.wave) == 1
-    if rule.experts.activations == "auto" and not (activations == "retain" and whole):
-        yield _with_rule(best.config, experts=replace(rule.experts, activations=_OTHER[activations]))
-
-
-_OTHER = {"retain": "recompute", "recompute": "retain"}
+    if best.config.rule.experts.activations == "auto" and not (activations == "retain" and whole):
+        other = "recompute" if activations == "retain" else "retain"
+        yield with_keys(best.config, {"rule.experts.activations": other})
 
 
 def _other_groups(best: _Candidate) -> Iterator[Config]:
     """More groups overlap attention and experts better and need less memory; each reads all weights again."""
     if best.config.rule.groups == "auto":
         for groups in sorted({min(count, best.plan.wave) for count in GROUPS} - {best.plan.groups}):
-            yield _with_rule(best.config, groups=groups)
-
-
-def _as_before(config: Config, before: Choice) -> Config:
-    """The configuration with the earlier choice where it is at auto; waves follow from memory."""
-    experts, groups = config.rule.experts, config.rule.groups
-    if experts.activations == "auto":
-        experts = replace(experts, activations=before.activations)
-    return _with_rule(config, groups=before.groups if groups == "auto" else groups, experts=experts)
-
-
-def _with_rule(config: Config, **changes: Any) -> Config:
-    return replace(config, rule=replace(config.rule, **changes))
+            yield with_keys(best.config, {"rule.groups": groups})
 
 
 def _beside_resumed(plan: Plan, before: Choice) -> Plan:
@@ -172,12 +164,7 @@ def _beside_resumed(plan: Plan, before: Choice) -> Plan:
 
 
 def _explained(best: _Candidate, simulations: list[_Candidate], source: str) -> Plan:
-    """The chosen plan with what it was compared with.
-
-    Args:
-        simulations: memory's choice first.
-        source: of the rates.
-    """
+    """The chosen plan with what it was compared with; simulations: memory's choice first."""
     plan, first = best.plan, simulations[0].plan
     others = sorted((c for c in simulations if c.plan is not plan), key=lambda c: c.seconds)
     notes = [note for note in plan.notes if not note.startswith(LAYOUT)]

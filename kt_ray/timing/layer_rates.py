@@ -91,10 +91,8 @@ class Corrections:
 
 def nearest(rates: Sequence[LayerRate], signature: str, threads: int) -> LayerRate | None:
     """Measured on the number of threads nearest in ratio; a GPU (0) is near to nothing but itself."""
-    found = [r for r in rates if r.signature == signature and (r.threads == 0) == (threads == 0)]
-    if not found:
-        return None
-    return min(found, key=lambda r: abs(math.log(max(1, r.threads) / max(1, threads))))
+    alike = [r for r in rates if r.signature == signature and (r.threads == 0) == (threads == 0)]
+    return min(alike, key=lambda r: abs(math.log(max(1, r.threads) / max(1, threads))), default=None)
 
 
 def merged(new: Sequence[LayerRate], old: Sequence[LayerRate]) -> tuple[LayerRate, ...]:

@@ -68,9 +68,6 @@ class Counts(NamedTuple):
     def plus(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def times(self, factor: float) -> Counts:
-        return Counts(*(a * factor for a in self))
-
 
 @dataclass(frozen=True)
 class LayerWork:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kt_ray.config.checks import check
+from kt_ray.config.fields import show
+from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Hardware
@@ -22,9 +24,10 @@ from kt_ray.placement.layout import layout_is_auto
 from kt_ray.placement.order import expert_order, worker_program
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan, WorkerPlan
+from kt_ray.timing.choose import choice_of, with_choice
 from kt_ray.timing.lane_rates import lane_rates
 from kt_ray.timing.seats import even_waves, machine_of
-from kt_ray.timing.simulate import Simulated, Wave, simulate
+from kt_ray.timing.simulate import Simulated, WaveShape, simulate
 from kt_ray.timing.step_costs import PlanDurations
 
 SHOWN = 3  # changes that are shown
@@ -71,40 +74,30 @@ class Prediction:
     measured: bool
     rows: str
     load_seconds: float
-    load_source: str
     notes: tuple[str, ...] = ()
     stages: int = 1  # of a replica, ranks one after the other
-
-    @property
-    def in_turn(self) -> tuple[int, float]:
-        """Stages of the replica that computes most, and the share of the step that they add up to."""
-        busy = [v for name, v in self.simulated.busy.items() if name.startswith("worker")]
-        replicas = [busy[i : i + self.stages] for i in range(0, len(busy), self.stages)]
-        return self.stages, max(map(sum, replicas), default=0.0)
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.simulated.seconds if self.simulated.seconds else 0.0
 
-    @property
-    def side(self) -> str:
-        """The side whose actors are busy most, as a sentence's subject."""
-        return max(("attention", "experts"), key=self.side_busy)
-
     def side_busy(self, side: str) -> float:
         """Mean busy fraction of the attention workers or of the expert actors."""
         name = "worker" if side == "attention" else "experts"
-        found = [busy for actor, busy in self.simulated.busy.items() if actor.startswith(name)]
-        return sum(found) / len(found) if found else 0.0
+        parts = [busy for actor, busy in self.simulated.busy.items() if actor.startswith(name)]
+        return sum(parts) / len(parts) if parts else 0.0
 
     @property
     def bottleneck(self) -> str:
         """What limits the step, with how busy it is."""
         name, used = self.simulated.critical, self.simulated.used.get(self.simulated.critical, 0.0)
         sides = f"attention busy {self.side_busy('attention'):.0%}, experts {self.side_busy('experts'):.0%}"
-        stages, together = self.in_turn
-        if stages > 1 and together > used:
-            return f"attention: its {stages} stages take turns, {together:.0%} of the step together ({sides})"
+        busy = [v for actor, v in self.simulated.busy.items() if actor.startswith("worker")]
+        replicas = [busy[i : i + self.stages] for i in range(0, len(busy), self.stages)]
+        together = max(map(sum, replicas), default=0.0)  # the stages of the replica that computes most
+        if self.stages > 1 and together > used:
+            turns = f"its {self.stages} stages take turns, {together:.0%} of the step together"
+            return f"attention: {turns} ({sides})"
         return f"{_plainly(name)}, used {used:.0%} of the step ({sides})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,26 +125,23 @@ def predict(
     plan: Plan,
     config: Config,
     rates: Rates,
-    waves: Sequence[Wave] | None = None,
+    waves: Sequence[WaveShape] | None = None,
     *,
     rows: str = "",
-    events: bool = False,
 ) -> Prediction:
     """A step of `plan` at `rates`.
 
     Args:
         waves: the passes of a step; None = every row as long as data.max_length.
         rows: what `waves` assumes about rows, for the reader.
-        events: keep the simulation's events.
     """
     if waves is None:
         waves = even_waves(plan, config, config.data.max_length)
         rows = f"every row {config.data.max_length} tokens long (data.max_length, the worst case)"
     machine = machine_of(plan)
     durations = PlanDurations(plan, config, rates, machine)
-    simulated = simulate(plan, machine, durations, waves, events=events)
+    simulated = simulate(plan, machine, durations, waves)
     tokens = sum(m.tokens for wave in waves for groups in wave for group in groups for m in group)
-    load, load_source = _load_seconds(plan, rates)
     return Prediction(
         simulated=simulated,
         tokens=tokens,
@@ -159,8 +149,7 @@ def predict(
         source=rates.source,
         measured=rates.source.startswith("measured"),
         rows=rows,
-        load_seconds=load,
-        load_source=load_source,
+        load_seconds=_load_seconds(plan, rates),
         notes=_left_out(plan, config),
         stages=plan.stages,
     )
@@ -170,11 +159,7 @@ def _plainly(resource: str) -> str:
     """A resource of the simulation in words."""
     kind, _, rest = resource.partition(" ")
     if kind == "network":
-        return (
-            f"the network {rest}to the driver's host"
-            if rest == "in"
-            else "the network out of the driver's host"
-        )
+        return f"the network {'into' if rest == 'in' else 'out of'} the driver's host"
     if kind == "pcie":
         device, _, way = rest.rpartition(" ")
         return f"PCIe {'to' if way == 'in' else 'from'} {device}"
@@ -201,15 +186,15 @@ def _terms(
     plan: Plan,
     config: Config,
     durations: PlanDurations,
-    waves: Sequence[Wave],
+    waves: Sequence[WaveShape],
     simulated: Simulated,
     rates: Rates,
 ) -> tuple[Term, ...]:
     """Seconds per term, of the worker that does most of it and of the busiest expert actor."""
-    sums = dict.fromkeys((*_ATTENTION.values(), "attention, the rest"), 0.0)
+    attention = dict.fromkeys((*_ATTENTION.values(), "attention, the rest"), 0.0)
     for worker in plan.workers:
         for name, value in _of_worker(plan, durations, waves, worker).items():
-            sums[name] = max(sums[name], value)
+            attention[name] = max(attention[name], value)
     busy = simulated.busy
     seat = max(durations.machine.experts, key=lambda c: busy[f"experts {c.actors[0]}"])
     calls = {"forward": 0.0, "backward": 0.0}
@@ -220,41 +205,32 @@ def _terms(
             calls[direction] += durations.expert(seat.actors[0], layer, direction, tokens[g])
             lane = durations.lane(seat.actors[0], layer, direction, tokens[g])
             on_gpu += lane.products if lane is not None else 0.0
-    device, expert = durations.device, durations.expert_rate
+    device, expert, transport = durations.device, durations.expert_rate, rates.transport
     layers = "; layers: measured" if durations.corrected else ""
     on = (
         f"{device.name}{layers}; products: {_source(device.gemm, plan.dtype)}; memory: {device.memory.source}"
     )
-    found = [Term(name, value, on) for name, value in sums.items() if value]
-    for direction in ("forward", "backward"):
-        curve = expert.forward_all if direction == "forward" else expert.backward_all
-        found.append(Term(f"experts, {direction}", calls[direction], curve.source))
+    terms = [Term(name, value, on) for name, value in attention.items() if value]
+    terms.append(Term("experts, forward", calls["forward"], expert.forward_all.source))
+    terms.append(Term("experts, backward", calls["backward"], expert.backward_all.source))
     if on_gpu and rates.gpu is not None:
-        found.append(Term("experts on the GPU", on_gpu, _source(rates.gpu.gemm, plan.dtype)))
-    used = {
-        name: share * simulated.seconds
-        for name, share in simulated.used.items()
-        if name.startswith(("network", "pcie"))
-    }
-    for kind, source in (
-        ("network", rates.transport.network_bytes.source),
-        ("pcie", rates.link.to_device.source if rates.link else ""),
-    ):
-        parts = [value for name, value in used.items() if name.startswith(kind)]
-        if parts:
-            found.append(Term(f"{kind}, busiest link", max(parts), source))
+        terms.append(Term("experts on the GPU", on_gpu, _source(rates.gpu.gemm, plan.dtype)))
+    pcie = rates.link.to_device.source if rates.link else ""
+    for kind, source in (("network", transport.network_bytes.source), ("pcie", pcie)):
+        shares = [share for name, share in simulated.used.items() if name.startswith(kind)]
+        if shares:
+            terms.append(Term(f"{kind}, busiest link", max(shares) * simulated.seconds, source))
     waited = max((reasons.get("transfer", 0.0) for reasons in simulated.idle.values()), default=0.0)
-    under_ray = config.cluster.name == "ray"
-    shared = rates.transport.arena if plan.transport.near == "arena" else rates.transport.call
-    message = shared if under_ray else rates.transport.local
-    found.append(Term("waiting for messages", waited, message.source))
+    message = transport.local
+    if config.cluster.name == "ray":
+        message = transport.arena if plan.transport.near == "arena" else transport.call
+    terms.append(Term("waiting for messages", waited, message.source))
     end = simulated.seconds - simulated.pass_seconds
-    found.append(Term("step's end", end, rates.optimizer.source))
-    return tuple(found)
+    return (*terms, Term("step's end", end, rates.optimizer.source))
 
 
 def _of_worker(
-    plan: Plan, durations: PlanDurations, waves: Sequence[Wave], worker: WorkerPlan
+    plan: Plan, durations: PlanDurations, waves: Sequence[WaveShape], worker: WorkerPlan
 ) -> dict[str, float]:
     """Seconds that one attention worker computes, per term."""
     sums = dict.fromkeys((*_ATTENTION.values(), "attention, the rest"), 0.0)
@@ -273,11 +249,11 @@ def _source(gemm: Any, dtype: str) -> str:
     return str(curve.source) if curve is not None else ""
 
 
-def _load_seconds(plan: Plan, rates: Rates) -> tuple[float, str]:
+def _load_seconds(plan: Plan, rates: Rates) -> float:
     """Reading all weights once; hosts read their own experts side by side."""
-    weights = {"experts", "weights", "embedding and head"}
-    total = sum(line.bytes for b in plan.budgets for line in b.lines if line.item in weights)
-    return total / plan.hardware.hosts / rates.disk.value, rates.disk.source
+    weights = ("experts", "weights", "embedding and head")
+    total = sum(budget.items.get(item, 0) for budget in plan.budgets for item in weights)
+    return total / plan.hardware.hosts / rates.disk.value
 
 
 # -- what would help -----------------------------------------------------------------------------
@@ -296,14 +272,13 @@ def neighbours(
     Groups and activations that are at auto stay as the plan has them: `choose_plan` compared them.
 
     Args:
-        plan: the present plan. base: its prediction at rows of `row` tokens.
-        row: tokens per row.
-        load: tokens per expert, as the present plan was made with.
+        plan: the present plan. base: its prediction at rows of `row` tokens. load: that it was made with.
     """
     dims, hardware = plan.dims, plan.hardware
     changes = []
-    for overrides, effect, candidate in _candidates(config, hardware):
-        changed = replace(_with_choice(candidate, plan), mode="plan")
+    present = choice_of(plan)
+    for keys, effect in _candidates(config, hardware):
+        changed = with_keys(with_choice(with_keys(config, keys), present), {"mode": "plan"})
         try:
             check(changed)
             other_plan = make_plan(dims, changed, hardware, load, lane_rates(changed, hardware, dims, rates))
@@ -314,74 +289,46 @@ def neighbours(
         other = predict(other_plan, changed, rates, even_waves(other_plan, changed, row))
         gain = other.tokens_per_s / base.tokens_per_s if base.tokens_per_s else 0.0
         if gain >= WORTH:
+            overrides = " ".join(f"{key}={show(value)}" for key, value in keys.items())
             changes.append(Change(overrides, gain, effect))
     return tuple(sorted(changes, key=lambda c: -c.gain)[:SHOWN])
 
 
-def _with_choice(config: Config, plan: Plan) -> Config:
-    """The configuration with the plan's layout, groups and activations where it has auto."""
-    rule = config.rule
-    if layout_is_auto(rule):
-        rule = replace(rule, stages=plan.stages, replicas=plan.replicas)
-    groups = plan.groups if rule.groups == "auto" else rule.groups
-    activations = rule.experts.activations
-    if activations == "auto":
-        activations = plan.experts[0].activations
-    experts = replace(rule.experts, activations=activations)
-    return replace(config, rule=replace(rule, groups=groups, experts=experts))
-
-
-def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[str, str, Config]]:
-    """(overrides, what it costs, the configuration)."""
-    rule, trainer = config.rule, config.trainer
-    same = "same results"
-
-    def with_rule(**changes: Any) -> Config:
-        return replace(config, rule=replace(rule, **changes))
-
-    def with_experts(**changes: Any) -> Config:
-        return with_rule(experts=replace(rule.experts, **changes))
-
+def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[dict[str, Any], str]]:
+    """Changes of keys, and what each costs."""
+    rule, trainer, sockets = config.rule, config.trainer, hardware.on(0)
+    same, rounding = "same results", "same results to rounding"
     if rule.groups != "auto":
         for groups in (1, 2, 3, 4, 6, 8):
             if groups != rule.groups:
-                yield f"rule.groups={groups}", "same results to rounding", with_rule(groups=groups)
+                yield {"rule.groups": groups}, rounding
     if rule.experts.activations != "auto":
         for activations in ("retain", "recompute"):
             if activations != rule.experts.activations:
-                yield f"rule.experts.activations={activations}", same, with_experts(activations=activations)
+                yield {"rule.experts.activations": activations}, same
     if isinstance(rule.wave, int):
-        yield "rule.wave=auto", same, with_rule(wave="auto")
+        yield {"rule.wave": "auto"}, same
     for factor in (2, 4):
         rows = trainer.batch_size * factor
-        changed = replace(config, trainer=replace(trainer, batch_size=rows))
-        yield f"trainer.batch_size={rows}", "a larger step: fewer updates per epoch", changed
+        yield {"trainer.batch_size": rows}, "a larger step: fewer updates per epoch"
     for size in (trainer.micro_batch_size * 2, trainer.micro_batch_size // 2):
         if 1 <= size <= math.ceil(trainer.batch_size / rule.replica_count):
-            changed = replace(config, trainer=replace(trainer, micro_batch_size=size))
-            yield f"trainer.micro_batch_size={size}", "same results to rounding", changed
+            yield {"trainer.micro_batch_size": size}, rounding
     for backend in ("AMXINT8", "AMXINT4"):
         if backend != rule.experts.backend and config.model.experts_path is None:
-            yield f"rule.experts.backend={backend}", "experts quantised", with_experts(backend=backend)
+            yield {"rule.experts.backend": backend}, "experts quantised"
     if hardware.gpus and rule.experts.stream == "off" and rule.experts.lane_device != "cpu":
-        untested = "same results to rounding; untested on hardware, docs/gpu_lane.md"
-        yield "rule.experts.stream=auto", untested, with_experts(stream="auto")
-    cores = min(s.cores for s in hardware.on(0))
+        yield {"rule.experts.stream": "auto"}, f"{rounding}; untested on hardware, docs/gpu_lane.md"
     if not hardware.gpus or rule.device == "cpu":
-        for threads in sorted({1, max(1, cores // 2)}):
+        for threads in sorted({1, max(1, min(s.cores for s in sockets) // 2)}):
             if threads != rule.worker_threads:
-                yield f"rule.worker_threads={threads}", same, with_rule(worker_threads=threads)
-    sockets = len(hardware.on(0))
-    for count in sorted({1, sockets, 2 * sockets}):
+                yield {"rule.worker_threads": threads}, same
+    for count in sorted({1, len(sockets), 2 * len(sockets)}):
         if count != rule.experts.sockets:
-            yield f"rule.experts.sockets={count}", "same results to rounding", with_experts(sockets=count)
+            yield {"rule.experts.sockets": count}, rounding
     gpus = len(hardware.gpus)
-    layouts = (
-        {(1, 1), (1, gpus), (gpus, 1), (max(1, gpus // 2), 2)} if gpus and not layout_is_auto(rule) else ()
-    )
-    for stages, replicas in sorted(layouts):
-        if (stages, replicas) != (rule.stages, rule.replicas):
-            text = f"rule.stages={stages} rule.replicas={replicas}" + (
-                " rule.layers=null" if rule.layers else ""
-            )
-            yield text, "same results to rounding", with_rule(stages=stages, replicas=replicas, layers=None)
+    if gpus and not layout_is_auto(rule):
+        for stages, replicas in sorted({(1, 1), (1, gpus), (gpus, 1), (max(1, gpus // 2), 2)}):
+            if (stages, replicas) != (rule.stages, rule.replicas):
+                keys = {"rule.stages": stages, "rule.replicas": replicas}
+                yield {**keys, "rule.layers": None} if rule.layers else keys, rounding

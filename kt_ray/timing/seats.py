@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from kt_ray.config.schema import Config
 from kt_ray.hardware.machine import Socket, socket_name
-from kt_ray.placement.plan_types import ExpertActorPlan, Plan
-from kt_ray.timing.simulate import ExpertClass, Machine, Micro, Seat, Wave
+from kt_ray.placement.memory import home_socket
+from kt_ray.placement.plan_types import ExpertActorPlan, Plan, WorkerPlan
+from kt_ray.timing.simulate import ExpertClass, Group, Machine, Micro, Seat, WaveShape
 
 
 def machine_of(plan: Plan) -> Machine:
@@ -16,18 +18,15 @@ def machine_of(plan: Plan) -> Machine:
 
     Attention is on host 0; expert actors of other hosts are far, and those that hold as much are one class.
     """
-    sockets = plan.hardware.sockets
-    capacity = {_name(plan, s): float(s.cores) for s in sockets}
-    here = plan.hardware.on(0)
-    workers = []
-    for worker in plan.workers:
+    hardware = plan.hardware
+    capacity = {_name(plan, s): float(s.cores) for s in hardware.sockets}
+
+    def seat(worker: WorkerPlan) -> Seat:
         if worker.device != "cpu":
-            workers.append(Seat(worker.device))
-            continue
-        bound = [s for s in here if worker.cpus and set(worker.cpus) <= set(s.cpus)]
-        socket = bound[0] if bound else here[worker.rank % len(here)]
-        name = _name(plan, socket)
-        workers.append(Seat(name, min(float(worker.threads), capacity[name])))
+            return Seat(worker.device)
+        socket = home_socket(worker, hardware)
+        return Seat(socket, min(float(worker.threads), capacity[socket]))
+
     places = [(actor.host, actor.node) for actor in plan.experts]
     classes: dict[tuple[object, ...], list[int]] = {}
     for i, (actor, place) in enumerate(zip(plan.experts, places, strict=True)):
@@ -42,14 +41,14 @@ def machine_of(plan: Plan) -> Machine:
         name = _name(plan, first)
         width = min(float(first.threads), capacity[name])
         experts.append(ExpertClass(tuple(ranks), Seat(name, width), first.host > 0))
-    return Machine(capacity, tuple(workers), tuple(experts))
+    return Machine(capacity, tuple(map(seat, plan.workers)), tuple(experts))
 
 
 def _name(plan: Plan, place: Socket | ExpertActorPlan) -> str:
     return socket_name(plan.hardware, place.host, place.node)
 
 
-def even_waves(plan: Plan, config: Config, row: int) -> tuple[Wave, ...]:
+def even_waves(plan: Plan, config: Config, row: int) -> tuple[WaveShape, ...]:
     """The waves of a step of rows of `row` tokens each, all trained, as kt_ray.data.batches cuts them."""
     trainer = config.trainer
     lengths = [(row, row)] * trainer.batch_size
@@ -58,12 +57,9 @@ def even_waves(plan: Plan, config: Config, row: int) -> tuple[Wave, ...]:
 
 def waves_of_rows(
     rows: Sequence[tuple[int, int]], micro_batch_size: int, replicas: int, groups: int, largest: int
-) -> tuple[Wave, ...]:
-    """Rows as (tokens, trained tokens), in order, cut as `kt_ray.data.batches.step_waves` cuts them.
-
-    Args:
-        largest: micro-batches of a replica per wave, at the most.
-    """
+) -> tuple[WaveShape, ...]:
+    """Rows as (tokens, trained tokens), in order, cut as `kt_ray.data.batches.step_waves` cuts them: into
+    waves of at most `largest` micro-batches of a replica."""
     micro = math.ceil(math.ceil(len(rows) / micro_batch_size) / replicas)
     waves = max(1, math.ceil(micro / max(1, largest)))
     count = math.ceil(micro / waves) * micro_batch_size * replicas
@@ -72,20 +68,17 @@ def waves_of_rows(
     )
 
 
-def _wave(rows: Sequence[tuple[int, int]], size: int, replicas: int, groups: int) -> Wave:
+def _wave(rows: Sequence[tuple[int, int]], size: int, replicas: int, groups: int) -> WaveShape:
     parts = [rows[i : i + size] for i in range(0, len(rows), size)]
     micro = [
         Micro(len(p), max(t for t, _ in p), sum(t for t, _ in p), sum(trained for _, trained in p))
         for p in parts
     ]
-    result = []
-    for replica in range(replicas):
-        own = micro[replica::replicas]
+
+    def cut(own: Sequence[Micro]) -> tuple[Group, ...]:
+        """Groups whose sizes differ by one at most, larger ones first."""
         small, larger = divmod(len(own), groups)
-        cut, start = [], 0
-        for group in range(groups):
-            stop = start + small + (1 if group < larger else 0)
-            cut.append(tuple(own[start:stop]))
-            start = stop
-        result.append(tuple(cut))
-    return tuple(result)
+        starts = [group * small + min(group, larger) for group in range(groups + 1)]
+        return tuple(tuple(own[start:stop]) for start, stop in pairwise(starts))
+
+    return tuple(cut(micro[replica::replicas]) for replica in range(replicas))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -38,15 +38,14 @@ class Micro(NamedTuple):
 
 
 Group = tuple[Micro, ...]  # the micro-batches of one group of one replica
-Wave = tuple[tuple[Group, ...], ...]  # per replica, per group: what one pass takes
+WaveShape = tuple[tuple[Group, ...], ...]  # per replica, per group: what one pass takes
 
 
 class Leg(NamedTuple):
-    """A part of a message's way: seconds on a resource of which it takes `width`."""
+    """A part of a message's way: seconds on a resource, one unit of it."""
 
     resource: str
     seconds: float
-    width: float = 1.0
 
 
 class Carriage(NamedTuple):
@@ -116,38 +115,30 @@ class Durations(Protocol):
     def attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
         """An operation of a worker program ("begin" before the first one): seconds before what it sends
         leaves, and after that."""
-        ...
 
     def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
         """A call of expert actor `actor` (the first of its class) for `tokens` tokens of all replicas."""
-        ...
 
     def lane(self, actor: int, layer: int, direction: str, tokens: int) -> LaneCall | None:
         """The same call's part on a GPU, at the same time; None = there is none."""
-        ...
 
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
         """Tokens of one worker, or their gradients, on the way to a class of expert actors."""
-        ...
 
     def reply(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
         """The way back."""
-        ...
 
     def stage(self, worker: int, to: int, tokens: int) -> Carriage:
         """Hidden states or their gradients from stage to stage."""
-        ...
 
     def pass_end(self) -> float:
         """The driver's seconds between passes."""
-        ...
 
     def phases(self) -> tuple[Phase, ...]:
         """What follows the last pass of a step."""
-        ...
 
 
-class Event(NamedTuple):
+class SimulatedSpan(NamedTuple):
     """Something an actor or link did, in seconds from the step's start."""
 
     actor: str
@@ -165,44 +156,37 @@ class Simulated:
         seconds: wall time. pass_seconds: of all passes; the rest are the optimizer's phases.
         work: seconds that every actor would compute alone on its resource, by its name ("worker 0",
             "experts 3"; a class has its first actor's name).
-        busy: work / seconds.
         used: resource -> share of its capacity used over the step.
         idle: actor -> reason -> seconds.
         path: seconds of the step's longest chain by what it went through: "attention", "experts", "call"
             (latency), a link's name, or a phase's. They add up to `seconds`.
-        critical: the resource used most.
         events: what every actor did, when asked for.
     """
 
     seconds: float
     pass_seconds: float
     work: Mapping[str, float]
-    busy: Mapping[str, float]
     used: Mapping[str, float]
     idle: Mapping[str, Mapping[str, float]]
     path: Mapping[str, float]
-    critical: str
-    events: tuple[Event, ...] = ()
+    events: tuple[SimulatedSpan, ...] = ()
 
-    def chrome_trace(self) -> list[dict[str, Any]]:
-        """Events for chrome://tracing and Perfetto ("traceEvents"), microseconds."""
-        actors = {actor: i for i, actor in enumerate(dict.fromkeys(e.actor for e in self.events))}
-        names = [
-            {"ph": "M", "name": "process_name", "pid": i, "tid": 0, "args": {"name": actor}}
-            for actor, i in actors.items()
-        ]
-        return names + [
-            {"ph": "X", "name": e.name, "cat": e.kind, "pid": actors[e.actor], "tid": 0,
-             "ts": e.start * 1e6, "dur": (e.end - e.start) * 1e6}
-            for e in self.events
-        ]  # fmt: skip
+    @property
+    def busy(self) -> dict[str, float]:
+        """`work` over `seconds`."""
+        return {name: value / self.seconds if self.seconds else 0.0 for name, value in self.work.items()}
+
+    @property
+    def critical(self) -> str:
+        """The resource used most."""
+        return max(self.used, key=self.used.__getitem__, default="")
 
 
 # -- the simulation ------------------------------------------------------------------------------
 
 
 def simulate(
-    plan: Plan, machine: Machine, durations: Durations, waves: Sequence[Wave], *, events: bool = False
+    plan: Plan, machine: Machine, durations: Durations, waves: Sequence[WaveShape], *, events: bool = False
 ) -> Simulated:
     """One step of `waves` passes.
 
@@ -220,7 +204,7 @@ def simulate(
     if not waves or any(len(w) != plan.replicas or any(len(g) != plan.groups for g in w) for w in waves):
         raise ValueError(f"every wave takes {plan.replicas} replicas of {plan.groups} groups")
     run = _Step(plan, machine, durations, events)
-    known: dict[Wave, Stretch] = {}
+    known: dict[WaveShape, Stretch] = {}
     total = Stretch()
     for wave in waves:
         if events or wave not in known:  # equal passes, which share nothing, take equally long
@@ -234,17 +218,8 @@ def simulate(
         name: value / (wall * machine.capacity.get(name, 1.0)) if wall else 0.0
         for name, value in sorted(total.used.items())
     }
-    return Simulated(
-        seconds=wall,
-        pass_seconds=pass_seconds,
-        work=dict(total.work),
-        busy={name: value / wall if wall else 0.0 for name, value in total.work.items()},
-        used=used,
-        idle={name: dict(reasons) for name, reasons in total.idle.items()},
-        path=dict(total.path),
-        critical=max(used, key=lambda name: used[name]) if used else "",
-        events=tuple(sorted(total.events, key=lambda e: (e.start, e.actor, e.end))),
-    )
+    events_in_order = sorted(total.events, key=lambda e: (e.start, e.actor, e.end))
+    return Simulated(wall, pass_seconds, total.work, used, total.idle, total.path, tuple(events_in_order))
 
 
 @dataclass
@@ -256,7 +231,7 @@ class Stretch:
     used: dict[str, float] = field(default_factory=dict)
     idle: dict[str, dict[str, float]] = field(default_factory=dict)
     path: dict[str, float] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    events: list[SimulatedSpan] = field(default_factory=list)
 
     def add(self, other: Stretch) -> None:
         self.seconds += other.seconds
@@ -274,13 +249,13 @@ class Stretch:
             reasons[reason] = reasons.get(reason, 0.0) + seconds
 
 
-class Node(NamedTuple):
+class Segment(NamedTuple):
     """A stretch of an actor's or message's time and what it followed from."""
 
     kind: str
     start: float
     end: float
-    parent: Node | None
+    parent: Segment | None
 
 
 class Busy(NamedTuple):
@@ -301,6 +276,7 @@ class Wait(NamedTuple):
 Program = Generator[Busy | Wait, None, None]
 
 
+@dataclass(eq=False)
 class Resource:
     """Tasks that share a capacity: all of them run at rate min(1, capacity / demand).
 
@@ -308,14 +284,13 @@ class Resource:
     by its seconds. One rate for all keeps the order of ends a heap's.
     """
 
-    def __init__(self, capacity: float) -> None:
-        self.capacity = capacity
-        self.demand = 0.0
-        self.served = 0.0
-        self.since = 0.0
-        self.used = 0.0
-        self.version = 0
-        self.tasks: list[tuple[float, int, float, Callable[[], None]]] = []
+    capacity: float
+    demand: float = 0.0
+    served: float = 0.0
+    since: float = 0.0
+    used: float = 0.0
+    version: int = 0
+    tasks: list[tuple[float, int, float, Callable[[], None]]] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
@@ -331,15 +306,15 @@ class Resource:
         return self.since + max(0.0, self.tasks[0][0] - self.served) / self.rate
 
 
+@dataclass(eq=False)
 class Actor:
     """An actor in the middle of its program."""
 
-    def __init__(self, name: str, seat: Seat, program: Program) -> None:
-        self.name = name
-        self.seat = seat
-        self.program = program
-        self.node: Node | None = None
-        self.ended = 0.0
+    name: str
+    seat: Seat
+    program: Program
+    past: Segment | None = None  # the last of what it went through
+    ended: float = 0.0
 
 
 class _Step:
@@ -354,11 +329,15 @@ class _Step:
 
     # -- stretches ---------------------------------------------------------------------------
 
-    def one_pass(self, wave: Wave, offset: float) -> Stretch:
-        programs = [self._worker(rank, wave) for rank in range(len(self.plan.workers))]
+    def one_pass(self, wave: WaveShape, offset: float) -> Stretch:
+        workers = [self._worker(rank, wave) for rank in range(len(self.plan.workers))]
         calls = [self._experts(c, wave) for c in self.machine.experts]
-        lanes = [(c, self._lane(c, wave)) for c in self.machine.experts if self._lane_device(c)]
-        return self._play(programs, calls, offset, self.durations.pass_end(), "end of pass", lanes)
+        lanes = [
+            Actor(f"lane {c.actors[0]}", Seat(device), self._lane(c, wave))
+            for c in self.machine.experts
+            if (device := self._lane_device(c))
+        ]
+        return self._play(workers, calls, offset, self.durations.pass_end(), "end of pass", lanes)
 
     def _lane_device(self, c: ExpertClass) -> str | None:
         lane = self.plan.experts[c.actors[0]].lane
@@ -369,16 +348,16 @@ class _Step:
             yield Busy(phase.name, phase.name, seconds)
 
         workers, experts = map(only, phase.workers), map(only, phase.experts)
-        return self._play(list(workers), list(experts), offset, phase.overhead, "optimizer")
+        return self._play(workers, experts, offset, phase.overhead, "optimizer")
 
     def _play(
         self,
-        workers: list[Program],
-        experts: list[Program],
+        workers: Iterable[Program],
+        experts: Iterable[Program],
         offset: float,
         overhead: float,
         ending: str,
-        lanes: Sequence[tuple[ExpertClass, Program]] = (),
+        lanes: Sequence[Actor] = (),
     ) -> Stretch:
         self.now = 0.0
         self.order = itertools.count()
@@ -387,15 +366,11 @@ class _Step:
         self.arrived: set[tuple[Any, ...]] = set()
         self.waiting: dict[tuple[Any, ...], tuple[Actor, str, float]] = {}
         self.stretch = Stretch()
-        actors = [
-            Actor(f"worker {rank}", seat, program)
-            for rank, (seat, program) in enumerate(zip(self.machine.workers, workers, strict=True))
-        ] + [
-            Actor(f"experts {c.actors[0]}", c.seat, program)
-            for c, program in zip(self.machine.experts, experts, strict=True)
-        ]
-        for c, program in lanes:
-            actors.append(Actor(f"lane {c.actors[0]}", Seat(self._lane_device(c) or ""), program))
+        seats = [(f"worker {rank}", seat) for rank, seat in enumerate(self.machine.workers)]
+        seats += [(f"experts {c.actors[0]}", c.seat) for c in self.machine.experts]
+        programs = (*workers, *experts)
+        actors = [Actor(*seat, program) for seat, program in zip(seats, programs, strict=True)]
+        actors += lanes
         self.offset = offset
         self.current: Actor | None = None
         for actor in actors:
@@ -416,22 +391,22 @@ class _Step:
         stretch.seconds = last.ended + overhead
         if overhead:
             stretch.path["driver"] = overhead
-        node = last.node
-        while node is not None:
-            stretch.path[node.kind] = stretch.path.get(node.kind, 0.0) + node.end - node.start
-            node = node.parent
+        past = last.past
+        while past is not None:
+            stretch.path[past.kind] = stretch.path.get(past.kind, 0.0) + past.end - past.start
+            past = past.parent
         return stretch
 
     # -- programs ----------------------------------------------------------------------------
 
-    def _worker(self, rank: int, wave: Wave) -> Program:
+    def _worker(self, rank: int, wave: WaveShape) -> Program:
         plan, durations = self.plan, self.durations
-        here = plan.workers[rank]
-        replica, stage = here.replica, here.stage
+        worker = plan.workers[rank]
+        replica, stage = worker.replica, worker.stage
         groups = wave[replica]
         tokens = [sum(m.tokens for m in group) for group in groups]
         for group in groups:
-            yield Busy("begin", "attention", sum(durations.attention("begin", here.layers[0], group)))
+            yield Busy("begin", "attention", sum(durations.attention("begin", worker.layers[0], group)))
         for kind, layer, g in worker_program(plan, replica, stage, "train"):
             if kind.startswith("recv"):
                 yield Wait((kind[5:], replica, stage, g), "other stages")
@@ -456,7 +431,7 @@ class _Step:
             if after:
                 yield Busy(f"{kind} {layer}.{g}", "attention", after)
 
-    def _experts(self, c: ExpertClass, wave: Wave) -> Program:
+    def _experts(self, c: ExpertClass, wave: WaveShape) -> Program:
         plan, actor = self.plan, c.actors[0]
         owner = {
             (w.replica, layer): w.rank
@@ -481,7 +456,7 @@ class _Step:
                 carriage = self.durations.reply(worker, c, direction, tokens[replica][g])
                 self._send(("reply", direction, layer, g, actor, replica), carriage)
 
-    def _lane(self, c: ExpertClass, wave: Wave) -> Program:
+    def _lane(self, c: ExpertClass, wave: WaveShape) -> Program:
         """The thread that has a GPU compute its part of the actor's calls."""
         actor = c.actors[0]
         tokens = [sum(m.tokens for part in wave for m in part[g]) for g in range(self.plan.groups)]
@@ -525,7 +500,7 @@ class _Step:
         start = self.now
 
         def done() -> None:
-            actor.node = Node(item.kind, start, self.now, actor.node)
+            actor.past = Segment(item.kind, start, self.now, actor.past)
             if self.keep:
                 self._note(actor.name, item.name, item.kind, start)
             self._resume(actor)
@@ -533,15 +508,17 @@ class _Step:
         return done
 
     def _note(self, actor: str, name: str, kind: str, start: float) -> None:
-        self.stretch.events.append(Event(actor, name, kind, self.offset + start, self.offset + self.now))
+        self.stretch.events.append(
+            SimulatedSpan(actor, name, kind, self.offset + start, self.offset + self.now)
+        )
 
     def _send(self, tag: tuple[Any, ...], carriage: Carriage) -> None:
         """Start a message's way; the sender goes on at once."""
         assert self.current is not None
-        self._travel(tag, carriage, 0, self.now, self.current.node)
+        self._travel(tag, carriage, 0, self.now, self.current.past)
 
     def _travel(
-        self, tag: tuple[Any, ...], carriage: Carriage, at: int, sent: float, node: Node | None
+        self, tag: tuple[Any, ...], carriage: Carriage, at: int, sent: float, past: Segment | None
     ) -> None:
         start = self.now
         if at < len(carriage.legs):
@@ -550,12 +527,12 @@ class _Step:
             def carried() -> None:
                 if self.keep:
                     self._note(leg.resource, " ".join(map(str, tag)), "transfer", start)
-                self._travel(tag, carriage, at + 1, sent, Node(leg.resource, start, self.now, node))
+                self._travel(tag, carriage, at + 1, sent, Segment(leg.resource, start, self.now, past))
 
             if leg.seconds > 0:
-                self._task(leg.resource, leg.seconds, leg.width, carried)
+                self._task(leg.resource, leg.seconds, 1.0, carried)
             else:
-                self._travel(tag, carriage, at + 1, sent, node)
+                self._travel(tag, carriage, at + 1, sent, past)
             return
 
         def arrive() -> None:
@@ -566,7 +543,7 @@ class _Step:
             actor, reason, since = waiter
             self.stretch.wait(actor.name, reason, max(0.0, sent - since))
             self.stretch.wait(actor.name, "transfer", self.now - max(since, sent))
-            actor.node = Node("call", start, self.now, node) if self.now > start else node
+            actor.past = Segment("call", start, self.now, past) if self.now > start else past
             self._resume(actor)
 
         heapq.heappush(self.queue, (self.now + carriage.latency, next(self.order), arrive))

@@ -20,9 +20,8 @@ from functools import cached_property
 
 from kt_ray.config.schema import Config
 from kt_ray.dims.weight_formats import BACKEND_STORAGE, ELEMENT_BYTES
-from kt_ray.hardware.machine import socket_name
 from kt_ray.hardware.rates import DeviceRate, ExpertRate, Rates
-from kt_ray.placement.memory import expert_lora_params, held_format, home_node, logit_rows, lora_params
+from kt_ray.placement.memory import expert_lora_params, held_format, home_socket, logit_rows, lora_params
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.traffic import touched
 from kt_ray.timing.lane_seconds import LaneSeconds
@@ -65,9 +64,9 @@ class PlanDurations:
     # -- attention ---------------------------------------------------------------------------
 
     def attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
-        key = (kind, self._alike[layer], group)
+        key = (kind, self._signatures[layer], group)
         if key not in self._of_groups:
-            self._of_groups[key] = self.attention_seconds(kind, layer, group)
+            self._of_groups[key] = self._attention(kind, layer, group)
         return self._of_groups[key]
 
     @cached_property
@@ -75,8 +74,8 @@ class PlanDurations:
         return {}
 
     @cached_property
-    def _alike(self) -> tuple[str, ...]:
-        """Of each layer the signature: equal layers are counted once."""
+    def _signatures(self) -> tuple[str, ...]:
+        """Of each layer: equal layers are counted once."""
         return tuple(map(layer_signature, self.layers))
 
     @cached_property
@@ -86,22 +85,18 @@ class PlanDurations:
     @cached_property
     def device(self) -> DeviceRate:
         """What attention runs on: the same kind for every worker of a plan."""
-        worker = self.plan.workers[0]
-        if worker.device != "cpu" and self.rates.gpu is not None:
-            return self.rates.gpu
-        return self.rates.cpu_rate(worker.threads)
+        return self.rates.gpu if self.on_gpu and self.rates.gpu is not None else self.host
 
     @cached_property
     def host(self) -> DeviceRate:
         """torch on the worker's host threads: sums of answers, copies."""
         return self.rates.cpu_rate(self.plan.workers[0].threads)
 
-    @cached_property
+    @property
     def on_gpu(self) -> bool:
         return self.plan.workers[0].device != "cpu"
 
-    def attention_seconds(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
-        """`attention`, computed."""
+    def _attention(self, kind: str, layer: int, group: Group) -> tuple[float, float]:
         moe = layer in self.plan.dims.moe_layers
         before = after = 0.0
         for m in group:
@@ -137,7 +132,8 @@ class PlanDurations:
             through = work.backward(m.rows, m.width)
             return 0.0, seconds(through, device, host, dtype, positions, back=True, unequal=work.unequal)
         if kind == "join":
-            return 0.0, seconds(self._joined(positions), device, host, dtype, positions)
+            joined = Counts(passes=5.0 * positions * plan.dims.hidden_size, operations=JOIN_OPS)
+            return 0.0, seconds(joined, device, host, dtype, positions)
         if kind == "loss":
             chunk = logit_rows(self.config.trainer.loss_chunk, max(1, m.trained), plan.dims.vocab_size)
             return 0.0, head_seconds(plan.dims, device, host, dtype, m.trained, chunk)
@@ -146,7 +142,7 @@ class PlanDurations:
     def _correction(self, kind: str, layer: int, m: Micro) -> float:
         """measured / counted, where the model's layers were measured on this machine."""
         if kind in KINDS:
-            return self._corrections(self._alike[layer], layer, kind, m.rows * m.width)
+            return self._corrections(self._signatures[layer], layer, kind, m.rows * m.width)
         if kind in ENDS and (m.trained or kind == "begin"):
             size = m.trained if kind == "loss" else m.rows * m.width
             return self._corrections(ends_signature(self.layers[0]), 0, kind, size)
@@ -155,7 +151,7 @@ class PlanDurations:
     @cached_property
     def corrected(self) -> bool:
         """Whether a layer of this model was measured."""
-        return any(map(self._corrections.knows, self._alike))
+        return any(map(self._corrections.knows, self._signatures))
 
     @cached_property
     def _corrections(self) -> Corrections:
@@ -170,15 +166,11 @@ class PlanDurations:
         threads = 0 if self.on_gpu else self.plan.workers[0].threads
         return Corrections(self.rates.layers, threads, counted)
 
-    def _joined(self, positions: int) -> Counts:
-        return Counts(passes=5.0 * positions * self.plan.dims.hidden_size, operations=JOIN_OPS)
-
     def _submit(self, kind: str, tokens: int) -> float:
         """Host seconds to put a group's tokens (or their gradients, in float32) where experts read them."""
-        if self.on_gpu:
-            return dispatch_seconds(SUBMIT_OPS, self.host, self.host)
+        dispatch = dispatch_seconds(SUBMIT_OPS, self.host, self.host)
         passes = tokens * self.plan.dims.expert_width * (2 if kind == "recompute" else 1)
-        return passes / self._passes_per_second + dispatch_seconds(SUBMIT_OPS, self.host, self.host)
+        return dispatch if self.on_gpu else passes / self._passes_per_second + dispatch
 
     def _answers(self, kind: str, tokens: int) -> float:
         """Host seconds to add the actors' answers: the first is copied, the others are added. A GPU does both
@@ -194,10 +186,6 @@ class PlanDurations:
         """Elements/s of a pass on the worker's host threads."""
         return NORM_PASSES * self.host.block.norm.value
 
-    def _written(self, size: float) -> float:
-        """Seconds to copy a message's tensors into shared memory; in one process they are handed over."""
-        return size / self.rates.transport.arena_bytes.value if self._shares_memory else 0.0
-
     @property
     def _under_ray(self) -> bool:
         return self.config.cluster.name == "ray"
@@ -210,10 +198,9 @@ class PlanDurations:
 
     def expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
         key = (actor, layer, direction, tokens)
-        found = self._calls.get(key)
-        if found is None:
-            found = self._calls[key] = self._expert_seconds(actor, layer, direction, tokens)
-        return found
+        if key not in self._calls:
+            self._calls[key] = self._expert(actor, layer, direction, tokens)
+        return self._calls[key]
 
     @cached_property
     def lanes(self) -> LaneSeconds:
@@ -226,36 +213,29 @@ class PlanDurations:
     def _calls(self) -> dict[tuple[int, int, str, int], float]:
         return {}
 
-    def _expert_seconds(self, actor: int, layer: int, direction: str, tokens: int) -> float:
-        plan, dims = self.plan, self.plan.dims
-        here = plan.experts[actor]
-        held = len(here.experts_of(layer))
-        rate = self.expert_rate
-        slots = tokens * dims.experts_per_token * held / dims.num_experts
+    def _expert(self, actor: int, layer: int, direction: str, tokens: int) -> float:
+        dims, holder = self.plan.dims, self.plan.experts[actor]
+        count = len(holder.experts_of(layer))
+        slots = tokens * dims.experts_per_token * count / dims.num_experts
         if slots == 0:
             return dispatch_seconds(CALL_OPS, self.host, self.host)
-        rows = max(1.0, slots / held)
+        rows = max(1.0, slots / count)
         resident, carried = self.lanes.part(actor, layer, tokens)
-        busy = min(held, slots) * (1 - resident)  # carried experts are read from the same memory
+        busy = min(count, slots) * (1 - resident)  # carried experts are read from the same memory
         slots *= 1 - resident - carried
-        threads, rank = here.threads, self.config.lora.rank if self.config.lora.experts else 0
-        forward = self._kernel(rate, "forward", slots, rows, threads, rank)
-        total = (
-            forward if direction == "forward" else self._kernel(rate, "backward", slots, rows, threads, rank)
-        )
-        if direction == "backward" and here.activations == "recompute":
-            total += forward * (2 / 3 if dims.gated else 1 / 2)  # all but down
-        weights = busy * self.expert_weight_bytes
+        total = self._kernel(direction, slots, rows, holder.threads)
+        if direction == "backward" and holder.activations == "recompute":  # all but down again
+            total += self._kernel("forward", slots, rows, holder.threads) * (2 / 3 if dims.gated else 1 / 2)
         memory = self.rates.memory
-        least = weights / (memory.read_all.value if threads > 1 else memory.read_one.value)
-        return max(total, least) + self._around(tokens, direction, threads)
+        speed = memory.read_all.value if holder.threads > 1 else memory.read_one.value
+        least = busy * self.expert_weight_bytes / speed
+        return max(total, least) + self._around(tokens, direction, holder.threads)
 
-    def _kernel(
-        self, rate: ExpertRate, direction: str, slots: float, rows: float, threads: int, rank: int
-    ) -> float:
+    def _kernel(self, direction: str, slots: float, rows: float, threads: int) -> float:
         """Engine seconds. What does not multiply frozen matrices (LoRA, activation, adding to tokens) grows
         with H + I, the products with H * I: the measured share of it is scaled to this shape."""
-        dims = self.plan.dims
+        dims, lora, rate = self.plan.dims, self.config.lora, self.expert_rate
+        rank = lora.rank if lora.experts else 0
         hidden, inter = dims.expert_width, dims.expert_intermediate
         flop = (6.0 if dims.gated else 4.0) * hidden * inter * slots
         plain = (rate.plain_forward if direction == "forward" else rate.plain_backward).value
@@ -268,7 +248,9 @@ class PlanDurations:
         """What the actor does beside the engine: joining messages, writing the answer out."""
         elements, rate = tokens * self.plan.dims.expert_width, self.rates.cpu_rate(threads)
         joined = elements / (NORM_PASSES * rate.block.norm.value) if self.plan.replicas > 1 else 0.0
-        return joined + self._written(4 * elements) + dispatch_seconds(CALL_OPS, rate, rate)
+        # In one process tensors are handed over, not copied into shared memory.
+        written = 4 * elements / self.rates.transport.arena_bytes.value if self._shares_memory else 0.0
+        return joined + written + dispatch_seconds(CALL_OPS, rate, rate)
 
     @cached_property
     def expert_rate(self) -> ExpertRate:
@@ -355,8 +337,7 @@ class PlanDurations:
 
     def _host_seat(self, worker: int) -> str:
         """The socket whose cores a worker's host side uses."""
-        hardware = self.plan.hardware
-        return socket_name(hardware, 0, home_node(self.plan.workers[worker], hardware))
+        return home_socket(self.plan.workers[worker], self.plan.hardware)
 
     # -- the step's end ----------------------------------------------------------------------
 
@@ -389,12 +370,12 @@ class PlanDurations:
         per_expert = expert_lora_params(dims, lora)
         for c in self.machine.experts:
             actor = plan.experts[c.actors[0]]
-            held = per_expert * sum(actor.counts(dims.moe_layers))
+            params = per_expert * sum(actor.counts(dims.moe_layers))
             share = min(1.0, actor.threads / max(1, rates.cpu_all.threads))
             copying = max(copied, rates.memory.copy_all.value * share)
-            count = 6 * len(dims.moe_layers) if held else 0
-            expert_norms.append(held * SUM_BYTES / 2 / copying + 2 * count * small)
-            expert_steps.append(held / (optimizer * share) + held * 2 / copying + 2 * count * small)
+            count = 6 * len(dims.moe_layers) if params else 0
+            expert_norms.append(params * SUM_BYTES / 2 / copying + 2 * count * small)
+            expert_steps.append(params / (optimizer * share) + params * 2 / copying + 2 * count * small)
         end = self._driver_seconds
         return (
             Phase("norms", tuple(norms), tuple(expert_norms), end),

@@ -97,7 +97,7 @@ def _gpu_memory(plan: Plan, report: PassReport) -> dict[str, int]:
 
 def _actor_imbalance(plan: Plan, counts: Mapping[int, Sequence[int]]) -> float | None:
     busy = [layer for layer, of_layer in counts.items() if any(of_layer)]
-    shares = {layer: tuple(plan.held(layer, actor.rank) for actor in plan.experts) for layer in busy}
+    shares = {layer: tuple(actor.experts_of(layer) for actor in plan.experts) for layer in busy}
     return mean_imbalance(counts, shares, [actor.threads for actor in plan.experts]) if busy else None
 
 
@@ -122,6 +122,7 @@ def tokens_per_expert(plan: Plan, report: PassReport) -> dict[int, list[int]]:
     for actor in report.experts:
         for layer, counts in actor.counters.tokens_per_expert.items():
             whole = layers.setdefault(layer, [0] * plan.dims.num_experts)
-            for expert, count in zip(plan.held(layer, actor.rank), counts, strict=True):
+            experts = plan.experts[actor.rank].experts_of(layer)
+            for expert, count in zip(experts, counts, strict=True):
                 whole[expert] += count
     return layers

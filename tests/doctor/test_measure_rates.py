@@ -58,7 +58,7 @@ def test_doctor_measures_stores_and_says_where(
     monkeypatch.setattr(doctor, "examine", lambda config: [])
     assert doctor.run(config) == 0
     text = capsys.readouterr().out
-    path = rates_path()
+    path = rates_path(this_host())
     assert f"rates stored in {path}" in " ".join(text.split("\n")) and path.is_file()
     for word in ("measuring: memory", "measuring: experts", "GFLOP/s", "AdamW", "Ray 0.70 ms (assumed"):
         assert word in text
@@ -74,7 +74,7 @@ def test_doctor_measures_stores_and_says_where(
 def test_nothing_is_measured_on_request(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "examine", lambda config: [])
     assert doctor.run(dataclasses.replace(config, plan=compose(["plan.rates=nominal"]).plan)) == 0
-    assert not rates_path().exists()
+    assert not rates_path(this_host()).exists()
 
 
 def measured(config: Config) -> Rates:
@@ -87,7 +87,7 @@ def test_a_named_file_takes_the_rates(config: Config, tmp_path: Path) -> None:
     rates = nominal_rates(this_host())
     assert measure_rates.store(named, this_host(), rates) == tmp_path / "mine.json"
     assert read_rates(tmp_path / "mine.json") == rates
-    assert not rates_path().exists()
+    assert not rates_path(this_host()).exists()
 
 
 def test_shapes_measured_before_are_kept(config: Config) -> None:

@@ -36,7 +36,7 @@ def test_budgets_and_tables_per_host() -> None:
     assert [b.device for b in plan.budgets] == names
     assert all(b.is_socket and b.capacity == HOST.sockets[0].memory_bytes for b in plan.budgets)
     assert [b.host for b in plan.budgets] == [0, 0, 1, 1]
-    runtime = [{line.item: line.bytes for line in b.lines}["runtime"] for b in plan.budgets]
+    runtime = [b.items["runtime"] for b in plan.budgets]
     assert runtime == [
         WORKER_RUNTIME + EXPERT_RUNTIME + DRIVER_RUNTIME + RAY_RUNTIME,
         EXPERT_RUNTIME,
@@ -50,7 +50,7 @@ def test_budgets_and_tables_per_host() -> None:
     assert describe(plan.hardware).startswith("2 hosts of 2 sockets x 4 cores")
     one = make_plan(small_dims(), make_config(), HOST)
     assert [b.device for b in one.budgets] == ["socket 0", "socket 1"]
-    assert not Budget("cuda:1", (), 0).is_socket and Budget("cuda:1", (), 0).host == 0
+    assert not Budget("cuda:1", {}, 0).is_socket and Budget("cuda:1", {}, 0).host == 0
 
 
 def test_what_does_not_fit_one_host_fits_three() -> None:

@@ -18,7 +18,7 @@ from kt_ray.hardware import rate_files
 from kt_ray.hardware.describe import hardware_from_file, this_host
 from kt_ray.hardware.machine import Hardware, with_hosts
 from kt_ray.hardware.nominal import FORMAT_BYTES, defaults, nominal_rates
-from kt_ray.hardware.rate_files import rates_for, rates_path, read_rates, to_dict, write_rates
+from kt_ray.hardware.rate_files import rates_for, rates_path, read_rates, write_rates
 from kt_ray.hardware.rates import ROWS, Curve, Figure, Rates
 from tests.placement.configs import make_config, make_hardware
 
@@ -175,7 +175,7 @@ def test_rates_survive_the_file(tmp_path: Path) -> None:
 
 
 def _broken(change: str) -> dict[str, Any]:
-    data = {"version": rate_files.VERSION, **to_dict(nominal_rates(make_hardware()))}
+    data = {"version": rate_files.VERSION, **dataclasses.asdict(nominal_rates(make_hardware()))}
     if change == "version":
         data["version"] = 99
     elif change == "missing":

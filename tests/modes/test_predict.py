@@ -257,7 +257,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(
     wide = ["generate.batch_size=8", "generate.prefill_tokens=32", "generate.cache_tokens=1000000"]
     config = compose(["mode=predict", "data=demo", f"model.path={model}", *SMALL, *wide])
     (budget,) = prepare_generation(config).plan.budgets
-    caches = next(line.bytes for line in budget.lines if line.item == "caches")
+    caches = budget.items["caches"]
     memory = budget.total - caches + caches // 3 if room else budget.total // 1000
     sockets = tuple(dataclasses.replace(socket, memory_bytes=memory) for socket in host.sockets[:1])
     monkeypatch.setattr("kt_ray.runs.prepare.this_host", lambda: dataclasses.replace(host, sockets=sockets))

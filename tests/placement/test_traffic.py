@@ -77,7 +77,9 @@ def test_shared_memory_alone_is_refused_for_several_nodes(tmp_path: Path) -> Non
     )
     links = traffic(two).experts
     assert {link.actor: link.far for link in links} == {0: False, 1: True}
-    share = touched(two.dims.num_experts, len(two.held(links[0].layer, 1)), two.dims.experts_per_token)
+    share = touched(
+        two.dims.num_experts, len(two.experts[1].experts_of(links[0].layer)), two.dims.experts_per_token
+    )
     assert all(link.tokens == pytest.approx(share * two.tokens_per_step) for link in links if link.far)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kt_ray.config.schema import Config
 from kt_ray.placement.plan import make_plan
-from kt_ray.placement.plan_types import Budget, MemoryLine, Plan
+from kt_ray.placement.plan_types import Budget, Plan
 from kt_ray.placement.wave import ROOM, BudgetOf, choose_groups, fit
 from tests.placement.configs import make_config, make_hardware, small_dims
 
@@ -20,7 +20,7 @@ def linear(retain: int, recompute: int, capacity: int, base: int = 10, device: s
 
     def budget_of(wave: int, kind: str) -> tuple[Budget, ...]:
         each = retain if kind == "retain" else recompute
-        return (Budget(device, (MemoryLine(device, "kept activations", base + each * wave),), capacity),)
+        return (Budget(device, {"kept activations": base + each * wave}, capacity),)
 
     return budget_of
 
@@ -77,11 +77,12 @@ def test_keys_that_are_set_leave_only_what_they_allow() -> None:
 
 
 def test_groups_follow_the_wave() -> None:
-    assert choose_groups(config_of(8), 1) == (1, [])
-    assert choose_groups(config_of(8), 8) == (2, [])
-    assert choose_groups(config_of(8, groups=4), 8) == (4, [])
-    groups, (note,) = choose_groups(config_of(8, groups=4), 3)
-    assert groups == 3 and "lowered to 3" in note
+    assert choose_groups(config_of(8), 1) == 1
+    assert choose_groups(config_of(8), 8) == 2
+    assert choose_groups(config_of(8, groups=4), 8) == 4
+    assert choose_groups(config_of(8, groups=4), 3) == 3
+    plan = make_plan(DIMS, config_of(3, groups=4), make_hardware())
+    assert plan.groups == 3 and any("rule.groups=4 lowered to 3" in note for note in plan.notes)
 
 
 def test_a_plan_that_lacks_memory_takes_smaller_waves() -> None:
@@ -102,4 +103,4 @@ def test_a_plan_that_lacks_memory_takes_smaller_waves() -> None:
 
 
 def _kept(plan: Plan) -> list[int]:
-    return [line.bytes for b in plan.budgets for line in b.lines if line.item == "kept activations"]
+    return [b.items["kept activations"] for b in plan.budgets if "kept activations" in b.items]

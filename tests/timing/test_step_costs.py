@@ -146,7 +146,7 @@ def test_recomputing_experts_costs_gate_and_up_again() -> None:
         durations(rule={**ONE, "experts": {"sockets": 1, "activations": kind}}).expert(0, 1, "backward", 1024)
         for kind in ("retain", "recompute")
     )
-    forward = durations(rule=ONE)._kernel(durations(rule=ONE).expert_rate, "forward", 2048, 256, 4, 8)
+    forward = durations(rule=ONE)._kernel("forward", 2048, 256, 4)
     assert again - keep == pytest.approx(forward * 2 / 3, rel=0.2)
 
 

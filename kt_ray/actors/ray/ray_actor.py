@@ -23,7 +23,7 @@ from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.specs import show_own_gpu
 from kt_ray.experts import bind_to_cpus
 from kt_ray.experts.process_memory import give_back_freed_memory
-from kt_ray.placement.render import held_per_layer
+from kt_ray.placement.render import experts_per_layer
 from kt_ray.placement.transports import Transport
 from kt_ray.transport.gloo_link import GlooLink, Meeting, MeetingPoint
 from kt_ray.transport.messages import Address, Lease, Message, Tag
@@ -361,7 +361,7 @@ class RayActor:
         if isinstance(self.actor, AttentionWorker):
             start, stop = self.actor.part.layers
             return f"layers {start}-{stop - 1}" if stop - start > 1 else f"layer {start}"
-        return f"{held_per_layer(self.actor.plan, self.actor.experts.spec)} experts per layer"
+        return f"{experts_per_layer(self.actor.plan, self.actor.experts.spec)} experts per layer"
 
     @ray.method(concurrency_group="control")
     def place(self) -> tuple[str, DoorbellAddress | None]:
