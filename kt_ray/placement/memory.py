@@ -28,6 +28,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from kt_ray.config.schema import Config, DataConfig, LoraConfig
 from kt_ray.dims.layer_params import WITHOUT_SDPA
@@ -115,13 +116,22 @@ def load_of(config: Config, wave: int, groups: int) -> Load:
 
 def lora_params(dims: ModelDims, lora: LoraConfig, layer: int) -> int:
     """LoRA parameters of layer `layer` outside the routed experts."""
-    sizes = (n_in + n_out for module, n_in, n_out in dims.lora_in_out[layer] if adapts(lora, layer, module))
-    return lora.rank * sum(sizes)
+    targets = lora.target_modules
+    return lora.rank * _adapted_sizes(
+        dims.lora_in_out[layer], targets if isinstance(targets, str) else tuple(targets), layer
+    )
 
 
-def adapts(lora: LoraConfig, layer: int, module: str) -> bool:
-    """Whether a module of a layer outside its routed experts gets LoRA."""
-    targets, name = lora.target_modules, f"model.layers.{layer}.{module}"
+@cache  # a plan asks for every layer of every layout that it compares
+def _adapted_sizes(
+    modules: tuple[tuple[str, int, int], ...], targets: str | tuple[str, ...], layer: int
+) -> int:
+    return sum(n_in + n_out for module, n_in, n_out in modules if adapts(targets, layer, module))
+
+
+def adapts(targets: str | Sequence[str], layer: int, module: str) -> bool:
+    """Whether lora.target_modules name a module of a layer outside its routed experts."""
+    name = f"model.layers.{layer}.{module}"
     if isinstance(targets, str):
         return targets == "auto" or (targets != "none" and re.fullmatch(targets, name) is not None)
     return any(name == target or name.endswith("." + target) for target in targets)

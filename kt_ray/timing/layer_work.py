@@ -93,7 +93,9 @@ class LayerWork:
         modules = []
         for name, n_in, n_out in self.dims.lora_in_out[self.layer]:
             of_attention = "attn" in name or (name.startswith("mixer.") and name[6:7] in "qkvo")
-            modules.append((name, n_in, n_out, adapts(self.lora, self.layer, name), of_attention))
+            modules.append(
+                (name, n_in, n_out, adapts(self.lora.target_modules, self.layer, name), of_attention)
+            )
         return tuple(modules)
 
     @cached_property

@@ -337,7 +337,11 @@ class PlanDurations:
 
     def _host_seat(self, worker: int) -> str:
         """The socket whose cores a worker's host side uses."""
-        return home_socket(self.plan.workers[worker], self.plan.hardware)
+        return self._host_seats[worker]
+
+    @cached_property
+    def _host_seats(self) -> list[str]:
+        return [home_socket(worker, self.plan.hardware) for worker in self.plan.workers]
 
     # -- the step's end ----------------------------------------------------------------------
 
