@@ -15,27 +15,19 @@ IGNORE = -100  # label of a token that is not trained, as in torch.nn.functional
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that pass a layer together.
+    """Rows that pass a layer together."""
 
-    Attributes:
-        input_ids: [b, s] token ids, right-padded.
-        labels: [b, s] the token itself where it is trained, IGNORE elsewhere (not shifted).
-        lengths: [b] valid tokens of each row.
-        sample_ids: [b] index of each row in its data set: the key of counter-based dropout.
-        signs: [b] +1 chosen or wanted, -1 rejected or unwanted, 0 neither; a pair's rows follow each other.
-        reference: float64 [b] log-probability of each answer without adapters, where it is known.
-        samples_BS: packed rows only: [b, s] sample id of each position's document.
-        positions_BS: packed rows only: [b, s] position within the document; a document begins where it is 0.
-            None = every row is one document.
-    """
-
-    input_ids: np.ndarray
-    labels: np.ndarray
-    lengths: np.ndarray
-    sample_ids: np.ndarray
+    input_ids: np.ndarray  # [b, s] token ids, right-padded
+    labels: np.ndarray  # [b, s] the token itself where it is trained, IGNORE elsewhere (not shifted)
+    lengths: np.ndarray  # [b] valid tokens of each row
+    sample_ids: np.ndarray  # [b] index of each row in its data set: the key of counter-based dropout
+    # [b] +1 chosen or wanted, -1 rejected or unwanted, 0 neither; a pair's rows follow each other
     signs: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    # float64 [b] log-probability of each answer without adapters, where it is known
     reference: np.ndarray | None = None
-    samples_BS: np.ndarray | None = None
+    samples_BS: np.ndarray | None = None  # packed rows only: [b, s] sample id of each position's document
+    # packed rows only: [b, s] position within the document; a document begins where it is 0. None = every row
+    # is one document
     positions_BS: np.ndarray | None = None
 
     @property
@@ -60,61 +52,42 @@ def trained_tokens(wave: Wave) -> int:
 
 @dataclass(frozen=True)
 class Objective:
-    """A preference loss: see kt_ray.model.preference_losses.
+    """A preference loss: see kt_ray.model.preference_losses."""
 
-    Attributes:
-        stage: "dpo", "orpo" or "kto".
-        units: pairs (dpo, orpo) or rows (kto) of the whole step: what the loss is the mean over.
-        kind, beta, label_smoothing, desirable_weight, undesirable_weight: as configured.
-        nll_tokens: orpo: tokens of the step's chosen rows, prompts included.
-        kl: kto: its reference point.
-    """
-
-    stage: str
-    units: int
+    stage: str  # "dpo", "orpo" or "kto"
+    units: int  # pairs (dpo, orpo) or rows (kto) of the whole step: what the loss is the mean over
+    # kind, beta, label_smoothing, desirable_weight, undesirable_weight: as configured
     kind: str = "sigmoid"
     beta: float = 0.1
     label_smoothing: float = 0.0
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
-    nll_tokens: int = 0
-    kl: float = 0.0
+    nll_tokens: int = 0  # orpo: tokens of the step's chosen rows, prompts included
+    kl: float = 0.0  # kto: its reference point
 
 
 @dataclass(frozen=True)
 class PassSpec:
-    """One pass of all micro-batches through all layers.
+    """One pass of all micro-batches through all layers."""
 
-    Attributes:
-        number: increases by one with every pass of a run (train and eval alike): names messages.
-        step: optimizer step (0-based): the counter of dropout.
-        kind: "train" (forward and backward) or "eval" (forward and loss).
-        seed: the run's seed.
-        wave: the micro-batches.
-        loss_tokens: the divisor of the loss: all trained tokens of the step, over all replicas.
-        return_logits: eval only: workers of the last stage hand back float32 logits (tests, small runs).
-        timeline: actors report every span of the pass, not only their sums (kt_ray.timeline).
-        adapters: False = the model without LoRA, on workers and expert actors alike (eval only).
-        return_logps: workers of the last stage hand back the rows' log-probabilities.
-        objective: the loss, where it is not the mean token loss; `loss_tokens` is then its `units`.
-        routing: eval only: count what routers choose, with a training pass's dropout (kt_ray.model.routing).
-        router_slopes: train only: gradient of the load-balancing loss in a probability of each expert.
-        profile: attention workers write a torch.profiler trace of the pass into this directory; None = none.
-    """
-
-    number: int
-    step: int
-    kind: str
-    seed: int
-    wave: Wave
-    loss_tokens: int
+    number: int  # increases by one with every pass of a run (train and eval alike): names messages
+    step: int  # optimizer step (0-based): the counter of dropout
+    kind: str  # "train" (forward and backward) or "eval" (forward and loss)
+    seed: int  # the run's seed
+    wave: Wave  # the micro-batches
+    loss_tokens: int  # the divisor of the loss: all trained tokens of the step, over all replicas
+    # eval only: workers of the last stage hand back float32 logits (tests, small runs)
     return_logits: bool = False
-    timeline: bool = False
+    timeline: bool = False  # actors report every span of the pass, not only their sums (kt_ray.timeline)
+    # attention workers write a torch.profiler trace of the pass into this directory; None = none
     profile: str | None = None
-    adapters: bool = True
-    return_logps: bool = False
+    adapters: bool = True  # False = the model without LoRA, on workers and expert actors alike (eval only)
+    return_logps: bool = False  # workers of the last stage hand back the rows' log-probabilities
+    # the loss, where it is not the mean token loss; `loss_tokens` is then its `units`
     objective: Objective | None = None
+    # eval only: count what routers choose, with a training pass's dropout (kt_ray.model.routing)
     routing: bool = False
+    # train only: gradient of the load-balancing loss in a probability of each expert
     router_slopes: tuple[float, ...] | None = None
 
     @property

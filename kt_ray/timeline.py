@@ -36,34 +36,24 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Activity:
-    """One actor's time in one pass.
+    """One actor's time in one pass."""
 
-    Attributes:
-        actor: "worker-0", "experts-1", "driver".
-        host: name of the machine whose clock this is.
-        start, end: of the pass, seconds of CLOCK_MONOTONIC.
-        wall_offset: seconds to add for the wall clock (since the epoch).
-        seconds: by category, inner spans taken out of outer ones.
-        cpu_seconds: CPU time of the actor's compute thread and of the threads that it started for torch.
-        kernel_seconds: CPU time of engine threads inside kernels (expert actors).
-        threads: over which a busy fraction is taken.
-        queue_mean, queue_max: requests that lay ready when an engine call was taken up (expert actors).
-        calls: engine calls that the mean is over.
-        spans: in order of their ends; empty unless the pass was asked for them.
-    """
-
-    actor: str
-    host: str
+    actor: str  # "worker-0", "experts-1", "driver"
+    host: str  # name of the machine whose clock this is
+    # start, end: of the pass, seconds of CLOCK_MONOTONIC
     start: float
     end: float
-    wall_offset: float
-    seconds: dict[str, float]
+    wall_offset: float  # seconds to add for the wall clock (since the epoch)
+    seconds: dict[str, float]  # by category, inner spans taken out of outer ones
+    # CPU time of the actor's compute thread and of the threads that it started for torch
     cpu_seconds: float = 0.0
-    kernel_seconds: float = 0.0
-    threads: int = 1
+    kernel_seconds: float = 0.0  # CPU time of engine threads inside kernels (expert actors)
+    threads: int = 1  # over which a busy fraction is taken
+    # queue_mean, queue_max: requests that lay ready when an engine call was taken up (expert actors)
     queue_mean: float = 0.0
     queue_max: int = 0
-    calls: int = 0
+    calls: int = 0  # engine calls that the mean is over
+    # in order of their ends; empty unless the pass was asked for them
     spans: tuple[Span, ...] = field(default=(), repr=False)
 
     def plus(self, later: Activity) -> Activity:

@@ -37,39 +37,28 @@ _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_n
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """The routed experts of a checkpoint, all shapes and types already checked.
+    """The routed experts of a checkpoint, all shapes and types already checked."""
 
-    Attributes:
-        kind: "per_expert" or "fused".
-        moe_layers: layers with routed experts, ascending.
-        num_experts: E. hidden: H. intermediate: I of one expert.
-        prefixes: layer -> "model.layers.3.mlp.experts".
-        leaves: projection -> its name as released ("gate" -> "gate_proj" or "w1"); no gate where experts
-            have none.
-        sources: layer -> part -> the parameters that hold it: one per expert, or one of all.
-        biases: likewise; empty without biases.
-        formats: layer -> part -> "bf16", "f32", "fp8", "mxfp4", "int8" or "int4".
-        expert_bytes: layer -> bytes of one expert, scales and biases included.
-        interleaved: fused only: rows of gate and up alternate instead of following each other.
-        transposed: fused only: [E, H, 2I] and [E, I, H].
-        keys: every parameter and every tensor that belongs to a routed expert.
-        skipped: those outside the model's layers (multi-token prediction, a speech model), never loaded.
-    """
-
-    kind: str
-    moe_layers: tuple[int, ...]
-    num_experts: int
-    hidden: int
-    intermediate: int
-    prefixes: dict[int, str]
+    kind: str  # "per_expert" or "fused"
+    moe_layers: tuple[int, ...]  # layers with routed experts, ascending
+    num_experts: int  # E
+    hidden: int  # H
+    intermediate: int  # I of one expert
+    prefixes: dict[int, str]  # layer -> "model.layers.3.mlp.experts"
+    # projection -> its name as released ("gate" -> "gate_proj" or "w1"); no gate where experts have none
     leaves: dict[str, str]
+    # layer -> part -> the parameters that hold it: one per expert, or one of all
     sources: dict[int, dict[str, tuple[str, ...]]] = field(repr=False)
-    biases: dict[int, dict[str, tuple[str, ...]]] = field(repr=False)
+    biases: dict[int, dict[str, tuple[str, ...]]] = field(repr=False)  # likewise; empty without biases
+    # layer -> part -> "bf16", "f32", "fp8", "mxfp4", "int8" or "int4"
     formats: dict[int, dict[str, str]] = field(repr=False)
+    # layer -> bytes of one expert, scales and biases included
     expert_bytes: dict[int, int] = field(repr=False)
-    interleaved: bool = False
-    transposed: bool = False
+    interleaved: bool = False  # fused only: rows of gate and up alternate instead of following each other
+    transposed: bool = False  # fused only: [E, H, 2I] and [E, I, H]
+    # every parameter and every tensor that belongs to a routed expert
     keys: frozenset[str] = field(default=frozenset(), repr=False)
+    # those outside the model's layers (multi-token prediction, a speech model), never loaded
     skipped: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod

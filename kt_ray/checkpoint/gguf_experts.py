@@ -62,18 +62,14 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class GgufExperts:
-    """The routed experts of a GGUF file, checked against the Hugging Face directory.
+    """The routed experts of a GGUF file, checked against the Hugging Face directory."""
 
-    Attributes:
-        header: the file, or the split set.
-        layout: names, layers and sizes as in the directory; `formats` and `expert_bytes` as in the file.
-        stacks: layer -> part ("gate", "up", "down", "gate_up", each also with "_bias") -> tensor.
-        skipped: experts of layers beyond the model's (multi-token prediction), never loaded.
-    """
-
-    header: GgufHeader
+    header: GgufHeader  # the file, or the split set
+    # names, layers and sizes as in the directory; `formats` and `expert_bytes` as in the file
     layout: ExpertLayout
+    # layer -> part ("gate", "up", "down", "gate_up", each also with "_bias") -> tensor
     stacks: dict[int, dict[str, TensorInfo]] = field(repr=False)
+    # experts of layers beyond the model's (multi-token prediction), never loaded
     skipped: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod

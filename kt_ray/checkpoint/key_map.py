@@ -24,15 +24,10 @@ _IGNORED = [re.compile(p) for p in (r"rotary_emb\.inv_freq$", r"(^|\.)position_i
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Keys without a place, sorted.
+    """Keys without a place, sorted."""
 
-    Attributes:
-        unexpected: of the loaded parts.
-        ignored: by the family: multi-token prediction, stored rotary tables, other towers of a multimodal
-            model.
-    """
-
-    unexpected: list[str]
+    unexpected: list[str]  # of the loaded parts
+    # by the family: multi-token prediction, stored rotary tables, other towers of a multimodal model
     ignored: list[str]
 
 

@@ -30,13 +30,10 @@ class QuantizedLinear(nn.Linear):
         matrix: W as a stack of one, [1, N, K]: fp8, mxfp4, int8 or int4.
         dtype: of `weight`, when something asks for the weight itself.
         device: where it is held.
-
-    Attributes:
-        values: bytes (int4: words) as stored. scales: as stored, [blocks of rows, blocks of columns].
     """
 
-    values: Tensor
-    scales: Tensor
+    values: Tensor  # bytes (int4: words) as stored
+    scales: Tensor  # as stored, [blocks of rows, blocks of columns]
 
     def __init__(self, matrix: ExpertMatrix, dtype: torch.dtype, device: torch.device | str) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would make a weight

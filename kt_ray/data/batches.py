@@ -180,31 +180,20 @@ class Batches:
 
     A batch never crosses an epoch; the last one of an epoch may be smaller. The same step has the same rows
     whether or not the steps before it were taken.
-
-    Attributes:
-        rows: training rows, or pairs of them; at least one.
-        batch_size: rows (pairs) per optimizer step, over all replicas.
-        micro_batch_size: rows (pairs) that pass a layer together.
-        replicas: copies of the attention side.
-        groups: micro-batch groups in flight per replica.
-        shuffle: a new order every epoch; False = source order.
-        pad_id: id that fills padding.
-        largest_wave: micro-batches of a replica that pass the layers together, at the most; None = all.
-        multiple: widths of micro-batches are multiples of this.
-        group_by_length: batches of rows of similar length, see `grouped_order`.
     """
 
-    rows: Sequence[Row] | Sequence[Pair]
-    batch_size: int
-    micro_batch_size: int = 1
-    replicas: int = 1
-    groups: int = 1
-    shuffle: bool = True
+    rows: Sequence[Row] | Sequence[Pair]  # training rows, or pairs of them; at least one
+    batch_size: int  # rows (pairs) per optimizer step, over all replicas
+    micro_batch_size: int = 1  # rows (pairs) that pass a layer together
+    replicas: int = 1  # copies of the attention side
+    groups: int = 1  # micro-batch groups in flight per replica
+    shuffle: bool = True  # a new order every epoch; False = source order
     seed: int = 0
-    pad_id: int = 0
+    pad_id: int = 0  # id that fills padding
+    # micro-batches of a replica that pass the layers together, at the most; None = all
     largest_wave: int | None = None
-    multiple: int = 1
-    group_by_length: bool = False
+    multiple: int = 1  # widths of micro-batches are multiples of this
+    group_by_length: bool = False  # batches of rows of similar length, see `grouped_order`
     # The latest epoch and its order.
     _epoch: tuple[int, np.ndarray] | None = field(default=None, init=False)
 

@@ -32,25 +32,15 @@ _KIND_NAMES = {
 
 @dataclass(frozen=True)
 class DataBundle:
-    """Everything the driver needs of the data.
+    """Everything the driver needs of the data."""
 
-    Attributes:
-        train: training rows (or pairs) in source order, packed with data.packing.
-        eval: held-out rows (or pairs) in source order (empty = no evaluation), never packed.
-        tokenizer: with the chat template that was used set on it.
-        report: what was cut and dropped.
-        pad_id: an id to fill padding with.
-        kind: "sft", "pairs" (train and eval hold Pair instead of Row) or "kto" (rows have signs).
-        dated: whether the template writes the date (data.date).
-    """
-
-    train: Any
-    eval: Any
-    tokenizer: PreTrainedTokenizerFast
-    report: DataReport
-    pad_id: int
-    kind: str = "sft"
-    dated: bool = False
+    train: Any  # training rows (or pairs) in source order, packed with data.packing
+    eval: Any  # held-out rows (or pairs) in source order (empty = no evaluation), never packed
+    tokenizer: PreTrainedTokenizerFast  # with the chat template that was used set on it
+    report: DataReport  # what was cut and dropped
+    pad_id: int  # an id to fill padding with
+    kind: str = "sft"  # "sft", "pairs" (train and eval hold Pair instead of Row) or "kto" (rows have signs)
+    dated: bool = False  # whether the template writes the date (data.date)
 
 
 def load_data(

@@ -21,21 +21,13 @@ SEPARATOR = "\n--- next document ---\n"
 
 @dataclass(frozen=True)
 class PreviewRow:
-    """A decoded row.
+    """A decoded row."""
 
-    Attributes:
-        sample_id: index in source order.
-        tokens: tokens of the row.
-        trained: tokens that contribute to the loss.
-        segments: (text, is it trained), in order; joined they are the decoded row.
-        what: what kind of row it is, where that is not plain.
-    """
-
-    sample_id: int
-    tokens: int
-    trained: int
-    segments: tuple[tuple[str, bool], ...]
-    what: str = ""
+    sample_id: int  # index in source order
+    tokens: int  # tokens of the row
+    trained: int  # tokens that contribute to the loss
+    segments: tuple[tuple[str, bool], ...]  # (text, is it trained), in order; joined they are the decoded row
+    what: str = ""  # what kind of row it is, where that is not plain
 
     @property
     def title(self) -> str:

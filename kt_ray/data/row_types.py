@@ -30,25 +30,17 @@ class Turn(TypedDict):
 
 @dataclass(frozen=True)
 class Conversation:
-    """One source row.
+    """One source row."""
 
-    Attributes:
-        messages: [system,] user, assistant, user, assistant, …; empty for raw text.
-        sample_id: index of the row in source order, counted over all files.
-        where: file and line (or row) for error messages.
-        tools: functions the model may call, as OpenAI's API has them; None = none.
-        rejected: the same conversation with the worse answer; None = the row is no preference pair.
-        label: whether the answer is wanted (KTO); None = the row has no verdict.
-        text: raw text of a row without turns; None = a conversation.
-    """
-
-    messages: tuple[Turn, ...]
-    sample_id: int
-    where: str
+    messages: tuple[Turn, ...]  # [system,] user, assistant, user, assistant, …; empty for raw text
+    sample_id: int  # index of the row in source order, counted over all files
+    where: str  # file and line (or row) for error messages
+    # functions the model may call, as OpenAI's API has them; None = none
     tools: tuple[dict[str, Any], ...] | None = None
+    # the same conversation with the worse answer; None = the row is no preference pair
     rejected: tuple[Turn, ...] | None = None
-    label: bool | None = None
-    text: str | None = None
+    label: bool | None = None  # whether the answer is wanted (KTO); None = the row has no verdict
+    text: str | None = None  # raw text of a row without turns; None = a conversation
 
     @property
     def prompt_key(self) -> str:
@@ -71,21 +63,15 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Row:
-    """One tokenised row, or several packed into one.
+    """One tokenised row, or several packed into one."""
 
-    Attributes:
-        input_ids: int64 [s].
-        labels: int64 [s], the token itself where it is trained, IGNORE elsewhere (not shifted).
-        sample_id: index of the row in source order: stable across runs, the key of dropout.
-        documents: (sample_id, tokens) of each row that was packed into this one, in order; empty = this is
-            one row. The first token of a document is never trained: the one before it is another's.
-        sign: +1 a wanted answer, -1 an unwanted one (KTO; inside pairs), 0 where there is no such thing.
-    """
-
-    input_ids: np.ndarray
-    labels: np.ndarray
-    sample_id: int
+    input_ids: np.ndarray  # int64 [s]
+    labels: np.ndarray  # int64 [s], the token itself where it is trained, IGNORE elsewhere (not shifted)
+    sample_id: int  # index of the row in source order: stable across runs, the key of dropout
+    # (sample_id, tokens) of each row that was packed into this one, in order; empty = this is one row. The
+    # first token of a document is never trained: the one before it is another's
     documents: tuple[tuple[int, int], ...] = ()
+    # +1 a wanted answer, -1 an unwanted one (KTO; inside pairs), 0 where there is no such thing
     sign: int = 0
 
     @property
@@ -96,14 +82,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Pair:
-    """A chosen and a rejected answer to one prompt (DPO, ORPO): never parted.
+    """A chosen and a rejected answer to one prompt (DPO, ORPO): never parted."""
 
-    Attributes:
-        chosen: its sign is +1. rejected: its sign is -1, its sample_id another than chosen's.
-    """
-
-    chosen: Row
-    rejected: Row
+    chosen: Row  # its sign is +1
+    rejected: Row  # its sign is -1, its sample_id another than chosen's
 
     @property
     def trained(self) -> int:

@@ -19,17 +19,12 @@ from kt_ray.errors import UserError
 
 @dataclass(frozen=True)
 class Source:
-    """One data set.
+    """One data set."""
 
-    Attributes:
-        path: as in DataConfig. key: the configuration key that names it.
-        weight: how often each row is taken per epoch.
-        format, columns, split, subset, system, limit: as in DataConfig.
-    """
-
-    path: str | list[str]
-    key: str = "data.path"
-    weight: float = 1.0
+    path: str | list[str]  # as in DataConfig
+    key: str = "data.path"  # the configuration key that names it
+    weight: float = 1.0  # how often each row is taken per epoch
+    # format, columns, split, subset, system, limit: as in DataConfig
     format: str = "auto"
     columns: dict[str, Any] = field(default_factory=dict)
     split: str | None = None
@@ -46,16 +41,11 @@ class Source:
 
 @dataclass(frozen=True)
 class SourceRows:
-    """What a source gave.
-
-    Attributes:
-        format: of its rows, as named or as detected.
-        rows: conversations, sample_ids counted on from the source before.
-    """
+    """What a source gave."""
 
     source: Source
-    format: str
-    rows: list[Conversation]
+    format: str  # of its rows, as named or as detected
+    rows: list[Conversation]  # conversations, sample_ids counted on from the source before
 
     def line(self) -> str:
         """One line of the report."""

@@ -7,33 +7,19 @@ from dataclasses import dataclass, field
 
 @dataclass
 class SplitReport:
-    """Counts of one part of the data.
+    """Counts of one part of the data."""
 
-    Attributes:
-        source_rows: rows given to this part.
-        rows: rows kept.
-        truncated: kept rows that were cut to max_length.
-        dropped_long: rows left out because they are longer than max_length (data.overflow=drop).
-        dropped_no_answer: rows left out because cutting took every trained token.
-        tokens: tokens of the kept rows, after cutting.
-        trained: tokens among them that contribute to the loss.
-        tokens_lost: tokens cut or dropped.
-        trained_lost: trained tokens among those.
-        longest: tokens of the longest row before cutting.
-        cut_texts: raw texts that became several rows.
-    """
-
-    source_rows: int = 0
-    rows: int = 0
-    truncated: int = 0
-    dropped_long: int = 0
-    dropped_no_answer: int = 0
-    tokens: int = 0
-    trained: int = 0
-    tokens_lost: int = 0
-    trained_lost: int = 0
-    longest: int = 0
-    cut_texts: int = 0
+    source_rows: int = 0  # rows given to this part
+    rows: int = 0  # rows kept
+    truncated: int = 0  # kept rows that were cut to max_length
+    dropped_long: int = 0  # rows left out because they are longer than max_length (data.overflow=drop)
+    dropped_no_answer: int = 0  # rows left out because cutting took every trained token
+    tokens: int = 0  # tokens of the kept rows, after cutting
+    trained: int = 0  # tokens among them that contribute to the loss
+    tokens_lost: int = 0  # tokens cut or dropped
+    trained_lost: int = 0  # trained tokens among those
+    longest: int = 0  # tokens of the longest row before cutting
+    cut_texts: int = 0  # raw texts that became several rows
 
     def lines(self, name: str, max_length: int) -> list[str]:
         """A short account; losses are mentioned only when there are any."""
@@ -61,22 +47,16 @@ class SplitReport:
 
 @dataclass
 class DataReport:
-    """Both parts and the notes on them. `eval` is None when nothing is held out.
-
-    Attributes:
-        sources: one line per source: rows and format.
-        template: where the chat template comes from.
-        cached: tokens came from the cache.
-        packed_from, packed_to: training rows before and after packing; 0 = not packed.
-    """
+    """Both parts and the notes on them. `eval` is None when nothing is held out."""
 
     max_length: int
     train: SplitReport = field(default_factory=SplitReport)
     eval: SplitReport | None = None
     notes: list[str] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
-    template: str = ""
-    cached: bool = False
+    sources: list[str] = field(default_factory=list)  # one line per source: rows and format
+    template: str = ""  # where the chat template comes from
+    cached: bool = False  # tokens came from the cache
+    # packed_from, packed_to: training rows before and after packing; 0 = not packed
     packed_from: int = 0
     packed_to: int = 0
 

@@ -29,27 +29,18 @@ def base_path() -> Path:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A DeepSeek-V3 in small.
+    """A DeepSeek-V3 in small."""
 
-    Attributes:
-        config: arguments of transformers' DeepseekV3Config, without the vocabulary and token ids.
-        vocab: tokens of the demo tokenizer (the embedding takes a given tokenizer's own size instead).
-        embed_std: standard deviation of the embedding.
-        head_std: standard deviation of the output head.
-        linear_gain: a linear layer is drawn with standard deviation linear_gain / sqrt(inputs).
-        residual_gain: factor on top of it for the layers that write to the residual stream.
-        router_gain: like linear_gain, for the router.
-        bias_std: standard deviation of e_score_correction_bias (never zero: it must take part).
-    """
-
+    # arguments of transformers' DeepseekV3Config, without the vocabulary and token ids
     config: dict[str, Any] = field(default_factory=dict)
+    # tokens of the demo tokenizer (the embedding takes a given tokenizer's own size instead)
     vocab: int = 1536
-    embed_std: float = 0.3
-    head_std: float = 0.15
-    linear_gain: float = 1.0
-    residual_gain: float = 0.3
-    router_gain: float = 1.0
-    bias_std: float = 0.02
+    embed_std: float = 0.3  # standard deviation of the embedding
+    head_std: float = 0.15  # standard deviation of the output head
+    linear_gain: float = 1.0  # a linear layer is drawn with standard deviation linear_gain / sqrt(inputs)
+    residual_gain: float = 0.3  # factor on top of it for the layers that write to the residual stream
+    router_gain: float = 1.0  # like linear_gain, for the router
+    bias_std: float = 0.02  # standard deviation of e_score_correction_bias (never zero: it must take part)
 
     def fingerprint(self, seed: int, inputs: bytes) -> str:
         """Twelve hex digits over the recipe, the seed and `inputs` (what the tokenizer is made from)."""

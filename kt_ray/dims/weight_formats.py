@@ -30,18 +30,13 @@ _EXPERT_NAMES = (
 
 @dataclass(frozen=True)
 class Storage:
-    """How one kind of weights is stored.
+    """How one kind of weights is stored."""
 
-    Attributes:
-        format: "bf16", "f32", "f16", "fp8_block", "fp8", "mxfp4", "int8", "int4", or a method's name;
-            an unknown one counts as bf16, the largest of those that checkpoints quantise from.
-        block: rows and columns that share a scale; 0 = all of them.
-        scale_bytes: bytes of a scale (with its zero point); 0 = there are none.
-    """
-
+    # "bf16", "f32", "f16", "fp8_block", "fp8", "mxfp4", "int8", "int4", or a method's name; an unknown one
+    # counts as bf16, the largest of those that checkpoints quantise from
     format: str
-    block: tuple[int, int] = (0, 0)
-    scale_bytes: float = 0
+    block: tuple[int, int] = (0, 0)  # rows and columns that share a scale; 0 = all of them
+    scale_bytes: float = 0  # bytes of a scale (with its zero point); 0 = there are none
 
     def matrix_bytes(self, rows: int, columns: int) -> float:
         """Bytes of one matrix [rows, columns] with its scales."""

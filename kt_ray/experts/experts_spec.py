@@ -12,25 +12,19 @@ from kt_ray.placement.plan_types import ExpertActorPlan
 
 @dataclass(frozen=True, kw_only=True)
 class LocalExpertsSpec(ExpertActorPlan):
-    """One expert actor's part of the plan, and what else it needs. `node` is -1 for memory of any NUMA node.
+    """One expert actor's part of the plan, and what else it needs; `node` -1: memory of any NUMA node."""
 
-    Attributes:
-        model_dir: Hugging Face directory.
-        lora, optim: as configured.
-        seed: the run's seed (LoRA initialisation, dropout).
-        formulas: MoE layer -> what its experts compute; layers that are not named are plain SwiGLU.
-        experts_path: GGUF file that the experts are read from instead of `model_dir`, in its types whatever
-            the backend; None = `model_dir`.
-        root: module name of the language model, with which the parameters' names begin.
-    """
-
-    model_dir: str
+    model_dir: str  # Hugging Face directory
+    # lora, optim: as configured
     lora: LoraConfig
     optim: OptimConfig
-    seed: int
+    seed: int  # the run's seed (LoRA initialisation, dropout)
+    # MoE layer -> what its experts compute; layers that are not named are plain SwiGLU
     formulas: Mapping[int, ExpertFormula] = field(default_factory=dict)
+    # GGUF file that the experts are read from instead of `model_dir`, in its types whatever the backend; None
+    # = `model_dir`
     experts_path: str | None = None
-    root: str = "model"
+    root: str = "model"  # module name of the language model, with which the parameters' names begin
 
 
 @dataclass

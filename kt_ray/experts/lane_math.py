@@ -31,21 +31,15 @@ _WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()
 
 @dataclass(frozen=True)
 class DeviceExpert:
-    """One expert, ready to multiply.
+    """One expert, ready to multiply."""
 
-    Attributes:
-        matrices: projection -> [N, K] in bfloat16 or float32; without a gate there is none.
-        biases: projection -> [N] float32, where there are any.
-        lora: "gate_a" [r, H], "gate_b" [I, r], ... float32; empty without an adapter.
-        scale: of the adapter.
-        formula: between up and down.
-    """
-
+    # projection -> [N, K] in bfloat16 or float32; without a gate there is none
     matrices: Mapping[int, Tensor]
-    biases: Mapping[int, Tensor]
-    formula: ExpertFormula
+    biases: Mapping[int, Tensor]  # projection -> [N] float32, where there are any
+    formula: ExpertFormula  # between up and down
+    # "gate_a" [r, H], "gate_b" [I, r], ... float32; empty without an adapter
     lora: Mapping[str, Tensor] = field(default_factory=dict)
-    scale: float = 1.0
+    scale: float = 1.0  # of the adapter
 
     @property
     def stored(self) -> torch.dtype:

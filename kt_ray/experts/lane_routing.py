@@ -14,22 +14,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Routed:
-    """The lane's rows, expert by expert.
+    """The lane's rows, expert by expert."""
 
-    Attributes:
-        experts: local ids in computing order; ends: for each, where its rows end in the tensors of rows.
-        slots: [R] t * K + k of every row, ascending within an expert.
-        tokens: [U] tokens with a row, ascending; at: [R] position of each row's token among them.
-        weight: [R] router weights.
-        turns: for each expert, None, or its rows in parts that name no token twice.
-    """
-
+    # local ids in computing order; ends: for each, where its rows end in the tensors of rows
     experts: tuple[int, ...]
     ends: tuple[int, ...]
-    slots: Tensor
-    tokens: Tensor
+    slots: Tensor  # [R] t * K + k of every row, ascending within an expert
+    tokens: Tensor  # [U] tokens with a row, ascending; at: [R] position of each row's token among them
     at: Tensor
-    weight: Tensor
+    weight: Tensor  # [R] router weights
+    # for each expert, None, or its rows in parts that name no token twice
     turns: tuple[tuple[Tensor, ...] | None, ...]
 
     def rows(self, i: int) -> slice:

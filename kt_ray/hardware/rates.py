@@ -35,15 +35,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class Curve:
-    """A rate that depends on a size: straight lines between logarithms, constant outside.
+    """A rate that depends on a size: straight lines between logarithms, constant outside."""
 
-    Attributes:
-        at: sizes, ascending. values: the rate at each. source: as in `Figure`.
-    """
-
-    at: tuple[float, ...]
-    values: tuple[float, ...]
-    source: str
+    at: tuple[float, ...]  # sizes, ascending
+    values: tuple[float, ...]  # the rate at each
+    source: str  # as in `Figure`
 
     def __call__(self, size: float) -> float:
         """The rate at `size`."""
@@ -77,29 +73,23 @@ class ExpertRate:
     Rates count the products of the frozen matrices only (6 · H · I FLOP per row and direction with a
     gate, 4 · H · I without), while the time they are taken from includes everything the engine does:
     decoding, activation, adding to tokens, LoRA of rank `rank` with its gradients, the router's gradient.
-
-    Attributes:
-        isa: instruction set. format: of the weights, as the engine calls it. products: type multiplied in,
-            "bf16", "f32" or "int8" (W8A8).
-        hidden, inter: H and I of the experts the figures were taken from.
-        rank: LoRA rank included.
-        threads: threads of the `all` curves: every core of one socket.
-        forward, backward: FLOP/s of one thread over rows per expert.
-        forward_all, backward_all: FLOP/s of `threads` threads together over rows per expert.
-        plain_forward, plain_backward: time without LoRA as a part of the time with it, at ample rows.
     """
 
-    isa: str
-    format: str
-    products: str
+    isa: str  # instruction set
+    format: str  # of the weights, as the engine calls it
+    products: str  # type multiplied in, "bf16", "f32" or "int8" (W8A8)
+    # hidden, inter: H and I of the experts the figures were taken from
     hidden: int
     inter: int
-    rank: int
-    threads: int
+    rank: int  # LoRA rank included
+    threads: int  # threads of the `all` curves: every core of one socket
+    # forward, backward: FLOP/s of one thread over rows per expert
     forward: Curve
     backward: Curve
+    # forward_all, backward_all: FLOP/s of `threads` threads together over rows per expert
     forward_all: Curve
     backward_all: Curve
+    # plain_forward, plain_backward: time without LoRA as a part of the time with it, at ample rows
     plain_forward: Figure
     plain_backward: Figure
 
@@ -138,52 +128,40 @@ EXPERT_CURVES = ("forward", "backward", "forward_all", "backward_all")  # of an 
 
 @dataclass(frozen=True)
 class BlockRate:
-    """Speed of what a decoder layer has beside matrix products, everything in it included.
+    """Speed of what a decoder layer has beside matrix products, everything in it included."""
 
-    Attributes:
-        adapter, adapter_backward: elements/s of a LoRA layer's own path (rank 8, float32), forward and
-            backward; its elements are the inputs and outputs of its linear layer.
-        norm, norm_backward: elements/s of an RMS norm as transformers computes it (six passes forward).
-        sdpa_backward: FLOP/s of attention's backward, the forward's FLOP counted.
-        unequal, unequal_backward: FLOP/s of attention where keys and values differ in width (multi-head
-            latent attention), for which torch materialises the scores; what the scores cost not counted.
-        scores, scores_backward: scores/s (query, key, head) that this costs besides.
-    """
-
+    # adapter, adapter_backward: elements/s of a LoRA layer's own path (rank 8, float32), forward and
+    # backward; its elements are the inputs and outputs of its linear layer
     adapter: Figure
     adapter_backward: Figure
+    # norm, norm_backward: elements/s of an RMS norm as transformers computes it (six passes forward)
     norm: Figure
     norm_backward: Figure
-    sdpa_backward: Figure
+    sdpa_backward: Figure  # FLOP/s of attention's backward, the forward's FLOP counted
+    # unequal, unequal_backward: FLOP/s of attention where keys and values differ in width (multi-head latent
+    # attention), for which torch materialises the scores; what the scores cost not counted
     unequal: Figure
     unequal_backward: Figure
+    # scores, scores_backward: scores/s (query, key, head) that this costs besides
     scores: Figure
     scores_backward: Figure
 
 
 @dataclass(frozen=True)
 class DeviceRate:
-    """Speed of the attention side: torch on one thread, on all of a socket's, or on a GPU.
+    """Speed of the attention side: torch on one thread, on all of a socket's, or on a GPU."""
 
-    Attributes:
-        name: "cpu, 1 thread", "cpu, 48 threads", "RTX 4090".
-        threads: torch threads; 0 on a GPU.
-        gemm: dtype ("bfloat16", "float32") -> FLOP/s of a matrix product over its rows (tokens).
-        memory: bytes/s read and written by elementwise operations and norms.
-        sdpa: FLOP/s of scaled dot-product attention, forward, all query-key pairs counted (not half
-            of them for a causal mask).
-        softmax: logits per second: float32 log-softmax over a vocabulary, forward and backward together.
-        operation: seconds that an operation costs however small it is (dispatch, or a kernel launch).
-        blocks: what a layer has beside products; None = nobody measured it, see `block`.
-    """
-
-    name: str
-    threads: int
+    name: str  # "cpu, 1 thread", "cpu, 48 threads", "RTX 4090"
+    threads: int  # torch threads; 0 on a GPU
+    # dtype ("bfloat16", "float32") -> FLOP/s of a matrix product over its rows (tokens)
     gemm: Mapping[str, Curve]
-    memory: Figure
+    memory: Figure  # bytes/s read and written by elementwise operations and norms
+    # FLOP/s of scaled dot-product attention, forward, all query-key pairs counted (not half of them for a
+    # causal mask)
     sdpa: Figure
-    softmax: Figure
-    operation: Figure
+    softmax: Figure  # logits per second: float32 log-softmax over a vocabulary, forward and backward together
+    operation: Figure  # seconds that an operation costs however small it is (dispatch, or a kernel launch)
+    # what a layer has beside products; None = nobody measured it, see `block`
     blocks: BlockRate | None = None
 
     @cached_property
@@ -208,18 +186,13 @@ class DeviceRate:
 
 @dataclass(frozen=True)
 class LayerRate:
-    """What one kind of decoder layer of one model took, its experts left out (layer_rates.py).
+    """What one kind of decoder layer of one model took, its experts left out (layer_rates.py)."""
 
-    Attributes:
-        signature: of all layers that cost the same. name: for readers, "deepseek_v3 layer 3".
-        threads: of torch; 0 on a GPU.
-        kinds: "forward" (no grad), "recompute" (under grad), "backward"; of a model's ends "begin", "loss" ->
-            positions/s of one row over its positions.
-    """
-
-    signature: str
-    name: str
-    threads: int
+    signature: str  # of all layers that cost the same
+    name: str  # for readers, "deepseek_v3 layer 3"
+    threads: int  # of torch; 0 on a GPU
+    # "forward" (no grad), "recompute" (under grad), "backward"; of a model's ends "begin", "loss" ->
+    # positions/s of one row over its positions
     kinds: Mapping[str, Curve]
 
 
@@ -247,59 +220,41 @@ class LinkRate:
 
 @dataclass(frozen=True)
 class TransportRate:
-    """Between actors.
+    """Between actors."""
 
-    Attributes:
-        call: seconds of a small Ray message from one actor to another until it can be taken.
-        arena: seconds of a message through the doorbell, its tensors in shared memory, the copy not counted.
-        arena_bytes: bytes/s copied into shared memory.
-        ray_bytes: bytes/s of tensors inside Ray calls between two processes of a node.
-        local: seconds of a message between the actors of one process (cluster=local).
-        network_bytes, network_latency: between nodes, bytes/s each way and seconds one way.
-    """
-
-    call: Figure
+    call: Figure  # seconds of a small Ray message from one actor to another until it can be taken
+    # seconds of a message through the doorbell, its tensors in shared memory, the copy not counted
     arena: Figure
-    arena_bytes: Figure
-    ray_bytes: Figure
-    local: Figure
+    arena_bytes: Figure  # bytes/s copied into shared memory
+    ray_bytes: Figure  # bytes/s of tensors inside Ray calls between two processes of a node
+    local: Figure  # seconds of a message between the actors of one process (cluster=local)
+    # network_bytes, network_latency: between nodes, bytes/s each way and seconds one way
     network_bytes: Figure
     network_latency: Figure
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Everything the prediction divides by, for one kind of host.
+    """Everything the prediction divides by, for one kind of host."""
 
-    Attributes:
-        source: of the whole: "measured on …", "conf/hardware/…", "nominal".
-        cpu: the CPU's name. cores: physical cores usable, all sockets of one host. isas: best last.
-        experts: measured or described; `expert` finds the right one.
-        cpu_one, cpu_all: torch on one thread, and on all cores of one socket.
-        gpu: one GPU; None = there is none.
-        link: PCIe of one GPU; None without a GPU.
-        optimizer: parameters/s of AdamW, all of a socket. disk: bytes/s of files not in memory.
-        layers: whole layers of models, measured.
-        notes: what a reader must know (a refused file, scaled figures).
-    """
-
-    source: str
-    cpu: str
-    cores: int
-    isas: tuple[str, ...]
-    experts: tuple[ExpertRate, ...]
+    source: str  # of the whole: "measured on …", "conf/hardware/…", "nominal"
+    cpu: str  # the CPU's name
+    cores: int  # physical cores usable, all sockets of one host
+    isas: tuple[str, ...]  # best last
+    experts: tuple[ExpertRate, ...]  # measured or described; `expert` finds the right one
     memory: MemoryRate
+    # cpu_one, cpu_all: torch on one thread, and on all cores of one socket
     cpu_one: DeviceRate
     cpu_all: DeviceRate
     transport: TransportRate
-    optimizer: Figure
-    disk: Figure
-    gpu: DeviceRate | None = None
-    link: LinkRate | None = None
+    optimizer: Figure  # parameters/s of AdamW, all of a socket
+    disk: Figure  # bytes/s of files not in memory
+    gpu: DeviceRate | None = None  # one GPU; None = there is none
+    link: LinkRate | None = None  # PCIe of one GPU; None without a GPU
     date: str = ""
     commit: str = ""
-    layers: tuple[LayerRate, ...] = ()
-    notes: tuple[str, ...] = ()
+    layers: tuple[LayerRate, ...] = ()  # whole layers of models, measured
+    notes: tuple[str, ...] = ()  # what a reader must know (a refused file, scaled figures)
 
     def expert(
         self, isa: str, fmt: str, hidden: int = 0, inter: int = 0, products: str = "any"

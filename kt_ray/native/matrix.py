@@ -55,26 +55,22 @@ class ExpertMatrix:
     copied: views of larger tensors do, such as every second row of a fused projection, as long as the
     elements of a row lie together.
 
-    Attributes:
-        format: "fp8", "mxfp4", "int8", "int4", "q8_0", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k" or "q6_k".
-        data: [E, N, ...], the bytes of a row in the dimensions after the second: fp8 float8_e4m3fn and
-            int8 int8 [K]; mxfp4 uint8 [K / 2], low nibble first; int4 int32 [K / 8], nibbles of value + 8,
-            low first; GGUF types uint8, their blocks.
-        shape: (E, N, K).
-        scales: [E, ceil(N / rows), ceil(K / columns)] with `block` rows and columns: float32, bfloat16,
-            float16, or ue8m0 (uint8 or float8_e8m0fnu, 2^(byte - 127)), the only type of mxfp4 and none of
-            int8 and int4; None for GGUF types.
-        block: rows and columns that one scale covers; rows are 1 but for fp8, columns K or a multiple of
-            32; None: (1, K) or (1, group) as the scales' shape says, and (1, 32) for mxfp4.
-
     Raises:
         ValueError: a tensor that does not fit; names the argument, what was seen, what is required.
     """
 
-    format: str
+    format: str  # "fp8", "mxfp4", "int8", "int4", "q8_0", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k" or "q6_k"
+    # [E, N, ...], the bytes of a row in the dimensions after the second: fp8 float8_e4m3fn and int8 int8 [K];
+    # mxfp4 uint8 [K / 2], low nibble first; int4 int32 [K / 8], nibbles of value + 8, low first; GGUF types
+    # uint8, their blocks
     data: Tensor
-    shape: tuple[int, int, int]
+    shape: tuple[int, int, int]  # (E, N, K)
+    # [E, ceil(N / rows), ceil(K / columns)] with `block` rows and columns: float32, bfloat16, float16, or
+    # ue8m0 (uint8 or float8_e8m0fnu, 2^(byte - 127)), the only type of mxfp4 and none of int8 and int4; None
+    # for GGUF types
     scales: Tensor | None = None
+    # rows and columns that one scale covers; rows are 1 but for fp8, columns K or a multiple of 32; None: (1,
+    # K) or (1, group) as the scales' shape says, and (1, 32) for mxfp4
     block: tuple[int, int] | None = None
 
     @classmethod

@@ -264,24 +264,15 @@ class ExpertLora:
     """One adapter on gate, up and down of every local expert, float32 contiguous: W + scale B A.
 
     The same class holds gradients (`zeros_like`), accumulated in float32.
-
-    Attributes:
-        gate_a: [E, r, H]; None exactly where the experts have no gate.
-        gate_b: [E, I, r]; likewise.
-        up_a: [E, r, H].
-        up_b: [E, I, r].
-        down_a: [E, r, I].
-        down_b: [E, H, r].
-        scale: alpha / r, or alpha / sqrt(r) with rsLoRA.
     """
 
-    gate_a: Tensor | None
-    gate_b: Tensor | None
-    up_a: Tensor
-    up_b: Tensor
-    down_a: Tensor
-    down_b: Tensor
-    scale: float
+    gate_a: Tensor | None  # [E, r, H]; None exactly where the experts have no gate
+    gate_b: Tensor | None  # [E, I, r]; likewise
+    up_a: Tensor  # [E, r, H]
+    up_b: Tensor  # [E, I, r]
+    down_a: Tensor  # [E, r, I]
+    down_b: Tensor  # [E, H, r]
+    scale: float  # alpha / r, or alpha / sqrt(r) with rsLoRA
 
     def named(self) -> dict[str, Tensor]:
         """The matrices by name, in the order of the fields: six, or four without a gate."""
@@ -318,14 +309,8 @@ LORA_FIELDS = tuple(f.name for f in fields(ExpertLora) if f.name != "scale")
 
 @dataclass(frozen=True)
 class DropoutSpec:
-    """LoRA dropout, a pure function of these and of layer, expert, projection, sample, position.
+    """LoRA dropout, a pure function of these and of layer, expert, projection, sample, position."""
 
-    Attributes:
-        p: probability of dropping an element, 0 <= p < 1.
-        seed: 64-bit seed of the run.
-        step: optimizer step.
-    """
-
-    p: float
-    seed: int
-    step: int
+    p: float  # probability of dropping an element, 0 <= p < 1
+    seed: int  # 64-bit seed of the run
+    step: int  # optimizer step

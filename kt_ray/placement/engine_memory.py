@@ -35,24 +35,16 @@ def _padded(n: int, step: int) -> int:
 
 @dataclass(frozen=True)
 class EngineShape:
-    """One layer's experts as the engine sees them.
+    """One layer's experts as the engine sees them."""
 
-    Attributes:
-        hidden, inter: H and I.
-        rank: the largest LoRA rank; 0 = no adapters.
-        isa: the instruction set.
-        float32: whether the weights are float32 (all other formats compute as bfloat16).
-        gated: whether the experts have a gate projection.
-        dropout: whether LoRA dropout is on.
-    """
-
+    # hidden, inter: H and I
     hidden: int
     inter: int
-    rank: int
-    isa: str
-    float32: bool = False
-    gated: bool = True
-    dropout: bool = False
+    rank: int  # the largest LoRA rank; 0 = no adapters
+    isa: str  # the instruction set
+    float32: bool = False  # whether the weights are float32 (all other formats compute as bfloat16)
+    gated: bool = True  # whether the experts have a gate projection
+    dropout: bool = False  # whether LoRA dropout is on
 
     @property
     def _widths(self) -> tuple[int, int, int]:

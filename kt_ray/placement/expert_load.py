@@ -22,18 +22,13 @@ _OTHER = "name a checkpoint of this model (rule.experts.load or trainer.resume)"
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Tokens per expert; immutable, so that a state of the run can keep its own.
+    """Tokens per expert; immutable, so that a state of the run can keep its own."""
 
-    Attributes:
-        steps: training steps counted.
-        slots: MoE layer -> tokens of every expert [E].
-        source: where it was read, for messages.
-        owners: MoE layer -> rank of the actor that held each expert [E]; empty = contiguous.
-    """
-
-    steps: int = 0
+    steps: int = 0  # training steps counted
+    # MoE layer -> tokens of every expert [E]
     slots: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    source: str = "this run"
+    source: str = "this run"  # where it was read, for messages
+    # MoE layer -> rank of the actor that held each expert [E]; empty = contiguous
     owners: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def plus(self, counts: Mapping[int, Sequence[int]]) -> ExpertLoad:

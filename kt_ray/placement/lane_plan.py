@@ -172,22 +172,16 @@ def expert_sizes(actors: Actors, dims: ModelDims, config: Config) -> ExpertSizes
 
 @dataclass(frozen=True)
 class LaneMemory:
-    """What the bytes of one actor's lane are counted from.
+    """What the bytes of one actor's lane are counted from."""
 
-    Attributes:
-        expert: bytes of one expert of one layer as stored. adapter: of its LoRA.
-        group: T_g. total: T. slots: rows of the actor per token. runtime: bytes of a CUDA context.
-        float32: whether its weights are. plain: whether they are stored as they are multiplied.
-    """
-
-    expert: float
-    adapter: float
-    group: int
-    total: int
-    slots: float
-    runtime: int
-    float32: bool
-    plain: bool
+    expert: float  # bytes of one expert of one layer as stored
+    adapter: float  # of its LoRA
+    group: int  # T_g
+    total: int  # T
+    slots: float  # rows of the actor per token
+    runtime: int  # bytes of a CUDA context
+    float32: bool  # whether its weights are
+    plain: bool  # whether they are stored as they are multiplied
 
 
 def resident_count(actor: ExpertActorPlan) -> int:

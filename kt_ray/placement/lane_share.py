@@ -55,36 +55,24 @@ def resident_experts(
 
 @dataclass(frozen=True)
 class LaneRates:
-    """What the lane's choice divides by, for one expert actor.
+    """What the lane's choice divides by, for one expert actor."""
 
-    Attributes:
-        link: bytes/s from host memory to the GPU (the actor's part, where actors share the link).
-        gpu: FLOP/s of the GPU on matrices as large as an expert's, decoding its weights included (likewise).
-        cpu: FLOP/s of the actor's engine in this format. memory: bytes/s that its socket reads.
-        source: where they come from.
-    """
-
-    link: float
+    link: float  # bytes/s from host memory to the GPU (the actor's part, where actors share the link)
+    # FLOP/s of the GPU on matrices as large as an expert's, decoding its weights included (likewise)
     gpu: float
-    cpu: float
-    memory: float
-    source: str = ""
+    cpu: float  # FLOP/s of the actor's engine in this format
+    memory: float  # bytes/s that its socket reads
+    source: str = ""  # where they come from
 
 
 @dataclass(frozen=True)
 class LaneWork:
-    """One actor's part of one call of a layer, forward or backward.
+    """One actor's part of one call of a layer, forward or backward."""
 
-    Attributes:
-        experts: n, those in host memory that have rows. bytes: of one as stored, its adapter included.
-        flops: of all their rows together. moved: bytes of activations to the device and back, were all
-            computed there.
-    """
-
-    experts: int
-    bytes: float
-    flops: float
-    moved: float
+    experts: int  # n, those in host memory that have rows
+    bytes: float  # of one as stored, its adapter included
+    flops: float  # of all their rows together
+    moved: float  # bytes of activations to the device and back, were all computed there
 
 
 @dataclass(frozen=True)
@@ -154,19 +142,14 @@ def best_share(work: LaneWork, rates: LaneRates) -> Share:
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """What one actor's layer is made of, to count a call's work.
+    """What one actor's layer is made of, to count a call's work."""
 
-    Attributes:
-        held: n. experts: E. per_token: K. params: of one expert. bytes: of one as stored, adapter included.
-        hidden: H.
-    """
-
-    held: int
-    experts: int
-    per_token: int
-    params: int
-    bytes: float
-    hidden: int
+    held: int  # n
+    experts: int  # E
+    per_token: int  # K
+    params: int  # of one expert
+    bytes: float  # of one as stored, adapter included
+    hidden: int  # H
 
     def work(self, tokens: int) -> LaneWork:
         """Forward of T tokens with even routing; backward has the same products and as many bytes.

@@ -52,20 +52,15 @@ class HoldsExperts:
 
 @dataclass(frozen=True)
 class LanePlan:
-    """What an expert actor computes on a GPU (docs/gpu_lane.md).
+    """What an expert actor computes on a GPU (docs/gpu_lane.md)."""
 
-    Attributes:
-        device: "cuda:i" (the plan's ordinal) or "cpu", a stand-in.
-        resident: (layer, global ids) of the actor's experts that stay in the device's memory.
-        shares: (tokens of a call, share) ascending: from that many tokens on this share of the actor's other
-            experts of the layer, those with most tokens, is carried to the device; none below the first.
-        visible: the GPU's name in CUDA_VISIBLE_DEVICES, where the actor has a process of its own; "" = left
-            as it is.
-    """
-
-    device: str
+    device: str  # "cuda:i" (the plan's ordinal) or "cpu", a stand-in
+    # (layer, global ids) of the actor's experts that stay in the device's memory
     resident: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    # (tokens of a call, share) ascending: from that many tokens on this share of the actor's other experts of
+    # the layer, those with most tokens, is carried to the device; none below the first
     shares: tuple[tuple[int, float], ...] = ()
+    # the GPU's name in CUDA_VISIBLE_DEVICES, where the actor has a process of its own; "" = left as it is
     visible: str = ""
 
     @property

@@ -50,22 +50,18 @@ TAGS = {
 
 @dataclass
 class Source:
-    """One data set, as an entry of data.sources.
+    """One data set, as an entry of data.sources."""
 
-    Attributes:
-        name: in dataset_info.json. path: file, directory or hf:// name.
-        format: of kt_ray. columns: see data.columns; None = a column that is not read.
-        split, subset: of a hub data set. limit: rows; None = all. file: whether `path` is local.
-    """
-
-    name: str
-    path: str
-    format: str
+    name: str  # in dataset_info.json
+    path: str  # file, directory or hf:// name
+    format: str  # of kt_ray
+    # see data.columns; None = a column that is not read
     columns: dict[str, str | None] = field(default_factory=dict)
+    # split, subset: of a hub data set
     split: str | None = None
     subset: str | None = None
-    limit: int | None = None
-    file: bool = True
+    limit: int | None = None  # rows; None = all
+    file: bool = True  # whether `path` is local
 
     def entry(self, weight: float) -> dict[str, Any]:
         """The entry of data.sources."""
@@ -134,17 +130,12 @@ def _info(reading: Reading) -> tuple[dict[str, Any] | None, Path]:
 
 @dataclass
 class _Entry:
-    """One data set's entry while it is read.
-
-    Attributes:
-        name: of the data set. fields: the entry.
-        keys: options that lift a refusal when the command line gives them.
-    """
+    """One data set's entry while it is read."""
 
     reading: Reading
-    name: str
-    fields: Mapping[str, Any]
-    keys: tuple[str, ...]
+    name: str  # of the data set
+    fields: Mapping[str, Any]  # the entry
+    keys: tuple[str, ...]  # options that lift a refusal when the command line gives them
     _refusals: int = 0
 
     @property

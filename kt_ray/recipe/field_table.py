@@ -16,21 +16,13 @@ OFF = (False, None, 0, "", "none", "None")
 
 @dataclass(frozen=True)
 class Field:
-    """One field.
+    """One field."""
 
-    Attributes:
-        section: heading under which the documentation lists it.
-        kind: "mapped", "ignored" or "fixed".
-        keys: options that it becomes (mapped).
-        text: how it is mapped, why it is ignored, or why other values are refused.
-        values: what a fixed field may be.
-    """
-
-    section: str
-    kind: str
-    keys: tuple[str, ...] = ()
-    text: str = ""
-    values: tuple[Any, ...] = OFF
+    section: str  # heading under which the documentation lists it
+    kind: str  # "mapped", "ignored" or "fixed"
+    keys: tuple[str, ...] = ()  # options that it becomes (mapped)
+    text: str = ""  # how it is mapped, why it is ignored, or why other values are refused
+    values: tuple[Any, ...] = OFF  # what a fixed field may be
 
     def accepts(self, value: Any) -> bool:
         """Whether a fixed field may have `value`."""

@@ -12,54 +12,34 @@ from kt_ray.config.fields import show
 
 @dataclass(frozen=True)
 class Override:
-    """One option that the recipe sets.
+    """One option that the recipe sets."""
 
-    Attributes:
-        key: option or group of kt_ray.
-        value: plain value (a group's option name for a group).
-        source: the fields it comes from, as the user wrote them or with "(default)".
-        note: what the user should know about the mapping ("" = nothing).
-    """
-
-    key: str
-    value: Any
-    source: str
-    note: str = ""
+    key: str  # option or group of kt_ray
+    value: Any  # plain value (a group's option name for a group)
+    source: str  # the fields it comes from, as the user wrote them or with "(default)"
+    note: str = ""  # what the user should know about the mapping ("" = nothing)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A field that kt_ray does not map.
+    """A field that kt_ray does not map."""
 
-    Attributes:
-        field: "name=value". reason: why.
-        keys: options that lift the refusal when the command line gives one of them.
-    """
-
-    field: str
-    reason: str
-    keys: tuple[str, ...] = ()
+    field: str  # "name=value"
+    reason: str  # why
+    keys: tuple[str, ...] = ()  # options that lift the refusal when the command line gives one of them
 
 
 @dataclass
 class Reading:
-    """A recipe and what it has been mapped to so far.
+    """A recipe and what it has been mapped to so far."""
 
-    Attributes:
-        path: the YAML file.
-        fields: its fields.
-        overrides: options set, in order; a later one of the same key replaces the earlier.
-        ignored: (field=value, reason).
-        refused: all fields that are not mapped.
-        frozen_experts: the field that leaves the routed experts without adapters; "" = none.
-    """
-
-    path: Path
-    fields: dict[str, Any]
+    path: Path  # the YAML file
+    fields: dict[str, Any]  # its fields
+    # options set, in order; a later one of the same key replaces the earlier
     overrides: dict[str, Override] = field(default_factory=dict)
-    ignored: list[tuple[str, str]] = field(default_factory=list)
-    refused: list[Refusal] = field(default_factory=list)
-    frozen_experts: str = ""
+    ignored: list[tuple[str, str]] = field(default_factory=list)  # (field=value, reason)
+    refused: list[Refusal] = field(default_factory=list)  # all fields that are not mapped
+    frozen_experts: str = ""  # the field that leaves the routed experts without adapters; "" = none
 
     def get(self, name: str, default: Any = None) -> Any:
         """The field's value, or the default where it is absent or null."""

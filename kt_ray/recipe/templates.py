@@ -12,19 +12,12 @@ OWN = "the tokenizer's own template, which the model's authors publish"
 
 @dataclass(frozen=True)
 class Template:
-    """What a name becomes.
+    """What a name becomes."""
 
-    Attributes:
-        name: data.template; None = the tokenizer's own (or `file`).
-        file: Jinja file beside this module, for model.chat_template.
-        system: system prompt of rows without one.
-        note: what differs.
-    """
-
-    name: str | None = None
-    file: str | None = None
-    system: str | None = None
-    note: str = ""
+    name: str | None = None  # data.template; None = the tokenizer's own (or `file`)
+    file: str | None = None  # Jinja file beside this module, for model.chat_template
+    system: str | None = None  # system prompt of rows without one
+    note: str = ""  # what differs
 
 
 TEMPLATES: dict[str, Template] = {

@@ -38,16 +38,12 @@ _SAMPLING = (
 
 @dataclass(frozen=True)
 class AnswerJob:
-    """Questions to answer, and the directory for the answers.
-
-    Attributes:
-        done: ids of the questions that have an answer.
-    """
+    """Questions to answer, and the directory for the answers."""
 
     generation: PreparedGeneration
     questions: list[Question]
     directory: Path
-    done: frozenset[int]
+    done: frozenset[int]  # ids of the questions that have an answer
 
     @property
     def remaining(self) -> list[Question]:

@@ -32,18 +32,12 @@ NO_LORA = LoraConfig(target_modules="none", experts=False)
 
 @dataclass(frozen=True)
 class PreparedGeneration(PreparedModel):
-    """A checked model that can generate; its configuration has the adapter's LoRA settings.
+    """A checked model that can generate; its configuration has the adapter's LoRA settings."""
 
-    Attributes:
-        encoder: tokenizer and chat template.
-        eos: token ids that end an answer.
-        adapter: adapter directory, or None.
-        adapters: name -> adapter directory, where requests name one.
-    """
-
-    encoder: ChatEncoder
-    eos: tuple[int, ...]
-    adapter: str | None = None
+    encoder: ChatEncoder  # tokenizer and chat template
+    eos: tuple[int, ...]  # token ids that end an answer
+    adapter: str | None = None  # adapter directory, or None
+    # name -> adapter directory, where requests name one
     adapters: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -26,20 +26,13 @@ from kt_ray.train.cluster_protocol import Cluster
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Rows to measure the loss over, and the losses measured so far.
-
-    Attributes:
-        file: losses.json.
-        settings: what the losses depend on.
-        waves: the passes.
-        losses: "base" or "adapter" -> measured before.
-    """
+    """Rows to measure the loss over, and the losses measured so far."""
 
     generation: PreparedGeneration
-    file: Path
-    settings: dict[str, Any]
-    waves: list[Wave]
-    losses: dict[str, LossSum]
+    file: Path  # losses.json
+    settings: dict[str, Any]  # what the losses depend on
+    waves: list[Wave]  # the passes
+    losses: dict[str, LossSum]  # "base" or "adapter" -> measured before
 
     @property
     def remaining(self) -> list[str]:

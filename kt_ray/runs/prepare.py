@@ -41,40 +41,25 @@ from kt_ray.train.trainer import StepBatches
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """A checked model and its plan; nothing in it needs an actor.
-
-    Attributes:
-        model_dir: resolved Hugging Face directory.
-        fingerprint: of its weights, model.experts_path included. Checkpoints and answers carry it.
-        plan: who does what.
-        formulas: MoE layer -> what its experts compute.
-        root: module name of the language model.
-        module_names: the model's linear modules outside the routed experts.
-        notes: what the checkpoint holds that training ignores, one line each.
-    """
+    """A checked model and its plan; nothing in it needs an actor."""
 
     config: Config
-    model_dir: str
-    fingerprint: str
-    plan: Plan
-    formulas: Mapping[int, ExpertFormula]
-    root: str
-    module_names: tuple[str, ...]
-    notes: tuple[str, ...]
+    model_dir: str  # resolved Hugging Face directory
+    fingerprint: str  # of its weights, model.experts_path included. Checkpoints and answers carry it
+    plan: Plan  # who does what
+    formulas: Mapping[int, ExpertFormula]  # MoE layer -> what its experts compute
+    root: str  # module name of the language model
+    module_names: tuple[str, ...]  # the model's linear modules outside the routed experts
+    notes: tuple[str, ...]  # what the checkpoint holds that training ignores, one line each
 
 
 @dataclass(frozen=True)
 class Prepared(PreparedModel):
-    """A checked training run.
+    """A checked training run."""
 
-    Attributes:
-        data: tokenised rows.
-        batches: the rows of every step.
-        load: tokens per expert so far, of the checkpoint resumed from.
-    """
-
-    data: DataBundle
-    batches: StepBatches
+    data: DataBundle  # tokenised rows
+    batches: StepBatches  # the rows of every step
+    # tokens per expert so far, of the checkpoint resumed from
     load: ExpertLoad = field(default_factory=ExpertLoad)
 
 

@@ -19,15 +19,10 @@ from kt_ray.runs.generation import PreparedGeneration
 
 @dataclass(frozen=True)
 class Options:
-    """The options of one question, as tokens.
+    """The options of one question, as tokens."""
 
-    Attributes:
-        prompt: token ids up to where the answers differ.
-        tokens: letter -> the token id there.
-    """
-
-    prompt: tuple[int, ...]
-    tokens: dict[str, int]
+    prompt: tuple[int, ...]  # token ids up to where the answers differ
+    tokens: dict[str, int]  # letter -> the token id there
 
     def request(self, adapter: bool) -> Request:
         """One step of generation that returns the options' log-probabilities."""
@@ -53,25 +48,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Question:
-    """One row to answer.
+    """One row to answer."""
 
-    Attributes:
-        id: index of the row in its source.
-        prompt: its text as the model sees it.
-        messages: the same before the template.
-        label: the answer that the row has.
-        ids: token ids of the prompt.
-        where: file and line.
-        options: of a multiple-choice question.
-    """
-
-    id: int
-    prompt: str
-    messages: tuple[Turn, ...]
-    label: str
-    ids: tuple[int, ...]
-    where: str
-    options: Options | None = None
+    id: int  # index of the row in its source
+    prompt: str  # its text as the model sees it
+    messages: tuple[Turn, ...]  # the same before the template
+    label: str  # the answer that the row has
+    ids: tuple[int, ...]  # token ids of the prompt
+    where: str  # file and line
+    options: Options | None = None  # of a multiple-choice question
 
 
 def questions_of(generation: PreparedGeneration) -> list[Question]:

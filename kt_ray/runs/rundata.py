@@ -28,27 +28,17 @@ LAST = 10  # steps that a "final" figure is the mean of
 
 @dataclass(frozen=True)
 class RunData:
-    """What is known of one run.
+    """What is known of one run."""
 
-    Attributes:
-        path: its directory.
-        config: config.yaml, nested.
-        records: lines of metrics.jsonl.
-        environment: env.json; empty = not written.
-        plan: plan.json; empty = not written.
-        load: MoE layer -> tokens of every expert [E], from the newest checkpoint; empty = none.
-        load_step: the step of that checkpoint.
-        evaluation: eval.json; None = not evaluated.
-    """
-
-    path: Path
-    config: dict[str, Any]
-    records: list[dict[str, Any]]
-    environment: dict[str, Any] = field(default_factory=dict)
-    plan: dict[str, Any] = field(default_factory=dict)
+    path: Path  # its directory
+    config: dict[str, Any]  # config.yaml, nested
+    records: list[dict[str, Any]]  # lines of metrics.jsonl
+    environment: dict[str, Any] = field(default_factory=dict)  # env.json; empty = not written
+    plan: dict[str, Any] = field(default_factory=dict)  # plan.json; empty = not written
+    # MoE layer -> tokens of every expert [E], from the newest checkpoint; empty = none
     load: dict[int, list[int]] = field(default_factory=dict)
-    load_step: int | None = None
-    evaluation: dict[str, Any] | None = None
+    load_step: int | None = None  # the step of that checkpoint
+    evaluation: dict[str, Any] | None = None  # eval.json; None = not evaluated
 
     @property
     def name(self) -> str:

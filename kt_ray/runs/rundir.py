@@ -39,17 +39,11 @@ _CONFIG = "config.yaml"  # written first: a directory that holds it is a run
 
 @dataclass(frozen=True)
 class RunDir:
-    """One run's directory.
+    """One run's directory."""
 
-    Attributes:
-        path: absolute; exists.
-        checkpoint: the checkpoint that the run resumes from; None = it starts afresh.
-        continued: whether the directory already held this run (its curve and logs go on).
-    """
-
-    path: Path
-    checkpoint: Path | None = None
-    continued: bool = False
+    path: Path  # absolute; exists
+    checkpoint: Path | None = None  # the checkpoint that the run resumes from; None = it starts afresh
+    continued: bool = False  # whether the directory already held this run (its curve and logs go on)
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path | None = None) -> RunDir:

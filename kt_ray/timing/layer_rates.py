@@ -50,15 +50,11 @@ def ends_signature(work: LayerWork) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Corrections:
-    """measured / counted, for the kinds of work that were measured.
+    """measured / counted, for the kinds of work that were measured."""
 
-    Attributes:
-        rates: of all layers measured. threads: of the worker, 0 on a GPU.
-        counted: (signature's layer, kind, positions, threads) -> seconds of one row, by layer_work.py.
-    """
-
-    rates: Sequence[LayerRate]
-    threads: int
+    rates: Sequence[LayerRate]  # of all layers measured
+    threads: int  # of the worker, 0 on a GPU
+    # (signature's layer, kind, positions, threads) -> seconds of one row, by layer_work.py
     counted: Callable[[int, str, int, int], float]
 
     def __call__(self, signature: str, layer: int, kind: str, positions: float) -> float:

@@ -71,17 +71,13 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What one layer's attention side is counted as: linear functions of M and of the pairs of positions.
+    """What one layer's attention side is counted as: linear functions of M and of the pairs of positions."""
 
-    Attributes:
-        dims: the model. layer: index. lora: adapters. dtype: of the weights. attention: "sdpa" or "eager".
-    """
-
-    dims: ModelDims
-    layer: int
-    lora: LoraConfig
-    dtype: str
-    attention: str = "sdpa"
+    dims: ModelDims  # the model
+    layer: int  # index
+    lora: LoraConfig  # adapters
+    dtype: str  # of the weights
+    attention: str = "sdpa"  # "sdpa" or "eager"
 
     @property
     def moe(self) -> bool:

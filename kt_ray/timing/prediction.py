@@ -58,23 +58,16 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step as predicted.
+    """A step as predicted."""
 
-    Attributes:
-        simulated: the step. tokens: of it, padding not counted. terms: see Term.
-        source: where the rates come from; measured: whether they were measured on such a host.
-        rows: what was assumed about tokens per row. load_seconds: reading the weights from disk.
-        notes: what is predicted otherwise than it runs.
-    """
-
-    simulated: Simulated
-    tokens: int
-    terms: tuple[Term, ...]
-    source: str
+    simulated: Simulated  # the step
+    tokens: int  # of it, padding not counted
+    terms: tuple[Term, ...]  # see Term
+    source: str  # where the rates come from; measured: whether they were measured on such a host
     measured: bool
-    rows: str
-    load_seconds: float
-    notes: tuple[str, ...] = ()
+    rows: str  # what was assumed about tokens per row
+    load_seconds: float  # reading the weights from disk
+    notes: tuple[str, ...] = ()  # what is predicted otherwise than it runs
     stages: int = 1  # of a replica, ranks one after the other
 
     @property

@@ -150,26 +150,19 @@ class SimulatedSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulated:
-    """A step.
+    """A step."""
 
-    Attributes:
-        seconds: wall time. pass_seconds: of all passes; the rest are the optimizer's phases.
-        work: seconds that every actor would compute alone on its resource, by its name ("worker 0",
-            "experts 3"; a class has its first actor's name).
-        used: resource -> share of its capacity used over the step.
-        idle: actor -> reason -> seconds.
-        path: seconds of the step's longest chain by what it went through: "attention", "experts", "call"
-            (latency), a link's name, or a phase's. They add up to `seconds`.
-        events: what every actor did, when asked for.
-    """
-
-    seconds: float
-    pass_seconds: float
+    seconds: float  # wall time
+    pass_seconds: float  # of all passes; the rest are the optimizer's phases
+    # seconds that every actor would compute alone on its resource, by its name ("worker 0", "experts 3"; a
+    # class has its first actor's name)
     work: Mapping[str, float]
-    used: Mapping[str, float]
-    idle: Mapping[str, Mapping[str, float]]
+    used: Mapping[str, float]  # resource -> share of its capacity used over the step
+    idle: Mapping[str, Mapping[str, float]]  # actor -> reason -> seconds
+    # seconds of the step's longest chain by what it went through: "attention", "experts", "call" (latency), a
+    # link's name, or a phase's. They add up to `seconds`
     path: Mapping[str, float]
-    events: tuple[SimulatedSpan, ...] = ()
+    events: tuple[SimulatedSpan, ...] = ()  # what every actor did, when asked for
 
     @property
     def busy(self) -> dict[str, float]:

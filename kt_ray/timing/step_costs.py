@@ -50,16 +50,13 @@ SUM_BYTES = 36  # read and written per gradient for its squared norm in float64;
 
 @dataclass(frozen=True, eq=False)
 class PlanDurations:
-    """`Durations` of a plan at given rates.
+    """`Durations` of a plan at given rates."""
 
-    Attributes:
-        plan, config, rates: as they are. machine: its seats, see seats.py.
-    """
-
+    # plan, config, rates: as they are
     plan: Plan
     config: Config
     rates: Rates
-    machine: Machine
+    machine: Machine  # its seats, see seats.py
 
     # -- attention ---------------------------------------------------------------------------
 

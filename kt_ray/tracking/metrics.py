@@ -23,76 +23,58 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step.
+    """One optimizer step."""
 
-    Attributes:
-        step: optimizer steps completed, this one included (1 = the first; 0 is kept for an
-            evaluation before training). A checkpoint step_000300 holds the state after step 300.
-        epoch: passes over the data so far, fractional.
-        loss: mean over all trained tokens of the step.
-        grad_norm: global L2 norm over GPU and expert LoRA, before clipping.
-        lr: learning rate used.
-        tokens: valid (not padded) tokens of the step.
-        loss_tokens: tokens that contributed to the loss.
-        tokens_per_s: tokens / seconds.
-        seconds: wall time of the step.
-        seconds_attention: time the busiest attention worker computed (attention, norms, router,
-            shared experts, loss).
-        seconds_experts: time the busiest expert actor computed.
-        seconds_transport: time an attention worker waited for experts or other stages, mean over workers.
-        seconds_optimizer: both phases of the commit, weights back included.
-        expert_tflops_forward: operations carried out by the expert kernels, LoRA included, over the
-            busiest actor's time in forward calls; 1e12 per second. See `expert_flops`.
-        expert_tflops_backward: the same for backward.
-        expert_tflops_forward_reference: the same time, with the reference system's count (6 k T H I).
-        expert_tflops_backward_reference: the same time, with the reference system's count (10 k T H I).
-        host_rss_bytes: resident memory by kind of process ("driver", "worker", "expert"), summed over
-            its processes; shared memory counts in each process that maps it.
-        gpu_memory_bytes: peak allocated bytes of the step's passes by device ("cuda:0").
-        expert_load_imbalance: see `expert_load_imbalance`.
-        busy: share of the step's wall time that each actor computed, by actor. "experts-0": CPU time of its
-            engine threads inside kernels / (seconds * threads); "worker-0": CPU time of its compute thread
-            and torch's / (seconds * threads), on a GPU device time / seconds.
-        queue_depth: requests that lay ready when an engine call was taken up, mean, by expert actor; 0 means
-            that it waited for attention every time.
-        actor_load_imbalance: tokens per thread of the fullest expert actor over the mean, averaged over
-            layers; 1 = all actors end together.
-        eval_loss: held-out loss after this step, where one was measured.
-        aux_loss: the routers' load-balancing loss over the step, without its coefficient (trainer.aux_loss).
-        preference: of preference stages: mean rewards of chosen and rejected rows; of pairs their mean margin
-            and the share that is ordered rightly ("accuracy"); of kto its reference point ("kl").
-        recoveries: lost actors brought back in this process so far; absent before the first.
-        seconds_lost: wall time that they cost so far: from the last progress before a death to the moment
-            when as much was done again.
-    """
-
+    # optimizer steps completed, this one included (1 = the first; 0 is kept for an evaluation before
+    # training). A checkpoint step_000300 holds the state after step 300
     step: int
-    epoch: float
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    tokens_per_s: float
-    seconds: float
-    loss_tokens: int | None = None
+    epoch: float  # passes over the data so far, fractional
+    loss: float  # mean over all trained tokens of the step
+    grad_norm: float  # global L2 norm over GPU and expert LoRA, before clipping
+    lr: float  # learning rate used
+    tokens: int  # valid (not padded) tokens of the step
+    tokens_per_s: float  # tokens / seconds
+    seconds: float  # wall time of the step
+    loss_tokens: int | None = None  # tokens that contributed to the loss
+    # time the busiest attention worker computed (attention, norms, router, shared experts, loss)
     seconds_attention: float | None = None
-    seconds_experts: float | None = None
+    seconds_experts: float | None = None  # time the busiest expert actor computed
+    # time an attention worker waited for experts or other stages, mean over workers
     seconds_transport: float | None = None
-    seconds_optimizer: float | None = None
+    seconds_optimizer: float | None = None  # both phases of the commit, weights back included
+    # operations carried out by the expert kernels, LoRA included, over the busiest actor's time in forward
+    # calls; 1e12 per second. See `expert_flops`
     expert_tflops_forward: float | None = None
-    expert_tflops_backward: float | None = None
+    expert_tflops_backward: float | None = None  # the same for backward
+    # the same time, with the reference system's count (6 k T H I)
     expert_tflops_forward_reference: float | None = None
+    # the same time, with the reference system's count (10 k T H I)
     expert_tflops_backward_reference: float | None = None
+    # resident memory by kind of process ("driver", "worker", "expert"), summed over its processes; shared
+    # memory counts in each process that maps it
     host_rss_bytes: Mapping[str, int] = field(default_factory=dict)
+    # peak allocated bytes of the step's passes by device ("cuda:0")
     gpu_memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    expert_load_imbalance: float | None = None
+    expert_load_imbalance: float | None = None  # see `expert_load_imbalance`
+    # share of the step's wall time that each actor computed, by actor. "experts-0": CPU time of its engine
+    # threads inside kernels / (seconds * threads); "worker-0": CPU time of its compute thread and torch's /
+    # (seconds * threads), on a GPU device time / seconds
     busy: Mapping[str, float] = field(default_factory=dict)
+    # requests that lay ready when an engine call was taken up, mean, by expert actor; 0 means that it waited
+    # for attention every time
     queue_depth: Mapping[str, float] = field(default_factory=dict)
+    # tokens per thread of the fullest expert actor over the mean, averaged over layers; 1 = all actors end
+    # together
     actor_load_imbalance: float | None = None
-    eval_loss: float | None = None
+    eval_loss: float | None = None  # held-out loss after this step, where one was measured
+    # the routers' load-balancing loss over the step, without its coefficient (trainer.aux_loss)
     aux_loss: float | None = None
+    # of preference stages: mean rewards of chosen and rejected rows; of pairs their mean margin and the share
+    # that is ordered rightly ("accuracy"); of kto its reference point ("kl")
     preference: Mapping[str, float] = field(default_factory=dict)
-    recoveries: int | None = None
+    recoveries: int | None = None  # lost actors brought back in this process so far; absent before the first
+    # wall time that they cost so far: from the last progress before a death to the moment when as much was
+    # done again
     seconds_lost: float | None = None
 
     def to_dict(self) -> dict[str, Value]:
@@ -114,23 +96,16 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One exported metric.
+    """One exported metric."""
 
-    Attributes:
-        name: as given to `ray.util.metrics`; Prometheus shows it as "ray_" + name.
-        kind: "gauge" (last value) or "counter" (only grows).
-        unit: unit of the value, "1" for a pure number.
-        description: one sentence.
-        fields: record key -> value of `tag`; an untagged metric has one key and the value "".
-            A key that ends in "_*" stands for all keys of that prefix, the rest being the tag's value.
-        tag: the tag that tells entries apart; None = none. Every metric also has the tag "run".
-    """
-
-    name: str
-    kind: Literal["gauge", "counter"]
-    unit: str
-    description: str
+    name: str  # as given to `ray.util.metrics`; Prometheus shows it as "ray_" + name
+    kind: Literal["gauge", "counter"]  # "gauge" (last value) or "counter" (only grows)
+    unit: str  # unit of the value, "1" for a pure number
+    description: str  # one sentence
+    # record key -> value of `tag`; an untagged metric has one key and the value "". A key that ends in "_*"
+    # stands for all keys of that prefix, the rest being the tag's value
     fields: Mapping[str, str]
+    # the tag that tells entries apart; None = none. Every metric also has the tag "run"
     tag: str | None = None
 
     @property

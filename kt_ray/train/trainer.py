@@ -42,20 +42,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepBatches:
-    """The waves of every step.
+    """The waves of every step."""
 
-    Attributes:
-        total_steps: optimizer steps of the whole run.
-        steps_per_epoch: for the epoch figure.
-        train: step (0-based) -> the step's waves, each the micro-batches per replica and group.
-        evaluate: the held-out passes, each as waves; empty = no evaluation.
-        cut: cuts any rows into waves as a step does (KTO).
-    """
-
-    total_steps: int
-    steps_per_epoch: int
+    total_steps: int  # optimizer steps of the whole run
+    steps_per_epoch: int  # for the epoch figure
+    # step (0-based) -> the step's waves, each the micro-batches per replica and group
     train: Callable[[int], Sequence[Wave]]
-    evaluate: Sequence[Wave] = ()
+    evaluate: Sequence[Wave] = ()  # the held-out passes, each as waves; empty = no evaluation
+    # cuts any rows into waves as a step does (KTO)
     cut: Callable[[Sequence[Row]], Sequence[Wave]] | None = None
 
 
@@ -81,24 +75,17 @@ class Summary:
 
 @dataclass(frozen=True)
 class Events:
-    """Callbacks of the loop, all optional.
+    """Callbacks of the loop, all optional."""
 
-    Attributes:
-        on_step: metrics of each step.
-        on_eval: steps taken, held-out loss.
-        save: steps taken; returns the checkpoint's directory.
-        timeline: steps taken, activity of the driver and of every actor; every trainer.timeline_every steps.
-        on_repeat: after a recovery the number of steps taken, then again after every repeated step.
-        say: lines for the user.
-        best: steps taken, loss: the checkpoint just saved has the lowest held-out loss so far.
-    """
-
-    on_step: Callable[[Any], None] = lambda _: None
-    on_eval: Callable[[int, float], None] = lambda *_: None
-    save: Callable[[int], Path | None] = lambda _: None
+    on_step: Callable[[Any], None] = lambda _: None  # metrics of each step
+    on_eval: Callable[[int, float], None] = lambda *_: None  # steps taken, held-out loss
+    save: Callable[[int], Path | None] = lambda _: None  # steps taken; returns the checkpoint's directory
+    # steps taken, activity of the driver and of every actor; every trainer.timeline_every steps
     timeline: Callable[[int, Sequence[Activity]], None] = lambda *_: None
+    # after a recovery the number of steps taken, then again after every repeated step
     on_repeat: Callable[[int], None] = lambda _: None
-    say: Callable[[str], None] = lambda _: None
+    say: Callable[[str], None] = lambda _: None  # lines for the user
+    # steps taken, loss: the checkpoint just saved has the lowest held-out loss so far
     best: Callable[[int, float], None] = lambda *_: None
 
 

@@ -46,17 +46,14 @@ RUNG_BYTES = 2 * 1024  # the same for the doorbell, whose frames are small
 
 @dataclass
 class Packed:
-    """A message on the wire.
-
-    Attributes:
-        refs: tensors in shared memory. inline: (dtype name, shape, uint8 array) of those inside the call.
-        gloo: (gloo tag, dtype name, shape) of tensors from rank `source`.
-    """
+    """A message on the wire."""
 
     tag: Tag
     facts: dict[str, Any]
-    refs: dict[str, TensorRef] = field(default_factory=dict)
+    refs: dict[str, TensorRef] = field(default_factory=dict)  # tensors in shared memory
+    # (dtype name, shape, uint8 array) of those inside the call
     inline: dict[str, tuple[str, tuple[int, ...], np.ndarray]] = field(default_factory=dict)
+    # (gloo tag, dtype name, shape) of tensors from rank `source`
     gloo: dict[str, tuple[int, str, tuple[int, ...]]] = field(default_factory=dict)
     source: int = -1
     epoch: int = 0  # of the introduction that the sender knew

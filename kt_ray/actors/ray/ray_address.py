@@ -20,15 +20,10 @@ PORTS_TRIED = 50
 
 @dataclass(frozen=True)
 class Running:
-    """A cluster that answers.
+    """A cluster that answers."""
 
-    Attributes:
-        address: HOST:PORT, or ray://HOST:PORT.
-        source: who named it: "cluster.address", "RAY_ADDRESS", or "ray start".
-    """
-
-    address: str
-    source: str
+    address: str  # HOST:PORT, or ray://HOST:PORT
+    source: str  # who named it: "cluster.address", "RAY_ADDRESS", or "ray start"
 
 
 def running_cluster(address: str) -> Running | None:
