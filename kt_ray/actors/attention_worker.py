@@ -46,11 +46,9 @@ class AttentionWorker(PlainActor):
     """One stage of one replica, driven by messages.
 
     Args:
-        plan: the whole plan.
         rank: this worker's number: replica * stages + stage.
         spec: what to build; its device is the one this process sees (cuda:0 inside a Ray actor).
         optim: of the masters (worker 0).
-        timeout: seconds to wait for a message before giving the pass up.
         build_stage: what makes the stage of its spec.
 
     Attributes:

@@ -33,13 +33,7 @@ from kt_ray.transport.messages import Address, Lease, Message
 
 
 class ExpertActor(PlainActor):
-    """One socket's experts, driven by messages.
-
-    Args:
-        plan: the whole plan (order and addresses are pure functions of it).
-        spec: this actor's share.
-        timeout: seconds to wait for a message before giving the pass up.
-    """
+    """One socket's experts, driven by messages."""
 
     def __init__(self, plan: Plan, spec: LocalExpertsSpec, timeout: float) -> None:
         super().__init__(plan, ("experts", spec.rank), spec, spec.optim, timeout)

@@ -53,16 +53,7 @@ class GenerationReport:
 
 
 class WorkerSession:
-    """One attention worker's session.
-
-    Args:
-        actor: whose mailbox and port, and who tells what it is doing.
-        spec: of the session.
-        part: this worker's part of the plan.
-        stage: its weights.
-        outbox: for tokens (coordinators).
-        experts, stages: its conversations.
-    """
+    """One attention worker's session."""
 
     def __init__(
         self,

@@ -132,10 +132,6 @@ def finish_adapter(
 ) -> Path:
     """Check that every tensor was written, then publish weights, configuration and README.
 
-    Args:
-        directory, layout: as given to `create_adapter`.
-        info, modules: see `adapter_config`.
-
     Raises:
         ValueError: tensors that no actor wrote, or two actors wrote.
     """

@@ -23,9 +23,6 @@ _SIGNS = {None: 0, True: 1, False: -1}  # of Row, by the verdict
 class Encoded:
     """The tokens of every conversation, from the cache where it has them.
 
-    Args:
-        rows: every conversation that will be asked for. encoder, cache: to make or find their tokens.
-
     Attributes:
         cached: whether they came from the cache.
     """

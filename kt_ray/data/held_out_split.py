@@ -20,9 +20,7 @@ def split(
     the order of rows in the file. At least one row is held out.
 
     Args:
-        rows: all rows.
         fraction: share to hold out, 0 <= fraction < 1; 0 = none.
-        seed: decides which.
 
     Raises:
         UserError: no group can be held out without emptying the other side.

@@ -144,11 +144,6 @@ def weighted(
     A weight of 2.5 takes every row twice and a seeded half of them a third time. Copy k of a row has
     sample_id + k·total, so that its dropout differs from the first one's.
 
-    Args:
-        parts: weight and rows.
-        total: rows of all sources, held-out ones included.
-        seed: decides which rows a broken weight takes.
-
     Returns:
         (row, sample id of this copy).
     """

@@ -80,10 +80,6 @@ def dims_from_dir(path: str | Path) -> ModelDims:
 def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
     """Dimensions from the contents of a config.json.
 
-    Args:
-        config: the released configuration, as a mapping.
-        name: label for messages (a path or a model name).
-
     Raises:
         UserError: no routed experts, or a dimension is missing or not a positive integer.
     """

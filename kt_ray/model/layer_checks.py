@@ -134,8 +134,6 @@ def probe_layer(
     """c of h_out = h_partial + c·y of a decoder layer, or None when there is no such constant.
 
     Args:
-        call: arguments recorded for [b, s] tokens.
-        context: of its experts.
         shape: (b, s, H), or (b, s, streams, H) of hyper-connections, which are never affine.
         constants: numbers c may equal exactly (a family's residual multiplier); 1 always is among them.
 

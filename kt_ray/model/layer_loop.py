@@ -108,13 +108,6 @@ class _Stop(Exception):
 class LayerLoop:
     """One replica's pass over one stage.
 
-    Args:
-        model, scales, dropout, head: the stage's.
-        experts: exchange with the expert actors.
-        stages: exchange with the neighbouring stages; None = the only stage.
-        clock: seconds by term: "attention", "experts_wait", "loss".
-        watch: of the routers, in passes that ask for it.
-
     Attributes:
         loss_sum: float64 sum of the losses so far (last stage).
     """

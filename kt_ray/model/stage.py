@@ -34,9 +34,6 @@ _building = threading.Lock()
 class Stage:
     """Builds, cuts, loads, adapts and probes; then runs passes.
 
-    Args:
-        spec: which model, which layers, which device, which LoRA.
-
     Attributes:
         first: whether this stage embeds. last: whether it has the head.
         moe_layers: own layers with routed experts.

@@ -37,9 +37,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: parameters [.., rows, columns], or groups of them.
-        lr: learning rate, as AdamW's.
         momentum: share of the old momentum that is kept.
-        weight_decay: decoupled.
     """
 
     def __init__(self, params: Any, lr: float, momentum: float, weight_decay: float) -> None:

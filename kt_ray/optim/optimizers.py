@@ -110,7 +110,6 @@ class LoraOptimizer:
 
     Args:
         parameters: any shapes; for Muon [.., rows, columns], each matrix a step of its own.
-        optim: as configured.
         sides: "A" or "B" per parameter; without it all count as A (LoRA+).
     """
 

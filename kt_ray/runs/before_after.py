@@ -49,9 +49,6 @@ _SAME_ROWS = frozenset(
 def answer_and_measure(config: Config) -> tuple[Path, tuple[str, ...]]:
     """Measure the losses and answer the rows, as far as that has not been done.
 
-    Args:
-        config: what `kt_ray.runs.evaluation.to_answer` returned.
-
     Returns:
         The directory of answers and losses, and notes for the user.
 

@@ -81,11 +81,6 @@ def save_checkpoint(
 ) -> Path:
     """Every actor writes its shard, then the manifest, then old checkpoints go.
 
-    Args:
-        step: steps so far.
-        load: tokens per expert in them.
-        eval_loss: held-out loss after them.
-
     Raises:
         UserError: it cannot be written; the unfinished checkpoint is removed, earlier ones stay.
     """

@@ -238,11 +238,7 @@ def _with_dispatch(
 def head_seconds(
     dims: ModelDims, rate: DeviceRate, host: DeviceRate, dtype: str, trained: int, chunk: int
 ) -> float:
-    """Final norm, logits, loss and the gradient at the last layer's output, for `trained` positions.
-
-    Args:
-        chunk: rows of logits at a time.
-    """
+    """Final norm, logits, loss and the gradient at the last layer's output, for `trained` positions."""
     if not trained:
         return 0.0
     hidden, vocab = dims.hidden_size, dims.vocab_size

@@ -19,8 +19,6 @@ class Tracker(Protocol):
         """Called once, before any figure.
 
         Args:
-            run_dir: the run's directory.
-            config: the resolved configuration, plain dicts, lists and scalars.
             first_step: the smallest step that will be logged. Greater than 0 on resume: what was
                 logged for this step or later is replaced.
         """

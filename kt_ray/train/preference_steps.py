@@ -24,14 +24,7 @@ STAGES = ("dpo", "orpo", "kto")
 
 
 class Preference:
-    """Prepares the steps of DPO, ORPO and KTO.
-
-    Args:
-        config: trainer.stage and preference.*.
-        plan: who has the head.
-        forward: a forward pass that returns log-probabilities.
-        cut: rows to waves, as a step's.
-    """
+    """Prepares the steps of DPO, ORPO and KTO."""
 
     def __init__(
         self,

@@ -28,12 +28,6 @@ class Point:
 class Recovery:
     """Brings a cluster back, at most `limit` times.
 
-    Args:
-        cluster: whose actors may be lost.
-        limit: `trainer.recoveries`.
-        point: the state that the run begins with.
-        say: takes lines for the user.
-
     Attributes:
         point: where a replay would begin.
         used: recoveries so far.

@@ -93,10 +93,6 @@ class Trainer:
     """Runs all steps on a cluster.
 
     Args:
-        config: the run's configuration.
-        cluster: started.
-        batches: of every step, and the number of steps.
-        events: where figures and checkpoints go.
         first_step: number of steps already taken (resume).
         resumed_from: the checkpoint that they come from.
         load: tokens per expert of those steps; `self.load` adds every applied step.

@@ -68,11 +68,7 @@ class Inbox:
 
 
 class Outbox:
-    """Tokens on their way to the driver: through its doorbell, or fetched from another thread.
-
-    Args:
-        rank: of the worker.
-    """
+    """Tokens on their way to the driver: through its doorbell, or fetched from another thread."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

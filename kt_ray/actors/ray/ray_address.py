@@ -33,9 +33,6 @@ def running_cluster(address: str) -> Running | None:
     `ray start` on this host if it still answers. It is not the private cluster of another run,
     which Ray's own "auto" would join: that one ends with its run.
 
-    Args:
-        address: `cluster.address`.
-
     Raises:
         UserError: a cluster named by the user does not answer. Ray itself would try for minutes.
     """

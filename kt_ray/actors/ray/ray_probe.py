@@ -117,9 +117,6 @@ def round_trip(pair: Sequence[Any], near: str, size: int, rounds: int) -> float:
 def measure_ray(address: str, arena_bytes: float = float("inf")) -> dict[str, Figure]:
     """`probe_ray` on the cluster that a run would use, starting a local one for the time of it.
 
-    Args:
-        address: `cluster.address`.
-
     Raises:
         UserError: a cluster named by the user does not answer.
     """

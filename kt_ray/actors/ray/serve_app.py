@@ -68,12 +68,7 @@ class AttachedCluster(RayCluster):
 
 
 class Server:
-    """The deployment.
-
-    Args:
-        cluster: `AttachedCluster.parts` of it.
-        served: what is served.
-    """
+    """The deployment."""
 
     service: CompletionService | None = None  # of this process: there is one replica in it
 
@@ -110,8 +105,6 @@ def run_on_serve(
     """Serve until an interrupt (which passes), or until the service ends.
 
     Args:
-        cluster: started, adapters loaded.
-        served: what is served.
         host, port: where Serve's proxy listens, on the cluster's head node.
         ready: called once requests are answered.
 
