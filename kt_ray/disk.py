@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from pathlib import Path
 
 
 def write_atomic(path: Path, text: str) -> None:
     """Write beside `path` and rename: a reader, or a crash, sees the old file or the whole new one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with beside.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes files private; colleagues read a run directory.
-        os.chmod(name, 0o644)
-        os.replace(name, path)
+        os.replace(beside, path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+        with contextlib.suppress(OSError):
+            beside.unlink()
         raise
 
 

@@ -20,3 +20,13 @@ def test_files_are_replaced_whole(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write_atomic(file, "new")
     assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_the_users_umask_holds(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        write_atomic(tmp_path / "env.json", "{}")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "env.json").stat().st_mode & 0o777 == mode

@@ -18,6 +18,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -25,11 +26,14 @@ import torch
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.manifest import BEST, CHOOSE, MANIFEST, Manifest, ShardInfo, list_checkpoints, unusable
 from kt_ray.checkpoint.safetensors_file import (
+    TORCH_DTYPES,
     TensorInfo,
     build_header,
     damaged,
     read_header,
+    read_into,
     read_tensor,
+    tensor_bytes,
     write_safetensors,
     writing,
 )
@@ -162,6 +166,9 @@ def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
 def read_named_into(checkpoint: str | os.PathLike[str], targets: Mapping[str, torch.Tensor]) -> None:
     """Read tensors by key ("param/<name>", ...), from whichever shards hold them, into live tensors.
 
+    Contiguous float32 on the CPU needs no copy. Each shard is opened once: there may be 100,000 tensors in
+    it, and a network file system asks its server at each opening.
+
     Raises:
         UserError: the checkpoint does not hold some of them, holds one twice, or in another shape.
     """
@@ -175,9 +182,17 @@ def read_named_into(checkpoint: str | os.PathLike[str], targets: Mapping[str, to
                 tuple(targets[name].shape),
                 "set lora.rank and the model as in the run that wrote it",
             )
-    with torch.no_grad():
-        for name, info in sorted(places.items(), key=lambda item: (item[1].file, item[1].start)):
-            targets[name].copy_(read_tensor(info))
+    for file, entries in groupby(
+        sorted(places.items(), key=lambda item: (item[1].file, item[1].start)), lambda item: item[1].file
+    ):
+        with file.open("rb", buffering=0) as shard, torch.no_grad():
+            for name, info in entries:
+                target = targets[name]
+                stored = TORCH_DTYPES[info.dtype]
+                if target.device.type == "cpu" and target.is_contiguous() and target.dtype == stored:
+                    read_into(shard.fileno(), tensor_bytes(target), info.start, file)
+                else:
+                    target.copy_(read_tensor(info))
 
 
 def _locate(path: Path, names: list[str]) -> dict[str, TensorInfo]:

@@ -69,7 +69,7 @@ def _error(config: Config, text: str) -> UserError:
     what, _, remedy = text.partition(". To fix: ")
     what, _, required = what.partition("; required ")
     key, _, reason = what.partition(" ")
-    if "=" not in key:
+    if key in fields():
         value = value_of(config, key)
         default = show(fields()[key].default)
         remedy = remedy or f"set {key}={default} (the default) or another allowed value"

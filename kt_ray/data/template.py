@@ -265,9 +265,9 @@ class ChatEncoder:
         for number, message in enumerate(conversation.messages, start=1):
             if message["role"] in ("system", "tool"):
                 parts.append((message["content"].strip(), f"the {message['role']} turn (messages[{number}])"))
-            calls = (call["function"]["name"] for call in message.get("tool_calls", ()))
+            calls = (call["function"]["name"].strip() for call in message.get("tool_calls", ()))
             parts += [(name, f"the call of {name} (messages[{number}])") for name in calls]
-        tools = (tool["function"]["name"] for tool in conversation.tools or ())
+        tools = (tool["function"]["name"].strip() for tool in conversation.tools or ())
         for part, what in (*parts, *((name, f"the tool {name}") for name in tools)):
             if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
                 raise UserError(

@@ -66,7 +66,8 @@ class TextStream:
             self.stopped = True
             out, self._held = waiting[: min(places)], ""
         else:
-            beginnings = (stop[:size] for stop in self._stop for size in range(1, len(stop)))
+            held = len(waiting)  # a stop string may be megabytes long
+            beginnings = (stop[:size] for stop in self._stop for size in range(1, min(len(stop), held + 1)))
             self._held = max(filter(waiting.endswith, beginnings), key=len, default="")
             out = waiting.removesuffix(self._held)
         self.text += out

@@ -11,7 +11,7 @@ would run the experts twice.
 
 from __future__ import annotations
 
-from functools import cache
+import threading
 from typing import Any
 
 import torch
@@ -21,11 +21,17 @@ from kt_ray.errors import UserError
 from kt_ray.model.formula import formula_of
 from kt_ray.native import Engine, ExpertWeights
 
+_engine: Engine | None = None
+_lock = threading.Lock()  # two threads that come first would make two engines, on the same cores
 
-@cache
+
 def default_engine() -> Engine:
     """The engine this process shares among modules that belong to no stage."""
-    return Engine()
+    global _engine
+    with _lock:
+        if _engine is None:
+            _engine = Engine()
+        return _engine
 
 
 class NativeExperts(torch.autograd.Function):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from kt_ray.errors import UserError
 from kt_ray.model.family import first_line
@@ -246,35 +246,31 @@ def _attention_name(layer: nn.Module) -> str:
     return type(next((getattr(layer, name) for name in names if hasattr(layer, name)), layer)).__name__
 
 
-def _leaves(value: Any) -> tuple[list[Any], Any]:
-    """Leaves of nested arguments and their structure; an empty dict or list is a leaf."""
-    return tree_flatten(value, is_leaf=lambda v: isinstance(v, dict | list) and not v)
-
-
-def _odd(call: RecordedCall) -> str:
+def _odd(value: Any) -> str:
     """Name of the first argument that a layer could change or that cannot be kept, or ""."""
-    plain = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
-    for name, value in [("", call.args), *((f"{name}: ", value) for name, value in call.kwargs.items())]:
-        for leaf in _leaves(value)[0]:
-            if isinstance(leaf, dict | list):
-                return f"{name}an empty {type(leaf).__name__} (a place for layers to leave results)"
-            if not isinstance(leaf, plain):
-                return f"{name}a {type(leaf).__name__}"
-    return ""
+    if isinstance(value, RecordedCall):
+        named = (f"{name}: {odd}" for name, argument in value.kwargs.items() if (odd := _odd(argument)))
+        return _odd(value.args) or next(named, "")
+    if isinstance(value, Tensor | bool | int | float | str | torch.dtype | torch.device) or value is None:
+        return ""
+    if isinstance(value, Mapping | tuple | list):
+        if not value and not isinstance(value, tuple):
+            return f"an empty {type(value).__name__} (a place for layers to leave results)"
+        return next(filter(None, map(_odd, value.values() if isinstance(value, Mapping) else value)), "")
+    return f"a {type(value).__name__}"
 
 
-def _same(a: RecordedCall, b: RecordedCall, also: Callable[[Tensor, Tensor], bool] | None = None) -> bool:
+def _same(a: Any, b: Any, also: Callable[[Tensor, Tensor], bool] | None = None) -> bool:
     """Whether two calls have equal arguments, or tensors that `also` lets pass."""
-
-    def equal(x: Any, y: Any) -> bool:
-        if not isinstance(x, Tensor):
-            return bool(x == y)
-        if not isinstance(y, Tensor) or x.shape != y.shape:
-            return False
-        return torch.equal(x, y) or (also is not None and also(x, y))
-
-    (own, structure), (other, wanted) = _leaves((a.args, a.kwargs)), _leaves((b.args, b.kwargs))
-    return structure == wanted and all(map(equal, own, other))
+    if isinstance(a, RecordedCall) and isinstance(b, RecordedCall):
+        a, b = (a.args, a.kwargs), (b.args, b.kwargs)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return (a.shape == b.shape and torch.equal(a, b)) or (also is not None and also(a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key], also) for key in a)
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(_same(x, y, also) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and bool(a == b)
 
 
 def _ids(a: Tensor, b: Tensor) -> bool:

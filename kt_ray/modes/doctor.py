@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
 from kt_ray.doctor import machine_checks as machine
 from kt_ray.doctor import measure_rates as doctor_rates
@@ -22,12 +23,11 @@ from kt_ray.hardware.describe import this_host
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.rate_files import NOMINAL
 from kt_ray.modes.plan import model_dims
-from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import shortage
 from kt_ray.placement.render import counted
 from kt_ray.runs.known_load import known_load
-from kt_ray.timing.lane_rates import lane_rates
+from kt_ray.timing.choose import choose_plan
 
 _STYLES = {PASS: "green", WARN: "yellow", FAIL: "red"}
 _WIDTH = 120  # where output is no terminal
@@ -120,8 +120,9 @@ def _plan(config: Config, hardware: Hardware) -> tuple[Plan | None, Check]:
         dims = model_dims(config.model)
         # A file that plan.rates names may be the one that is about to be written.
         exists = config.plan.rates in ("auto", NOMINAL) or Path(config.plan.rates).is_file()
-        rates = lane_rates(config, hardware, dims) if exists else None
-        plan = make_plan(dims, config, hardware, known_load(config, dims), rates)
+        if not exists:
+            config = with_keys(config, {"plan.rates": NOMINAL})
+        plan = choose_plan(dims, config, hardware, known_load(config, dims))
     except UserError as error:
         fault = error.what + (f" ({error.observed}; required {error.required})" if error.observed else "")
         return None, failed("plan", fault, error.remedy)

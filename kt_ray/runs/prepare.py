@@ -91,19 +91,16 @@ def prepare_model(config: Config, *, training: bool) -> PreparedModel:
     hardware = this_host()
     load, before = (known_load(config, dims), resumed_choice(config)) if training else (None, None)
 
-    def plan_for(dims: ModelDims) -> Plan:
-        if not training:
-            return make_plan(dims, config, hardware)
-        return choose_plan(dims, config, hardware, load, before=before)
-
-    # The plan refuses what cannot be trained, by name, before any file is opened.
-    plan = plan_for(dims)
+    # A plan refuses what cannot be trained, by name, before any file is opened.
+    plan = make_plan(dims, config, hardware, load)
     _check_isa(config)
     if training and config.data.packing:
         check_packing_family(model_dir)
     index, layout, gguf, stored = open_checkpoint(config, model_dir, dims)
-    if stored != dims:
-        plan = plan_for(stored)
+    if training:
+        plan = choose_plan(stored, config, hardware, load, before=before)
+    elif stored != dims:
+        plan = make_plan(stored, config, hardware)
     _check_fits(plan, config, training)
     whole_spec = StageSpec(
         model_dir=model_dir,

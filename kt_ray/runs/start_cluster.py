@@ -59,8 +59,8 @@ def started(
     """
     progress = LoadProgress(live=model.config.tracking.progress)
     cluster = make_cluster(model, name, progress, run_dir)
-    try:
-        with _interrupted_by_sigterm():
+    with _interrupted_by_sigterm():
+        try:
             for line in cluster.connect():
                 say(line)
                 logger.info("%s", line)
@@ -69,8 +69,8 @@ def started(
             with progress:
                 cluster.start()
             yield cluster
-    finally:
-        cluster.shutdown()
+        finally:
+            cluster.shutdown()
 
 
 @contextlib.contextmanager

@@ -136,6 +136,17 @@ def test_layers(layers: list[Any], reason: str) -> None:
     assert "rule.layers=" in line and reason in line and "To fix:" in line
 
 
+@pytest.mark.parametrize(
+    "data, named",
+    [
+        ({"columns": {"my role": ""}}, "data.columns"),
+        ({"builtin": None, "sources": [{"path": "a.jsonl", "wei ght": 1}]}, "wei ght"),
+    ],
+)
+def test_names_with_spaces(data: dict[str, Any], named: str) -> None:
+    assert named in _line(_config(data=data))
+
+
 def test_layers_against_stages_and_device() -> None:
     assert "3 entries for rule.stages=2" in _line(_config(rule={"layers": [1, 1, 1], "stages": 2}))
     pattern = [{"match": ".*", "device": "cuda:0"}]
