@@ -255,7 +255,8 @@ def _odd(value: Any) -> str:
         return ""
     if isinstance(value, Mapping | tuple | list):
         if not value and not isinstance(value, tuple):
-            return f"an empty {type(value).__name__} (a place for layers to leave results)"
+            kind = "list" if isinstance(value, list) else "dict"
+            return f"an empty {kind} (a place for layers to leave results)"
         return next(filter(None, map(_odd, value.values() if isinstance(value, Mapping) else value)), "")
     return f"a {type(value).__name__}"
 

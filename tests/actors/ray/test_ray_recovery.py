@@ -148,7 +148,7 @@ def test_killed_actors(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "no checkpoint yet (trainer.save_every), from the start of the run: step 1 is repeated",
         "from checkpoint step_000002: step 3 is repeated",
         "nothing committed was lost, on after step 4",
-        "?",
+        "from checkpoint step_000004: step 5 is repeated",
     ]
     check(run, summary, parameters, model, 4)
 
