@@ -75,6 +75,7 @@ def test_a_run_shows_its_figures_and_its_actors_and_ends_clean(tiny_run: list[st
         assert time.monotonic() - begin < 30
         assert place.left() == []
     output = log.read_text()
+    assert output.rstrip().endswith("interrupted") and "Traceback" not in output, output
     token = place.path / "token"
     assert f"dashboard {dashboard} (asks for a token: 'ray get-auth-token' prints it, from {token})" in output
 
