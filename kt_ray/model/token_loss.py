@@ -126,31 +126,25 @@ class Head:
 
     def _losses(
         self, h: Tensor, targets: Tensor, scale: float | None
-    ) -> tuple[list[tuple[Any, Tensor]], Tensor | None]:
+    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
         """By chunk (flat positions, their losses in float64), and the gradient of scale · their sum."""
         targets_N = targets.reshape(-1)
-        parts: list[tuple[Any, Tensor]] = []
-
-        def derivative(rows: Any, losses: Tensor, leaf: Tensor) -> Tensor | None:
-            parts.append((rows, losses.detach().double()))
-            if scale is None:
-                return None
-            return torch.autograd.grad(losses, leaf, torch.full_like(losses, scale))[0]
-
+        parts: list[tuple[Tensor, Tensor]] = []
+        flat_NH = h.detach().flatten(0, 1)
+        grad_NH = None if scale is None else torch.zeros_like(flat_NH)
+        # positions without a target have neither a loss nor a gradient
+        trained = (targets_N != IGNORE).nonzero().squeeze(1)
+        chunk = logit_rows(self.loss_chunk, trained.numel(), self.lm_head.out_features)
+        entropy = chunked_cross_entropy() if chunk < trained.numel() else plain_cross_entropy
+        if self.norm is None:
+            chunk = min(chunk, h.shape[1])  # to the family's own forward they are a row of the batch
         with torch.set_grad_enabled(scale is not None):
-            if self.norm is None:
-                leaf = h.detach().requires_grad_(scale is not None)
-                losses = plain_cross_entropy(self.logits(leaf).flatten(0, -2), targets_N)
-                return parts, derivative(slice(None), losses, leaf)
-            flat_NH = h.detach().reshape(-1, self.hidden_size)
-            # positions without a target have neither a loss nor a gradient
-            trained = (targets_N != IGNORE).nonzero().squeeze(1)
-            chunk = logit_rows(self.loss_chunk, trained.numel(), self.lm_head.out_features)
-            entropy = chunked_cross_entropy() if chunk < trained.numel() else plain_cross_entropy
-            grad_NH = None if scale is None else torch.zeros_like(flat_NH)
             for rows in trained.split(chunk):
                 leaf = flat_NH[rows].requires_grad_(scale is not None)
-                grad = derivative(rows, entropy(self.lm_head(self.norm(leaf)), targets_N[rows]), leaf)
-                if grad_NH is not None and grad is not None:
-                    grad_NH[rows] = grad
-            return parts, None if grad_NH is None else grad_NH.view_as(h)
+                logits = self.logits(leaf[None])[0] if self.norm is None else self.lm_head(self.norm(leaf))
+                losses = entropy(logits, targets_N[rows])
+                parts.append((rows, losses.detach().double()))
+                if grad_NH is not None:
+                    slopes = torch.full_like(losses, scale)
+                    (grad_NH[rows],) = torch.autograd.grad(losses, leaf, slopes)
+        return parts, None if grad_NH is None else grad_NH.view_as(h)

@@ -61,8 +61,11 @@ def test_loss_and_gradient(
     assert head is not None and head.norm is not None
     norm, lm_head = head.norm, head.lm_head
     monkeypatch.setattr(head, "loss_chunk", chunk)
-    if whole:
+    sizes: list[int] = []
+    if whole:  # as in a family that scales its logits or has several streams
         monkeypatch.setattr(head, "norm", None)
+    project = lm_head.forward
+    monkeypatch.setattr(lm_head, "forward", lambda x: (sizes.append(x.shape[-2]), project(x))[1])
     torch.manual_seed(0)
     h = torch.randn(2, 6, 48)
     labels = torch.randint(0, 96, (2, 6))
@@ -75,6 +78,8 @@ def test_loss_and_gradient(
     (expected / 17).backward()
     before = h.clone()
     total, grad = head.loss(h, labels, 1 / 17)
+    # Either way has the logits of one chunk at a time, and of trained tokens alone.
+    assert sizes[1:] == {1: [1] * 6, 3: [3, 3]}.get(chunk, [6])
     assert torch.equal(h, before)
     assert total == pytest.approx(float(expected.detach()), rel=1e-6)
     torch.testing.assert_close(grad, leaf.grad, rtol=1e-5, atol=1e-7)
