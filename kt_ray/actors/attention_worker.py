@@ -21,6 +21,7 @@ from kt_ray.actors.actor import PlainActor
 from kt_ray.actors.generation_session import GenerationReport, WorkerSession
 from kt_ray.batch import PassSpec
 from kt_ray.config.schema import OptimConfig
+from kt_ray.errors import UserError
 from kt_ray.experts.process_memory import bound_compiled_products
 from kt_ray.generate.requests import SessionSpec, Token
 from kt_ray.model.stage import Stage
@@ -50,9 +51,6 @@ class AttentionWorker(PlainActor):
         spec: what to build; its device is the one this process sees (cuda:0 inside a Ray actor).
         optim: of the masters (worker 0).
         build_stage: what makes the stage of its spec.
-
-    Attributes:
-        part: this worker's part of the plan.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class AttentionWorker(PlainActor):
         build_stage: Callable[[StageSpec], Any] = Stage,
     ) -> None:
         super().__init__(plan, ("worker", rank), spec, optim, timeout)
-        self.part = plan.workers[rank]
+        self.part = plan.workers[rank]  # this worker's part of the plan
         self.spec = spec
         self._build_stage = build_stage
         self._load_seconds = 0.0
@@ -103,7 +101,8 @@ class AttentionWorker(PlainActor):
 
     def _load(self) -> None:
         start = time.monotonic()
-        self._stage = self._build_stage(self.spec)
+        with self._gpu_memory():
+            self._stage = self._build_stage(self.spec)
         self._load_seconds = time.monotonic() - start
 
     def _facts(self) -> dict[str, Any]:
@@ -133,7 +132,7 @@ class AttentionWorker(PlainActor):
 
     def run_pass(self, spec: PassSpec) -> WorkerPassReport:
         """Walk this worker's program of the pass."""
-        with self._profiled(spec):
+        with self._profiled(spec), self._gpu_memory():
             return self._run_pass(spec)
 
     def _run_pass(self, spec: PassSpec) -> WorkerPassReport:
@@ -222,6 +221,22 @@ class AttentionWorker(PlainActor):
         finally:
             _profiling.release()
 
+    @contextmanager
+    def _gpu_memory(self) -> Iterator[None]:
+        """Inside, memory that runs out on the GPU is reported beside what the plan counted."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            planned = next((b for b in self.plan.budgets if b.device == self.part.device), None)
+            raise UserError(
+                "GPU memory ran out",
+                where=f"{self.title} on {self.part.device}: {self.doing}",
+                observed=str(error).partition("If reserved but")[0].strip(),
+                required=f"the plan counts {planned.total / 2**30:.2f} GiB" if planned else None,
+                remedy="end what else uses this GPU (nvidia-smi lists it), or set trainer.loss_chunk=256, a "
+                "lower data.max_length or trainer.micro_batch_size, or more rule.stages",
+            ) from error
+
     # -- generation --------------------------------------------------------------------------
 
     def generate(self, spec: SessionSpec) -> GenerationReport:
@@ -229,7 +244,8 @@ class AttentionWorker(PlainActor):
         self.check_restored()
         self.claim_thread()
         experts, stages = self._links(spec.tag(0), SpanRecorder())
-        report = WorkerSession(self, spec, self.part, self.stage, self.outbox, experts, stages).run()
+        with self._gpu_memory():
+            report = WorkerSession(self, spec, self.part, self.stage, self.outbox, experts, stages).run()
         self.doing = "idle"
         return report
 
@@ -245,7 +261,8 @@ class AttentionWorker(PlainActor):
 
     def hold_masters(self, shapes: list[dict[str, tuple[int, ...]]]) -> None:
         """Worker 0: make the optimizer for all stages' LoRA (one flat float32 vector per stage)."""
-        self._masters = Masters(shapes, self.optim, self.spec.device)
+        with self._gpu_memory():
+            self._masters = Masters(shapes, self.optim, self.spec.device)
 
     def start_masters(self, token: int) -> None:
         """Stages of replica 0 send their initial LoRA to worker 0."""

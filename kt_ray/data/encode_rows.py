@@ -21,11 +21,7 @@ _SIGNS = {None: 0, True: 1, False: -1}  # of Row, by the verdict
 
 
 class Encoded:
-    """The tokens of every conversation, from the cache where it has them.
-
-    Attributes:
-        cached: whether they came from the cache.
-    """
+    """The tokens of every conversation, from the cache where it has them."""
 
     def __init__(self, rows: Sequence[Conversation], encoder: ChatEncoder, cache: TokenCache) -> None:
         sides = [side for row in rows for side in _sides(row)]
@@ -34,7 +30,7 @@ class Encoded:
         if cache.limit and len(sides) >= cache.worth:
             key = rows_key(sides, encoder_key(encoder))
             entry = cache.read(key, len(sides))
-        self.cached = entry is not None
+        self.cached = entry is not None  # whether they came from the cache
         if entry is None:
             before = len(encoder.notes)
             entry = [encoder.encode(side) for side in sides], []

@@ -106,11 +106,7 @@ class _Stop(Exception):
 
 
 class LayerLoop:
-    """One replica's pass over one stage.
-
-    Attributes:
-        loss_sum: float64 sum of the losses so far (last stage).
-    """
+    """One replica's pass over one stage."""
 
     # Kind -> method. Names, since bound methods kept in the loop would keep a finished pass alive until the
     # next cyclic collection: its memory would come on top of the next pass's.
@@ -144,7 +140,7 @@ class LayerLoop:
         self.clock = clock
         self.watch = watch
         self.train = spec.kind == "train"
-        self.loss_sum = 0.0
+        self.loss_sum = 0.0  # of the losses so far (last stage)
 
     def run(self, op: Op) -> None:
         """Do one operation of the stage's program. Raises ValueError: the loop has no such operation."""

@@ -144,7 +144,7 @@ class Head:
                 logits = self.logits(leaf[None])[0] if self.norm is None else self.lm_head(self.norm(leaf))
                 losses = entropy(logits, targets_N[rows])
                 parts.append((rows, losses.detach().double()))
-                if grad_NH is not None:
+                if grad_NH is not None and scale is not None:
                     slopes = torch.full_like(losses, scale)
                     (grad_NH[rows],) = torch.autograd.grad(losses, leaf, slopes)
         return parts, None if grad_NH is None else grad_NH.view_as(h)
