@@ -64,7 +64,9 @@ def load_tokenizer(directory: str, key: str = "model.tokenizer") -> PreTrainedTo
             remedy="set model.tokenizer to a tokenizer directory",
         )
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        # Left out, trust_remote_code asks on standard input, and a "yes" there runs code of the directory.
+        options = {"local_files_only": True, "trust_remote_code": False}
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **options)
     except Exception as error:  # transformers raises many kinds; each means that nothing usable is there
         raise UserError(
             "no tokenizer can be loaded",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,22 @@ def test_templates_that_cannot_be_masked_are_refused_with_the_row(case: str) -> 
         ChatEncoder(make_tokenizer(template)).encode(conversation("Who?", "Tilda.", "Where?", "Here."))
     assert "f.jsonl, line 6" in str(caught.value)
     assert "model.chat_template" in caught.value.remedy
+
+
+def test_no_code_of_a_tokenizer_directory_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where somebody says yes to transformers' question (`yes | python launch.py ...`)."""
+    directory, ran = tmp_path / "model", tmp_path / "ran"
+    make_tokenizer().save_pretrained(directory)
+    (directory / "foreign.py").write_text(
+        f"open({str(ran)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast as Foreign\n"
+    )
+    file = directory / "tokenizer_config.json"
+    named = {"tokenizer_class": "Foreign", "auto_map": {"AutoTokenizer": [None, "foreign.Foreign"]}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **named}))
+    monkeypatch.setattr("builtins.input", lambda *_: "yes")
+    with pytest.raises(UserError, match="no tokenizer can be loaded"):
+        load_tokenizer(str(directory))
+    assert not ran.exists()
 
 
 def test_load_tokenizer_faults(tmp_path: Path) -> None:
