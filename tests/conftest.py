@@ -27,14 +27,18 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # Modules whose tests take a core for many seconds: all of them are `slow`, and `make quick` does not even
 # import them. Single slow tests elsewhere have the marker themselves.
 SLOW = (
-    *("actors/ray/test_ray_leases.py", "checkpoint/test_corrupt.py", "data/test_released_templates.py"),
-    *("doctor/test_measure_rates.py", "generate/test_generator.py", "generate/test_several_adapters.py"),
+    *("actors/ray/test_ray_leases.py", "adapter/test_adapter_dir.py", "checkpoint/test_corrupt.py"),
+    *("config/test_cli.py", "data/test_released_templates.py", "doctor/test_measure_rates.py"),
+    *("experts/test_lane_host.py", "generate/test_generator.py", "generate/test_several_adapters.py"),
     *("model/test_families.py", "model/test_routing.py", "model/test_stage_parity.py"),
-    *("modes/test_eval_run.py", "modes/test_predict.py", "native/test_threads.py"),
-    *("recipe/test_recipe_runs.py", "runs/test_after_training.py", "runs/test_saving.py"),
-    *("test_bad_input.py", "test_doc_plans.py", "test_packed_runs.py", "test_runs.py"),
-    *("train/test_family_parity.py", "train/test_gguf.py", "train/test_lane_runs.py"),
-    *("train/test_layouts.py", "train/test_placement.py", "train/test_preference_runs.py"),
+    *("modes/test_eval_run.py", "modes/test_predict.py", "modes/test_results.py"),
+    *("native/test_peak_memory.py", "native/test_threads.py", "recipe/test_recipe_runs.py"),
+    *("runs/test_after_training.py", "runs/test_saving.py", "test_adapter_of_run.py", "test_bad_input.py"),
+    *("test_doc_commands.py", "test_doc_plans.py", "test_packed_runs.py", "test_runs.py"),
+    *("tools/test_stopping.py", "train/test_family_parity.py", "train/test_gguf.py"),
+    *("train/test_lane_runs.py", "train/test_layouts.py", "train/test_options.py"),
+    *("train/test_placement.py", "train/test_preference_runs.py", "train/test_recovery.py"),
+    *("train/test_timeline.py", "transport/test_links.py"),
 )
 TESTS = Path(__file__).parent
 
