@@ -60,6 +60,19 @@ def test_round_trip_by_name_from_any_shard(tmp_path: Path) -> None:
     assert all(torch.equal(target, everything[name]) for name, target in targets.items())
 
 
+def test_what_needs_no_conversion_is_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard may hold 100,000 tensors: no copy of each, and no opening of the file for each."""
+    path = save(tmp_path, 10)
+    everything = tensors_of(10, 0) | tensors_of(10, 1)
+    targets = {name: torch.empty_like(tensor) for name, tensor in everything.items()}
+    doubles = {name: torch.empty_like(tensor, dtype=torch.float64) for name, tensor in everything.items()}
+    read_named_into(path, doubles)
+    monkeypatch.setattr("kt_ray.checkpoint.training.read_tensor", None)
+    read_named_into(path, targets)
+    assert all(torch.equal(targets[name], everything[name]) for name in everything)
+    assert all(torch.equal(doubles[name], everything[name].double()) for name in everything)
+
+
 def test_latest_points_at_the_newest_and_pruning_keeps_it(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step)

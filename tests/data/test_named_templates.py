@@ -181,6 +181,11 @@ def test_a_template_that_drops_tools_or_system_prompts_is_refused() -> None:
     with pytest.raises(UserError, match=r"leaves a part of the row out.*line 4.*the call of add"):
         ChatEncoder(make_tokenizer(PLAIN)).encode(TOOL_TALK)
     alone = replace(ONE, tools=TOOLS)
+    spaced = ({**TOOLS[0], "function": {**TOOLS[0]["function"], "name": "add "}},)
+    trims = PLAIN.replace(
+        "{% for m in messages %}", "{{ tools[0].function.name | trim }}{% for m in messages %}", 1
+    )
+    ChatEncoder(make_tokenizer(trims)).encode(replace(ONE, tools=spaced))
     with pytest.raises(UserError, match="the tool add is not in the rendering"):
         ChatEncoder(make_tokenizer(PLAIN)).encode(alone)
     deaf = PLAIN.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}", 1)

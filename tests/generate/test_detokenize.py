@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kt_ray.generate.detokenize import TextStream
@@ -45,6 +47,20 @@ def test_stop_strings_end_the_text(text: str, stop: tuple[str, ...], expected: s
 def test_what_may_begin_a_stop_string_is_held_back() -> None:
     stream = TextStream(Bytes(), ("END",))
     assert [stream.add(ord(c)) for c in "aENx"] == ["a", "", "", "ENx"]
+
+
+def test_a_long_stop_string_costs_no_more_than_the_text() -> None:
+    """A client chooses it, and all clients' tokens pass through one thread."""
+    prefixes = []
+
+    class Long(str):
+        def __getitem__(self, part: Any) -> str:
+            prefixes.append(part)
+            return super().__getitem__(part)
+
+    stream = TextStream(Bytes(), (Long("x" * 10_000),))
+    assert [stream.add(ord(c)) for c in "axb"] == ["a", "", "xb"]
+    assert len(prefixes) <= len("a") + len("x") + len("xb")
 
 
 def test_end_tokens_are_no_text() -> None:
