@@ -1,7 +1,7 @@
 """Every check of a configuration that needs neither files nor hardware.
 
 `kt_ray.config.limits` has what single keys may be; the functions below check keys that must go together. They
-yield faults as messages read: the key, the reason; required what. To fix: what to do. The first is raised.
+yield a `Fault` each; the first is raised.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from datetime import date
-from typing import Any
+from typing import Any, NamedTuple
 
 from kt_ray.config.fields import closest, fields, show
 from kt_ray.config.limits import BOUNDS, NOT_EMPTY, WORDS
@@ -41,14 +41,26 @@ _LAYER_STYLES = (
 )
 
 
+class Fault(NamedTuple):
+    """A value, or a combination of values, that cannot work."""
+
+    # A key, which the message shows with its value, or KEY=VALUE.
+    key: str
+    # Read after the key: "is out of range".
+    reason: str
+    required: str | None = None
+    # Empty: set the key's default.
+    remedy: str = ""
+
+
 def check(config: Config) -> None:
     """Raises UserError for the first value, or combination of values, that cannot work."""
     for part in (
         *(_single_keys, _model, _rule, _layers, _data, _sources, _lora, _optim, _trainer),
         *(_answers, _serve, _place),
     ):
-        for text in part(config):
-            raise _error(config, text)
+        for fault in part(config):
+            raise _error(config, fault)
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -59,136 +71,138 @@ def value_of(config: Config, key: str) -> Any:
     return value
 
 
-def _error(config: Config, text: str) -> UserError:
-    """The error that a text of this module stands for.
-
-    Args:
-        text: begins with key=value, or with a key, which then gets the configuration's value and, without a
-            remedy, that of setting the default.
-    """
-    what, _, remedy = text.partition(". To fix: ")
-    what, _, required = what.partition("; required ")
-    key, _, reason = what.partition(" ")
-    if key in fields():
-        value = value_of(config, key)
-        default = show(fields()[key].default)
-        remedy = remedy or f"set {key}={default} (the default) or another allowed value"
-        what = f"{key}={_quoted(value)} {reason}"
-    return UserError(what, required=required or None, remedy=remedy)
+def _error(config: Config, fault: Fault) -> UserError:
+    what, remedy = f"{fault.key} {fault.reason}", fault.remedy
+    if fault.key in fields():
+        default = show(fields()[fault.key].default)
+        remedy = remedy or f"set {fault.key}={default} (the default) or another allowed value"
+        what = f"{fault.key}={_quoted(value_of(config, fault.key))} {fault.reason}"
+    return UserError(what, required=fault.required, remedy=remedy)
 
 
 def _quoted(value: Any) -> str:
     return "''" if value == "" else show(value)
 
 
-def _single_keys(config: Config) -> Iterator[str]:
+def _single_keys(config: Config) -> Iterator[Fault]:
     for key, words in WORDS.items():
         value = value_of(config, key)
         if isinstance(value, str) and value not in words:
             match = closest(value, words)
             allowed = " or ".join([*words, f"a number {BOUNDS[key]}"] if key in BOUNDS else words)
             meant = f"; did you mean {match}?" if match else ""
-            yield f"{key} is not known{meant}; required {allowed}. To fix: set {key}={match or words[0]}"
+            yield Fault(key, f"is not known{meant}", allowed, f"set {key}={match or words[0]}")
     for key, bound in BOUNDS.items():
         value = value_of(config, key)
         if value is not None and not isinstance(value, str) and not bound.holds(value):
-            yield f"{key} is out of range; required {bound}"
+            yield Fault(key, "is out of range", str(bound))
     for key in ("seed", "model.seed"):
         if not 0 <= value_of(config, key) < SEED_LIMIT:
-            yield f"{key} is out of range; required at least 0 and less than 2**63"
+            yield Fault(key, "is out of range", "at least 0 and less than 2**63")
     for key, what in NOT_EMPTY.items():
         value = value_of(config, key)
         texts = [value] if isinstance(value, str) else value or []
         # A line break is a stop string like any other.
         if not all(text if key == "generate.stop" else text.strip() for text in texts):
-            yield f"{key} is empty; required {what}"
+            yield Fault(key, "is empty", what)
 
 
-def _regex(key: str, pattern: Any) -> Iterator[str]:
+def _regex(key: str, pattern: Any) -> Iterator[Fault]:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
-        yield (
-            f"{key}={_quoted(pattern)} is not a regular expression ({error}); required a Python regular "
-            f"expression. To fix: correct {key}; in a shell put it in single quotes"
+        yield Fault(
+            f"{key}={_quoted(pattern)}",
+            f"is not a regular expression ({error})",
+            "a Python regular expression",
+            f"correct {key}; in a shell put it in single quotes",
         )
 
 
-def _model(c: Config) -> Iterator[str]:
+def _model(c: Config) -> Iterator[Fault]:
     model, backend, gguf = c.model, c.rule.experts.backend, c.model.experts_path
     if gguf is not None and model.build is not None:
-        yield (
-            f"model.experts_path has no meaning for model={model.name}, which is built with experts of its "
-            "own. To fix: set model.path=<directory>, or model.experts_path=null"
+        yield Fault(
+            "model.experts_path",
+            f"has no meaning for model={model.name}, which is built with experts of its own",
+            remedy="set model.path=<directory>, or model.experts_path=null",
         )
     if backend == "llamafile" and gguf is None:
-        yield (
-            "rule.experts.backend reads the routed experts from a GGUF file, but model.experts_path=null; "
-            "required a GGUF file of the same model. To fix: set model.experts_path=<file.gguf>, or "
-            "rule.experts.backend=auto (the checkpoint's own format)"
+        yield Fault(
+            "rule.experts.backend",
+            "reads the routed experts from a GGUF file, but model.experts_path=null",
+            "a GGUF file of the same model",
+            "set model.experts_path=<file.gguf>, or rule.experts.backend=auto (the checkpoint's own format)",
         )
     if gguf is not None and backend in ("AMXINT8", "AMXINT4"):
-        yield (
-            f"rule.experts.backend would quantise the quantised experts of model.experts_path={gguf} again. "
-            "To fix: set rule.experts.backend=llamafile, or model.experts_path=null"
+        yield Fault(
+            "rule.experts.backend",
+            f"would quantise the quantised experts of model.experts_path={gguf} again",
+            remedy="set rule.experts.backend=llamafile, or model.experts_path=null",
         )
     if model.path is not None or (model.build is not None and model.build != "demo_base"):
         return
     for key in ("model.seed", "model.tokenizer"):
         if model.build is not None and value_of(c, key) != fields()[key].default:
-            yield (
-                f"{key} has no meaning for model={model.name}, which is pretrained with a tokenizer of its "
-                f"own. To fix: leave {key} out, or take random weights: model=demo_random"
+            yield Fault(
+                key,
+                f"has no meaning for model={model.name}, which is pretrained with a tokenizer of its own",
+                remedy=f"leave {key} out, or take random weights: model=demo_random",
             )
     if model.build is not None:
         return
     needs = c.mode in ("train", "predict", "chat", "serve")
     if needs or (c.mode == "preview" and model.tokenizer is None):
         plan = ", or mode=plan to see the placement without weights" if model.config else ""
-        yield (
-            f"model.path but mode={c.mode} needs the checkpoint of model={model.name}; required a Hugging "
-            "Face directory with config.json, *.safetensors and a tokenizer. To fix: set "
-            f"model.path=<directory>{plan}"
+        yield Fault(
+            "model.path",
+            f"but mode={c.mode} needs the checkpoint of model={model.name}",
+            "a Hugging Face directory with config.json, *.safetensors and a tokenizer",
+            f"set model.path=<directory>{plan}",
         )
     if c.mode == "plan" and model.config is None:
-        yield (
-            "model.path and model.config is empty, so there is nothing to plan; required a checkpoint "
-            "directory or a model with known dimensions. To fix: set model.path=<directory> or "
-            "model=deepseek_v3"
+        yield Fault(
+            "model.path",
+            "and model.config is empty, so there is nothing to plan",
+            "a checkpoint directory or a model with known dimensions",
+            "set model.path=<directory> or model=deepseek_v3",
         )
 
 
-def _rule(c: Config) -> Iterator[str]:
+def _rule(c: Config) -> Iterator[Fault]:
     experts, rows = c.rule.experts, c.trainer.batch_size
     if experts.placement == "balanced" and experts.load is None and c.trainer.resume is None:
-        yield (
-            "rule.experts.placement needs a load, but rule.experts.load=null and nothing is resumed; "
-            "required a checkpoint of an earlier run, which holds a histogram. To fix: set "
-            "rule.experts.load=<checkpoint directory>, or rule.experts.placement=auto"
+        yield Fault(
+            "rule.experts.placement",
+            "needs a load, but rule.experts.load=null and nothing is resumed",
+            "a checkpoint of an earlier run, which holds a histogram",
+            "set rule.experts.load=<checkpoint directory>, or rule.experts.placement=auto",
         )
     if experts.lane_device != "auto" and not _DEVICE.fullmatch(experts.lane_device):
-        yield "rule.experts.lane_device is not a device; required auto, cuda:0, cuda:1, … or cpu"
+        yield Fault("rule.experts.lane_device", "is not a device", "auto, cuda:0, cuda:1, … or cpu")
     for key, off in (("rule.experts.gpu_resident", 0), ("rule.experts.stream", "off")):
         if value_of(c, key) != off and experts.backend == "AMXINT8":
-            yield (
-                f"{key} clashes with rule.experts.backend=AMXINT8: the engine then multiplies in int8, a GPU "
-                "would multiply the same experts in bfloat16. To fix: set rule.experts.backend=auto (weights "
-                f"stored as int8 stay so), or {key}={off}"
+            yield Fault(
+                key,
+                "clashes with rule.experts.backend=AMXINT8: the engine then multiplies in int8, a GPU "
+                "would multiply the same experts in bfloat16",
+                remedy=f"set rule.experts.backend=auto (weights stored as int8 stay so), or {key}={off}",
             )
     if c.rule.replica_count > rows:
-        yield (
-            f"rule.replicas is more than trainer.batch_size={rows}: a replica would never have a row. To "
-            f"fix: set rule.replicas={rows} or trainer.batch_size={c.rule.replicas}"
+        yield Fault(
+            "rule.replicas",
+            f"is more than trainer.batch_size={rows}: a replica would never have a row",
+            remedy=f"set rule.replicas={rows} or trainer.batch_size={c.rule.replicas}",
         )
 
 
-def _layers(c: Config) -> Iterator[str]:
+def _layers(c: Config) -> Iterator[Fault]:
     """rule.layers: counts, ranges or patterns, all entries of one style."""
     layers, stages, balanced = c.rule.layers, c.rule.stages, "set rule.layers=null for a balanced split"
     if layers is None:
         return
     if not layers:
-        yield f"rule.layers is empty; required {_LAYER_STYLES}. To fix: {balanced}"
+        yield Fault("rule.layers", "is empty", _LAYER_STYLES, balanced)
     elif all(isinstance(entry, dict) for entry in layers):
         yield from _layer_devices(c, layers)
         if all("match" in entry for entry in layers):
@@ -196,98 +210,107 @@ def _layers(c: Config) -> Iterator[str]:
         yield from _layer_ranges([str(entry["layers"]) for entry in layers])
     elif all(isinstance(entry, int) and not isinstance(entry, bool) for entry in layers):
         if min(layers) < 1:
-            yield f"rule.layers has a stage without layers; required counts of at least 1. To fix: {balanced}"
+            yield Fault("rule.layers", "has a stage without layers", "counts of at least 1", balanced)
     elif all(isinstance(entry, str) for entry in layers):
         yield from _layer_ranges(layers)
     else:
-        yield (
-            f"rule.layers mixes styles or has entries of no style; required {_LAYER_STYLES}. To fix: "
-            f"{balanced}"
-        )
+        yield Fault("rule.layers", "mixes styles or has entries of no style", _LAYER_STYLES, balanced)
     if isinstance(stages, int) and stages != len(layers):
-        yield (
-            f"rule.layers has {len(layers)} entries for rule.stages={stages}. To fix: set "
-            f"rule.stages={len(layers)} or rule.layers=null"
+        yield Fault(
+            "rule.layers",
+            f"has {len(layers)} entries for rule.stages={stages}",
+            remedy=f"set rule.stages={len(layers)} or rule.layers=null",
         )
 
 
-def _layer_ranges(layers: list[str]) -> Iterator[str]:
+def _layer_ranges(layers: list[str]) -> Iterator[Fault]:
     start = 0
     for entry in layers:
         match = _RANGE.fullmatch(entry.strip())
         first, last = map(int, match.groups()) if match else (-1, -1)
         if first != start or last < first:
-            yield (
-                f"rule.layers={show(layers)} has the entry '{entry}' where layer {start} must begin a range; "
-                "required ascending ranges such as '0-15' from layer 0, both ends included, without gap or "
-                f"overlap. To fix: begin that range with {start}, or set rule.layers=null for a balanced "
-                "split"
+            yield Fault(
+                f"rule.layers={show(layers)}",
+                f"has the entry '{entry}' where layer {start} must begin a range",
+                "ascending ranges such as '0-15' from layer 0, both ends included, without gap or overlap",
+                f"begin that range with {start}, or set rule.layers=null for a balanced split",
             )
         start = last + 1
 
 
-def _layer_devices(c: Config, layers: list[dict[str, Any]]) -> Iterator[str]:
+def _layer_devices(c: Config, layers: list[dict[str, Any]]) -> Iterator[Fault]:
     """Entries {layers or match, device}."""
     key = "layers" if "layers" in layers[0] else "match"
     for entry in layers:
         if set(entry) != {key, "device"}:
-            yield (
-                f"rule.layers={show(entry)} is not a pattern; required exactly the keys {key} and device. To "
-                "fix: set rule.layers=null (the default) or correct that entry"
+            yield Fault(
+                f"rule.layers={show(entry)}",
+                "is not a pattern",
+                f"exactly the keys {key} and device",
+                "set rule.layers=null (the default) or correct that entry",
             )
         if key == "match":
             yield from _regex("rule.layers", entry["match"])
         devices, replicas = entry["device"], c.rule.replica_count
         if isinstance(devices, list) and len(devices) != replicas:
-            yield (
-                f"rule.layers={show(devices)} lists {len(devices)} devices for rule.replicas={replicas}. To "
-                f"fix: set rule.replicas={len(devices)}, or name one device"
+            yield Fault(
+                f"rule.layers={show(devices)}",
+                f"lists {len(devices)} devices for rule.replicas={replicas}",
+                remedy=f"set rule.replicas={len(devices)}, or name one device",
             )
         for device in devices if isinstance(devices, list) else [devices]:
             if not isinstance(device, str) or not _DEVICE.fullmatch(device):
-                yield (
-                    f"rule.layers={_quoted(device)} is not a device ({entry[key]}); required cuda:0, cuda:1, "
-                    "… or cpu; or a list of one per replica. To fix: write device: 'cuda:0'"
+                yield Fault(
+                    f"rule.layers={_quoted(device)}",
+                    f"is not a device ({entry[key]})",
+                    "cuda:0, cuda:1, … or cpu; or a list of one per replica",
+                    "write device: 'cuda:0'",
                 )
             kind = str(device).partition(":")[0]
             if c.rule.device not in ("auto", kind):
-                yield (
-                    f"rule.layers={device} clashes with rule.device={c.rule.device}. To fix: set "
-                    f"rule.device={kind} or rule.layers=null"
+                yield Fault(
+                    f"rule.layers={device}",
+                    f"clashes with rule.device={c.rule.device}",
+                    remedy=f"set rule.device={kind} or rule.layers=null",
                 )
 
 
-def _data(c: Config) -> Iterator[str]:
+def _data(c: Config) -> Iterator[Fault]:
     data = c.data
     for key in ("data.path", "data.eval_path"):
         files = value_of(c, key)
         if files is not None and (not files or not all(files)):
-            yield f"{key} names no file; required a file or a list of files. To fix: set {key}=<file.jsonl>"
+            yield Fault(key, "names no file", "a file or a list of files", f"set {key}=<file.jsonl>")
     named = [value for value in (data.path, data.sources, data.builtin) if value is not None]
     if not named and c.mode in ("train", "preview", "predict"):
-        yield (
-            f"data.path but mode={c.mode} needs rows; required a jsonl, json, parquet, csv or arrow file, a "
-            "directory or hf://owner/name. To fix: set data.path=<file.jsonl> or data=demo"
+        yield Fault(
+            "data.path",
+            f"but mode={c.mode} needs rows",
+            "a jsonl, json, parquet, csv or arrow file, a directory or hf://owner/name",
+            "set data.path=<file.jsonl> or data=demo",
         )
     if data.eval_split is not None and data.eval_path is None:
-        yield (
-            "data.eval_split names a split of data.eval_path, which is null. To fix: set "
-            "data.eval_path=<files with that split>, or data.eval_split=null"
+        yield Fault(
+            "data.eval_split",
+            "names a split of data.eval_path, which is null",
+            remedy="set data.eval_path=<files with that split>, or data.eval_split=null",
         )
     if data.template is not None and c.model.chat_template is not None:
-        yield (
-            f"data.template and model.chat_template={c.model.chat_template} both name a template. To fix: "
-            "set data.template=null or model.chat_template=null"
+        yield Fault(
+            "data.template",
+            f"and model.chat_template={c.model.chat_template} both name a template",
+            remedy="set data.template=null or model.chat_template=null",
         )
     if data.date is not None:
         try:
             date.fromisoformat(data.date)
         except ValueError:
-            yield "data.date is no date; required YYYY-MM-DD. To fix: set data.date=null"
+            yield Fault("data.date", "is no date", "YYYY-MM-DD", "set data.date=null")
     if data.packing and data.group_by_length:
-        yield (
-            "data.group_by_length has nothing to group with data.packing=true: packed rows are all nearly "
-            "data.max_length long. To fix: set data.group_by_length=false"
+        yield Fault(
+            "data.group_by_length",
+            "has nothing to group with data.packing=true: packed rows are all nearly data.max_length long",
+            remedy="set data.group_by_length=false",
         )
     if data.eval_fraction or data.eval_path is not None:
         return
@@ -297,229 +320,275 @@ def _data(c: Config) -> Iterator[str]:
         ("generate.split", "predict", "all"),
     ):
         if c.mode == mode and value_of(c, key) != off:
-            yield (
-                f"{key} needs held-out rows, but data.eval_fraction=0 and data.eval_path=null. To fix: set "
-                f"{key}={off}, data.eval_fraction=0.05 or data.eval_path=<file>"
+            yield Fault(
+                key,
+                "needs held-out rows, but data.eval_fraction=0 and data.eval_path=null",
+                remedy=f"set {key}={off}, data.eval_fraction=0.05 or data.eval_path=<file>",
             )
 
 
-def _sources(c: Config) -> Iterator[str]:
+def _sources(c: Config) -> Iterator[Fault]:
     data = c.data
     yield from _columns("data.columns", data.columns or {})
     if data.sources is None:
         return
     if data.path is not None:
-        yield (
-            f"data.sources and data.path={show(data.path)} both name rows. To fix: put data.path into the "
-            "list of data.sources"
+        yield Fault(
+            "data.sources",
+            f"and data.path={show(data.path)} both name rows",
+            remedy="put data.path into the list of data.sources",
         )
     if not data.sources:
-        yield "data.sources names no source; required a list. To fix: set data.sources=null"
+        yield Fault("data.sources", "names no source", "a list", "set data.sources=null")
     if data.limit is not None:
-        yield (
-            "data.limit would cut the list of data.sources, not each of them; required a limit in each "
-            "source. To fix: set data.limit=null and write {path: …, limit: …} into data.sources"
+        yield Fault(
+            "data.limit",
+            "would cut the list of data.sources, not each of them",
+            "a limit in each source",
+            "set data.limit=null and write {path: …, limit: …} into data.sources",
         )
     for number, source in enumerate(data.sources):
         yield from _source(f"data.sources[{number}]", source)
 
 
-def _source(place: str, source: Any) -> Iterator[str]:
+def _source(place: str, source: Any) -> Iterator[Fault]:
     """One entry of data.sources."""
     if not isinstance(source, Mapping):
-        yield (
-            f"{place}={show(source)} is no mapping; required {{path: …, weight: …}}. To fix: write {{path: "
-            "<file>}"
+        yield Fault(
+            f"{place}={show(source)}",
+            "is no mapping",
+            "{path: …, weight: …}",
+            "write {path: <file>}",
         )
     for name, value in source.items():
         key = f"{place}.{name}={_quoted(value)}"
         if name not in SOURCE_KEYS:
             match = closest(str(name), SOURCE_KEYS)
             meant = f"; did you mean {match}?" if match else ""
-            yield f"{key} is not known{meant}; required {', '.join(SOURCE_KEYS)}. To fix: rename or delete it"
+            yield Fault(key, f"is not known{meant}", f"{', '.join(SOURCE_KEYS)}", "rename or delete it")
         if isinstance(value, bool) or not isinstance(value, SOURCE_KEYS[name]):
             kinds = " or ".join(kind.__name__.lower() for kind in SOURCE_KEYS[name])
-            yield f"{key} has the wrong type; required {kinds}. To fix: correct {place}.{name}"
+            yield Fault(key, "has the wrong type", kinds, f"correct {place}.{name}")
         if name in ("weight", "limit") and not value > 0:
-            yield f"{key} is out of range; required more than 0. To fix: delete it"
+            yield Fault(key, "is out of range", "more than 0", "delete it")
         if name == "format" and value not in WORDS["data.format"]:
-            yield f"{key} is not known; required {' or '.join(WORDS['data.format'])}. To fix: delete it"
+            yield Fault(key, "is not known", f"{' or '.join(WORDS['data.format'])}", "delete it")
     if not source.get("path"):
         path = _quoted(source.get("path"))
-        yield f"{place}.path={path} names no file; required a file. To fix: set {place}.path"
+        yield Fault(f"{place}.path={path}", "names no file", "a file", f"set {place}.path")
     yield from _columns(f"{place}.columns", source.get("columns", {}))
 
 
-def _columns(place: str, columns: Mapping[str, Any]) -> Iterator[str]:
+def _columns(place: str, columns: Mapping[str, Any]) -> Iterator[Fault]:
     for name, column in columns.items():
         if column is not None and (not isinstance(column, str) or not column):
             key = f"{place}.{name}"
-            yield (
-                f"{key}={_quoted(column)} names no column; required the name of a column, or null. To fix: "
-                f"correct {key}"
+            yield Fault(
+                f"{key}={_quoted(column)}",
+                "names no column",
+                "the name of a column, or null",
+                f"correct {key}",
             )
 
 
-def _lora(c: Config) -> Iterator[str]:
+def _lora(c: Config) -> Iterator[Fault]:
     lora, target = c.lora, c.lora.target_modules
     if target == []:
-        yield (
-            "lora.target_modules names no module; required auto, none, names or a regex. To fix: set "
-            "lora.target_modules=auto, or none to leave the non-expert part frozen"
+        yield Fault(
+            "lora.target_modules",
+            "names no module",
+            "auto, none, names or a regex",
+            "set lora.target_modules=auto, or none to leave the non-expert part frozen",
         )
     if isinstance(target, str) and target not in ("auto", "none"):
         yield from _regex("lora.target_modules", target)
     if target == "none" and not lora.experts:
-        yield (
-            "lora.target_modules with lora.experts=false leaves nothing to train. To fix: set "
-            "lora.target_modules=auto or lora.experts=true"
+        yield Fault(
+            "lora.target_modules",
+            "with lora.experts=false leaves nothing to train",
+            remedy="set lora.target_modules=auto or lora.experts=true",
         )
     if not lora.init.startswith("pissa"):
         return
     if lora.experts:
-        yield (
-            "lora.init with lora.experts=true would take the largest singular values out of the routed "
-            "experts, whose weights stay as stored: rounded to their format again, the rest is another "
-            "model. To fix: set lora.init=default, or lora.experts=false"
+        yield Fault(
+            "lora.init",
+            "with lora.experts=true would take the largest singular values out of the routed experts, "
+            "whose weights stay as stored: rounded to their format again, the rest is another model",
+            remedy="set lora.init=default, or lora.experts=false",
         )
     if c.model.keep_quantized:
-        yield (
-            "lora.init changes weights that model.keep_quantized=true leaves as stored. To fix: set "
-            "lora.init=default, or model.keep_quantized=false"
+        yield Fault(
+            "lora.init",
+            "changes weights that model.keep_quantized=true leaves as stored",
+            remedy="set lora.init=default, or model.keep_quantized=false",
         )
     if c.mode == "train" and c.eval.after_training:
-        yield (
-            f"eval.after_training asks the model without its adapter, whose weights lora.init={lora.init} "
-            "changes. To fix: set eval.after_training=0, and run mode=eval generate.adapter=<run> afterwards"
+        yield Fault(
+            "eval.after_training",
+            f"asks the model without its adapter, whose weights lora.init={lora.init} changes",
+            remedy="set eval.after_training=0, and run mode=eval generate.adapter=<run> afterwards",
         )
     if c.trainer.stage in ("dpo", "kto"):
-        yield (
-            f"trainer.stage takes the model without adapters as its reference, which lora.init={lora.init} "
-            "changes. To fix: set lora.init=default, or trainer.stage=orpo (no reference)"
+        yield Fault(
+            "trainer.stage",
+            f"takes the model without adapters as its reference, which lora.init={lora.init} changes",
+            remedy="set lora.init=default, or trainer.stage=orpo (no reference)",
         )
 
 
-def _optim(c: Config) -> Iterator[str]:
+def _optim(c: Config) -> Iterator[Fault]:
     optim, steps = c.optim, c.trainer.max_steps
     if optim.name == "deepspeed_cpu_adam" and not c.lora.experts:
-        yield "optim.name is for the experts' LoRA, but lora.experts=false. To fix: set optim=adamw"
+        yield Fault(
+            "optim.name",
+            "is for the experts' LoRA, but lora.experts=false",
+            remedy="set optim=adamw",
+        )
     if optim.name == "deepspeed_cpu_adam" and importlib.util.find_spec("deepspeed") is None:
-        yield (
-            "optim.name needs deepspeed, which is not installed. To fix: pip install deepspeed, or set "
-            "optim=adamw"
+        yield Fault(
+            "optim.name",
+            "needs deepspeed, which is not installed",
+            remedy="pip install deepspeed, or set optim=adamw",
         )
     for key in ("optim.decay", "optim.warmup"):
         value = value_of(c, key)
         if value > 1 and value != int(value):
-            yield (
-                f"{key} is neither a share nor a whole number of steps; required less than 1 (a share) or a "
-                f"whole number. To fix: set {key}={int(value)}"
+            yield Fault(
+                key,
+                "is neither a share nor a whole number of steps",
+                "less than 1 (a share) or a whole number",
+                f"set {key}={int(value)}",
             )
     if not all(0 <= beta < 1 for beta in optim.betas):
-        yield "optim.betas is out of range; required two numbers at least 0 and less than 1"
+        yield Fault("optim.betas", "is out of range", "two numbers at least 0 and less than 1")
     if steps is not None and optim.warmup >= 1 and optim.warmup > steps:
-        yield (
-            f"optim.warmup is more steps than trainer.max_steps={steps}. To fix: set optim.warmup=0.03 or "
-            "raise trainer.max_steps"
+        yield Fault(
+            "optim.warmup",
+            f"is more steps than trainer.max_steps={steps}",
+            remedy="set optim.warmup=0.03 or raise trainer.max_steps",
         )
 
 
-def _trainer(c: Config) -> Iterator[str]:
+def _trainer(c: Config) -> Iterator[Fault]:
     trainer, resume, loss, rows = c.trainer, c.trainer.resume, c.preference.loss, c.trainer.batch_size
     if c.preference.label_smoothing and (trainer.stage != "dpo" or loss not in ("sigmoid", "robust")):
-        yield (
-            f"preference.label_smoothing has no meaning for trainer.stage={trainer.stage} with "
-            f"preference.loss={loss}; required 0, or trainer.stage=dpo with preference.loss=sigmoid or robust"
+        yield Fault(
+            "preference.label_smoothing",
+            f"has no meaning for trainer.stage={trainer.stage} with preference.loss={loss}",
+            "0, or trainer.stage=dpo with preference.loss=sigmoid or robust",
         )
     for key in ("trainer.early_stopping", "trainer.save_best"):
         if value_of(c, key) and not trainer.eval_every:
-            yield (
-                f"{key} goes by the held-out loss, but trainer.eval_every=0. To fix: set "
-                "trainer.eval_every=<steps>"
+            yield Fault(
+                key,
+                "goes by the held-out loss, but trainer.eval_every=0",
+                remedy="set trainer.eval_every=<steps>",
             )
     if 0 < trainer.spike <= 1:
-        yield (
-            "trainer.spike would refuse ordinary steps; required more than 1, or 0. To fix: set "
-            "trainer.spike=5"
+        yield Fault(
+            "trainer.spike",
+            "would refuse ordinary steps",
+            "more than 1, or 0",
+            "set trainer.spike=5",
         )
     if any(step < 1 for step in trainer.profile_steps):
-        yield "trainer.profile_steps counts steps from 1; required at least 1"
+        yield Fault("trainer.profile_steps", "counts steps from 1", "at least 1")
     if trainer.micro_batch_size > rows:
-        yield (
-            f"trainer.micro_batch_size is more than trainer.batch_size={rows}. To fix: set "
-            f"trainer.micro_batch_size={rows} or raise trainer.batch_size"
+        yield Fault(
+            "trainer.micro_batch_size",
+            f"is more than trainer.batch_size={rows}",
+            remedy=f"set trainer.micro_batch_size={rows} or raise trainer.batch_size",
         )
     if resume is not None and c.run.overwrite:
-        yield (
-            f"run.overwrite with trainer.resume={resume} would delete the run to resume. To fix: set "
-            "run.overwrite=false to resume, or trainer.resume=null to begin anew"
+        yield Fault(
+            "run.overwrite",
+            f"with trainer.resume={resume} would delete the run to resume",
+            remedy="set run.overwrite=false to resume, or trainer.resume=null to begin anew",
         )
     if resume not in (None, "latest") and "/" not in resume and (not resume or closest(resume, ("latest",))):
-        yield (
-            "trainer.resume is neither latest nor a directory; did you mean latest?; required latest or a "
-            "checkpoint directory. To fix: set trainer.resume=latest, or ./NAME for a directory"
+        yield Fault(
+            "trainer.resume",
+            "is neither latest nor a directory; did you mean latest?",
+            "latest or a checkpoint directory",
+            "set trainer.resume=latest, or ./NAME for a directory",
         )
 
 
-def _answers(c: Config) -> Iterator[str]:
+def _answers(c: Config) -> Iterator[Fault]:
     generate, adapter, letters = c.generate, c.generate.adapter, c.eval.letters
     if generate.min_new_tokens > generate.max_new_tokens:
-        yield (
-            f"generate.min_new_tokens is more than generate.max_new_tokens={generate.max_new_tokens}. To "
-            "fix: set generate.min_new_tokens=0 or raise generate.max_new_tokens"
+        yield Fault(
+            "generate.min_new_tokens",
+            f"is more than generate.max_new_tokens={generate.max_new_tokens}",
+            remedy="set generate.min_new_tokens=0 or raise generate.max_new_tokens",
         )
     if adapter is None and generate.answer in ("adapter", "both"):
-        yield (
-            "generate.answer needs an adapter, but generate.adapter=null. To fix: set "
-            "generate.adapter=<directory>, or generate.answer=base"
+        yield Fault(
+            "generate.answer",
+            "needs an adapter, but generate.adapter=null",
+            remedy="set generate.adapter=<directory>, or generate.answer=base",
         )
     for key in ("eval.adapter", "eval.base"):
         if c.mode == "eval" and adapter is not None and value_of(c, key) is not None:
-            yield (
-                f"{key} names existing answers, but generate.adapter={adapter} asks for new ones. To fix: "
-                f"leave out {key} or generate.adapter"
+            yield Fault(
+                key,
+                f"names existing answers, but generate.adapter={adapter} asks for new ones",
+                remedy=f"leave out {key} or generate.adapter",
             )
     if len(set(letters)) != len(letters) or not re.fullmatch(r"[A-Z]{2,}", letters):
-        yield (
-            "eval.letters names no options; required at least two different capital letters. To fix: set "
-            "eval.letters=ABCD"
+        yield Fault(
+            "eval.letters",
+            "names no options",
+            "at least two different capital letters",
+            "set eval.letters=ABCD",
         )
 
 
-def _serve(c: Config) -> Iterator[str]:
+def _serve(c: Config) -> Iterator[Fault]:
     adapter = c.generate.adapter
     if c.mode == "serve" and adapter is not None:
-        yield (
-            "generate.adapter has no meaning with mode=serve, where requests name adapters. To fix: set "
-            f"serve.adapters={{NAME: {adapter}}}"
+        yield Fault(
+            "generate.adapter",
+            "has no meaning with mode=serve, where requests name adapters",
+            remedy=f"set serve.adapters={{NAME: {adapter}}}",
         )
     for name, directory in (c.serve.adapters or {}).items():
         empty = not name.strip() or not directory
         if empty or name == (c.serve.name or c.model.name):
             what = "something is empty" if empty else "an adapter has the base model's name"
-            yield (
-                f"serve.adapters={show({name: directory})} is no list of adapters: {what}; required {{NAME: "
-                "DIRECTORY}, each name another one. To fix: correct serve.adapters, or give the base model "
-                "another name: serve.name=NAME"
+            yield Fault(
+                f"serve.adapters={show({name: directory})}",
+                f"is no list of adapters: {what}",
+                "{NAME: DIRECTORY}, each name another one",
+                "correct serve.adapters, or give the base model another name: serve.name=NAME",
             )
 
 
-def _place(c: Config) -> Iterator[str]:
+def _place(c: Config) -> Iterator[Fault]:
     """Where a run takes place and where its files go."""
     address, name = c.cluster.address, c.run.name
     if not _ADDRESS.fullmatch(address):
         match = closest(address, ("auto", "local"))
         meant = f"; did you mean {match}?" if match else ""
-        yield (
-            f"cluster.address is no address{meant}; required auto, local or HOST:PORT. To fix: set "
-            f"cluster.address={match or 'auto'}"
+        yield Fault(
+            "cluster.address",
+            f"is no address{meant}",
+            "auto, local or HOST:PORT",
+            f"set cluster.address={match or 'auto'}",
         )
     if name is not None and (
         name != name.strip() or name in ("", ".", "..") or re.search(r"[/\\\x00-\x1f]", name)
     ):
-        yield (
-            "run.name cannot be a directory name; required a name without slashes. To fix: set "
-            "run.name=<name> and put the directory into run.root"
+        yield Fault(
+            "run.name",
+            "cannot be a directory name",
+            "a name without slashes",
+            "set run.name=<name> and put the directory into run.root",
         )
     if c.mode != "plan" and c.plan.hardware is not None:
-        yield f"plan.hardware has no meaning with mode={c.mode}. To fix: set mode=plan, or plan.hardware=null"
+        yield Fault(
+            "plan.hardware",
+            f"has no meaning with mode={c.mode}",
+            remedy="set mode=plan, or plan.hardware=null",
+        )
