@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import add_common_arguments, quiet_machine, write_json
+from common import REPO, add_common_arguments, quiet_machine, write_json
 from train_child import RULES, Job
 from train_layers import long_rows
 from train_step import JobFailed, run_job
@@ -146,9 +146,8 @@ def _options(model: Model, name: str, args: argparse.Namespace) -> list[str]:
         directory = args.scratch / name
         if not (directory / "config.json").is_file():
             shape, layers, fmt, *rest = model.checkpoint
-            script = Path(__file__).with_name("random_checkpoint.py")
-            command = [sys.executable, str(script), "--model", shape, "--layers", layers, "--format", fmt]
-            subprocess.run([*command, *rest, "--out", str(directory)], check=True)
+            command = [sys.executable, "-m", "kt_ray.tools", "random", str(directory), "--model", shape]
+            subprocess.run([*command, "--layers", layers, "--format", fmt, *rest], check=True, cwd=REPO)
         options += ["model=custom", f"model.path='{directory}'"]
     if isinstance(model.rows, int):
         rows = args.scratch / f"rows_{model.rows}.jsonl"

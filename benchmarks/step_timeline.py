@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What attention and experts do in a step: busy fractions, waits, and a Chrome trace per run.
 
-    python benchmarks/random_checkpoint.py --model mixtral_8x7b --layers 3 --set vocab_size=4096 --out DIR
+    python -m kt_ray.tools random DIR --model mixtral_8x7b --layers 3 --set vocab_size=4096
     python benchmarks/step_timeline.py --case mixtral DIR --json out.json --traces traces/
 
     mixtral   attention on one core, experts on the other
@@ -109,7 +109,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1")
     if not (args.model_dir / "config.json").is_file():
-        parser.error(f"{args.model_dir} is no Hugging Face directory: random_checkpoint.py writes one")
+        parser.error(
+            f"{args.model_dir} is no Hugging Face directory: `python -m kt_ray.tools random` writes one"
+        )
     return args
 
 

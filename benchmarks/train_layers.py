@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Tokens per second on some layers of a real model: kt_ray, Hugging Face + PEFT, DeepSpeed ZeRO-3.
 
-    python benchmarks/random_checkpoint.py --model deepseek_v2_lite --layers 8 --out DIR
+    python -m kt_ray.tools random DIR --model deepseek_v2_lite --layers 8
     python benchmarks/train_layers.py DIR --json out.json
 
 Every party takes the same steps: --accumulate micro-batches of one row of exactly --tokens tokens, LoRA of
@@ -110,7 +110,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1")
     if not (args.model_dir / "config.json").is_file():
-        parser.error(f"{args.model_dir} is no Hugging Face directory: random_checkpoint.py writes one")
+        parser.error(
+            f"{args.model_dir} is no Hugging Face directory: `python -m kt_ray.tools random` writes one"
+        )
     # What make_record asks for, under train_step.py's names.
     args.batch, args.micro_batch, args.max_length = args.accumulate, 1, args.tokens
     args.model = str(args.model_dir)

@@ -60,7 +60,7 @@ modes: errors native timeline config dims hardware placement timing tracking eva
     checkpoint data demo train actors serve actors/ray runs doctor report [numpy torch]
 recipe: errors config data
 cli: errors openmp config modes recipe
-tools: errors disk checkpoint model adapter [numpy torch]
+tools: errors disk config checkpoint model adapter data demo [numpy torch]
 """
 
 # Modules that load less than their package: what reads files or plans starts without torch.

@@ -254,12 +254,12 @@ def _place(
     rounded = stored == torch.float16 and not is_bias
     slab = allocate((len(experts), *shape), torch.bfloat16 if rounded else stored)
     for i, expert, together in _neighbours(experts, max(1, _READ_BYTES // size)):
-        target, offset = slab[i : i + together], tensor.start + expert * size
+        target, stack = slab[i : i + together], tensor.rows(expert, expert + together)
         if rounded:
             scratch = functools.partial(torch.empty, (together, *shape), dtype=stored)
-            jobs.append(ReadJob(tensor.file, offset, scratch, target.copy_))
+            jobs.append(ReadJob(stack, scratch, target.copy_))
         else:
-            jobs.append(ReadJob(tensor.file, offset, functools.partial(slab.narrow, 0, i, together)))
+            jobs.append(ReadJob(stack, functools.partial(slab.narrow, 0, i, together)))
     return slab if tensor.dtype in _PLAIN else ExpertMatrix.gguf(tensor.dtype, slab)
 
 

@@ -42,10 +42,9 @@ _SCALES: Literal["bfloat16"] = "bfloat16"
 
 @dataclass(frozen=True)
 class ReadJob:
-    """Bytes of `file` from `offset` into `target()`; then `done`, for what cannot be read in place."""
+    """A tensor, or a part of one, into `target()`; then `done`, for what cannot be read in place."""
 
-    file: Path
-    offset: int
+    place: TensorInfo
     target: Callable[[], Tensor]
     done: Callable[[Tensor], object] | None = None
 
@@ -156,19 +155,20 @@ def run_jobs(jobs: list[ReadJob], threads: int, drop_cache: bool) -> None:
     """Do all reads; the arguments are those of `load_experts`."""
     with ExitStack() as stack:
         fds: dict[Path, int] = {}
-        jobs = sorted(jobs, key=lambda job: (job.file, job.offset))
+        jobs = sorted(jobs, key=lambda job: (job.place.file, job.place.start))
         for job in jobs:
-            if job.file not in fds:
-                fds[job.file] = os.open(job.file, os.O_RDONLY)
-                stack.callback(os.close, fds[job.file])
+            file = job.place.file
+            if file not in fds:
+                fds[file] = os.open(file, os.O_RDONLY)
+                stack.callback(os.close, fds[file])
 
         def run(job: ReadJob) -> None:
-            target, fd = job.target(), fds[job.file]
-            read_into(fd, tensor_bytes(target), job.offset, job.file)
+            target, fd = job.target(), fds[job.place.file]
+            read_into(fd, tensor_bytes(target), job.place)
             if job.done is not None:
                 job.done(target)
             if drop_cache:
-                os.posix_fadvise(fd, job.offset, target.nbytes, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(fd, job.place.start, target.nbytes, os.POSIX_FADV_DONTNEED)
 
         with ThreadPoolExecutor(max_workers=threads) as pool:
             list(pool.map(run, jobs))
@@ -189,8 +189,8 @@ def _slab(
     """Memory [n, *shape], and the jobs that fill it."""
     slab = allocate((len(experts), *shape), read_dtype(infos[0].dtype))
     for i, expert in enumerate(experts):
-        one = _one(infos, layout, expert)
-        jobs.append(ReadJob(one.file, one.start, lambda i=i: slab[i]))  # type: ignore[misc]
+        place = _one(infos, layout, expert)
+        jobs.append(ReadJob(place, lambda i=i: slab[i]))  # type: ignore[misc]
     return slab
 
 
@@ -247,8 +247,7 @@ def _requantised(
         torch.empty, matrices[0].data_shape if matrices else shape, dtype=read_dtype(infos[0].dtype)
     )
     for i, expert in enumerate(experts):
-        one = _one(infos, layout, expert)
-        jobs.append(ReadJob(one.file, one.start, scratch, functools.partial(place, i, expert)))
+        jobs.append(ReadJob(_one(infos, layout, expert), scratch, functools.partial(place, i, expert)))
     block = None if group == columns else (1, group)
     return ExpertMatrix(target, data, (len(experts), rows, columns), scales, block)
 

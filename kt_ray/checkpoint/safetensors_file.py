@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from kt_ray.checkpoint.random_values import Fill
 from kt_ray.disk import content_of, content_of_file
 from kt_ray.errors import UserError
 
@@ -65,6 +66,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int
     end: int
+    fill: Fill | None = None  # of a hole: the random values that a reader puts there
 
     @property
     def nbytes(self) -> int:
@@ -184,7 +186,9 @@ def _entry(path: Path, name: str, entry: dict[str, Any], data_start: int) -> Ten
         raise ValueError(f"tensor {name}: unknown type {dtype!r}")
     if (end - start) * 8 != math.prod(shape) * bits:
         raise ValueError(f"tensor {name}: {end - start} bytes for shape {list(shape)} of {dtype}")
-    return TensorInfo(name, path, dtype, shape, data_start + start, data_start + end)
+    place = data_start + start, data_start + end
+    fill = Fill.parse(entry["fill"], place[0]) if "fill" in entry else None
+    return TensorInfo(name, path, dtype, shape, *place, fill)
 
 
 def build_header(
@@ -256,17 +260,20 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def read_into(fd: int, view: memoryview, offset: int, path: Path) -> None:
-    """Fill `view` with the bytes at `offset`; a short read is the user's error (the file shrank)."""
+def read_into(fd: int, view: memoryview, info: TensorInfo) -> None:
+    """Fill `view` with a tensor's bytes; a short read is the user's error (the file shrank)."""
+    if info.fill is not None:
+        info.fill.into(view, info.name, max(1, BITS[info.dtype] // 8), info.start)
+        return
     done = 0
     while done < len(view):
-        count = os.preadv(fd, [view[done:]], offset + done)
+        count = os.preadv(fd, [view[done:]], info.start + done)
         if count == 0:
             raise damaged(
                 "checkpoint file ended while it was read",
-                path,
-                f"{offset + done} bytes",
-                f"{offset + len(view)} bytes",
+                info.file,
+                f"{info.start + done} bytes",
+                f"{info.start + len(view)} bytes",
                 "download or copy this file again, and do not change it during a run",
             )
         done += count
@@ -302,7 +309,7 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
     tensor = torch.empty(read_shape(info.dtype, info.shape), dtype=read_dtype(info.dtype))
     fd = os.open(info.file, os.O_RDONLY)
     try:
-        read_into(fd, tensor_bytes(tensor), info.start, info.file)
+        read_into(fd, tensor_bytes(tensor), info)
     finally:
         os.close(fd)
     return tensor

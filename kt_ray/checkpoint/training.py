@@ -190,7 +190,7 @@ def read_named_into(checkpoint: str | os.PathLike[str], targets: Mapping[str, to
                 target = targets[name]
                 stored = TORCH_DTYPES[info.dtype]
                 if target.device.type == "cpu" and target.is_contiguous() and target.dtype == stored:
-                    read_into(shard.fileno(), tensor_bytes(target), info.start, file)
+                    read_into(shard.fileno(), tensor_bytes(target), info)
                 else:
                     target.copy_(read_tensor(info))
 

@@ -1,4 +1,4 @@
-"""`python -m kt_ray.tools {convert,merge,export,inspect}`: checkpoints and adapters outside training.
+"""`python -m kt_ray.tools {convert,merge,export,inspect,random}`: checkpoints and adapters outside training.
 
 Exit codes as of kt-ray: 0 done; 1 a fault in kt_ray; 2 bad input (one line on stderr); 130 interrupted.
 """
@@ -9,12 +9,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
 from kt_ray.errors import guard
 
 _GB = 1 << 30
+RANDOM_FORMATS = ("bf16", "fp8", "int4", "int8", "mxfp4")  # kt_ray.tools.random_formats makes them
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,6 +51,22 @@ def parser() -> argparse.ArgumentParser:
     one = commands.add_parser("inspect", help="what a checkpoint or an adapter contains")
     one.add_argument("path", help="directory")
     one.add_argument("--json", action="store_true", help="print JSON")
+
+    one = commands.add_parser("random", help="a checkpoint with random weights at a model's real shapes")
+    one.add_argument("out", help="new directory")
+    one.add_argument("--model", required=True, help="an entry of conf/model with dimensions")
+    one.add_argument("--format", choices=RANDOM_FORMATS, default="bf16", help="as the family releases it")
+    one.add_argument("--layers", type=_positive, help="the first N decoder layers only")
+    one.add_argument(
+        "--sparse", action="store_true", help="no disk space: kt_ray makes values while it reads"
+    )
+    one.add_argument("--tokenizer", type=Path, help="a tokenizer's directory (default: the demo's)")
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="values of config.json, as JSON"
+    )
+    one.add_argument("--shard-gb", type=float, default=4.0, help="largest output file in GiB (default 4)")
+    one.add_argument("--json", action="store_true", help="print the report as JSON")
     return top
 
 
@@ -106,6 +124,14 @@ def _run(arguments: argparse.Namespace) -> int:
         for path, count in written.items():
             console.print(f"{path}: {count} pairs of matrices", soft_wrap=True)
         return 0
+    elif command == "random":
+        from kt_ray.tools.random_checkpoint import Options as RandomOptions
+        from kt_ray.tools.random_checkpoint import random_checkpoint
+        from kt_ray.tools.random_checkpoint import show as show_report
+
+        a = arguments
+        made = RandomOptions(a.format, a.layers, a.tokenizer, a.seed, a.sparse, tuple(a.set))
+        report = random_checkpoint(a.model, a.out, made, shard_bytes=_bytes(a))
     else:
         from kt_ray.tools.inspect import inspect
         from kt_ray.tools.inspect import show as show_report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from kt_ray.checkpoint import CheckpointIndex
+from kt_ray import cli
+from kt_ray.checkpoint import CheckpointIndex, ExpertLayout
+from kt_ray.checkpoint.load_experts import load_experts
+from kt_ray.checkpoint.safetensors_file import read_tensor
+from kt_ray.errors import BAD_INPUT
+from kt_ray.native import ExpertMatrix
+from kt_ray.tools.__main__ import RANDOM_FORMATS, main
 
-REPO = Path(__file__).resolve().parents[2]
 TINY = (
     "hidden_size=128 intermediate_size=320 moe_intermediate_size=96 n_routed_experts=4 num_experts_per_tok=2 "
     "n_shared_experts=1 num_attention_heads=4 num_key_value_heads=4 kv_lora_rank=32 qk_nope_head_dim=32 "
@@ -31,14 +35,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Runs the script; returns what it printed, or raises SystemExit with its message."""
+    """Runs the command."""
     monkeypatch.setenv("KT_RAY_CACHE", str(cache))
-    monkeypatch.syspath_prepend(str(REPO / "benchmarks"))
-    script = importlib.import_module("random_checkpoint")
 
-    def run(out: Path, *arguments: str, shape: str = TINY) -> None:
-        fixed = ("--model", "deepseek_v2_lite", "--layers", "2", "--out", str(out))
-        assert script.main([*fixed, *arguments, "--set", *shape.split()]) == 0
+    def run(out: Path, *arguments: str, shape: str = TINY, code: int = 0) -> None:
+        fixed = ("random", str(out), "--model", "deepseek_v2_lite", "--layers", "2")
+        assert main([*fixed, *arguments, "--set", *shape.split()]) == code
 
     return run
 
@@ -111,13 +113,56 @@ def test_same_seed_same_bytes_whatever_the_shards(tmp_path: Path, make: Make) ->
     assert torch.equal(a, b) and not torch.equal(a, c)
 
 
-def test_refusals(tmp_path: Path, make: Make) -> None:
-    with pytest.raises(SystemExit, match="multiple of 32"):
-        make(tmp_path / "m", "--format", "int4", shape=TINY.replace("size=96", "size=100"))
+@pytest.mark.parametrize("name", RANDOM_FORMATS)
+def test_holes_are_filled_with_what_would_have_been_written(tmp_path: Path, make: Make, name: str) -> None:
+    """Tensor by tensor, whole and in parts; on the disk there are headers alone."""
+    make(tmp_path / "written", "--format", name)
+    make(tmp_path / "holes", "--format", name, "--sparse")
+    written, holes = (CheckpointIndex.open(tmp_path / out) for out in ("written", "holes"))
+    assert written.config == holes.config and written.nbytes == holes.nbytes > 1 << 20
+    assert sum(file.stat().st_blocks for file in holes.files) * 512 < 1 << 19
+    for key, info in holes.tensors.items():
+        raw = [index.read(key).contiguous().view(torch.uint8) for index in (written, holes)]
+        assert torch.equal(*raw) and (raw[0].any() or "bias" in key), key
+        if len(info.shape) == 2 and info.shape[0] > 2:
+            part = read_tensor(info.rows(1, 3)).contiguous().view(torch.uint8)
+            assert torch.equal(part, raw[0].reshape(info.shape[0], -1)[1:3].reshape(part.shape)), key
+    ours, theirs = (
+        load_experts(index, ExpertLayout.detect(index), 1, [2, 0], threads=2) for index in (holes, written)
+    )
+    for mine, want in ((ours.gate, theirs.gate), (ours.down, theirs.down)):
+        parts = [(m.data, m.scales) if isinstance(m, ExpertMatrix) else (m, m) for m in (mine, want)]
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(*parts, strict=True))
+
+
+def test_a_run_on_holes_is_a_run_on_the_written_files(tmp_path: Path, make: Make) -> None:
+    """By the command line, so that every reader is met."""
+    losses = []
+    for out, how in (("written", ()), ("holes", ("--sparse",))):
+        make(tmp_path / out, "--format", "fp8", *how)
+        run = [f"model.path={tmp_path / out}", "cluster=local", "trainer.max_steps=2", "data=demo"]
+        run += ["data.limit=8", "data.max_length=32", "eval.after_training=0", f"run.name={out}"]
+        run += [
+            "trainer.batch_size=2",
+            "rule.device=cpu",
+            f"run.root={tmp_path / 'runs'}",
+            "trainer.eval_every=0",
+        ]
+        assert cli.main(run) == 0
+        lines = (tmp_path / "runs" / out / "metrics.jsonl").read_text().splitlines()
+        losses.append([record["loss"] for record in map(json.loads, lines) if "loss" in record])
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+
+
+def test_refusals(tmp_path: Path, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "m", "--format", "int4", shape=TINY.replace("size=96", "size=100"), code=BAD_INPUT)
+    assert "multiple of 32" in capsys.readouterr().err
     assert not (tmp_path / "m" / "config.json").exists()
-    with pytest.raises(SystemExit, match="nonsense"):
-        make(tmp_path / "m", shape="nonsense=3")
+    make(tmp_path / "m", shape="nonsense=3", code=BAD_INPUT)
+    assert "nonsense=3" in capsys.readouterr().err
+    make(tmp_path / "m", "--layers", "99", code=BAD_INPUT)
+    assert "at most 27" in capsys.readouterr().err
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    with pytest.raises(SystemExit, match="not empty"):
-        make(tmp_path / "full")
+    make(tmp_path / "full", code=BAD_INPUT)
+    assert "not empty" in capsys.readouterr().err

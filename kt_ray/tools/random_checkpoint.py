@@ -1,12 +1,9 @@
-#!/usr/bin/env python
-"""A checkpoint with random weights at the real shapes of a `conf/model` entry, as the family releases it.
+"""random: a checkpoint with random weights at the shapes of a `conf/model` entry, as the family releases it.
 
-    python benchmarks/random_checkpoint.py --model deepseek_v2_lite --format fp8 --out DIR
-    python benchmarks/random_checkpoint.py --model deepseek_v2_lite --layers 8 --out DIR
-
-For measuring memory and speed without the released weights. Names are the release's own (transformers'
-conversion, reversed), experts one key each where the family has them so; shards of --shard-gb, streamed:
-memory stays at a few hundred MB whatever the model's size. Values: see random_formats.py; norms are 1.
+To measure memory and speed, and to rehearse a run, without the released weights. Names are the release's own
+(transformers' conversion, reversed), experts one key each where the family has them so. Files are written
+piece by piece: memory stays below 1 GB whatever the model's size. Norms are 1, the rest see
+`kt_ray.checkpoint.random_values`.
 
     bf16    everything; transformers loads it
     fp8     every linear but router and output head: 128 x 128 blocks, `weight_scale_inv` F32
@@ -14,24 +11,29 @@ memory stays at a few hundred MB whatever the model's size. Values: see random_f
     int8    routed experts: compressed-tensors int-quantized, a scale per row
     mxfp4   routed experts: compressed-tensors mxfp4-pack-quantized; fused ones: gpt-oss' blocks and scales
 
-The tokenizer is the demo's, or --tokenizer DIR's; vocab_size stays the model's.
+Sparse: the files have headers and holes. kt_ray fills the tensors while it reads them, with the same values;
+other programs would read zeros.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import shutil
 import struct
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from random_formats import BYTES, FORMATS, POOL, Entry, Pools, entries, is_expert, quantization_config
+from rich.console import Console
+
+from kt_ray.checkpoint.random_values import Fill
+from kt_ray.checkpoint.safetensors_file import BITS, tensor_bytes
+from kt_ray.errors import UserError
+from kt_ray.tools.random_formats import Entry, entries, is_expert, quantization_config
 
 INDEX = "model.safetensors.index.json"
 # Files of a tokenizer, by how their names begin.
@@ -41,23 +43,51 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = _arguments(argv)
-    config = model_config(args.model, args.layers, args.set)
-    args.out.mkdir(parents=True, exist_ok=True)
-    if any(args.out.iterdir()):
-        sys.exit(f"{args.out} is not empty")
+@dataclass(frozen=True)
+class Options:
+    """What to make of a model."""
+
+    format: str = "bf16"
+    layers: int | None = None  # the first of them; None = all
+    tokenizer: Path | None = None  # a directory; None = the demo's
+    seed: int = 0
+    sparse: bool = False
+    changes: tuple[str, ...] = ()  # KEY=VALUE for config.json
+
+
+def random_checkpoint(model: str, out: str, options: Options, *, shard_bytes: int) -> dict[str, Any]:
+    """Write the checkpoint of a `conf/model` entry into a new or empty directory.
+
+    Returns:
+        Facts: path, model, format, layers, tensors, bytes (of the weights), files, sparse, seconds.
+
+    Raises:
+        UserError: unknown model or key, a format that cannot hold the shapes, a directory that is not empty,
+            too little space.
+    """
+    target = Path(out)
+    config = model_config(model, options.layers, options.changes)
+    target.mkdir(parents=True, exist_ok=True)
+    if any(target.iterdir()):
+        raise UserError("the output directory is not empty", where=out, remedy="name a new directory")
     begun = time.monotonic()
     parameters, architecture = released(config)
     try:
-        tensors = [e for name, shape in parameters for e in entries(name, shape, args.format)]
+        tensors = [e for name, shape in parameters for e in entries(name, shape, options.format)]
     except ValueError as error:
-        sys.exit(f"--format {args.format} does not fit {args.model}: {error}")
-    _tokenizer(args.tokenizer, args.out, int(config["vocab_size"]))
+        fault = f"--format {options.format} does not fit {model}"
+        raise UserError(fault, observed=error, remedy="take another --format") from error
+    _tokenizer(options.tokenizer, target, int(config["vocab_size"]))
     total = sum(entry.nbytes for entry in tensors)
-    free = shutil.disk_usage(args.out).free
-    if total > free:
-        sys.exit(f"{args.out}: {total / 1e9:.1f} GB to write, {free / 1e9:.1f} GB free")
+    free = shutil.disk_usage(target).free
+    if total > free and not options.sparse:
+        raise UserError(
+            "too little disk space for the checkpoint",
+            where=out,
+            observed=f"{free / 1e9:.1f} GB free",
+            required=f"{total / 1e9:.1f} GB",
+            remedy="add --sparse (kt_ray makes the values while it reads), or fewer --layers",
+        )
     config["architectures"] = [architecture]
     config.pop("quantization_config", None)
     plain = [
@@ -65,42 +95,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     kept = [name for name in plain if "embed" not in name]
     fused = any(len(shape) == 3 and is_expert(name) for name, shape in parameters)
-    if (quantization := quantization_config(args.format, kept, fused)) is not None:
+    if (quantization := quantization_config(options.format, kept, fused)) is not None:
         config["quantization_config"] = quantization
-    (args.out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    pools = Pools(args.seed, min(POOL, max(entry.nbytes for entry in tensors)))
-    shards = list(split(tensors, args.shard_gb * 1e9))
+    (target / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    shards = list(split(tensors, shard_bytes))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write(args.out / file, shard, pools)
+        write(target / file, shard, options.seed, sparse=options.sparse)
         weight_map.update((entry.name, file) for entry in shard)
-        print(f"{file}: {sum(e.nbytes for e in shard) / 1e9:.2f} GB", flush=True)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (args.out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    seconds = time.monotonic() - begun
-    print(f"{total / 1e9:.1f} GB in {seconds:.0f} s ({total / 1e6 / seconds:.0f} MB/s) at {args.out}")
-    return 0
+    (target / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    return {
+        "path": str(target),
+        "model": model,
+        "format": options.format,
+        "layers": int(config["num_hidden_layers"]),
+        "tensors": len(tensors),
+        "bytes": total,
+        "files": len(shards),
+        "sparse": options.sparse,
+        "seconds": round(time.monotonic() - begun, 2),
+    }
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def show(report: dict[str, Any], console: Console) -> None:
+    """The report in a line."""
+    how = "values made while reading" if report["sparse"] else "written"
+    console.print(
+        f"{report['model']}, {report['layers']} layers, {report['format']}: {report['bytes'] / 1e9:.1f} GB "
+        f"in {report['files']} files ({how}) in {report['seconds']:.0f} s at {report['path']}",
+        markup=False,
+        soft_wrap=True,
     )
-    parser.add_argument("--model", required=True, help="an entry of conf/model with dimensions")
-    parser.add_argument("--out", type=Path, required=True, help="a directory, new or empty")
-    parser.add_argument("--format", choices=FORMATS, default="bf16")
-    parser.add_argument("--layers", type=int, help="keep the first N decoder layers only")
-    parser.add_argument("--tokenizer", type=Path, help="a tokenizer's directory (default: the demo's)")
-    parser.add_argument("--shard-gb", type=float, default=3.0, help="GB per file")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="other values in config.json, as JSON"
-    )
-    args = parser.parse_args(argv)
-    if args.layers is not None and args.layers < 1:
-        parser.error("--layers must be at least 1")
-    return args
 
 
 def model_config(model: str, layers: int | None = None, changes: Iterable[str] = ()) -> dict[str, Any]:
@@ -109,19 +136,24 @@ def model_config(model: str, layers: int | None = None, changes: Iterable[str] =
 
     given = compose([f"model={model}", "mode=plan"]).model.config
     if not given:
-        sys.exit(f"conf/model/{model}.yaml has no `config`: take one with dimensions")
+        fault = f"conf/model/{model}.yaml has no `config`"
+        raise UserError(fault, required="a model with known dimensions", remedy="take --model deepseek_v3")
     config: dict[str, Any] = json.loads(json.dumps(dict(given)))
     if isinstance(config.get("text_config"), dict):
-        sys.exit(f"{model} is multimodal: no checkpoint of its text part alone is released")
+        fault = f"{model} is multimodal: no checkpoint of its text part alone is released"
+        raise UserError(fault, remedy="take a model of text alone")
     for change in changes:
         key, equals, value = change.partition("=")
         if not equals or key not in config:
-            sys.exit(f"--set {change}: no KEY=VALUE with a key of conf/model/{model}.yaml")
+            required = f"KEY=VALUE with a key of `config` in conf/model/{model}.yaml"
+            raise UserError(f"--set {change} changes nothing", required=required, remedy="correct --set")
         config[key] = json.loads(value)
     whole = int(config["num_hidden_layers"])
     if layers is not None:
         if layers > whole:
-            sys.exit(f"--layers {layers}: {model} has {whole}")
+            raise UserError(
+                f"--layers {layers} of {model}", required=f"at most {whole}", remedy="lower --layers"
+            )
         config = {k: v[:layers] if isinstance(v, list) and len(v) == whole else v for k, v in config.items()}
         config["num_hidden_layers"] = layers
     if "num_nextn_predict_layers" in config:
@@ -152,7 +184,7 @@ def _place(name: str) -> tuple[int, list[tuple[int, int | str]]]:
     return group, [(0, int(p)) if p.isdigit() else (1, p) for p in name.split(".")]
 
 
-def split(tensors: Sequence[Entry], limit: float) -> Iterator[list[Entry]]:
+def split(tensors: Sequence[Entry], limit: int) -> Iterator[list[Entry]]:
     """Shards of at most `limit` bytes (one tensor at least), in order."""
     shard: list[Entry] = []
     size = 0
@@ -166,22 +198,33 @@ def split(tensors: Sequence[Entry], limit: float) -> Iterator[list[Entry]]:
         yield shard
 
 
-def write(file: Path, shard: Sequence[Entry], pools: Pools) -> None:
+def write(file: Path, shard: Sequence[Entry], seed: int, *, sparse: bool) -> None:
     """One safetensors file: tensors by element size, then by name, as the safetensors package writes them."""
-    ordered = sorted(shard, key=lambda entry: (-BYTES[entry.dtype], entry.name))
+    ordered = sorted(shard, key=lambda entry: (-BITS[entry.dtype], entry.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
     for entry in ordered:
         end = place + entry.nbytes
         header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [place, end]}
+        if sparse and isinstance(entry.fill, str):
+            header[entry.name]["fill"] = f"{entry.fill}:{seed}"
         place = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb", buffering=0) as out:
         _put(out.fileno(), memoryview(struct.pack("<Q", len(text)) + text))
+        start = 8 + len(text)
         for entry in ordered:
-            for piece in pools.chunks(entry):
-                _put(out.fileno(), piece)
+            if isinstance(entry.fill, bytes):
+                _put(out.fileno(), memoryview(entry.fill))
+            elif sparse:
+                out.seek(entry.nbytes, os.SEEK_CUR)
+            else:
+                fill = Fill(entry.fill, seed, start)
+                for piece in fill.pieces(entry.name, BITS[entry.dtype] // 8, start, entry.nbytes):
+                    _put(out.fileno(), tensor_bytes(piece))
+            start += entry.nbytes
+        out.truncate(start)
         os.fsync(out.fileno())
         # Written once, read by another run: out of the way of what the machine does meanwhile.
         os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -198,14 +241,16 @@ def _tokenizer(source: Path | None, out: Path, vocabulary: int) -> None:
 
     directory = source if source is not None else Path(ensure_demo_model("demo"))
     if not directory.is_dir():
-        sys.exit(f"--tokenizer {directory}: no such directory")
+        raise UserError("no such directory", where=f"--tokenizer {directory}", remedy="correct --tokenizer")
     size = len(load_tokenizer(str(directory)))
     if size > vocabulary:
-        sys.exit(f"the tokenizer of {directory} has {size} tokens, the model {vocabulary}")
+        raise UserError(
+            "the tokenizer is larger than the model's vocabulary",
+            where=str(directory),
+            observed=f"{size} tokens",
+            required=f"at most {vocabulary}",
+            remedy="take another --tokenizer",
+        )
     for file in sorted(directory.iterdir()):
         if file.name.startswith(TOKENIZER):
             shutil.copyfile(file, out / file.name)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
