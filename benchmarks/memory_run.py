@@ -230,6 +230,8 @@ def run_figures(run: Path) -> dict[str, Any]:
         figures["model"], figures["format"] = plan["model"]["model_type"], plan["model"]["expert_format"]
         figures["tokens_per_step"] = plan["tokens_per_step"]
         figures["activations"] = sorted({actor["activations"] for actor in plan["experts"]})
+        if "prediction" in plan:
+            figures["predicted_tokens_per_s"] = plan["prediction"]["tokens_per_s"]
     if (run / "env.json").is_file():
         actors = json.loads((run / "env.json").read_text(encoding="utf-8")).get("actors", [])
         figures["actor_pids"] = {int(actor["pid"]): str(actor["actor"]) for actor in actors}
@@ -252,7 +254,20 @@ def run_figures(run: Path) -> dict[str, Any]:
             figures["median_s"] = statistics.median(step["seconds"] for step in measured)
             figures["tokens_per_s"] = statistics.median(step["tokens_per_s"] for step in measured)
             figures["losses"] = [step["loss"] for step in steps]
+            figures["gpu"] = gpu_figures(plan["memory"] if "plan_bytes" in figures else [], steps)
     return figures
+
+
+def gpu_figures(budgets: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """By device: what torch allocated at most, and the plan without CUDA's own ("runtime"), in bytes."""
+    found = {}
+    for budget in budgets:
+        key = f"gpu_memory_bytes_{budget['device'].replace(':', '')}"
+        peak = max((step.get(key, 0) for step in steps), default=0)
+        if peak:
+            planned = budget["total"] - budget["items"].get("runtime", 0)
+            found[budget["device"]] = {"peak_bytes": peak, "plan_bytes": planned}
+    return found
 
 
 def against_plan(samples: Samples, run: Mapping[str, Any]) -> dict[str, Any]:

@@ -89,6 +89,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--peak-seconds", type=float, default=1.0, help="of each loop of peak.cpp")
     parser.add_argument("--kt-venv", type=Path, default=cache, metavar="DIR", help="made when missing")
+    parser.add_argument("--kt-wheel", type=Path, metavar="FILE", help="kt-kernel's, instead of PyPI's")
     parser.add_argument("--json", type=Path, help="file to write; standard output otherwise")
     args = parser.parse_args(arguments)
     most = SHAPES[args.shape][2]
@@ -135,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kt: Path | str = ""
     if "kt" in args.against:
         try:
-            kt = kt_python(args.kt_venv)
+            kt = kt_python(args.kt_venv, args.kt_wheel)
             about["versions"]["kt-kernel"] = VERSION
         except (OSError, RuntimeError) as error:
             kt = f"no environment: {error}"

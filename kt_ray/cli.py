@@ -82,7 +82,7 @@ def _run_hydra(arguments: list[str]) -> int:
     # What is asked to be printed as YAML stays alone on standard output.
     keys = with_recipe(keys, sys.stderr if {"--cfg", "-c", "--info", "-i"} & set(flags) else None)
     # Flags first: argparse takes keys in one place only and would refuse `seed=1 -m lora.rank=4,8`.
-    arguments = flags + expand(keys)
+    arguments = flags + expand(keys, sweep=bool({"--multirun", "-m"} & set(flags)))
     codes: list[int] = []
 
     # Hydra prints lines of its own about exceptions that leave a job; none does.

@@ -56,8 +56,9 @@ runs: errors disk native batch config dims hardware placement timing tracking ev
 doctor: errors native config dims hardware placement timing checkpoint demo actors actors/ray
     measure runs
 report: errors disk config tracking evaluate runs
+accept: errors disk config dims hardware placement timing doctor report
 modes: errors native timeline config dims hardware placement timing tracking evaluate generate
-    checkpoint data demo train actors serve actors/ray runs doctor report [numpy torch]
+    checkpoint data demo train actors serve actors/ray runs doctor report accept [numpy torch]
 recipe: errors config data
 cli: errors openmp config modes recipe
 tools: errors disk config checkpoint model adapter data demo [numpy torch]

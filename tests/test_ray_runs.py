@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from kt_ray import cli
 from kt_ray.errors import INTERRUPTED
 from kt_ray.native import available_isas
+from tests.helpers.devices import CUDA
 from tests.helpers.ray_place import REPO, Place, head_node, ray_place, until
 
 pytestmark = pytest.mark.ray
 
+# A slim Ray has no pages to show (benchmarks/bare_machine.sh).
+DASHBOARD = (Path(ray.__file__).parent / "dashboard" / "client").is_dir()
 RUN = ["trainer.max_steps=2", "data.limit=40", "run.name=a", "eval.after_training=0"]
 
 
@@ -61,19 +65,24 @@ def _check_actors(run: Path, driver: int | None = None, ran: bool = True) -> dic
     return env
 
 
-def test_launch_without_more_is_a_ray_run(place: Place, tmp_path: Path) -> None:
+@pytest.mark.accept("ray")
+@pytest.mark.parametrize("device", ["auto", pytest.param("cuda", marks=CUDA)])
+def test_launch_without_more_is_a_ray_run(place: Place, tmp_path: Path, device: str) -> None:
     """Ray, its processes, and nothing left of them; the losses of one process, bit for bit."""
     log = tmp_path / "output"
-    process = place.launch(*RUN, log=log)
+    on = [] if device == "auto" else [f"rule.device={device}"]
+    on += [] if DASHBOARD else ["cluster.dashboard=false"]
+    process = place.launch(*RUN, *on, log=log)
     assert process.wait(240) == 0, log.read_text()
     assert place.left() == []
     run = place.path / "runs" / "a"  # the working directory is the place
     env = _check_actors(run, process.pid)
-    assert re.fullmatch(r"http://127\.0\.0\.1:\d+", env["dashboard"])
+    if DASHBOARD:
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", env["dashboard"])
     output = log.read_text()
     assert "Ray: no running cluster found, started a local one" in output and "Traceback" not in output
 
-    assert cli.main([*RUN, "cluster=local", f"run.root={tmp_path}"]) == 0
+    assert cli.main([*RUN, *on, "cluster=local", f"run.root={tmp_path}"]) == 0
     expected = [(r["step"], r.get("loss"), r.get("eval_loss")) for r in _records(tmp_path / "a")]
     assert [(r["step"], r.get("loss"), r.get("eval_loss")) for r in _records(run)] == expected
     assert len([loss for _, loss, _ in expected if loss]) == 2

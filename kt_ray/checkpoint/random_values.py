@@ -7,6 +7,7 @@ values of one that is written out. They are about N(0, 0.02), as in a freshly in
 
 from __future__ import annotations
 
+import ctypes
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -55,11 +56,14 @@ class Fill(NamedTuple):
             place = 0
 
     def into(self, view: memoryview, name: str, element: int, start: int) -> None:
-        """`pieces` into memory; other threads run meanwhile."""
-        target, done = torch.frombuffer(view, dtype=torch.uint8), 0
+        """`pieces` into memory; other threads of the interpreter run meanwhile."""
+        if not view:
+            return
+        target = ctypes.addressof(ctypes.c_char.from_buffer(view))
         for piece in self.pieces(name, element, start, len(view)):
-            target[done : done + len(piece)].copy_(piece)
-            done += len(piece)
+            # Not copy_: readers are threads already, and torch's own would spin against them.
+            ctypes.memmove(target, piece.data_ptr(), len(piece))
+            target += len(piece)
 
 
 @cache

@@ -13,7 +13,7 @@ from datetime import date
 from typing import Any, NamedTuple
 
 from kt_ray.config.fields import closest, fields, show
-from kt_ray.config.limits import BOUNDS, NOT_EMPTY, WORDS
+from kt_ray.config.limits import BOUNDS, LISTED, NOT_EMPTY, WORDS
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 
@@ -92,6 +92,14 @@ def _single_keys(config: Config) -> Iterator[Fault]:
             allowed = " or ".join([*words, f"a number {BOUNDS[key]}"] if key in BOUNDS else words)
             meant = f"; did you mean {match}?" if match else ""
             yield Fault(key, f"is not known{meant}", allowed, f"set {key}={match or words[0]}")
+    for key, words in LISTED.items():
+        for word in value_of(config, key):
+            if word not in words:
+                match = closest(word, words)
+                meant = f"; did you mean {match}?" if match else ""
+                yield Fault(key, f"has the unknown entry {word}{meant}", ", ".join(words), f"correct {key}")
+    if "quick" in config.accept.only and len(config.accept.only) > 1:
+        yield Fault("accept.only", "names quick and sections", "quick, or sections", "set accept.only=quick")
     for key, bound in BOUNDS.items():
         value = value_of(config, key)
         if value is not None and not isinstance(value, str) and not bound.holds(value):

@@ -42,11 +42,13 @@ def _scratch() -> str:
     return path
 
 
-def expand(overrides: Sequence[str]) -> list[str]:
-    """`overrides` with the group choices that model.path and data.path imply, where none is made.
+def expand(overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
+    """`overrides` as Hydra takes them: lists without brackets get theirs, and the group choices that
+    model.path and data.path imply are added, where none is made.
 
-    An experiment chooses its own groups, so nothing is implied beside one.
+    An experiment chooses its own groups, so nothing is implied beside one. sweep: commas part several runs.
     """
+    overrides = [_bracketed(o, sweep) for o in overrides]
     keys = [o.lstrip("+~").partition("=")[0] for o in overrides]
     if "experiment" in keys:
         return list(overrides)
@@ -58,6 +60,15 @@ def expand(overrides: Sequence[str]) -> list[str]:
     return implied + list(overrides)
 
 
+def _bracketed(override: str, sweep: bool) -> str:
+    """KEY=a,b as KEY=[a,b] where the key takes a list of words and nothing else."""
+    key, _, value = override.partition("=")
+    field = fields().get(key)
+    plain = re.fullmatch(r"[\w./~-]+" if sweep else r"[\w./~-]+(,[\w./~-]+)*", value)
+    takes = field is not None and field.hint in (list[str], list[int])
+    return f"{key}=[{value}]" if takes and plain and value != "null" else override
+
+
 def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> Config:
     """The configuration that `python launch.py <overrides>` would run with, for tests and notebooks.
 
@@ -66,16 +77,22 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> 
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
 
     register_resolvers()
     given = expand(overrides)
     if config_dir is not None:
         given.append(f"hydra.searchpath=[file://{Path(config_dir).resolve()}]")
+    # Inside a program that Hydra started (mode=accept), whose own state is put back.
+    hydra = GlobalHydra.instance()
+    running, hydra.hydra = hydra.hydra, None
     try:
         with initialize_config_dir(str(conf_dir()), version_base=HYDRA_VERSION_BASE):
             return load(to_mapping(hydra_compose("config", given)))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise translate(error, given) from error
+    finally:
+        hydra.hydra = running
 
 
 def to_mapping(composed: Any) -> dict[str, Any]:

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 # Modes that generate: their plan has caches, and nothing for training.
 GENERATING = ("predict", "chat", "serve")
 
+# Words of lists: each entry of the key is one of them.
+LISTED: dict[str, tuple[str, ...]] = {
+    "accept.only": ("here", "right", "fast", "runs", "quick"),
+    "accept.against": ("kt", "torch", "peft", "grouped_mm"),
+}
+
 # Words a key may have. Keys whose type also allows null or a number take those as well.
 WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -18,7 +24,10 @@ WORDS: dict[str, tuple[str, ...]] = {
         ),
         ("auto",),
     ),
-    "mode": ("train", "plan", "doctor", "preview", "predict", "chat", "serve", "eval", "report", "compare"),
+    "mode": (
+        *("train", "plan", "doctor", "accept", "preview", "predict", "chat", "serve", "eval", "report"),
+        "compare",
+    ),
     "model.build": ("demo_base", "demo", "mini"),
     "model.dtype": ("auto", "bfloat16", "float32"),
     "model.attn_implementation": ("sdpa", "eager"),
@@ -101,7 +110,7 @@ _KEYS_OF_BOUNDS = {
     Bound(1, 256): "lora.rank",
     Bound(0, open_low=True): """
         lora.alpha optim.eps optim.decay preference.beta trainer.epochs trainer.step_timeout trainer.max_hours
-        cluster.start_timeout cluster.load_timeout generate.repetition_penalty
+        accept.minutes cluster.start_timeout cluster.load_timeout generate.repetition_penalty
     """,
     Bound(0, 1, open_low=True): "optim.lr generate.top_p",
     Bound(0, 1): "optim.min_lr_ratio generate.min_p",
@@ -129,4 +138,7 @@ NOT_EMPTY: dict[str, str] = {
     "serve.api_key": "a key, or null",
     "compare.runs": "run directories or names",
     "run.root": "a directory",
+    "accept.root": "a directory",
+    "accept.resume": "latest or a directory, or null",
+    "accept.kt": "a directory or a wheel, or null",
 }

@@ -85,9 +85,10 @@ _PATHS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("model.path", "model.tokenizer", "model.chat_template", "model.experts_path"), ()),
     **dict.fromkeys(("rule.experts.load", "data.path", "data.eval_path", "generate.adapter"), ()),
     **dict.fromkeys(("serve.adapters", "eval.adapter", "eval.base", "eval.out"), ()),
-    **dict.fromkeys(("report.run", "report.out", "compare.out", "run.root"), ()),
+    **dict.fromkeys(("report.run", "report.out", "compare.out", "run.root", "accept.root", "accept.kt"), ()),
     "plan.rates": ("auto", "nominal"),
     "trainer.resume": ("latest",),
+    "accept.resume": ("latest",),
 }
 
 

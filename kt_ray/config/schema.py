@@ -216,6 +216,18 @@ class PlanConfig:
 
 
 @dataclass(frozen=True)
+class AcceptConfig:
+    """`mode=accept`: tests, measurements and runs that prove a machine."""
+
+    only: list[str] = field(default_factory=list)
+    minutes: float = 25.0
+    against: list[str] = field(default_factory=lambda: ["torch"])
+    kt: str | None = None
+    resume: str | None = None
+    root: str = "accept"
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     """`mode=eval`: metrics of predictions, base against adapter; missing ones are generated (`generate`)."""
 
@@ -310,6 +322,7 @@ class Config:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    accept: AcceptConfig = field(default_factory=AcceptConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)

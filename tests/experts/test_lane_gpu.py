@@ -17,6 +17,7 @@ from tests.helpers.matrices import VARIANTS
 from tests.helpers.native import Shape, make_case
 
 pytestmark = [
+    pytest.mark.accept("lane"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]

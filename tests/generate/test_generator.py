@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from kt_ray.actors.cluster import ActorCluster
+from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request, Sampling, SessionSpec, Token
 from kt_ray.generate.sampling import RowSampler
+from tests.helpers.devices import DEVICES, layers_on
 from tests.helpers.generation import answers, hugging_face, random_prompts
 from tests.helpers.hf_reference import FAMILIES, Row, build_checkpoint, random_rows
 from tests.helpers.runs import by_row, config_for, local_cluster, one_pass, steps, waves_of
@@ -38,16 +40,22 @@ def checkpoint(root: Path, family: str) -> Path:
     return tiny_family(root, family, **CHANGES.get(family, {}))
 
 
-@pytest.mark.parametrize("layout", [(), TWO, ("rule.replicas=2",)], ids=["one", "two", "replicas"])
+@pytest.mark.accept("generation")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "mixtral"])
-def test_greedy_answers_are_hugging_faces(tmp_path: Path, family: str, layout: Sequence[str]) -> None:
+def test_greedy_answers_are_hugging_faces(
+    tmp_path: Path, family: str, stages: int, replicas: int, device: str
+) -> None:
     """A batch of different lengths, rows that join and leave, and prompts read in one by one."""
     path = checkpoint(tmp_path, family)
     prompts = random_prompts(LENGTHS)
     expected = hugging_face(path, prompts, max_new_tokens=NEW, eos_token_id=None)
     assert len({tuple(answer) for answer in expected}) == len(expected)
     sampling = Sampling(max_new_tokens=NEW)
-    with local_cluster(path, config_for(path, *layout)) as cluster:
+    layout = layers_on(device, dims_from_dir(str(path)).num_layers, stages, replicas)
+    config = config_for(path, *layout, f"rule.experts.sockets={stages}")
+    with local_cluster(path, config) as cluster:
         assert answers(cluster, prompts, sampling) == expected
         assert answers(cluster, prompts, sampling, max_rows=2) == expected
         assert answers(cluster, prompts, sampling, prefill_tokens=1) == expected

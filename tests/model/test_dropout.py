@@ -104,6 +104,7 @@ def test_refuses_rows_that_are_not_tokens() -> None:
         module(torch.ones(2, 4))
 
 
+@pytest.mark.accept("parity")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_same_mask_on_cuda() -> None:

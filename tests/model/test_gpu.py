@@ -14,13 +14,14 @@ from tests.helpers.stages import pass_spec, run
 from tests.model.test_stage_parity import assert_close, assert_logits, ready
 
 pytestmark = [
+    pytest.mark.accept("parity"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 ROWS = random_rows(5)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "mixtral", "qwen2_moe"])
 @pytest.mark.parametrize("cuts", [(0, 3), (0, 1, 3)])
 def test_parity(checkpoint: Callable[..., Path], family: str, cuts: tuple[int, ...]) -> None:
     """Padding, groups, an odd number of rows, dropout; experts stay on the CPU. Not bit-equal: other sums."""

@@ -15,6 +15,8 @@ from kt_ray.native import Engine, ExpertLora, ExpertWeights
 from kt_ray.native.reference import activate, moe_reference
 from tests.helpers.native import ACTIVATIONS, EVERY, ISAS, LAYOUTS, Case, Shape, lay_out, make_case
 
+pytestmark = pytest.mark.accept("engine")
+
 
 @pytest.fixture(scope="module")
 def engine_of() -> Iterator[dict[str, Engine]]:

@@ -17,7 +17,10 @@ from tests.helpers.amx import (
     compile_with,
 )
 
-pytestmark = pytest.mark.skipif(bool(Amx.unusable()), reason=f"AMX cannot run here: {Amx.unusable()}")
+pytestmark = [
+    pytest.mark.accept("engine"),
+    pytest.mark.skipif(bool(Amx.unusable()), reason=f"AMX cannot run here: {Amx.unusable()}"),
+]
 
 
 @pytest.fixture(scope="module")

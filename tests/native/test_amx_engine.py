@@ -18,7 +18,10 @@ from tests.helpers.amx import Amx
 from tests.helpers.matrices import VARIANTS, quantised_case
 from tests.helpers.native import Case, Shape, make_case, tolerance
 
-pytestmark = pytest.mark.skipif(bool(Amx.unusable()), reason=f"AMX cannot run here: {Amx.unusable()}")
+pytestmark = [
+    pytest.mark.accept("engine"),
+    pytest.mark.skipif(bool(Amx.unusable()), reason=f"AMX cannot run here: {Amx.unusable()}"),
+]
 
 HERE = Path(__file__).parent
 

@@ -9,6 +9,8 @@ from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights
 from kt_ray.native.reference import DOWN, GATE, UP, dropout_hash
 from tests.helpers.native import ISAS
 
+pytestmark = pytest.mark.accept("engine")
+
 M = 0xFFFFFFFF
 
 

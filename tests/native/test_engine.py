@@ -12,6 +12,8 @@ from kt_ray.native import Engine, ExpertLora
 from kt_ray.native.reference import moe_reference
 from tests.helpers.native import DTYPES, EVERY, ISAS, Case, Shape, make_case
 
+pytestmark = pytest.mark.accept("engine")
+
 _ENGINES: dict[tuple[str, int], Engine] = {}
 
 

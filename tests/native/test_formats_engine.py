@@ -16,6 +16,8 @@ from kt_ray.native import FORMATS, Engine, ExpertMatrix
 from tests.helpers.matrices import VARIANTS, quantised_case, tensors_of
 from tests.helpers.native import ISAS, Case, Shape
 
+pytestmark = pytest.mark.accept("engine")
+
 
 @pytest.fixture(scope="module")
 def engine_of() -> Iterator[dict[str, Engine]]:
@@ -64,6 +66,7 @@ def test_every_format_is_in_the_tables() -> None:
         assert set(engine.formats) == set(FORMATS)
 
 
+@pytest.mark.accept("engine", quick=True)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("name", "h", "i"), ODD)
 def test_matches_the_reference(engine_of, isa: str, name: str, h: int, i: int) -> None:

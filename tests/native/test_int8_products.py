@@ -21,6 +21,8 @@ from tests.helpers.int8 import expect_int8
 from tests.helpers.matrices import VARIANTS, random_matrix
 from tests.helpers.native import ISAS, Case, Shape, make_case
 
+pytestmark = pytest.mark.accept("engine")
+
 # On the CPUs that have VNNI, both ways of the avx512 instruction sets.
 WAYS = [*ISAS, *(["avx512-without-vnni"] if {"avx512", "avx512_vnni"} <= {*ISAS, *cpu_flags()} else [])]
 SIZES = [(37, 29), (64, 32), (96, 32), (200, 150), (5, 129), (256, 320), (1, 1)]

@@ -23,6 +23,8 @@ from kt_ray.native.tensors import projection_arg
 from tests.helpers.cpp import compile_program
 from tests.helpers.formats import random_matrix
 
+pytestmark = pytest.mark.accept("engine")
+
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

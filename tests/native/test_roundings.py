@@ -21,6 +21,8 @@ from tests.helpers.matrices import quantised_case
 from tests.helpers.native import ACTIVATIONS, ISAS, Case, Shape, make_case
 from tests.helpers.roundings import BF16_PRODUCTS, with_roundings
 
+pytestmark = pytest.mark.accept("engine")
+
 SHAPE = Shape(tokens=150, slots=2, experts=3, hidden=96, inter=160, rank=7, adapters=2)
 
 

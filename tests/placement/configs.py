@@ -234,6 +234,7 @@ def make_config(
         "trainer": {},
         "tracking": {},
         "plan": {},
+        "accept": {},
         "run": {},
     }
     merged = {group: {**values, **groups.get(group, {})} for group, values in defaults.items()}

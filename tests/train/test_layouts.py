@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kt_ray.experts import LocalExperts
+from tests.helpers.devices import DEVICES, layers_on
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, one_pass, steps, waves_of
 
@@ -52,6 +53,22 @@ def test_every_layout_gives_the_same_curve(tmp_path: Path, dropout: float, layou
             assert a == pytest.approx(b, rel=1e-4), f"{name}, step {step}"
 
 
+@pytest.mark.accept("layouts")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("stages", "replicas", "sockets"), [(2, 1, 1), (1, 2, 2), (2, 2, 2)])
+def test_workers_on_cards_give_the_curve_of_one(
+    tmp_path: Path, stages: int, replicas: int, sockets: int, device: str
+) -> None:
+    """Cards are shared where there are fewer than workers."""
+    path = build_checkpoint(tmp_path, "deepseek_v3")
+    common = ["lora.dropout=0.1", "rule.groups=2"]
+    expected = curve(path, *common, *layers_on(device, 3), stop=3)
+    layout = [*layers_on(device, 3, stages, replicas), f"rule.experts.sockets={sockets}"]
+    assert curve(path, *common, *layout, stop=3) == pytest.approx(
+        expected, rel=1e-4 if device == "cpu" else 1e-3
+    )
+
+
 def test_overlap_changes_no_bit(tmp_path: Path) -> None:
     path = build_checkpoint(tmp_path, "deepseek_v3")
     for layout in ([], ["rule.stages=2", "rule.replicas=2", "rule.experts.sockets=2", "rule.groups=3"]):
@@ -87,10 +104,18 @@ def test_dropout_changes_the_curve_and_repeats(tmp_path: Path) -> None:
     assert curve(path, "lora.dropout=0.1", stop=4) == with_dropout
 
 
-@pytest.mark.parametrize("rule", ["cpu_1worker_1socket", "cpu_2workers_2sockets"])
-def test_resumed_run_is_bit_identical(tmp_path: Path, rule: str) -> None:
+@pytest.mark.accept("layouts")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("actors", [1, 2])
+def test_resumed_run_is_bit_identical(tmp_path: Path, actors: int, device: str) -> None:
     path = build_checkpoint(tmp_path, "deepseek_v3")
-    overrides = [f"rule={rule}", "optim.lr=0.02", "lora.dropout=0.1", "optim.weight_decay=0.01"]
+    overrides = [
+        *layers_on(device, 3, actors),
+        f"rule.experts.sockets={actors}",
+        "optim.lr=0.02",
+        "lora.dropout=0.1",
+        "optim.weight_decay=0.01",
+    ]
     config = config_for(path, *overrides)
     shards = tmp_path / "shards"
     shards.mkdir()

@@ -6,23 +6,32 @@ import pytest
 import torch
 
 from kt_ray.config.schema import LoraConfig
+from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.train.figures import tokens_per_expert
+from tests.helpers.devices import DEVICES, layers_on
 from tests.helpers.hf_reference import Reference, build_checkpoint, random_rows
 from tests.helpers.runs import by_row, config_for, local_cluster, one_pass, relative, replayed, waves_of
 
+pytestmark = pytest.mark.accept("parity")
+
 FAMILIES = ("deepseek_v3", "qwen3_moe", "mixtral")
+QUICK = pytest.param(FAMILIES[-1], marks=pytest.mark.accept("parity", quick=True))
 LORA = LoraConfig(rank=4, alpha=8.0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rule", ["cpu_1worker_1socket", "cpu_2workers_2sockets"])
-def test_float32_experts(tmp_path: Path, family: str, rule: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", [*FAMILIES[:-1], QUICK, "qwen2_moe"])
+@pytest.mark.parametrize("actors", [1, 2])
+def test_float32_experts(tmp_path: Path, family: str, actors: int, device: str) -> None:
+    """So many workers and as many expert actors."""
+    tolerance = 1e-5 if device == "cpu" else 1e-4
     path = build_checkpoint(tmp_path, family)
     reference = Reference(path, LORA, seed=3)
     reference.randomize_b(1)
     rows = random_rows(4)
     expected = reference.run(rows)
-    config = config_for(path, f"rule={rule}", "trainer.micro_batch_size=2")
+    workers = layers_on(device, dims_from_dir(str(path)).num_layers, actors)
+    config = config_for(path, *workers, f"rule.experts.sockets={actors}", "trainer.micro_batch_size=2")
     with local_cluster(path, config) as cluster:
         cluster.set_parameters({k: v.detach() for k, v in reference.parameters.items()})
         waves = waves_of(rows, config, cluster.plan)
@@ -31,11 +40,11 @@ def test_float32_experts(tmp_path: Path, family: str, rule: str) -> None:
         gradients = cluster.gradients()
     logits = by_row(evaluated.workers[-1].logits, waves[0])
     for row, want in zip(rows, expected.logits, strict=True):
-        assert (logits[row.sample] - want).norm() <= 1e-5 * want.norm()
-    assert trained.loss == pytest.approx(expected.loss, rel=1e-6)
-    assert evaluated.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert (logits[row.sample] - want).norm() <= tolerance * want.norm()
+    assert trained.loss == pytest.approx(expected.loss, rel=tolerance / 10)
+    assert evaluated.loss == pytest.approx(expected.loss, rel=tolerance / 10)
     errors = relative(gradients, expected.grads)
-    assert max(errors.values()) <= 1e-5, max(errors.items(), key=lambda item: item[1])
+    assert max(errors.values()) <= tolerance, max(errors.items(), key=lambda item: item[1])
     kinds = {name.split(".")[-3] for name in errors}
     assert any("experts." in name for name in errors) and len(kinds) >= 4
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kt_ray.transport.shared_memory import Arena, ArenaReader, PageLock
+from tests.helpers.devices import on_cuda
 
 
 class FakeCudart:
@@ -84,3 +85,22 @@ def test_threads_that_read_at_once_map_a_segment_once() -> None:
 def test_a_refusal_says_what_to_do() -> None:
     with pytest.raises(RuntimeError, match=r"cudaError 2.*ulimit -l.*rule.transport=ray"):
         Arena("test", PageLock(FakeCudart(refuse=True))).alloc((10,), torch.float32, pinned=True)
+
+
+@pytest.mark.accept("memory")
+@on_cuda
+def test_cuda_itself_locks_and_gives_back() -> None:
+    arena = Arena("test", PageLock())
+    tensor, ref, _ = arena.alloc((1 << 20,), torch.float32, pinned=True)
+    assert tensor.is_pinned()
+    tensor.fill_(3.0)
+    on_card = torch.empty_like(tensor, device="cuda")
+    on_card.copy_(tensor, non_blocking=True)
+    torch.cuda.synchronize()
+    assert bool((on_card == 3.0).all())
+    reader = ArenaReader(PageLock())
+    read = reader.read(ref)
+    assert read.is_pinned() and torch.equal(read, tensor)
+    reader.forget()
+    assert tensor.is_pinned(), "each side registers its own mapping"
+    arena.close()

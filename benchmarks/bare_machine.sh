@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# mode=accept on a machine that has Python, torch, transformers, PEFT, CMake and scikit-build-core, but no network.
+#
+#   benchmarks/bare_machine.sh wheels FOLDER              with a network: gather what such a machine lacks
+#   benchmarks/bare_machine.sh accept FOLDER OUT KEYS...  there, from the checkout: install, build, accept
+#
+# PYTHON=python3 is the interpreter there, PYTHON_VERSION=3.12 the one to gather wheels for. Ray comes without its Java
+# jar, RLlib and dashboard pages, kt-kernel (for accept.against=kt) with two of its kernels: 48 MB in all. `accept`
+# goes on with the acceptance that the call before left in accept/, so that pieces of some minutes add up; page and
+# archive are copied to OUT.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+wheels() {
+    local folder=${1:?usage: bare_machine.sh wheels FOLDER} scratch version=${PYTHON_VERSION:-3.12}
+    scratch=$(mktemp -d)
+    trap 'rm -rf "$scratch"' RETURN
+    mkdir -p "$folder"
+    local for_there=(--no-deps --only-binary=:all: --python-version "$version" --implementation cp
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64)
+    pinned() { grep -iE "^($1)==" constraints.txt; }
+    # Word splitting is meant: one requirement per word.
+    # shellcheck disable=SC2046
+    python3 -m pip download -q "${for_there[@]}" -d "$folder" \
+        $(pinned 'hydra-core|omegaconf|jsonschema|jsonschema-specifications|referencing|rpds-py|gguf')
+    python3 -m pip wheel -q --no-deps -w "$folder" $(pinned antlr4-python3-runtime)
+    python3 -m pip download -q "${for_there[@]}" --platform manylinux_2_35_x86_64 -d "$scratch" \
+        $(pinned ray) "kt-kernel==$(sed -n 's/^VERSION = "\(.*\)"$/\1/p' benchmarks/kt_venv.py)"
+    python3 - "$scratch" "$folder" <<'PY'
+import re
+import sys
+import zipfile
+from pathlib import Path
+
+LEFT_OUT = {
+    "ray": r"ray/(jars|rllib|dashboard/client)/",
+    # The kernels alone, for AMX and AVX512_BF16.
+    "kt_kernel": r"(?!kt_kernel/|kt_kernel-)|kt_kernel/_kt_kernel_ext_(?!amx|avx512_bf16)",
+}
+for source in Path(sys.argv[1]).glob("*.whl"):
+    left_out = re.compile(LEFT_OUT[source.name.partition("-")[0]])
+    with (
+        zipfile.ZipFile(source) as whole,
+        zipfile.ZipFile(Path(sys.argv[2]) / source.name, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as slim,
+    ):
+        for item in whole.infolist():
+            if left_out.match(item.filename):
+                continue
+            data = whole.read(item)
+            if item.filename.endswith(".dist-info/RECORD"):
+                data = b"".join(line for line in data.splitlines(True) if not left_out.match(line.decode()))
+            slim.writestr(item, data)
+PY
+    du -sh "$folder"
+}
+
+accept() {
+    local folder=${1:?usage: bare_machine.sh accept FOLDER OUT KEYS...} out=${2:?usage: bare_machine.sh accept FOLDER OUT KEYS...}
+    shift 2
+    local python=${PYTHON:-python3} site=$PWD/build/bare_site built=build/bare_built state resume=()
+    if [ ! -e "$site/.installed" ]; then
+        find "$folder" -name '*.whl' ! -name 'kt_kernel*' -print0 |
+            xargs -0 "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site"
+        touch "$site/.installed"
+    fi
+    state=$(cat CMakeLists.txt $(find kt_ray/native/src -type f | sort) | sha256sum)
+    if [ "$(cat "$built" 2>/dev/null)" != "$state" ] || ! ls kt_ray/native/_native*.so >/dev/null 2>&1; then
+        rm -rf build/bare_wheel
+        CMAKE_BUILD_PARALLEL_LEVEL=$(nproc) "$python" -m pip wheel -q --no-index --no-deps \
+            --no-build-isolation -w build/bare_wheel .
+        "$python" -m zipfile -e build/bare_wheel/kt_ray-*.whl build/bare_wheel
+        cp build/bare_wheel/kt_ray/native/_native*.so kt_ray/native/
+        rm -rf build/bare_wheel
+        echo "$state" >"$built"
+    fi
+    export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
+    if compgen -G 'accept/*/machine.json' >/dev/null; then resume=(accept.resume=latest); fi
+    local code=0 latest kt
+    kt=$(find "$PWD/$folder" "$folder" -name 'kt_kernel*.whl' 2>/dev/null | head -1)
+    if [ -n "$kt" ]; then set -- "accept.kt=$kt" "$@"; fi
+    "$python" launch.py mode=accept accept.root=accept "${resume[@]}" "$@" || code=$?
+    latest=$(ls -td accept/*/ 2>/dev/null | head -1)
+    mkdir -p "$out"
+    if [ -n "$latest" ]; then cp "$latest"/page.md "$latest"/page.html "$latest"/report.tar.gz "$out"; fi
+    return "$code"
+}
+
+case ${1:-} in
+wheels | accept) "$@" ;;
+*)
+    sed -n '2,11s/^# \{0,1\}//p' "$0"
+    exit 2
+    ;;
+esac

@@ -1,0 +1,161 @@
+"""The page of an acceptance, as Markdown and HTML, and the archive that a bug report can carry."""
+
+from __future__ import annotations
+
+import getpass
+import io
+import re
+import socket
+import tarfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from kt_ray.accept.items import CUT, FAIL, PASS, SHARES, SKIP, WARN, Result
+from kt_ray.disk import write_atomic
+from kt_ray.report.html import card, page, section, table
+
+TITLES = {
+    "here": "What is here",
+    "right": "Is it right?",
+    "fast": "Is it fast?",
+    "runs": "Whole runs at real shapes",
+}
+ORDER = (FAIL, WARN, CUT, PASS, SKIP)
+ARCHIVE = "report.tar.gz"
+LOG_BYTES = 200_000  # of each log, its end
+SENT = (".json", ".jsonl", ".log", ".md")
+
+
+def write_pages(path: Path, results: Sequence[Result], about: Mapping[str, Any]) -> None:
+    """page.md and page.html."""
+    write_atomic(path / "page.md", markdown(results, about))
+    write_atomic(path / "page.html", html(results, about))
+
+
+def verdict(results: Sequence[Result]) -> str:
+    """One line: how many claims hold, and how many items have not been run."""
+    claims = Counter(claim.status for result in results for claim in result.claims)
+    states = Counter(result.status for result in results)
+    line = f"{claims[PASS]} claims hold, {claims[WARN]} warnings, {claims[FAIL]} failures"
+    for state, words in ((SKIP, "cannot run here"), (CUT, "cut off by the clock")):
+        line += f"; {states[state]} items {words}" if states[state] else ""
+    return line
+
+
+def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
+    packages = ", ".join(f"{name} {version}" for name, version in about["packages"].items() if version)
+    return [
+        ("CPU", f"{about['cpu']}, {about['cores_allowed']} of {about['cores']} CPUs"),
+        ("memory", f"{about['memory_bytes'] / 2**30:.0f} GiB"),
+        ("GPUs", ", ".join(about["gpus"]) or "none"),
+        ("Python", f"{about['python']}; {packages}"),
+        ("commit", str(about["git_commit"] or "unknown")),
+        ("date", str(about["time"])),
+    ]
+
+
+def _claims(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    rows = [(*claim, result.section) for result in results for claim in result.claims]
+    rows.sort(key=lambda row: ORDER.index(row[0]))
+    return [(status, text, found, required, where) for status, text, found, required, where, _ in rows]
+
+
+CLAIM_COLUMNS = ("", "claim", "found", "required", "promised in")
+
+
+def _states(results: Sequence[Result], name: str) -> list[tuple[str, ...]]:
+    return [
+        (r.status, r.title, f"{r.seconds:.0f} s", "; ".join(r.notes)) for r in results if r.section == name
+    ]
+
+
+def markdown(results: Sequence[Result], about: Mapping[str, Any]) -> str:
+    """The page as Markdown."""
+    lines = ["# Acceptance of a machine", "", verdict(results) + ".", ""]
+    lines += [f"- {name}: {value}" for name, value in _facts(about)]
+    lines += ["", "## Claims", "", *_table(CLAIM_COLUMNS, _claims(results))]
+    for name in SHARES:
+        states = _states(results, name)
+        if not states:
+            continue
+        lines += ["", f"## {TITLES[name]}", "", *_table(("", "item", "time", "notes"), states)]
+        for title, rows in _tables(results, name):
+            lines += ["", f"### {title}", "", *_table(rows[0], rows[1:])]
+    return "\n".join([*lines, "", f"Something wrong? Send us `{ARCHIVE}`, which lies beside this page.", ""])
+
+
+def _tables(results: Sequence[Result], name: str) -> list[tuple[str, Sequence[Sequence[str]]]]:
+    """A section's tables; those of one title become one."""
+    found: dict[str, list[Sequence[str]]] = {}
+    for result in results:
+        for title, rows in result.tables.items() if result.section == name else ():
+            known = found.setdefault(title, [rows[0]])
+            known += rows[1:]
+    return list(found.items())
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(" ".join(str(cell).split()).replace("|", "\\|") for cell in cells) + " |"
+
+    return [line(columns), "|" + "---|" * len(columns), *map(line, rows)]
+
+
+def html(results: Sequence[Result], about: Mapping[str, Any]) -> str:
+    """The page as HTML."""
+    parts = [f"<h1>Acceptance of a machine</h1><p>{escape(verdict(results))}.</p>"]
+    parts.append(card("Machine", table((), _facts(about), numbers=False)))
+    parts.append(section("Claims", card("", table(CLAIM_COLUMNS, _claims(results), numbers=False))))
+    for name in SHARES:
+        states = _states(results, name)
+        tables = [
+            card(title, table(rows[0], rows[1:], numbers=False)) for title, rows in _tables(results, name)
+        ]
+        if states:
+            columns = ("", "item", "time", "notes")
+            parts.append(section(TITLES[name], card("Items", table(columns, states, numbers=False)), *tables))
+    parts.append(f"<footer>Something wrong? Send us {ARCHIVE}, which lies beside this page.</footer>")
+    return page("Acceptance · kt_ray", parts)
+
+
+# -- the archive -----------------------------------------------------------------------------
+
+
+def write_archive(path: Path) -> Path:
+    """Results, page and the ends of logs, without names of the host, the user and directories."""
+    target = path / ARCHIVE
+    with tarfile.open(target, "w:gz") as archive:
+        for file in sorted(path.rglob("*")):
+            inside = file.relative_to(path)
+            # A run's own directory holds timelines and checkpoints: large, and of no use from afar.
+            if file.suffix not in SENT or any(part.endswith("_run") for part in inside.parts[:-1]):
+                continue
+            text = file.read_text(encoding="utf-8", errors="replace")[-LOG_BYTES:]
+            data = anonymous(text, path).encode()
+            entry = tarfile.TarInfo(f"acceptance/{inside}")
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    return target
+
+
+def anonymous(text: str, path: Path) -> str:
+    """`text` without the host's and the user's name, home and working directories, and addresses."""
+    places = {str(path.resolve()): "ACCEPTANCE", str(Path.cwd()): "CHECKOUT", str(Path.home()): "HOME"}
+    for place in sorted(places, key=len, reverse=True):
+        if len(place) > 1:
+            text = text.replace(place, places[place])
+    names = {socket.gethostname(): "HOST", socket.gethostname().partition(".")[0]: "HOST", _user(): "USER"}
+    for name, word in names.items():
+        if len(name) > 2:
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", word, text)
+    return re.sub(r"\b(?!127\.0\.0\.1\b)(?:\d{1,3}\.){3}\d{1,3}\b", "ADDRESS", text)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # no name in the system's list
+        return ""

@@ -1,0 +1,79 @@
+"""Section `fast`: records of benchmarks become tables and claims; a benchmark that breaks is a failure."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_ray.accept import fast
+from kt_ray.accept.items import Directory, do
+from tests.placement.configs import make_config, make_hardware
+
+PROGRAM = """
+import json, sys
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+records = json.loads(open({records!r}).read())
+if records:
+    open(arguments["--json"], "w").write(json.dumps({{"records": records}}))
+sys.exit({code})
+"""
+
+
+def record(impl: str, isa: str | None, direction: str = "forward", **more: Any) -> dict[str, Any]:
+    sizes = {"shape": "deepseek_v3", "format": "fp8", "tokens": 512, "median_ms": 10.0, "of_peak": 0.6}
+    return {"impl": impl, "isa": isa, "direction": direction, **sizes, **more}
+
+
+def layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict[str, Any]], code: int = 0):
+    """The result of an item whose benchmark writes these records and ends so."""
+    (tmp_path / "records").write_text(json.dumps(records))
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM.format(records=str(tmp_path / "records"), code=code))
+    monkeypatch.setattr(fast, "_script", lambda name: [sys.executable, str(script)])
+    config = make_config(accept={"against": ["kt"]})
+    items = {item.name: item for item in fast.items(config, make_hardware(), 1 << 40, quick=False)}
+    return do(items["layer_deepseek_v3"], Directory(tmp_path / "out"), 60)
+
+
+def test_targets_on_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [
+        record("kt_ray", "amx"),
+        record("kt_ray", "amx", "backward", of_peak=0.4),
+        record("kt", None, ratio_to_ours=2.5, ratio_to_ours_both=2.4),
+        record("kt_ray", "avx512_bf16", of_peak=0.1),
+    ]
+    result = layer(tmp_path, monkeypatch, records)
+    assert [(c.status, c.found) for c in result.claims] == [
+        ("pass", "60% of the measured peak"),
+        ("warn", "40% of the measured peak"),
+        ("pass", "2.40 times"),
+    ]
+    (rows,) = result.tables.values()
+    assert len(rows) == 5 and rows[3] == ("kt", "", "fp8", "512", "forward", "10.00", "60%", "2.50")
+
+
+def test_without_amx_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [record("kt_ray", "avx2"), record("kt", None, ratio_to_ours_both=0.5)]
+    failed = {"impl": "kt", "format": "fp8", "tokens": 1, "direction": None, "error": "no wheel"}
+    result = layer(tmp_path, monkeypatch, [*records, failed])
+    assert result.status == "pass" and not result.claims
+    assert result.tables["deepseek_v3, 4 threads"][3][4] == "no wheel"
+
+
+def test_a_benchmark_that_breaks_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = layer(tmp_path, monkeypatch, [record("kt_ray", "avx2")], code=3)
+    assert result.status == "fail" and result.claims[0].found == "exit status 3"
+    assert len(result.records) == 1, "what it had measured is kept"
+    (tmp_path / "b").mkdir()
+    assert layer(tmp_path / "b", monkeypatch, []).status == "fail", "it wrote nothing"
+
+
+def test_little_memory_takes_fewer_experts() -> None:
+    items = {i.name: i for i in fast.items(make_config(), make_hardware(), 4 << 30, quick=False)}
+    assert not items["layer_qwen3_30b"].missing
+    none = {i.name: i for i in fast.items(make_config(), make_hardware(), 1 << 20, quick=False)}
+    assert "too little free memory" in none["layer_deepseek_v3"].missing

@@ -1,0 +1,82 @@
+"""The page has every claim and table, and what is sent names nobody."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from kt_ray.accept import page
+from kt_ray.accept.items import Claim, Directory, Result
+
+ABOUT = {
+    "packages": {"torch": "2.9", "ray": None},
+    "cpu": "A CPU",
+    "cores": 4,
+    "cores_allowed": 2,
+    "memory_bytes": 8 << 30,
+    "gpus": ["card, 23.6 GiB"],
+    "python": "3.12",
+    "git_commit": None,
+    "time": "today",
+}
+RESULTS = [
+    Result("here", "machine", "What is here"),
+    Result(
+        "right",
+        "engine",
+        "Experts agree",
+        "fail",
+        12.0,
+        (
+            Claim("pass", "one", "1 | 2", "all", "README.md"),
+            Claim("fail", "two", "<none>", "all", "docs/x.md"),
+        ),
+        {"Failed tests": [("test", "why"), ("a", "b")]},
+    ),
+    Result("fast", "a", "A", tables={"Rates": [("x",), ("1",)]}, notes=("note",)),
+    Result("fast", "b", "B", tables={"Rates": [("x",), ("2",)]}),
+    Result("runs", "c", "C", "cut", notes=("the time was over",)),
+]
+
+
+def test_both_pages(tmp_path: Path) -> None:
+    page.write_pages(tmp_path, RESULTS, ABOUT)
+    text, html = (tmp_path / "page.md").read_text(), (tmp_path / "page.html").read_text()
+    assert "1 claims hold, 0 warnings, 1 failures; 1 items cut off by the clock." in text
+    assert text.index("| fail | two |") < text.index("| pass | one | 1 \\| 2 |")
+    assert text.count("### Rates") == 1 and "| 1 |\n| 2 |" in text
+    assert "&lt;none&gt;" in html and "<none>" not in html and "What is here" in html
+
+
+def test_what_is_sent_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "prancer.example.org")
+    monkeypatch.setattr("getpass.getuser", lambda: "rudolph")
+    monkeypatch.setattr(page.Path, "home", lambda: Path("/home/rudolph"))
+    path = tmp_path / "prancer-2026"
+    Directory(path).write(RESULTS[1])
+    private = (
+        f"/home/rudolph/x on prancer at 10.1.2.3 as rudolph, {path}/right, 127.0.0.1, {Path.cwd()}/launch.py"
+    )
+    (path / "right" / "engine.log").write_text(private + "\n" + "x" * 300_000 + "end")
+    (path / "runs" / "small_run" / "run").mkdir(parents=True)
+    (path / "runs" / "small_run" / "run" / "config.json").write_text("{}")
+    (path / "right" / "short.log").write_text(private)
+    with tarfile.open(page.write_archive(path)) as archive:
+        names = archive.getnames()
+        texts = {name: archive.extractfile(name).read().decode() for name in names}
+    assert set(names) == {
+        "acceptance/right/engine.json",
+        "acceptance/right/engine.log",
+        "acceptance/right/short.log",
+    }
+    assert json.loads(texts["acceptance/right/engine.json"])["item"] == "engine"
+    assert (
+        texts["acceptance/right/engine.log"].endswith("end")
+        and len(texts["acceptance/right/engine.log"]) <= 200_000
+    )
+    for word in ("rudolph", "prancer", "10.1.2.3", str(tmp_path), str(Path.cwd())):
+        assert word not in texts["acceptance/right/short.log"], word
+    assert "127.0.0.1" in texts["acceptance/right/short.log"]

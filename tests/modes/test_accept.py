@@ -1,0 +1,129 @@
+"""mode=accept by the command line: quick from end to end, a broken section, going on, what is refused."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kt_ray import cli
+from kt_ray.accept.items import Claim, Found, Item, Task
+from kt_ray.doctor.check import Check
+from kt_ray.errors import BAD_INPUT
+from kt_ray.modes import accept
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return lambda *keys: cli.main(["mode=accept", "cluster=local", f"accept.root={tmp_path / 'a'}", *keys])
+
+
+def only(root: Path) -> Path:
+    (path,) = (root / "a").iterdir()
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.bench
+def test_quick(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rehearsal: all sections, in about a minute."""
+    code = run("accept.only=quick")
+    out = capsys.readouterr().out
+    path = only(tmp_path)
+    results = {
+        f"{f.parent.name}/{f.stem}": json.loads(f.read_text())
+        for f in path.glob("*/*.json")
+        if ".bench" not in f.name
+    }
+    assert set(results) == {"here/machine", "right/quick", "fast/layer_tiny", "runs/tiny"}
+    assert {name: r["status"] for name, r in results.items() if name != "here/machine"} == {
+        "right/quick": "pass",
+        "fast/layer_tiny": "pass",
+        "runs/tiny": "pass",
+    }, out
+    assert code == (results["here/machine"]["status"] == "fail")
+    assert results["right/quick"]["records"]["passed"] > 20
+    assert {r["format"] for r in results["fast/layer_tiny"]["records"]} == {"bf16", "fp8"}
+    assert len(results["runs/tiny"]["records"]["losses"]) == 4
+    assert "Whole runs at real shapes" in (path / "page.md").read_text()
+    with tarfile.open(path / "report.tar.gz") as archive:
+        assert "acceptance/page.md" in archive.getnames()
+
+
+@pytest.fixture
+def items(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Callable[[Task], Found]]]:
+    """One item per section, which passes unless a test puts another in its place."""
+    runs: dict[str, Callable[[Task], Found]] = {}
+
+    def passing(name: str) -> Callable[[Task], Found]:
+        return lambda task: Found([Claim("pass", name, "yes", "yes", "README.md")])
+
+    def planted(name: str) -> Callable[..., Iterator[Item]]:
+        return lambda *_: iter(
+            [Item(name, "it", f"Item of {name}", lambda task: runs.get(name, passing(name))(task))]
+        )
+
+    for module, name in ((accept.right, "right"), (accept.fast, "fast"), (accept.whole_runs, "runs")):
+        monkeypatch.setattr(module, "items", planted(name))
+    monkeypatch.setattr(
+        accept, "examine", lambda config: runs.get("here", lambda _: [Check("warn", "x", "y", "z")])(config)
+    )
+    yield runs
+
+
+@pytest.mark.parametrize("section", ["right", "fast", "runs"])
+def test_a_broken_section_fails_alone(run: Run, items, tmp_path: Path, capsys, section: str) -> None:
+    def broken(task: Task) -> Found:
+        raise RuntimeError("on purpose")
+
+    items[section] = broken
+    assert run() == 1
+    out = capsys.readouterr().out
+    assert "FAIL" in out and "on purpose" in out and "2 claims hold, 0 warnings, 1 failures" in out
+    text = (only(tmp_path) / "page.md").read_text()
+    assert f"| fail | Item of {section} |" in text and text.count("| pass | Item of ") == 2
+
+
+def test_a_failing_check_fails(run: Run, items, capsys) -> None:
+    items["here"] = lambda config: [Check("fail", "memory", "1 GiB", "buy more")]
+    assert run() == 1
+    assert "FAIL memory: 1 GiB" in capsys.readouterr().out
+
+
+def test_what_the_clock_cut_off_goes_on(run: Run, items, tmp_path: Path, capsys) -> None:
+    calls: list[str] = []
+
+    def counted(name: str, cut: bool) -> Callable[[Task], Found]:
+        def do(task: Task) -> Found:
+            calls.append(name)
+            return Found(cut=cut)
+
+        return do
+
+    items["right"], items["fast"] = counted("right", False), counted("fast", True)
+    assert run("accept.only=right,fast") == 0
+    assert "accept.resume=latest" in capsys.readouterr().out
+    items["fast"] = counted("fast", False)
+    assert run("accept.only=right,fast", "accept.resume=latest") == 0
+    assert calls == ["right", "fast", "fast"] and "cut off" not in capsys.readouterr().out
+    assert len(list((tmp_path / "a").iterdir())) == 1
+
+
+def test_what_is_refused(run: Run, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("accept.resume=latest") == BAD_INPUT
+    assert "no acceptance to go on with" in capsys.readouterr().err
+    assert run("accept.only=fats") == BAD_INPUT
+    assert "did you mean fast" in capsys.readouterr().err
+    assert run("accept.only=quick,fast") == BAD_INPUT
+    assert "names quick and sections" in capsys.readouterr().err
+    (tmp_path / "a").write_text("a file")
+    assert run("accept.only=here") == BAD_INPUT
+    assert "set accept.root" in capsys.readouterr().err
+    monkeypatch.setattr(accept, "REPO", tmp_path)
+    assert run() == BAD_INPUT
+    assert "of a checkout" in capsys.readouterr().err
