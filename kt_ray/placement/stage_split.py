@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.machine import Hardware
-from kt_ray.placement.memory import GPU_RUNTIME, Load, load_of, lora_params, worker_items
+from kt_ray.placement.memory import GPU_RUNTIME, Load, adapted, load_of, worker_items
 from kt_ray.placement.plan_types import WorkerPlan
 from kt_ray.placement.wave import choose_groups, micro_batches
 
@@ -124,7 +124,7 @@ def layer_sizes(dims: ModelDims, config: Config, load: Load, stages: int, dtype:
             dims.lora_in_out[layer],
             layer in dims.moe_layers,
             dims.quantised[layer] if dims.quantised else None,
-            lora_params(dims, config.lora, layer),
+            adapted(dims, config.lora, layer),
         )
         if kind not in kinds:
             kinds[kind] = items(layer, 1, 1, 3)  # neither the first stage nor the last
