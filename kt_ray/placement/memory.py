@@ -207,7 +207,7 @@ def budgets(
         add(first, "runtime", ray + (DRIVER_RUNTIME if host == 0 else 0))
 
     capacity = {socket_name(hardware, s.host, s.node): s.memory_bytes for s in hardware.sockets}
-    capacity |= {f"cuda:{gpu.index}": gpu.memory_bytes for gpu in hardware.gpus}
+    capacity |= {f"cuda:{gpu.index}": gpu.room for gpu in hardware.gpus}
     of_devices = [
         Budget(device, {item: own[item] for item in ITEMS if item in own}, capacity.get(device, 0))
         for device, own in sums.items()

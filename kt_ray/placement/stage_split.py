@@ -50,7 +50,7 @@ def balanced_stages(
     stages = len(devices[0])
     if devices[0][0] == "cpu":
         return even_split(LayerSizes((1,) * dims.num_layers, (0,) * dims.num_layers), [1] * stages)[1]
-    room = {f"cuda:{gpu.index}": max(1, gpu.memory_bytes - GPU_RUNTIME) for gpu in hardware.gpus}
+    room = {f"cuda:{gpu.index}": max(1, gpu.room - GPU_RUNTIME) for gpu in hardware.gpus}
     capacities = [min(room[names[stage]] for names in devices) for stage in range(stages)]
     micro, asked = micro_batches(config), config.rule.wave
     ranges: Ranges = ()
