@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from kt_ray import openmp
+from kt_ray import torch_environment
 from kt_ray.actors.cluster import NOTICE, ActorCluster, ActorDied, Handle, LoadNote
 from kt_ray.actors.ray.ray_actor import Peer, RemoteActor
 from kt_ray.actors.ray.ray_address import Running, dashboard_hint, dashboard_url, free_port, running_cluster
@@ -151,7 +151,7 @@ class RayCluster(ActorCluster):
         os.environ.setdefault("RAY_memory_usage_threshold", "0.99")
         # Ray's workers are nice by default; training is what this machine is here for.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        openmp.apply()
+        torch_environment.apply()
         context = self._init(
             address="local",
             include_dashboard=self.config.dashboard,
@@ -233,7 +233,7 @@ class RayCluster(ActorCluster):
         """Variables that processes of this cluster must see."""
         variables = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         if self.joined:  # that cluster's processes have an environment of their own
-            variables |= openmp.settings(os.environ)
+            variables |= torch_environment.settings(os.environ)
         return variables
 
     def names(self) -> dict[Address, str]:
