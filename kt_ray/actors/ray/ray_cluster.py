@@ -27,9 +27,11 @@ from kt_ray.actors.ray.ray_placement import (
     Seats,
     await_group,
     by_gpu,
+    cards_of,
     differ,
     gpu_share,
     gpus_behind,
+    lane_devices,
     reservations,
     reserved_by_host,
     seats,
@@ -208,8 +210,8 @@ class RayCluster(ActorCluster):
         )
         reserved = reservations(self.plan, self.rule, have)
         share = gpu_share(self.plan)
-        bundles = self._reserve(reserved).of
-        specs = self.specs.in_own_processes()
+        chosen, cards = self._reserve(reserved)
+        bundles, specs = chosen.of, self.specs.in_own_processes(cards)
         for (kind, rank), arguments in specs.arguments(self.plan).items():
             planned = self.plan.workers[rank] if kind == "worker" else specs.experts[rank]
             gpus = share.get(self.plan.workers[rank].device, 0.0) if kind == "worker" else 0.0
@@ -389,8 +391,10 @@ class RayCluster(ActorCluster):
             raise self._death(first, _died(error)) from error
         return meeting
 
-    def _reserve(self, reserved: dict[Address, float]) -> Seats:
-        """The placement group, and the bundle of every actor in it."""
+    def _reserve(self, reserved: dict[Address, float]) -> tuple[Seats, dict[str, str]]:
+        """The placement group: the bundle of every actor in it, and the cards that lanes compute on by name
+        (`cards_of`).
+        """
         chosen = seats(self.plan, reserved)
         bundles = list(chosen.bundles)
         if self.hosts is None:
@@ -399,9 +403,13 @@ class RayCluster(ActorCluster):
             selectors = [self.hosts.selector(host) for host in chosen.host]
             self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
         await_group(self._group, bundles, self.config.start_timeout)
-        if not differ(self.plan):
-            return chosen
-        return by_gpu(self.plan, chosen, gpus_behind(self._group, chosen, self.config.start_timeout))
+        lanes = bool(lane_devices(self.plan))
+        if not lanes and not differ(self.plan):
+            return chosen, {}
+        behind = gpus_behind(self._group, chosen, self.config.start_timeout)
+        if differ(self.plan):
+            chosen = by_gpu(self.plan, chosen, behind)
+        return chosen, cards_of(chosen, behind) if lanes else {}
 
     def _ray_handles(self) -> list[RayHandle]:
         return cast(list[RayHandle], self.handles)
