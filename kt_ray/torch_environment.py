@@ -1,4 +1,4 @@
-"""Variables that torch and its libraries read once: set before torch is imported, seen by every process with it.
+"""Variables that torch and its libraries read once: set before torch is imported, in every process with it.
 
 Idle OpenMP threads: by default libgomp's threads spin for 3 ms after every parallel region, on cores that the
 engine's threads want; asleep at once (OMP_WAIT_POLICY=PASSIVE) they are woken for each of the small

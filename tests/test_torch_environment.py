@@ -9,7 +9,6 @@ import pytest
 
 from kt_ray import cli, torch_environment
 
-
 OURS = {name: value for ours, _ in torch_environment.GROUPS for name, value in ours.items()}
 
 

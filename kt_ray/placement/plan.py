@@ -149,8 +149,9 @@ def _room_notes(hardware: Hardware, memory: Sequence[Budget]) -> list[str]:
         if f"cuda:{gpu.index}" in used:
             sizes.setdefault(gpu.memory_bytes, []).append(gpu)
     return [
-        f"{', '.join(f'cuda:{gpu.index}' for gpu in gpus)}: CUDA gives {gib(size)}{' each' * (len(gpus) > 1)}, "
-        f"of which {GPU_FREE:.0%} stay free: {gib(gpus[0].room)} to plan with"
+        f"{', '.join(f'cuda:{gpu.index}' for gpu in gpus)}: CUDA gives {gib(size)}"
+        f"{' each' if len(gpus) > 1 else ''}, of which {GPU_FREE:.0%} stay free: "
+        f"{gib(gpus[0].room)} to plan with"
         for size, gpus in sizes.items()
     ]
 

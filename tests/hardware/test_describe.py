@@ -123,7 +123,8 @@ def test_parse_cpus() -> None:
 
 
 def test_gpus_as_cuda_visible_devices_has_them() -> None:
-    listing = "0, GPU-aa1, RTX 4090, 24564, 352\n1, GPU-bb2, RTX 4090, 24564, 352\n2, GPU-cc3, H200, 143771, [N/A]\n"
+    listing = "0, GPU-aa1, RTX 4090, 24564, 352\n1, GPU-bb2, RTX 4090, 24564, 352\n"
+    listing += "2, GPU-cc3, H200, 143771, [N/A]\n"
     assert [gpu.name for gpu in parse_gpus(listing, None)] == ["RTX 4090", "RTX 4090", "H200"]
     chosen = parse_gpus(listing, "2,0")
     assert [(gpu.index, gpu.name, gpu.uuid) for gpu in chosen] == [
