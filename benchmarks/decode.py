@@ -32,7 +32,7 @@ import common
 
 sys.path.insert(0, str(common.REPO))
 
-from kt_ray import openmp
+from kt_ray import torch_environment
 
 PROMPT = "Who are you, and what do you like?"
 KINDS = {"local": (), "ray": ("cluster.address=local", "cluster.dashboard=false")}
@@ -88,7 +88,7 @@ def _process(args: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 
 def _child(args: argparse.Namespace) -> int:
-    openmp.apply()  # as the command line does
+    torch_environment.apply()  # as the command line does
     from kt_ray.config.compose import compose
     from kt_ray.generate.generator import Generator
     from kt_ray.runs.generation import generating, prepare_generation

@@ -18,7 +18,7 @@ from typing import Any
 
 from common import cpu_seconds, memory
 
-from kt_ray import openmp
+from kt_ray import torch_environment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ def main(job_file: str, result_file: str) -> None:
     job = Job(**json.loads(Path(job_file).read_text(encoding="utf-8")))
     # Before torch: its pools take their size from here, and the plan counts these CPUs.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job.threads])
-    openmp.apply()  # as the command line does
+    torch_environment.apply()  # as the command line does
     Path(result_file).write_text(json.dumps(run(job)), encoding="utf-8")
 
 

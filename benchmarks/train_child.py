@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kt_ray import openmp
+from kt_ray import torch_environment
 
 Step = Callable[[int], dict[str, float]]
 
@@ -61,7 +61,7 @@ def main(job_file: str, result_file: str) -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job.threads])
     os.environ["OMP_NUM_THREADS"] = str(job.threads)
     if job.impl.startswith("kt_ray"):
-        openmp.apply()  # as the command line does; peers run as their users start them
+        torch_environment.apply()  # as the command line does; peers run as their users start them
     begun = time.monotonic()
     with _opened(job) as (step, facts):
         loaded = time.monotonic() - begun

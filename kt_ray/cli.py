@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import kt_ray
-from kt_ray import openmp
+from kt_ray import torch_environment
 from kt_ray.config.schema import Config
 from kt_ray.errors import BAD_INPUT, OK, UserError, exit_code, guard
 
@@ -62,7 +62,7 @@ def dispatch(config: Config) -> int:
     if not os.path.exists("/dev/nvidiactl"):
         # deepspeed, where installed, otherwise prints that it looked for a GPU in vain. Actors inherit this.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    openmp.apply()  # no torch is imported yet
+    torch_environment.apply()  # no torch is imported yet
     return int(importlib.import_module(f"kt_ray.modes.{config.mode}").run(config))
 
 

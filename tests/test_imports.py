@@ -27,7 +27,7 @@ disk:
 native: [torch]
 batch: [numpy]
 timeline:
-openmp:
+torch_environment:
 config: errors
 dims: errors disk
 hardware: errors disk config
@@ -48,7 +48,7 @@ train: errors batch timeline config placement optim tracking model data experts 
 actors: errors native batch timeline config placement optim generate checkpoint model adapter
     experts transport train [numpy torch]
 serve: errors generate data [numpy]
-actors/ray: errors openmp config hardware placement tracking generate data experts transport train
+actors/ray: errors torch_environment config hardware placement tracking generate data experts transport train
     actors serve [numpy torch ray]
 measure: native batch config hardware placement timing optim model transport [numpy torch]
 runs: errors disk native batch config dims hardware placement timing tracking evaluate generate
@@ -60,7 +60,7 @@ accept: errors disk config dims hardware placement timing doctor report
 modes: errors native timeline config dims hardware placement timing tracking evaluate generate
     checkpoint data demo train actors serve actors/ray runs doctor report accept [numpy torch]
 recipe: errors config data
-cli: errors openmp config modes recipe
+cli: errors torch_environment config modes recipe
 tools: errors disk config checkpoint model adapter data demo [numpy torch]
 """
 

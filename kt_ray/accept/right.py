@@ -82,8 +82,7 @@ def _tests(
     # Warnings of packages in other versions than the tested ones say nothing about results.
     command += ["-o", "filterwarnings=default"]
     command += [f"--accept-topic={topic}" for topic in topics] + [f"--accept-out={out}"]
-    # Numbered as nvidia-smi numbers them, which is where the plan's numbers come from.
-    visible = {} if card is None else {"CUDA_VISIBLE_DEVICES": str(card), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    visible = {} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)}
     code = task.run(
         [*command, *(["--accept-quick"] if quick else []), *files_of(topics)], environment=visible
     )

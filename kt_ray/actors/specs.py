@@ -35,15 +35,18 @@ class ActorSpecs:
     load_timeout: float
     build_stage: Callable[[StageSpec], Any] = Stage
 
-    def in_own_processes(self) -> ActorSpecs:
-        """The same for actors of which each sees one GPU only, as cuda:0."""
-        visible = os.environ.get(CUDA_VISIBLE)
+    def in_own_processes(self, cards: Mapping[str, str]) -> ActorSpecs:
+        """The same for actors of which each sees one GPU only, as cuda:0.
+
+        Args:
+            cards: GPU of the plan on which lanes compute -> its name in CUDA_VISIBLE_DEVICES.
+        """
         return replace(
             self,
             stages=tuple(
                 replace(s, device="cuda:0") if s.device.startswith("cuda") else s for s in self.stages
             ),
-            experts=tuple(own_lane(spec, visible) for spec in self.experts),
+            experts=tuple(own_lane(spec, cards) for spec in self.experts),
         )
 
     def arguments(self, plan: Plan) -> dict[Address, tuple[Any, ...]]:
@@ -119,21 +122,20 @@ def stage_specs(plan: Plan, config: Config, model_dir: str) -> tuple[StageSpec, 
     )
 
 
-def own_lane(spec: LocalExpertsSpec, visible: str | None) -> LocalExpertsSpec:
+def own_lane(spec: LocalExpertsSpec, cards: Mapping[str, str]) -> LocalExpertsSpec:
     """The spec for a process that sees the lane's GPU only, as its cuda:0. Untested on hardware.
 
-    Expert actors reserve no GPU of Ray's: what their lane uses of one is counted by the plan, beside the
-    attention worker's share. Ray leaves the environment of an actor without GPUs alone or hides them all, by
-    version, so the actor names its own before CUDA starts.
+    Expert actors take no part of a GPU from Ray: the card is reserved whole, for the attention workers of the
+    same device or for the lane alone, and the plan counts what the lane uses of it. Ray leaves the
+    environment of an actor without GPUs alone or hides them all, by version, so the actor names its own
+    before CUDA starts.
 
     Args:
-        visible: CUDA_VISIBLE_DEVICES of the driver, in whose order the plan numbers GPUs; None = unset.
+        cards: see `ActorSpecs.in_own_processes`.
     """
     if spec.lane is None or spec.lane.device == "cpu":
         return spec
-    ordinal = int(spec.lane.device.removeprefix("cuda:"))
-    named = str(ordinal) if visible is None else visible.split(",")[ordinal].strip()
-    return replace(spec, lane=replace(spec.lane, device="cuda:0", visible=named))
+    return replace(spec, lane=replace(spec.lane, device="cuda:0", visible=cards[spec.lane.device]))
 
 
 def show_own_gpu(spec: LocalExpertsSpec) -> None:

@@ -31,7 +31,7 @@ _FLAGS: dict[str, set[str]] = {
 }
 
 # Hardware that a rule is drawn up for when nothing else is said (conf/rule/*.yaml say the same).
-NOMINAL_GPU_BYTES = 24 * GIB
+NOMINAL_GPU_BYTES = int(23.6 * GIB)  # what CUDA gives of a 24 GB card
 NOMINAL_CORES = 48
 NOMINAL_SOCKET_BYTES = 1024 * GIB  # in a host of two sockets or more
 NOMINAL_ONE_SOCKET_BYTES = 512 * GIB
@@ -266,7 +266,11 @@ def cpu_name(root: str | Path = "/") -> str:
 
 def _gpus() -> tuple[Gpu, ...]:
     """NVIDIA GPUs this process may use, in CUDA_VISIBLE_DEVICES order, numbered from 0."""
-    return parse_gpus(nvidia_smi("index,uuid,name,memory.total"), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    known = "index,uuid,name,memory.total"
+    listing = nvidia_smi(f"{known},memory.reserved")
+    if not listing:  # drivers before 510 do not know the field: their total is without the reserved part
+        listing = "".join(f"{line}, 0\n" for line in nvidia_smi(known).splitlines())
+    return parse_gpus(listing, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def nvidia_smi(fields: str) -> str:
@@ -279,12 +283,16 @@ def nvidia_smi(fields: str) -> str:
 
 
 def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
-    """GPUs from nvidia-smi's "index, uuid, name, MiB" lines, as CUDA_VISIBLE_DEVICES has them."""
+    """GPUs from nvidia-smi's "index, uuid, name, MiB, reserved MiB" lines, as CUDA_VISIBLE_DEVICES has them.
+
+    What the driver and the firmware reserve is no program's: CUDA's total is without it.
+    """
     rows: list[tuple[str, str, str, int]] = []
     for line in listing.splitlines():
         fields = [field.strip() for field in line.split(",")]
-        if len(fields) >= 4 and fields[-1].isdigit():
-            rows.append((fields[0], fields[1], ", ".join(fields[2:-1]), int(fields[-1]) << 20))
+        if len(fields) >= 5 and fields[-2].isdigit():
+            reserved = int(fields[-1]) if fields[-1].isdigit() else 0
+            rows.append((fields[0], fields[1], ", ".join(fields[2:-2]), (int(fields[-2]) - reserved) << 20))
     if visible is not None:
         chosen = []
         for wanted in (part.strip() for part in visible.split(",")):
@@ -293,7 +301,7 @@ def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
                 break
             chosen.append(match[0])
         rows = chosen
-    return tuple(Gpu(i, name, memory) for i, (_, _, name, memory) in enumerate(rows))
+    return tuple(Gpu(i, name, memory, uuid) for i, (_, uuid, name, memory) in enumerate(rows))
 
 
 def _isas_up_to(isa: str) -> tuple[str, ...]:

@@ -27,11 +27,26 @@ class Socket:
     host: int = 0
 
 
+# Of a GPU's memory that a plan leaves free: gaps between blocks of torch's allocator, and what a display or
+# another program holds.
+GPU_FREE = 0.05
+
+
 @dataclass(frozen=True)
 class Gpu:
+    """One GPU. index: its number i in "cuda:i". memory_bytes: what CUDA gives of it, without the driver's own
+    part: 23.6 GiB of a 24 GB card. uuid: NVIDIA's name of this very card; "" = described, or not known.
+    """
+
     index: int
     name: str
     memory_bytes: int
+    uuid: str = ""
+
+    @property
+    def room(self) -> int:
+        """Bytes that a plan may fill."""
+        return int(self.memory_bytes * (1 - GPU_FREE))
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,8 @@ class LayerCallCapture:
             yield
         finally:
             self.base.layers = real
+            for stub in self.stubs:  # else they keep this recording, masks and all, until the next one
+                stub.__dict__["on_call"] = None
 
     def record(
         self,

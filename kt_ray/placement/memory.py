@@ -12,9 +12,10 @@ Expert actor with a share s of the experts (engine_memory.py has the engine's ow
     staging           2 * T * H * 4: answers y, then dx; arenas grow by doubling, hence the 2
 Attention worker with n layers:
     kept              n * T_r * (streams * H * b + K * 12): input of every layer; routing
-    workspace         T_r * (one layer's linear inputs and outputs, LoRA inputs in float32, q/k/v): all
-                      groups of a layer are recomputed before the first is released; T_r * data.max_length
-                      of attention masks, kept for the whole pass (`mask_bytes`)
+    workspace         T_r * (one layer's linear inputs and outputs, LoRA inputs in float32, its dropout
+                      masks, q/k/v): all groups of a layer are recomputed before the first is released;
+                      what a LoRA module needs for a moment, of one micro-batch (`adapter_scratch_bytes`);
+                      T_r * data.max_length of attention masks, kept for the whole pass (`mask_bytes`)
     logits            rows of one chunk * vocabulary * (b + 8), on the last stage
     staging           2 * T_r * H * (4 + 2 * streams * b): x or dy, and h and its gradient for a neighbour
 Generation keeps caches in place of activations: `generation_memory`.
@@ -116,17 +117,20 @@ def load_of(config: Config, wave: int, groups: int) -> Load:
 
 def lora_params(dims: ModelDims, lora: LoraConfig, layer: int) -> int:
     """LoRA parameters of layer `layer` outside the routed experts."""
+    return lora.rank * sum(n_in + n_out for n_in, n_out in adapted(dims, lora, layer))
+
+
+def adapted(dims: ModelDims, lora: LoraConfig, layer: int) -> tuple[tuple[int, int], ...]:
+    """(inputs, outputs) of every module of layer `layer` that has LoRA, routed experts aside."""
     targets = lora.target_modules
-    return lora.rank * _adapted_sizes(
-        dims.lora_in_out[layer], targets if isinstance(targets, str) else tuple(targets), layer
-    )
+    return _adapted(dims.lora_in_out[layer], targets if isinstance(targets, str) else tuple(targets), layer)
 
 
 @cache  # a plan asks for every layer of every layout that it compares
-def _adapted_sizes(
+def _adapted(
     modules: tuple[tuple[str, int, int], ...], targets: str | tuple[str, ...], layer: int
-) -> int:
-    return sum(n_in + n_out for module, n_in, n_out in modules if adapts(targets, layer, module))
+) -> tuple[tuple[int, int], ...]:
+    return tuple((n_in, n_out) for module, n_in, n_out in modules if adapts(targets, layer, module))
 
 
 def adapts(targets: str | Sequence[str], layer: int, module: str) -> bool:
@@ -203,7 +207,7 @@ def budgets(
         add(first, "runtime", ray + (DRIVER_RUNTIME if host == 0 else 0))
 
     capacity = {socket_name(hardware, s.host, s.node): s.memory_bytes for s in hardware.sockets}
-    capacity |= {f"cuda:{gpu.index}": gpu.memory_bytes for gpu in hardware.gpus}
+    capacity |= {f"cuda:{gpu.index}": gpu.room for gpu in hardware.gpus}
     of_devices = [
         Budget(device, {item: own[item] for item in ITEMS if item in own}, capacity.get(device, 0))
         for device, own in sums.items()
@@ -227,17 +231,34 @@ def home_socket(worker: WorkerPlan, hardware: Hardware) -> str:
 def layer_activation_bytes(dims: ModelDims, config: Config, layer: int, dtype: str) -> int:
     """Bytes per token that autograd keeps while one layer is recomputed under grad."""
     element = ELEMENT_BYTES[dtype]
-    modules = dims.lora_in_out[layer]
-    linear = element * sum(n_in + n_out for _, n_in, n_out in modules)
-    lora = 0
-    if lora_params(dims, config.lora, layer):
-        lora = sum(4 * n_in + 8 * config.lora.rank for _, n_in, _ in modules)  # input and A x in float32
+    linear = element * sum(n_in + n_out for _, n_in, n_out in dims.lora_in_out[layer])
+    # Its input and A x in float32; of a dropped input the mask besides, a byte per element.
+    each = 5 if drops(config) else 4
+    lora = sum(each * n_in + 8 * config.lora.rank for n_in, _ in adapted(dims, config.lora, layer))
     norms = 2 * dims.hidden_streams * dims.hidden_size * (element + 4)
     scores = 0
     if config.model.attn_implementation == "eager" or dims.model_type in WITHOUT_SDPA:
         row = longest_row(dims, config) if generates(config) else widest_row(config.data)
         scores = dims.num_heads * row * (element + 4)
     return linear + lora + norms + element * dims.attention_width + scores
+
+
+def adapter_scratch_bytes(dims: ModelDims, config: Config, layer: int) -> int:
+    """Bytes per token of a micro-batch that the largest LoRA module of a layer needs for a moment.
+
+    PEFT holds B A x, its scaled copy and the sum with the module's output at once, each in float32; backward
+    needs as much, or the gradients of both sides. With dropout the input in float32 is there meanwhile, or
+    before that three int32 per element of which the mask is computed.
+    """
+    sizes = adapted(dims, config.lora, layer)
+    if drops(config):
+        return max((max(12 * n_out + 4 * n_in, 11 * n_in) for n_in, n_out in sizes), default=0)
+    return max((max(12 * n_out, 4 * (n_in + n_out)) for n_in, n_out in sizes), default=0)
+
+
+def drops(config: Config) -> bool:
+    """Whether LoRA modules drop elements of their input."""
+    return config.lora.dropout > 0 and not generates(config)
 
 
 def mask_bytes(dims: ModelDims, config: Config, load: Load, dtype: str) -> int:
@@ -279,8 +300,11 @@ def worker_items(
     weights = element * sum(params.values()) + sum(q.bytes - element * q.params for q in stored)
     # What is dequantised when used, one matrix at a time.
     unpacked = element * max((q.largest for q in stored), default=0)
-    largest = max(layer_activation_bytes(dims, config, layer, dtype) for layer in own)
-    recompute = load.replica * largest
+    kept_by_layer = {layer: layer_activation_bytes(dims, config, layer, dtype) for layer in own}
+    recompute = max(
+        load.replica * size + load.micro * adapter_scratch_bytes(dims, config, layer)
+        for layer, size in kept_by_layer.items()
+    )
     neighbours = dims.hidden_streams * (2 if stages > 1 else 0)
     logits = logit_rows(config.trainer.loss_chunk, load.micro, dims.vocab_size)
     items: dict[str, float] = {
@@ -297,7 +321,8 @@ def worker_items(
     }
 
     def generating(config: Config) -> dict[str, float]:
-        return generation_items(dims, config, own, last=last, layer=largest + hidden * 8, element=element)
+        largest = max(kept_by_layer.values()) + hidden * 8
+        return generation_items(dims, config, own, last=last, layer=largest, element=element)
 
     if generates(config):
         items |= generating(config)

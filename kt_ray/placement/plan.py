@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.errors import UserError
-from kt_ray.hardware.machine import Hardware, Socket, with_hosts
+from kt_ray.hardware.machine import GPU_FREE, Gpu, Hardware, Socket, with_hosts
 from kt_ray.placement.balance import place_experts
 from kt_ray.placement.devices import count_stages, resolve_device, shared_devices, stage_devices
 from kt_ray.placement.expert_load import ExpertLoad
@@ -19,7 +20,7 @@ from kt_ray.placement.lane_share import LaneRates
 from kt_ray.placement.layout import Layout, choose_layout, layouts, with_layout
 from kt_ray.placement.memory import budgets
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Plan, WorkerPlan
-from kt_ray.placement.render import counted
+from kt_ray.placement.render import counted, gib
 from kt_ray.placement.split import LayerSplit, split_experts, split_layers
 from kt_ray.placement.stage_split import Ranges, balanced_stages
 from kt_ray.placement.traffic import traffic_notes
@@ -112,7 +113,8 @@ def _laid_out(
         chosen = Fit(1, "retain", budget_of(1, "retain"), _cache_notes(dims, config))
     else:
         chosen = fit(config, budget_of)
-    notes += [*expert_notes, *chosen.notes, *_backend_notes(rule, hardware)]
+    notes += [*expert_notes, *chosen.notes, *_room_notes(hardware, chosen.memory)]
+    notes += _backend_notes(rule, hardware)
     plan = Plan(
         dims=dims,
         hardware=hardware,
@@ -137,6 +139,21 @@ def _laid_out(
             notes.append(f"rule.transport={rule.transport} changes nothing with cluster=local")
         return replace(plan, notes=tuple(notes))
     return replace(plan, notes=(*notes, *traffic_notes(plan)))
+
+
+def _room_notes(hardware: Hardware, memory: Sequence[Budget]) -> list[str]:
+    """Why the capacity of a GPU is less than its memory."""
+    used = {budget.device for budget in memory}
+    sizes: dict[int, list[Gpu]] = {}
+    for gpu in hardware.gpus:
+        if f"cuda:{gpu.index}" in used:
+            sizes.setdefault(gpu.memory_bytes, []).append(gpu)
+    return [
+        f"{', '.join(f'cuda:{gpu.index}' for gpu in gpus)}: CUDA gives {gib(size)}"
+        f"{' each' if len(gpus) > 1 else ''}, of which {GPU_FREE:.0%} stay free: "
+        f"{gib(gpus[0].room)} to plan with"
+        for size, gpus in sizes.items()
+    ]
 
 
 def _cache_notes(dims: ModelDims, config: Config) -> tuple[str, ...]:

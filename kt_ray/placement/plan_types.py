@@ -97,7 +97,8 @@ class ExpertActorPlan(HoldsExperts):
 class Budget:
     """Bytes of a device's memory ("cuda:0", "socket 1", "host 2 socket 1") against its capacity.
 
-    items: those of `kt_ray.placement.memory.ITEMS` that it has. capacity: 0 = unknown.
+    items: those of `kt_ray.placement.memory.ITEMS` that it has. capacity: of a GPU what a plan may fill
+    (`Gpu.room`); 0 = unknown.
     """
 
     device: str

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.machine import Hardware
-from kt_ray.placement.memory import GPU_RUNTIME, Load, load_of, lora_params, worker_items
+from kt_ray.placement.memory import GPU_RUNTIME, Load, adapted, load_of, worker_items
 from kt_ray.placement.plan_types import WorkerPlan
 from kt_ray.placement.wave import choose_groups, micro_batches
 
@@ -50,7 +50,7 @@ def balanced_stages(
     stages = len(devices[0])
     if devices[0][0] == "cpu":
         return even_split(LayerSizes((1,) * dims.num_layers, (0,) * dims.num_layers), [1] * stages)[1]
-    room = {f"cuda:{gpu.index}": max(1, gpu.memory_bytes - GPU_RUNTIME) for gpu in hardware.gpus}
+    room = {f"cuda:{gpu.index}": max(1, gpu.room - GPU_RUNTIME) for gpu in hardware.gpus}
     capacities = [min(room[names[stage]] for names in devices) for stage in range(stages)]
     micro, asked = micro_batches(config), config.rule.wave
     ranges: Ranges = ()
@@ -124,7 +124,7 @@ def layer_sizes(dims: ModelDims, config: Config, load: Load, stages: int, dtype:
             dims.lora_in_out[layer],
             layer in dims.moe_layers,
             dims.quantised[layer] if dims.quantised else None,
-            lora_params(dims, config.lora, layer),
+            adapted(dims, config.lora, layer),
         )
         if kind not in kinds:
             kinds[kind] = items(layer, 1, 1, 3)  # neither the first stage nor the last

@@ -83,7 +83,7 @@ def _largest(budget_of: BudgetOf, kind: str, micro: int, room: float) -> int:
 
 
 def _lacking(memory: Sequence[Budget], room: float) -> list[Budget]:
-    """Devices that are too full; what a plan leaves free of a GPU is in its budget already."""
+    """Devices that are too full; a GPU's capacity is without what a plan leaves free of it."""
     return [b for b in memory if b.capacity and b.total > (room if b.is_socket else 1.0) * b.capacity]
 
 

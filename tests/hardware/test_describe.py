@@ -123,14 +123,32 @@ def test_parse_cpus() -> None:
 
 
 def test_gpus_as_cuda_visible_devices_has_them() -> None:
-    listing = "0, GPU-aa1, RTX 4090, 24564\n1, GPU-bb2, RTX 4090, 24564\n2, GPU-cc3, H200, 143771\n"
+    listing = "0, GPU-aa1, RTX 4090, 24564, 352\n1, GPU-bb2, RTX 4090, 24564, 352\n"
+    listing += "2, GPU-cc3, H200, 143771, [N/A]\n"
     assert [gpu.name for gpu in parse_gpus(listing, None)] == ["RTX 4090", "RTX 4090", "H200"]
     chosen = parse_gpus(listing, "2,0")
-    assert [(gpu.index, gpu.name) for gpu in chosen] == [(0, "H200"), (1, "RTX 4090")]
+    assert [(gpu.index, gpu.name, gpu.uuid) for gpu in chosen] == [
+        (0, "H200", "GPU-cc3"),
+        (1, "RTX 4090", "GPU-aa1"),
+    ]
     assert chosen[0].memory_bytes == 143771 << 20
     assert [gpu.name for gpu in parse_gpus(listing, "GPU-cc")] == ["H200"]
     assert len(parse_gpus(listing, "0,9,1")) == 1  # CUDA stops at the first unknown entry
     assert parse_gpus(listing, "") == () and parse_gpus("No devices were found\n", None) == ()
+
+
+def test_a_gpu_has_what_cuda_gives_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """23.64 GiB of a 24 GB card: without what the driver reserves."""
+    (card,) = parse_gpus("0, GPU-aa1, RTX 4090, 24564, 352\n", None)
+    assert card.memory_bytes == (24564 - 352) << 20 and card.room == int(0.95 * card.memory_bytes)
+
+    def old_driver(fields: str) -> str:
+        return "" if "reserved" in fields else "0, GPU-aa1, RTX 3090, 24268\n"
+
+    monkeypatch.setattr("kt_ray.hardware.describe.nvidia_smi", old_driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (old,) = this_host().gpus
+    assert old.memory_bytes == 24268 << 20
 
 
 @pytest.mark.parametrize("file", sorted((conf_dir() / "hardware").glob("*.yaml")), ids=lambda f: f.stem)

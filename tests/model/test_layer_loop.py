@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,15 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from kt_ray.batch import IGNORE, PassSpec
 from kt_ray.config.schema import LoraConfig
-from kt_ray.model.stage import Stage
+from kt_ray.dims.config_json import dims_from_config
+from kt_ray.model.stage import Stage, StageSpec
+from kt_ray.placement.memory import layer_activation_bytes
 from kt_ray.placement.order import Op
 from tests.helpers.hf_reference import Reference, Row, find_router, micro_batch, random_rows
 from tests.helpers.stages import DirectLink, TorchExchange, backward, forward, make_stages, pass_spec, run
 from tests.model.test_stage_parity import assert_close, assert_logits, ready
+from tests.placement.configs import make_config
 
 Checkpoint = Callable[..., Path]
 ROWS = random_rows(4)
@@ -214,6 +219,69 @@ def test_a_pass_that_is_dropped_is_freed_at_once(checkpoint: Checkpoint) -> None
         assert [loop() for loop in loops] == [None, None]
     finally:
         gc.enable()
+
+
+def test_masks_are_freed_with_their_pass(checkpoint: Checkpoint) -> None:
+    """The next pass makes its own before anything of this one would be replaced."""
+    reference, stages = ready(checkpoint("qwen3_moe"), LORA, (0, 3))
+    gc.collect()
+    gc.disable()
+    try:
+        loops = forward(stages, pass_spec(ROWS, groups=2), TorchExchange(reference))
+        calls = [call for group in loops[0].groups for micro in group.micro for call in micro.calls.values()]
+        masks = [weakref.ref(call.kwargs["attention_mask"]) for call in calls]
+        assert len(masks) == 6 and all(mask() is not None for mask in masks)
+        backward(stages, loops)
+        del loops, calls
+        assert [mask() for mask in masks] == [None] * 6
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
+def test_a_plan_counts_what_a_layer_keeps(checkpoint: Checkpoint, family: str) -> None:
+    """What autograd keeps of a recomputed layer is at most what the plan says; dropout's part to the byte."""
+    path, tokens = checkpoint(family, dtype=torch.bfloat16), 64
+    dims = dims_from_config(json.loads((path / "config.json").read_text()), family)
+    kept: dict[float, int] = {}
+    planned: dict[float, int] = {}
+    for dropout in (0.0, 0.1):
+        lora = {"rank": 2, "dropout": dropout}
+        stage = Stage(StageSpec(str(path), (0, 3), 3, lora=LoraConfig(**lora), dtype="bfloat16"))  # type: ignore[arg-type]
+        spec = pass_spec(random_rows(1, lengths=(tokens,)), micro=1)
+        (loop,) = forward([stage], spec, NoExperts())
+        weights = [*stage.model.causal.parameters(), *stage.model.causal.buffers()]
+        own = {t.untyped_storage().data_ptr() for t in weights}
+        saved: dict[int, Tensor] = {}
+
+        def note(tensor: Tensor, own: set[int] = own, saved: dict[int, Tensor] = saved) -> Tensor:
+            address = tensor.untyped_storage().data_ptr()
+            if address not in own:
+                saved[address] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loop.run(Op("recompute", 2, 0))
+        kept[dropout] = sum(t.untyped_storage().nbytes() for t in saved.values())
+        config = make_config(lora=lora, data={"max_length": tokens})
+        planned[dropout] = tokens * layer_activation_bytes(dims, config, 2, "bfloat16")
+    assert kept[0.0] <= planned[0.0]
+    assert kept[0.1] - kept[0.0] == planned[0.1] - planned[0.0] > 0
+
+
+class NoExperts(TorchExchange):
+    """Experts that answer zeros, at no memory of autograd's."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, tuple[int, int]] = {}
+
+    def submit_forward(self, layer: int, group: int, x_TH: Tensor, *others: Any, **more: Any) -> None:
+        self.tokens[layer] = (x_TH.shape[0], x_TH.shape[1])
+
+    def join_forward(self, layer: int, group: int) -> Tensor:
+        return torch.zeros(self.tokens[layer])
+
+    def submit_backward(self, layer: int, group: int, dy_TH: Tensor) -> None: ...
 
 
 def test_experts_outside_the_loop(checkpoint: Checkpoint) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kt_ray.config.schema import LoraConfig
 from kt_ray.errors import UserError
 from kt_ray.model.dropout import CounterDropout, DropoutContext
 from kt_ray.model.lora import init_lora_a, inject_lora, is_gate, linear_names, resolve_targets
+from kt_ray.placement.memory import adapter_scratch_bytes
+from tests.placement.configs import make_config, small_dims
 
 NAMES = [
     "model.layers.0.self_attn.q_proj",
@@ -138,6 +145,44 @@ def test_nothing_to_inject() -> None:
             DropoutContext(),
             torch.device("cpu"),
         )
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("n_in", "n_out"), [(1024, 256), (512, 512), (256, 1024)])
+def test_a_plan_counts_what_a_module_needs_for_a_moment(
+    n_in: int, n_out: int, dropout: float, tmp_path: Path
+) -> None:
+    """The peak of a module's forward and backward over what it keeps, by torch's own memory events."""
+    name, rows = "model.layers.0.proj", 256
+    layer = nn.ModuleDict({"proj": nn.Linear(n_in, n_out, bias=False, dtype=torch.bfloat16)})
+    layer.requires_grad_(False)
+    context = DropoutContext(
+        enabled=dropout > 0, samples_N=torch.arange(rows), positions_N=torch.zeros(rows, dtype=torch.int64)
+    )
+    config = make_config(lora={"rank": 4, "dropout": dropout})
+    inject_lora({"model.layers.0": layer}, [name], config.lora, 0, context, torch.device("cpu"))
+    x = torch.randn(rows, n_in, dtype=torch.bfloat16).requires_grad_()
+    kept: list[Tensor] = []
+    gradient = torch.ones(rows, n_out, dtype=torch.bfloat16)
+    forward, left = _memory_peak(lambda: kept.append(layer["proj"](x)), tmp_path)
+    backward, _ = _memory_peak(lambda: kept.pop().backward(gradient), tmp_path)
+    dims = dataclasses.replace(small_dims(), lora_in_out=((("proj", n_in, n_out),),))
+    planned = rows * adapter_scratch_bytes(dims, config, 0)
+    needed = max(forward - left, backward)
+    assert 0.6 * planned <= needed <= 1.01 * planned
+
+
+def _memory_peak(work: Callable[[], object], directory: Path) -> tuple[int, int]:
+    """Bytes that `work` held at most, and those that it leaves behind."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as trace:
+        work()
+    trace.export_chrome_trace(str(directory / "trace.json"))
+    events = json.loads((directory / "trace.json").read_text())["traceEvents"]
+    moves = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+    held = list(itertools.accumulate(size for _, size in moves))
+    return max(held), held[-1]
 
 
 def test_importable_without_transformers() -> None:

@@ -11,6 +11,7 @@ import pytest
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Socket
 from kt_ray.placement.devices import resolve_device
+from kt_ray.placement.memory import GIB
 from kt_ray.placement.plan import divide_cpus, make_plan
 from kt_ray.placement.render import plan_to_dict
 from tests.placement.configs import make_config, make_hardware, small_dims
@@ -100,6 +101,20 @@ def test_gpus_become_stages() -> None:
     assert {w.threads for w in plan.workers} == {4} and not any(w.cpus for w in plan.workers)
     many = make_plan(small_dims(), one, make_hardware(gpus=6))
     assert many.stages == 4  # never more stages than layers
+
+
+def test_a_gpu_is_planned_with_a_twentieth_less_than_cuda_gives() -> None:
+    config = make_config(rule={"stages": 2})
+    hardware = make_hardware(gpus=3)
+    plan = make_plan(small_dims(), config, hardware)
+    cards = [budget for budget in plan.budgets if not budget.is_socket]
+    assert [card.capacity for card in cards] == [int(24 * GIB * 0.95)] * 2
+    said = "cuda:0, cuda:1: CUDA gives 24.00 GiB each, of which 5% stay free: 22.80 GiB to plan with"
+    assert said in plan.notes
+    assert not any("CUDA gives" in note for note in make_plan(small_dims(), config, make_hardware()).notes)
+    full = {card.device: card.total for card in cards}
+    tight = tuple(dataclasses.replace(gpu, memory_bytes=max(full.values())) for gpu in hardware.gpus)
+    assert not make_plan(small_dims(), config, dataclasses.replace(hardware, gpus=tight)).fits
 
 
 def test_replicas_on_gpus() -> None:

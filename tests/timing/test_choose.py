@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from kt_ray.config.schema import Config
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.dims.model_dims import ModelDims
-from kt_ray.hardware.machine import Gpu, Hardware
+from kt_ray.hardware.machine import GPU_FREE, Gpu, Hardware
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.hardware.rates import Figure
 from kt_ray.placement.memory import GIB
@@ -26,8 +27,10 @@ V3 = dims_from_config(DEEPSEEK_V3)
 
 
 def host(gpus: int, gib: float, memory: int = 2048 * GIB) -> Hardware:
+    """Cards with `gib` to plan with."""
     hardware = make_hardware(sockets=2, cores=48, memory=memory, isa="amx")
-    return dataclasses.replace(hardware, gpus=tuple(Gpu(i, "RTX 4090", int(gib * GIB)) for i in range(gpus)))
+    size = math.ceil(gib * GIB / (1 - GPU_FREE))
+    return dataclasses.replace(hardware, gpus=tuple(Gpu(i, "RTX 4090", size) for i in range(gpus)))
 
 
 def v3_config(batch_size: int = 16, **rule: Any) -> Config:
@@ -163,7 +166,7 @@ def test_a_resumed_run_keeps_its_choice() -> None:
 
 
 def test_a_resumed_run_keeps_its_layout_although_another_is_faster() -> None:
-    hardware, config = host(2, 36), v3_config(64)
+    hardware, config = host(2, 38), v3_config(64)
     assert choose_plan(V3, config, hardware).stages == 2
     before = Choice(1, 2, 2, 4, "retain", 0.0)
     plan = choose_plan(V3, config, hardware, before=before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,12 @@ def test_stages_take_turns_and_replicas_do_not() -> None:
 
     def of(**rule: int) -> Prediction:
         config = make_config(rule=rule, **STEP)
-        plan = make_plan(V3, config, TWO_GPUS)
-        assert plan.fits
-        return predict(plan, config, nominal_rates(TWO_GPUS))
+        plan = make_plan(V3, config, large)
+        assert plan.fits and plan.wave * plan.replicas == 16
+        return predict(plan, config, nominal_rates(large))
 
+    # One card of 48 GB would take the step in two waves.
+    large = replace(TWO_GPUS, gpus=tuple(replace(gpu, memory_bytes=64 << 30) for gpu in TWO_GPUS.gpus))
     one, stages, replicas = of(stages=1), of(stages=2), of(stages=1, replicas=2)
     assert stages.tokens_per_s == pytest.approx(one.tokens_per_s, rel=0.05)
     assert replicas.tokens_per_s > 1.1 * stages.tokens_per_s

@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from kt_ray import openmp
+from kt_ray import torch_environment
 from kt_ray.actors.cluster import NOTICE, ActorCluster, ActorDied, Handle, LoadNote
 from kt_ray.actors.ray.ray_actor import Peer, RemoteActor
 from kt_ray.actors.ray.ray_address import Running, dashboard_hint, dashboard_url, free_port, running_cluster
@@ -27,9 +27,11 @@ from kt_ray.actors.ray.ray_placement import (
     Seats,
     await_group,
     by_gpu,
+    cards_of,
     differ,
     gpu_share,
     gpus_behind,
+    lane_devices,
     reservations,
     reserved_by_host,
     seats,
@@ -151,7 +153,7 @@ class RayCluster(ActorCluster):
         os.environ.setdefault("RAY_memory_usage_threshold", "0.99")
         # Ray's workers are nice by default; training is what this machine is here for.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        openmp.apply()
+        torch_environment.apply()
         context = self._init(
             address="local",
             include_dashboard=self.config.dashboard,
@@ -208,8 +210,8 @@ class RayCluster(ActorCluster):
         )
         reserved = reservations(self.plan, self.rule, have)
         share = gpu_share(self.plan)
-        bundles = self._reserve(reserved).of
-        specs = self.specs.in_own_processes()
+        chosen, cards = self._reserve(reserved)
+        bundles, specs = chosen.of, self.specs.in_own_processes(cards)
         for (kind, rank), arguments in specs.arguments(self.plan).items():
             planned = self.plan.workers[rank] if kind == "worker" else specs.experts[rank]
             gpus = share.get(self.plan.workers[rank].device, 0.0) if kind == "worker" else 0.0
@@ -233,7 +235,7 @@ class RayCluster(ActorCluster):
         """Variables that processes of this cluster must see."""
         variables = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         if self.joined:  # that cluster's processes have an environment of their own
-            variables |= openmp.settings(os.environ)
+            variables |= torch_environment.settings(os.environ)
         return variables
 
     def names(self) -> dict[Address, str]:
@@ -389,8 +391,10 @@ class RayCluster(ActorCluster):
             raise self._death(first, _died(error)) from error
         return meeting
 
-    def _reserve(self, reserved: dict[Address, float]) -> Seats:
-        """The placement group, and the bundle of every actor in it."""
+    def _reserve(self, reserved: dict[Address, float]) -> tuple[Seats, dict[str, str]]:
+        """The placement group: the bundle of every actor in it, and the cards that lanes compute on by name
+        (`cards_of`).
+        """
         chosen = seats(self.plan, reserved)
         bundles = list(chosen.bundles)
         if self.hosts is None:
@@ -399,9 +403,13 @@ class RayCluster(ActorCluster):
             selectors = [self.hosts.selector(host) for host in chosen.host]
             self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
         await_group(self._group, bundles, self.config.start_timeout)
-        if not differ(self.plan):
-            return chosen
-        return by_gpu(self.plan, chosen, gpus_behind(self._group, chosen, self.config.start_timeout))
+        lanes = bool(lane_devices(self.plan))
+        if not lanes and not differ(self.plan):
+            return chosen, {}
+        behind = gpus_behind(self._group, chosen, self.config.start_timeout)
+        if differ(self.plan):
+            chosen = by_gpu(self.plan, chosen, behind)
+        return chosen, cards_of(chosen, behind) if lanes else {}
 
     def _ray_handles(self) -> list[RayHandle]:
         return cast(list[RayHandle], self.handles)

@@ -1,8 +1,9 @@
 """Where Ray puts the actors of a plan: CPUs they reserve, bundles of the placement group, GPUs behind them.
 
 Workers of one GPU share a bundle that reserves it whole: fractions alone would let Ray spread them over the
-free halves of several. Sharing and cards of different size are untested on hardware; the logic is tested with
-GPUs that Ray is told about.
+free halves of several. The lane of expert actors computes on the card behind its device's bundle, which is
+reserved for it alone where no worker has that device. Sharing and cards of different size are untested on
+hardware; the logic is tested with GPUs that Ray is told about.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ from kt_ray.transport.messages import Address
 
 @dataclass(frozen=True)
 class Seats:
-    """bundles of the placement group; of: the bundle of every actor; host: of every bundle."""
+    """bundles of the placement group; of: the bundle of every actor; host: of every bundle; gpu: the bundle
+    of every GPU of the plan.
+    """
 
     bundles: tuple[dict[str, float], ...]
     of: dict[Address, int]
     host: tuple[int, ...]
+    gpu: dict[str, int]
 
 
 def threads_of(plan: Plan) -> dict[Address, float]:
@@ -86,10 +90,17 @@ def gpu_share(plan: Plan) -> dict[str, float]:
     return {device: 1.0 / count for device, count in users.items()}
 
 
+def lane_devices(plan: Plan) -> tuple[str, ...]:
+    """GPUs of the plan on which expert actors compute."""
+    lanes = (actor.lane.device for actor in plan.experts if actor.lane is not None)
+    return tuple(sorted({device for device in lanes if device.startswith("cuda")}))
+
+
 def seats(plan: Plan, cpus: dict[Address, float]) -> Seats:
     """A bundle per GPU for all its workers, and one per actor without a GPU.
 
-    Bundles of GPUs are all as large as the largest, so that they can be exchanged (`by_gpu`).
+    A lane's GPU without workers has a bundle in which no actor sits. Bundles of GPUs are all as large as the
+    largest, so that they can be exchanged (`by_gpu`).
     """
     bundles: list[dict[str, float]] = []
     of: dict[Address, int] = {}
@@ -108,14 +119,19 @@ def seats(plan: Plan, cpus: dict[Address, float]) -> Seats:
             bundles.append({"CPU": reserved, "GPU": 1.0})
         else:
             bundles.append({"CPU": reserved})
-    most = max((bundles[i]["CPU"] for i in on_gpu.values()), default=0.0)
-    for i in on_gpu.values():
+    for device in lane_devices(plan):
+        if device not in on_gpu:
+            on_gpu[device] = len(bundles)
+            host.append(0)
+            bundles.append({"GPU": 1.0})
+    most = max((bundles[i].get("CPU", 0.0) for i in on_gpu.values()), default=0.0)
+    for i in on_gpu.values() if most else ():
         bundles[i]["CPU"] = most
-    return Seats(tuple(bundles), of, tuple(host))
+    return Seats(tuple(bundles), of, tuple(host), on_gpu)
 
 
 def by_gpu(plan: Plan, chosen: Seats, gpus: dict[int, tuple[str, Gpu | None]]) -> Seats:
-    """The seats with workers at the bundles whose GPUs are those of the plan.
+    """The seats with workers and lanes at the bundles whose GPUs are those of the plan.
 
     Args:
         gpus: bundle -> (Ray's id of its GPU, the GPU itself or None where it cannot be seen).
@@ -124,7 +140,7 @@ def by_gpu(plan: Plan, chosen: Seats, gpus: dict[int, tuple[str, Gpu | None]]) -
         UserError: Ray reserved cards of another size than the plan's.
     """
     planned = {f"cuda:{gpu.index}": gpu for gpu in plan.hardware.gpus}
-    devices = sorted({w.device for w in plan.workers if w.device in planned}, key=lambda d: planned[d].index)
+    devices = sorted(chosen.gpu, key=lambda device: planned[device].index)
     free = sorted(gpus, key=lambda bundle: (len(gpus[bundle][0]), gpus[bundle][0]))
     bundle_of: dict[str, int] = {}
     for device in devices:
@@ -149,12 +165,21 @@ def by_gpu(plan: Plan, chosen: Seats, gpus: dict[int, tuple[str, Gpu | None]]) -
         address: bundle_of.get(plan.workers[address[1]].device, bundle) if address[0] == "worker" else bundle
         for address, bundle in chosen.of.items()
     }
-    return Seats(chosen.bundles, of, chosen.host)
+    return Seats(chosen.bundles, of, chosen.host, bundle_of)
 
 
 def differ(plan: Plan) -> bool:
-    """Whether it matters which card a worker gets."""
-    return len({(gpu.name, gpu.memory_bytes) for gpu in plan.hardware.gpus}) > 1 and bool(gpu_share(plan))
+    """Whether it matters which card a device of the plan is."""
+    kinds = {(gpu.name, gpu.memory_bytes) for gpu in plan.hardware.gpus}
+    return len(kinds) > 1 and bool(gpu_share(plan) or lane_devices(plan))
+
+
+def cards_of(chosen: Seats, gpus: dict[int, tuple[str, Gpu | None]]) -> dict[str, str]:
+    """What CUDA_VISIBLE_DEVICES calls the card of every GPU of the plan, in any process of its host."""
+    cards = {device: gpus[bundle] for device, bundle in chosen.gpu.items()}
+    return {
+        device: gpu.uuid if gpu is not None and gpu.uuid else name for device, (name, gpu) in cards.items()
+    }
 
 
 def gpus_behind(group: Any, chosen: Seats, timeout: float) -> dict[int, tuple[str, Gpu | None]]:

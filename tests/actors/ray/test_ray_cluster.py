@@ -53,6 +53,20 @@ def taken_by_doorbell(pid: int) -> int:
     return 0
 
 
+def test_a_joined_clusters_processes_see_our_settings(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its raylets were started with another environment; those that this run starts inherit its own."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    cluster = ray_cluster(checkpoint, config_for(checkpoint, *COMMON, "rule=cpu_1worker_1socket"), "test-env")
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in cluster.environment()
+    cluster.joined = True
+    assert cluster.environment()["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    seen = cluster.environment()
+    assert seen["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64" and "PYTORCH_CUDA_ALLOC_CONF" not in seen
+
+
 def test_shutdown_leaves_no_process(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a Ray that the cluster itself starts (the module's first test: the others share one)."""
     config = config_for(checkpoint, *COMMON, "rule=cpu_1worker_1socket")

@@ -7,18 +7,22 @@ from typing import Any
 
 import pytest
 import ray
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from kt_ray.actors.ray.ray_cluster import RayCluster
 from kt_ray.actors.ray.ray_placement import (
     by_gpu,
+    cards_of,
     differ,
     gpu_share,
     gpus_behind,
+    lane_devices,
     reservations,
     reserved_by_host,
     seats,
 )
+from kt_ray.actors.specs import actor_specs
 from kt_ray.config.schema import RayRule
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Gpu
@@ -76,6 +80,78 @@ def test_cards_of_different_size_go_to_the_workers_planned_for_them() -> None:
     with pytest.raises(UserError, match="another GPU") as caught:
         by_gpu(mixed, chosen, {0: ("2", small), 1: ("3", small)})
     assert "48 GB" in str(caught.value.where) and caught.value.remedy
+
+
+LANE = {"gpu_resident": 2}
+
+
+def test_a_lane_computes_on_the_card_of_its_device() -> None:
+    """Ray hands identical cards out as it likes: the lane's is the one behind the worker of its device."""
+    two = plan(2, device="cuda", stages=2, experts={**LANE, "lane_device": "cuda:1"})
+    assert lane_devices(two) == ("cuda:1",)
+    chosen = seats(two, {("worker", 0): 1.0, ("worker", 1): 1.0, ("experts", 0): 2.0})
+    assert chosen.gpu == {"cuda:0": 0, "cuda:1": 1} and chosen.of["experts", 0] == 2
+    assert len(chosen.bundles) == 3 and not differ(two)
+    first, second = (replace(gpu, uuid=name) for gpu, name in zip(two.hardware.gpus, ("A", "B"), strict=True))
+    assert cards_of(chosen, {0: ("1", second), 1: ("0", first)}) == {"cuda:0": "B", "cuda:1": "A"}
+    # A card that nvidia-smi does not show there: by Ray's name of it.
+    assert cards_of(chosen, {0: ("1", None), 1: ("MIG-0", None)})["cuda:1"] == "MIG-0"
+
+
+def test_a_lane_without_workers_beside_it_reserves_its_card() -> None:
+    alone = plan(2, device="cpu", experts=LANE)
+    chosen = seats(alone, {("worker", 0): 1.0, ("experts", 0): 2.0})
+    assert chosen.bundles == ({"CPU": 1.0}, {"CPU": 2.0}, {"GPU": 1.0})
+    assert chosen.gpu == {"cuda:0": 2} and chosen.host == (0, 0, 0) and 2 not in chosen.of.values()
+    beside = plan(3, device="cuda", stages=2, experts={**LANE, "lane_device": "cuda:2"})
+    found = seats(beside, {("worker", 0): 1.0, ("worker", 1): 1.0, ("experts", 0): 2.0})
+    assert found.gpu == {"cuda:0": 0, "cuda:1": 1, "cuda:2": 3} and found.bundles[3] == {
+        "CPU": 1.0,
+        "GPU": 1.0,
+    }
+    # The large card is the lane's, whichever bundle Ray gave it to.
+    mixed = plan(sizes=(24, 24, 48), device="cuda", stages=2, experts={**LANE, "lane_device": "cuda:2"})
+    small, other, large = mixed.hardware.gpus
+    swapped = by_gpu(mixed, found, {0: ("2", large), 1: ("0", small), 3: ("1", other)})
+    assert swapped.gpu == {"cuda:0": 1, "cuda:1": 3, "cuda:2": 0}
+    assert swapped.of == {("worker", 0): 1, ("worker", 1): 3, ("experts", 0): 2}
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_an_expert_actor_is_shown_the_card_that_ray_reserved(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a worker on the lane's card, and with the card for the lane alone; another job has one."""
+
+    @ray.remote(num_gpus=1, num_cpus=0)
+    class Job:
+        def gpu(self) -> str:
+            return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
+
+    job = Job.remote()  # type: ignore[attr-defined]
+    taken = ray.get(job.gpu.remote(), timeout=60)
+    two = plan(2, device=device, experts=LANE)
+    config = make_config(rule={"device": device}, cluster="ray")
+    specs = actor_specs(two, config, "", formulas={})
+    cluster = RayCluster(two, specs, config.cluster, config.rule.ray, f"lane-{device}")
+    made: dict[Any, Any] = {}
+
+    def note(address: Any) -> None:
+        made[address] = cluster._actor_specs[address]
+
+    monkeypatch.setattr(cluster, "_create", note)
+    monkeypatch.setattr(cluster, "_introduce", lambda: None)
+    try:
+        cluster._spawn()
+        lane = made["experts", 0].arguments[-2].lane
+        seat = made["worker", 0].bundle_index if device == "cuda" else 2
+        behind = gpus_behind(cluster._group, seats(two, dict.fromkeys(made, 0.1)), 60)
+        assert lane.device == "cuda:0" and lane.visible == behind[seat][0] != taken
+    finally:
+        remove_placement_group(cluster._group)
+        ray.kill(job)
 
 
 @pytest.mark.ray
