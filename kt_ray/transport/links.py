@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kt_ray.gpu import host_event
 from kt_ray.timeline import SpanRecorder
 from kt_ray.transport.messages import Address, Lease, Mailbox, Message, Port
 
@@ -312,6 +313,6 @@ class StageLink(_Link):
 
 def _mark() -> torch.cuda.Event:
     """An event after all work queued on this stream so far."""
-    event = torch.cuda.Event()
+    event = host_event()
     event.record()
     return event
