@@ -219,6 +219,7 @@ def _experts(
                     isa=wanted.isa,
                     activations="retain" if wanted.activations == "auto" else wanted.activations,
                     host=host,
+                    answers=wanted.answers,
                 )
             )
     return tuple(actors), notes

@@ -77,7 +77,7 @@ class LanePlan:
 class ExpertActorPlan(HoldsExperts):
     """One expert actor. experts and by_layer: see HoldsExperts. node and cpus are numbers of its host.
 
-    lane: None = the CPU computes all.
+    lane: None = the CPU computes all. answers: type in which y and dx are sent.
     """
 
     rank: int
@@ -91,6 +91,7 @@ class ExpertActorPlan(HoldsExperts):
     by_layer: tuple[tuple[int, tuple[int, ...]], ...] = ()
     host: int = 0
     lane: LanePlan | None = None
+    answers: str = "float32"
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,14 @@ def test_bit_identical_to_one_process_and_a_killed_actor_ends_the_step_with_one_
 
 @pytest.mark.usefixtures("local_ray")
 def test_a_lane_gives_the_bits_of_one_process(checkpoint: Path) -> None:
-    lane = ("rule.experts.lane_device=cpu", "rule.experts.gpu_resident=2", "rule.experts.stream=0.5")
+    """And answers rounded to bfloat16, of two replicas."""
+    lane = (
+        "rule.replicas=2",
+        "rule.experts.answers=bfloat16",
+        "rule.experts.lane_device=cpu",
+        "rule.experts.gpu_resident=2",
+        "rule.experts.stream=0.5",
+    )
     config = config_for(checkpoint, *COMMON, "rule=cpu_2workers_2sockets", "rule.stages=1", *lane)
     cluster = ray_cluster(checkpoint, config, "lane")
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from kt_ray.actors.local_cluster import LocalCluster, LocalHandle
 from kt_ray.actors.ray import ray_actor
@@ -14,7 +15,7 @@ from kt_ray.actors.ray.ray_actor import Packed, Peer, RayPort
 from kt_ray.actors.specs import actor_specs
 from kt_ray.placement.transports import Transport
 from kt_ray.transport.messages import Address
-from kt_ray.transport.shared_memory import Arena, Block
+from kt_ray.transport.shared_memory import Arena, Block, TensorRef
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.runs import config_for, local_cluster, plan_for, steps
 
@@ -34,6 +35,11 @@ class _Doorbell:
 
 class _PoisoningArena(Arena):
     freed = 0
+    copied = 0  # tensors of expert actors
+
+    def write(self, tensor: Tensor) -> tuple[TensorRef, Block]:
+        _PoisoningArena.copied += self._name.startswith("experts")
+        return super().write(tensor)
 
     def free(self, block: Block) -> None:
         index, offset, size = block
@@ -46,7 +52,7 @@ class _ArenaCluster(LocalCluster):
     def _spawn(self) -> None:
         super()._spawn()
         ports = {
-            h.address: RayPort("test", h.actor.deliver, h.actor.abort, transport=Transport("arena", ""))
+            h.address: RayPort(h.actor.name, h.actor.deliver, h.actor.abort, transport=Transport("arena", ""))
             for h in self._local()
         }
         peers: Mapping[Address, Peer] = {a: Peer(_Doorbell(port), "here") for a, port in ports.items()}
@@ -68,6 +74,11 @@ class _ArenaCluster(LocalCluster):
             *("rule.device=cpu", "rule.stages=2", "rule.experts.sockets=2", "rule.groups=2", "rule.wave=3"),
             *("trainer.batch_size=8", "trainer.micro_batch_size=1", "rule.overlap=false"),
         ],
+        # Answers rounded on their way into shared memory, one block for both replicas.
+        [
+            *("rule.device=cpu", "rule.replicas=2", "rule.experts.sockets=2", "rule.groups=2"),
+            *("trainer.micro_batch_size=1", "rule.experts.answers=bfloat16"),
+        ],
         # A lane that gets every token, and keeps what it needs for backward.
         ["rule.device=cpu", "rule.experts.lane_device=cpu", "rule.experts.gpu_resident=8", "rule.groups=2"],
     ],
@@ -83,7 +94,7 @@ def test_no_block_is_read_after_release(
         expected = steps(local, config, BATCHES, 4)
     plan = plan_for(path, config)
     cluster: Any = _ArenaCluster(plan, actor_specs(plan, config, str(path)))
-    _PoisoningArena.freed = 0
+    _PoisoningArena.freed = _PoisoningArena.copied = 0
     try:
         cluster.start()
         observed = steps(cluster, config, BATCHES, 4)
@@ -91,3 +102,5 @@ def test_no_block_is_read_after_release(
         cluster.shutdown()
     assert observed == expected
     assert _PoisoningArena.freed > 100
+    # Every replica reads its rows where they were computed.
+    assert _PoisoningArena.copied == 0
