@@ -17,7 +17,7 @@ from kt_ray.placement.generation_memory import generates, room, step_tokens
 from kt_ray.placement.lane_plan import plan_lanes
 from kt_ray.placement.lane_share import LaneRates
 from kt_ray.placement.layout import Layout, choose_layout, layouts, with_layout
-from kt_ray.placement.memory import budgets
+from kt_ray.placement.memory import budgets, staged
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Plan, WorkerPlan
 from kt_ray.placement.render import counted
 from kt_ray.placement.split import LayerSplit, split_experts, split_layers
@@ -113,14 +113,16 @@ def _laid_out(
     else:
         chosen = fit(config, budget_of)
     notes += [*expert_notes, *chosen.notes, *_backend_notes(rule, hardware)]
+    groups = choose_groups(config, chosen.wave)
+    workers, experts = staged(dims, config, workers, keeping(chosen.activations), chosen.wave, groups, dtype)
     plan = Plan(
         dims=dims,
         hardware=hardware,
         workers=workers,
-        experts=keeping(chosen.activations),
+        experts=experts,
         stages=stages,
         replicas=rule.replica_count,
-        groups=choose_groups(config, chosen.wave),
+        groups=groups,
         wave=chosen.wave,
         overlap=rule.overlap,
         budgets=chosen.memory,

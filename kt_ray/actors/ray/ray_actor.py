@@ -107,11 +107,13 @@ class _Held:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another actor: its Ray handle, the node it runs on, and where to ring there (None = nowhere)."""
+    """Another actor: its Ray handle, the node it runs on, where to ring there (None = nowhere), and the
+    shared memory that it made at its start."""
 
     handle: Any
     node: str
     doorbell: DoorbellAddress | None = None
+    memory: TensorRef | None = None
 
 
 class RayPort:
@@ -153,6 +155,8 @@ class RayPort:
         self._ringers: dict[Address, Ringer] = {}
         self.epoch = -1
         self._arena = Arena(name)
+        self._memory: TensorRef | None = None  # what `reserve` made
+        self._pinned = pinned
         self._reader = ArenaReader(PageLock() if pinned else None)
         self._leases: dict[Lease, list[_Held]] = {}
         self._unsent: list[_Held] = []  # from `alloc`, not sent yet or not all of it
@@ -167,6 +171,21 @@ class RayPort:
         if self._doorbell is None:
             self._doorbell = Doorbell(lambda frame: self.receive(pickle.loads(frame)), self._lost)
         return self._doorbell.address
+
+    def reserve(self, size: int, *, resident: bool = False) -> TensorRef | None:
+        """Make the shared memory that messages of `size` bytes need at once; again, nothing happens.
+
+        Args:
+            resident: a peer will page-lock it.
+
+        Returns:
+            Where it lies; None if no peer shares memory with this actor.
+        """
+        if self._transport.near != "arena":
+            return None
+        if self._memory is None:
+            self._memory = self._arena.reserve(size, pinned=self._pinned, resident=resident)
+        return self._memory
 
     def connect(
         self,
@@ -196,8 +215,17 @@ class RayPort:
         self._node = peers[me].node
         self._ranks = {address: rank for rank, address in enumerate(sorted(peers))}
         self._find_doorbells()
+        if self._pinned:
+            self._map_ahead()
         if meeting is not None and len(peers) > 1:
             self._link = GlooLink(meeting, self._ranks[me], len(peers), host, self._timeout, self._lost)
+
+    def _map_ahead(self) -> None:
+        """Page-lock what the first pass will read: answers of experts, messages of neighbouring stages."""
+        for address, peer in self._peers.items():
+            read = address[0] == "experts" or abs(address[1] - self._me[1]) == 1
+            if read and peer.memory is not None and self.shares(address):
+                self._reader.read(peer.memory)
 
     def _find_doorbells(self) -> None:
         while self._ringers:
@@ -351,6 +379,7 @@ class RayPort:
         self._leases.clear()
         self._unsent.clear()
         self._arena.close()
+        self._memory = None
 
 
 class RayActor:
@@ -390,9 +419,13 @@ class RayActor:
         return f"{experts_per_layer(self.actor.plan, self.actor.experts.spec)} experts per layer"
 
     @ray.method(concurrency_group="control")
-    def place(self) -> tuple[str, DoorbellAddress | None]:
-        """The node, and where peers on it may ring."""
-        return str(ray.get_runtime_context().get_node_id()), self._port.listen()
+    def place(self) -> tuple[str, DoorbellAddress | None, TensorRef | None]:
+        """The node, where peers on it may ring, and the memory that this actor's messages will lie in."""
+        plan, rank = self.actor.plan, self.actor.rank
+        own = plan.workers[rank] if isinstance(self.actor, AttentionWorker) else plan.experts[rank]
+        locked = any(worker.device != "cpu" for worker in plan.workers)
+        memory = self._port.reserve(own.staging, resident=locked)
+        return str(ray.get_runtime_context().get_node_id()), self._port.listen(), memory
 
     @ray.method(concurrency_group="control")
     def meeting(self) -> Meeting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from kt_ray.actors.attention_worker import AttentionWorker
 from kt_ray.actors.local_cluster import LocalCluster, LocalHandle
 from kt_ray.actors.ray import ray_actor
 from kt_ray.actors.ray.ray_actor import Packed, Peer, RayPort
@@ -57,8 +59,15 @@ class _ArenaCluster(LocalCluster):
         }
         peers: Mapping[Address, Peer] = {a: Peer(_Doorbell(port), "here") for a, port in ports.items()}
         for handle in self._local():
-            handle.actor.port = ports[handle.address]
+            actor = handle.actor
+            actor.port = ports[handle.address]
+            parts: Any = self.plan.workers if isinstance(actor, AttentionWorker) else self.plan.experts
+            ports[handle.address].reserve(parts[actor.rank].staging)
             ports[handle.address].connect(handle.address, peers)
+
+    def arena_bytes(self) -> dict[Address, int]:
+        ports: dict[Address, Any] = {h.address: h.actor.port for h in self._local()}
+        return {address: port._arena.bytes for address, port in ports.items()}
 
     def _local(self) -> Sequence[LocalHandle]:
         return [h for h in self.handles if isinstance(h, LocalHandle)]
@@ -104,3 +113,44 @@ def test_no_block_is_read_after_release(
     assert _PoisoningArena.freed > 100
     # Every replica reads its rows where they were computed.
     assert _PoisoningArena.copied == 0
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["rule=cpu_1worker_1socket"],
+        ["rule=cpu_1worker_1socket", "rule.groups=4", "trainer.micro_batch_size=1", "model.dtype=bfloat16"],
+        ["rule.device=cpu", "rule.stages=3", "rule.experts.sockets=2", "rule.groups=2"],
+        [
+            *("rule.device=cpu", "rule.stages=2", "rule.replicas=2", "rule.experts.sockets=2"),
+            *("rule.groups=2", "trainer.micro_batch_size=1", "lora.rank=64"),
+        ],
+        [
+            *("rule.device=cpu", "rule.replicas=3", "rule.experts.sockets=2", "rule.groups=3"),
+            *("trainer.micro_batch_size=1", "rule.experts.answers=bfloat16"),
+        ],
+    ],
+)
+def test_arenas_are_made_at_the_start_and_do_not_grow(
+    tmp_path: Path, layout: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows as long as the plan allows, so every message is as large as the plan counts."""
+    monkeypatch.setattr(ray_actor, "INLINE_BYTES", -1)
+    path = build_checkpoint(tmp_path, "deepseek_v3")
+    length = 128
+    config = config_for(path, *layout, f"data.max_length={length}", "trainer.batch_size=12")
+    plan = plan_for(path, config)
+    cluster: Any = _ArenaCluster(plan, actor_specs(plan, config, str(path)))
+    try:
+        cluster.start()
+        made = cluster.arena_bytes()
+        steps(cluster, config, [random_rows(12, seed=s, lengths=(length,)) for s in range(2)], 3)
+        assert cluster.arena_bytes() == made
+    finally:
+        cluster.shutdown()
+    planned = {("worker", w.rank): w.staging for w in plan.workers}
+    planned |= {("experts", a.rank): a.staging for a in plan.experts}
+    page = mmap.PAGESIZE
+    assert made == {address: (size + page - 1) // page * page for address, size in planned.items()}
+    counted = sum(budget.items["staging"] for budget in plan.budgets if budget.is_socket)
+    assert sum(planned.values()) == counted
