@@ -155,6 +155,9 @@ class PacedLoop:
             self._seconds["experts_wait"] += time.monotonic() - begun
         self._compute(self.pace.before[layer] + self.pace.after[layer], group)
 
+    def check_recomputation(self) -> None:
+        pass
+
     def losses(self) -> list[list[float]]:
         return [[] for _ in self._groups]
 

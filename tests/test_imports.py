@@ -28,6 +28,7 @@ native: [torch]
 batch: [numpy]
 timeline:
 torch_environment:
+gpu: [torch]
 config: errors
 dims: errors disk
 hardware: errors disk config
@@ -38,25 +39,25 @@ tracking: disk timeline config
 evaluate: errors
 generate: errors [numpy torch]
 checkpoint: errors disk native [torch]
-model: errors native batch config placement generate checkpoint [numpy torch]
+model: errors gpu native batch config placement generate checkpoint [numpy torch]
 adapter: disk config checkpoint [torch]
 data: errors batch config [numpy]
-experts: errors native config placement optim checkpoint model [torch]
+experts: errors gpu native config placement optim checkpoint model [torch]
 demo: errors config data
-transport: timeline generate [numpy torch]
+transport: gpu timeline generate [numpy torch]
 train: errors batch timeline config placement optim tracking model data experts [numpy torch]
 actors: errors native batch timeline config placement optim generate checkpoint model adapter
     experts transport train [numpy torch]
 serve: errors generate data [numpy]
 actors/ray: errors torch_environment config hardware placement tracking generate data experts transport train
     actors serve [numpy torch ray]
-measure: native batch config hardware placement timing optim model transport [numpy torch]
+measure: gpu native batch config hardware placement timing optim model transport [numpy torch]
 runs: errors disk native batch config dims hardware placement timing tracking evaluate generate
     checkpoint model adapter data demo train actors actors/ray [numpy torch]
 doctor: errors native config dims hardware placement timing checkpoint demo actors actors/ray
     measure runs
 report: errors disk config tracking evaluate runs
-accept: errors disk config dims hardware placement timing doctor report
+accept: errors disk config dims hardware placement timing runs doctor report
 modes: errors native timeline config dims hardware placement timing tracking evaluate generate
     checkpoint data demo train actors serve actors/ray runs doctor report accept [numpy torch]
 recipe: errors config data

@@ -150,6 +150,8 @@ class AttentionWorker(PlainActor):
             self.doing = f"pass {spec.number}, {op.kind}, layer {op.layer}, group {op.group}"
             with recorder.span(op.kind, "compute", op.layer, op.group):
                 loop.run(op)
+        with recorder.span("check", "compute"):
+            loop.check_recomputation()
         experts.finish()
         stages.finish()
         self.doing = "idle"

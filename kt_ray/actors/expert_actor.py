@@ -15,14 +15,13 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kt_ray.actors.actor import PlainActor, worker_of_layer
 from kt_ray.actors.generation_session import GenerationReport
 from kt_ray.batch import PassSpec
 from kt_ray.experts import LocalExperts, LocalExpertsSpec
-from kt_ray.experts.local_experts import Alloc, new_memory
+from kt_ray.experts.local_experts import Alloc, Scratch, new_memory
 from kt_ray.generate.requests import SessionSpec
 from kt_ray.optim.optimizers import use_torch_threads
 from kt_ray.placement.order import expert_order
@@ -39,6 +38,7 @@ class ExpertActor(PlainActor):
         super().__init__(plan, ("experts", spec.rank), spec, spec.optim, timeout)
         use_torch_threads(spec.threads)
         self.experts = LocalExperts(spec)
+        self._joined: dict[str, Scratch] = {}  # name of a tensor -> all replicas' rows of it
 
     # -- life --------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class ExpertActor(PlainActor):
     def run_pass(self, spec: PassSpec) -> ExpertPassReport:
         """Compute every call of the planned order. Shapes and steps come with the messages."""
         self.check_restored()
-        # torch only copies and counts here; waiting OpenMP threads would spin on the engine's cores.
+        # torch only counts here; waiting OpenMP threads would spin on the engine's cores.
         self.claim_thread(1)
         self.port.release_all()
         self.experts.begin_pass(spec.step, spec.dropout, spec.adapters)
@@ -98,9 +98,10 @@ class ExpertActor(PlainActor):
                 if (replica, group) in leases:
                     self.port.release(leases.pop((replica, group)))
             with recorder.span("gather", "transfer", layer, group):
-                # A single request is read where it lies: the engine keeps copies of its own, and the sender
-                # leaves the memory alone until it has the answer.
-                inputs = {name: _concat([r.tensors[name] for r in requests]) for name in requests[0].tensors}
+                inputs = {
+                    name: self._join(name, [request.tensors[name] for request in requests])
+                    for name in requests[0].tensors
+                }
             with recorder.span(direction, "compute", layer, group):
                 answers = self._compute(direction, layer, group, inputs, keep=spec.kind == "train")
             start_row = 0
@@ -124,14 +125,25 @@ class ExpertActor(PlainActor):
     def _compute(
         self, direction: str, layer: int, group: int, inputs: dict[str, Tensor], *, keep: bool
     ) -> dict[str, Tensor]:
-        """One engine call: y_TH of forward, dx_TH and dw_TK of backward."""
-        # If one replica alone reads the answer where it lies, it is computed there.
-        shared = self.plan.replicas == 1 and self.port.shares(worker_of_layer(self.plan, layer, 0))
-        alloc: Alloc = self.port.alloc if shared else new_memory
+        """One engine call: y_TH of forward, dx_TH and dw_TK of backward, all replicas' rows in one block."""
+        workers = [worker_of_layer(self.plan, layer, replica) for replica in range(self.plan.replicas)]
+        alloc: Alloc = self.port.alloc if any(map(self.port.shares, workers)) else new_memory
         if direction == "forward":
             return self._forward(layer, group, inputs, alloc, keep=keep)
         dx_TH, dw_TK = self.experts.backward(layer, group, inputs["dy"], alloc=alloc)
         return {"dx": dx_TH, "dw": dw_TK}
+
+    def _join(self, name: str, parts: list[Tensor]) -> Tensor:
+        """All replicas' rows of a tensor.
+
+        A single request is read where it lies: the engine keeps copies of its own, and the sender leaves the
+        memory alone until it has the answer.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        rows = sum(part.shape[0] for part in parts)
+        whole = self._joined.setdefault(name, Scratch())((rows, *parts[0].shape[1:]), parts[0].dtype)
+        return self.experts.engine.join(parts, whole)
 
     def _forward(
         self, layer: int, group: int, inputs: dict[str, Tensor], alloc: Alloc, **how: Any
@@ -221,7 +233,3 @@ class ExpertActor(PlainActor):
     def keep_adapter(self, name: str, copy: bool) -> None:
         """Keep this actor's present LoRA for requests that name it."""
         self.experts.keep(name, copy=copy)
-
-
-def _concat(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

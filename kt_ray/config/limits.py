@@ -36,6 +36,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "rule.experts.backend": ("auto", "AMXBF16", "AMXINT8", "AMXINT4", "llamafile"),
     "rule.experts.isa": ("auto", "reference", "avx2", "avx512", "avx512_bf16", "amx"),
     "rule.experts.activations": ("auto", "retain", "recompute"),
+    "rule.experts.answers": ("float32", "bfloat16"),
     "rule.experts.placement": ("auto", "contiguous", "balanced"),
     "rule.experts.stream": ("off", "auto"),
     "rule.ray.strategy": ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),

@@ -36,6 +36,7 @@ class ExpertsRule:
     isa: str = "auto"
     threads: int | str = "auto"
     activations: str = "auto"
+    answers: str = "float32"
     placement: str = "auto"
     load: str | None = None
     gpu_resident: int = 0

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kt_ray.errors import UserError
+from kt_ray.gpu import host_event
 
 
 class LaneDevice:
@@ -79,7 +80,9 @@ class LaneDevice:
     def finish(self) -> None:
         """The host waits for the computing queue (for one event of it)."""
         if self.is_cuda:
-            self._computing.record_event().synchronize()
+            event = host_event()
+            event.record(self._computing)
+            event.synchronize()
 
     def upload(self, tensor: Tensor) -> Tensor:
         """A host tensor on the device, on the current queue; page-locked ones do not hold the host up."""

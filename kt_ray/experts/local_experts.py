@@ -9,6 +9,7 @@ Legend: T tokens, H hidden size, K experts per token, E local experts.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,21 @@ _TARGETS: dict[str, Target] = {"AMXINT8": "int8", "AMXINT4": "int4"}
 
 def new_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype)
+
+
+class Scratch:
+    """One tensor's memory, used again by the next: fresh pages would be touched in every call."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Any content; what was returned before is overwritten."""
+        size = math.prod(shape) * dtype.itemsize
+        if self._memory.numel() < size:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # gives the old one back first
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory[:size].view(dtype).view(tuple(shape))
 
 
 @dataclass(frozen=True)
@@ -78,6 +94,7 @@ class LocalExperts:
         self.load_seconds = 0.0
         self.weight_bytes = 0
         self._local_ids: dict[int, Tensor] = {}  # layer -> local id by global one
+        self._exact = Scratch()  # y or dx before it is rounded
         self._grads: dict[int, ExpertLora] = {}
         self._adapters: dict[str, dict[int, ExpertLora]] = {}  # for generation, by name
         self._kept: dict[tuple[int, int], _Kept] = {}  # by layer and group
@@ -226,7 +243,7 @@ class LocalExperts:
                 None = as begin_pass said.
 
         Returns:
-            y [T, H] float32.
+            y [T, H] in the type of `spec.answers`.
         """
         start = time.monotonic()
         experts = len(self.order[layer])
@@ -246,7 +263,7 @@ class LocalExperts:
                 self.counters.lane_slots += sum(counts[e] for e in chosen)
         saved: Saved | None = None
         try:
-            y_TH = alloc(x_TH.shape, torch.float32)
+            y_TH = self._result(x_TH.shape, alloc)
             if layer in self.weights:
                 save: bool | Literal["recompute"] = keep
                 if keep and self.spec.activations == "recompute":
@@ -276,8 +293,19 @@ class LocalExperts:
         if keep:
             self._kept[layer, group] = _Kept(saved, lane_saved, sum(counts), ids_TK.shape)
         self._count(layer, counts)
+        y_TH = self._answer(y_TH, alloc)
         self.counters.forward_seconds += time.monotonic() - start
         return y_TH
+
+    def _result(self, shape: Sequence[int], alloc: Alloc) -> Tensor:
+        """Float32 memory for y or dx: where the answer lies, unless it is rounded on its way there."""
+        return (alloc if self.spec.answers == "float32" else self._exact)(shape, torch.float32)
+
+    def _answer(self, exact_TH: Tensor, alloc: Alloc) -> Tensor:
+        """y or dx as it is sent."""
+        if self.spec.answers == "float32":
+            return exact_TH
+        return self.engine.join([exact_TH], alloc(exact_TH.shape, torch.bfloat16))
 
     def _count(self, layer: int, counts: Sequence[int]) -> None:
         """A forward whose local experts have `counts` slots."""
@@ -293,7 +321,8 @@ class LocalExperts:
     def backward(
         self, layer: int, group: int, dy_TH: Tensor, *, alloc: Alloc = new_memory
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of the forward of (layer, group): dx [T, H] and d(router weights) [T, K], float32.
+        """Gradients of the forward of (layer, group): dx [T, H] in the type of `spec.answers`, and d(router
+        weights) [T, K], float32.
 
         LoRA gradients are added to those of the passes before.
 
@@ -302,7 +331,7 @@ class LocalExperts:
         """
         start = time.monotonic()
         kept, lora, grads = self._kept.pop((layer, group)), self.lora.get(layer), self._grads.get(layer)
-        dx_TH, dw_TK = alloc(dy_TH.shape, torch.float32), alloc(kept.shape, torch.float32)
+        dx_TH, dw_TK = self._result(dy_TH.shape, alloc), alloc(kept.shape, torch.float32)
         pending = None
         if self.lane is not None and kept.lane is not None:
             pending = self.lane.backward(layer, kept.lane, dy_TH, lora)
@@ -336,6 +365,7 @@ class LocalExperts:
         self.counters.backward_slots += kept.slots
         if self.spec.activations == "recompute":
             self.counters.recomputed_slots += kept.slots
+        dx_TH = self._answer(dx_TH, alloc)
         self.counters.backward_seconds += time.monotonic() - start
         return dx_TH, dw_TK
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kt_ray.gpu import choose_attention_kernels
 from kt_ray.hardware.rates import Curve, DeviceRate, Figure, LinkRate
 from kt_ray.measure.blocks import Timed, measure_blocks
 from kt_ray.measure.timing import SECONDS, median_seconds, torch_threads
@@ -47,6 +48,7 @@ def measure_gpu(
         size: bytes of the largest tensors.
     """
     on_gpu = device.type == "cuda"
+    choose_attention_kernels()
 
     def timed(call: Callable[[], object]) -> float:
         def done() -> None:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from kt_ray.gpu import host_event
+
 
 class Clock:
     """Seconds by term. Host time inside a span of another term is not counted there.
@@ -30,7 +32,7 @@ class Clock:
             with self.host(term):
                 yield
             return
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, stop = (host_event(timing=True) for _ in range(2))
         start.record()
         self._inner.append(0.0)
         try:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from kt_ray.batch import PassSpec
 from kt_ray.errors import BadStep
+from kt_ray.gpu import host_event
 from kt_ray.model.build import StageModel
 from kt_ray.model.clock import Clock
 from kt_ray.model.dropout import DropoutContext
@@ -101,6 +102,16 @@ class StageExchange(Protocol):
     def receive_grad(self, group: int) -> list[Tensor]: ...
 
 
+class _Compared(NamedTuple):
+    """A group's recomputed MoE layer. found: float64 [3] on the device: tokens that chose other experts,
+    largest difference of a routing weight, largest routing weight."""
+
+    layer: int
+    group: int
+    tokens: int
+    found: Tensor
+
+
 class _Stop(Exception):
     """Leaves a layer at its experts hook."""
 
@@ -141,6 +152,7 @@ class LayerLoop:
         self.watch = watch
         self.train = spec.kind == "train"
         self.loss_sum = 0.0  # of the losses so far (last stage)
+        self._compared: list[_Compared] = []  # recomputed MoE layers of this pass
 
     def run(self, op: Op) -> None:
         """Do one operation of the stage's program. Raises ValueError: the loop has no such operation."""
@@ -365,23 +377,41 @@ class LayerLoop:
         return graph, ids
 
     def _compare(self, layer: int, group: int, ids: list[Tensor]) -> None:
-        """Hold the recomputation against the forward."""
+        """Hold the recomputation against the forward; `check_recomputation` looks at what was found."""
         before = self.groups[group].routes.pop(layer)
         if before.ids_TK.numel() == 0:
             return
-        differs = int((before.ids_TK != torch.cat(ids)).any(dim=1).sum())
-        if differs:
-            raise RuntimeError(
-                f"layer {layer}, group {group}: the recomputation chose other experts than the forward for "
-                f"{differs} of {before.ids_TK.shape[0]} tokens"
-            )
         graphs = self.groups[group].graphs[layer]
         weights_TK = torch.cat([g.weights_TK.detach() for g in graphs if g.weights_TK is not None])
-        drift = float((before.weights_TK.float() - weights_TK.float()).abs().max())
-        if not drift <= _WEIGHT_TOLERANCE * float(before.weights_TK.abs().max()):
-            raise RuntimeError(
-                f"layer {layer}, group {group}: recomputed routing weights differ by {drift:.3g}"
-            )
+        found = (
+            (before.ids_TK != torch.cat(ids)).any(dim=1).sum(),
+            (before.weights_TK.float() - weights_TK.float()).abs().max(),
+            before.weights_TK.abs().max(),
+        )
+        compared = _Compared(layer, group, before.ids_TK.shape[0], torch.stack([f.double() for f in found]))
+        self._compared.append(compared)
+
+    def check_recomputation(self) -> None:
+        """At a pass's end: every layer was computed again as in its forward. Once, since the host waits here
+        for all that the device has to do.
+
+        Raises:
+            RuntimeError: the first layer that was not, in the order of the recomputation.
+        """
+        compared, self._compared = self._compared, []
+        if not compared:
+            return
+        found = torch.stack([c.found for c in compared]).tolist()
+        for c, (differs, drift, largest) in zip(compared, found, strict=True):
+            if differs:
+                raise RuntimeError(
+                    f"layer {c.layer}, group {c.group}: the recomputation chose other experts than the "
+                    f"forward for {differs:.0f} of {c.tokens} tokens"
+                )
+            if not drift <= _WEIGHT_TOLERANCE * largest:
+                raise RuntimeError(
+                    f"layer {c.layer}, group {c.group}: recomputed routing weights differ by {drift:.3g}"
+                )
 
     def _submit_leaf_gradients(self, layer: int, group: int, ys: list[Tensor], grads: list[Tensor]) -> None:
         """Non-affine layers: dy is the gradient at y."""
@@ -480,7 +510,7 @@ class LayerLoop:
                 to.copy_(part.detach(), non_blocking=True)
             host.append(whole)
         if self.device.type == "cuda":
-            done = torch.cuda.Event()
+            done = host_event()
             done.record()
             done.synchronize()
         return tuple(host)

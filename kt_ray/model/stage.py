@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kt_ray.batch import PassSpec
+from kt_ray.gpu import choose_attention_kernels
 from kt_ray.model.build import StageModel, build_stage_model
 from kt_ray.model.clock import Clock
 from kt_ray.model.dropout import DropoutContext
@@ -51,6 +52,7 @@ class Stage:
     """
 
     def __init__(self, spec: StageSpec) -> None:
+        choose_attention_kernels()
         with _building:
             self._build(spec)
 

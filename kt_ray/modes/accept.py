@@ -15,8 +15,8 @@ import psutil
 from rich.console import Console
 
 from kt_ray.accept import fast, here, right, whole_runs
+from kt_ray.accept.accept_page import verdict, write_archive, write_pages
 from kt_ray.accept.items import FAIL, QUICK, REPO, SHARES, Directory, Item, Result, do
-from kt_ray.accept.page import verdict, write_archive, write_pages
 from kt_ray.config.schema import Config
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError

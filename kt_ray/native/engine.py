@@ -300,6 +300,23 @@ class Engine:
         )
         return dx_TH, dw_TK
 
+    def join(self, parts: Sequence[Tensor], out: Tensor) -> Tensor:
+        """Copy parts into `out`, one after another along the rows, on all threads.
+
+        torch's own threads, waiting for the next copy, would spin on the engine's cores.
+
+        Args:
+            parts: contiguous [T_i, ...] of one type, float32, bfloat16, int32 or int64.
+            out: contiguous [sum of T_i, ...] of that type; or bfloat16, to which float32 is rounded (to
+                nearest, ties to even).
+
+        Returns:
+            out.
+        """
+        named = [_arg(f"parts[{i}]", part) for i, part in enumerate(parts)]
+        self._engine.join(named, _arg("out", out))
+        return out
+
     def close(self) -> None:
         """End the threads and free the memory; the engine is of no use afterwards. Idempotent."""
         self._engine.close()

@@ -9,7 +9,7 @@ Expert actor with a share s of the experts (engine_memory.py has the engine's ow
     workspace         one engine call of T_g tokens and T_g * K * s rows; scratch of every thread;
                       T_g * H * 16, what goes in and out in float32, twice; 2 MiB for each buffer of at
                       least that size, which are whole huge pages
-    staging           2 * T * H * 4: answers y, then dx; arenas grow by doubling, hence the 2
+    staging           `expert_staging`
 Attention worker with n layers:
     kept              n * T_r * (streams * H * b + K * 12): input of every layer; routing
     workspace         T_r * (one layer's linear inputs and outputs, LoRA inputs in float32, its dropout
@@ -17,7 +17,7 @@ Attention worker with n layers:
                       what a LoRA module needs for a moment, of one micro-batch (`adapter_scratch_bytes`);
                       T_r * data.max_length of attention masks, kept for the whole pass (`mask_bytes`)
     logits            rows of one chunk * vocabulary * (b + 8), on the last stage
-    staging           2 * T_r * H * (4 + 2 * streams * b): x or dy, and h and its gradient for a neighbour
+    staging           `worker_staging`
 Generation keeps caches in place of activations: `generation_memory`.
 LoRA is float32: 4 bytes for the weights, 4 for the gradients; AdamW's moments another 8. Expert
 LoRA stays in its actor; the masters and moments of all other LoRA are held by worker 0.
@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from kt_ray.config.schema import Config, DataConfig, LoraConfig
@@ -47,6 +47,7 @@ from kt_ray.placement.generation_memory import (
 )
 from kt_ray.placement.lane_plan import LaneMemory, lane_lines, resident_count
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, WorkerPlan
+from kt_ray.placement.staging import expert_staging, worker_staging
 
 GIB = 1 << 30
 
@@ -221,6 +222,27 @@ def budgets(
     return tuple(sorted(of_devices, key=place))
 
 
+def staged(
+    dims: ModelDims,
+    config: Config,
+    workers: Sequence[WorkerPlan],
+    experts: Sequence[ExpertActorPlan],
+    wave: int,
+    groups: int,
+    dtype: str,
+) -> tuple[tuple[WorkerPlan, ...], tuple[ExpertActorPlan, ...]]:
+    """The actors with the bytes of `budgets`' item "staging" that are each one's."""
+    load, stages = load_of(config, wave, groups), 1 + max(worker.stage for worker in workers)
+
+    def own(worker: WorkerPlan) -> int:
+        return math.ceil(worker_items(dims, config, load, worker, stages, dtype)["staging"])
+
+    return (
+        tuple(replace(worker, staging=own(worker)) for worker in workers),
+        tuple(replace(a, staging=expert_staging(dims, load.total, a.answers)) for a in experts),
+    )
+
+
 def home_socket(worker: WorkerPlan, hardware: Hardware) -> str:
     """The socket of host 0 whose memory and cores an attention worker's host side uses."""
     sockets = hardware.on(0)
@@ -305,7 +327,6 @@ def worker_items(
         load.replica * size + load.micro * adapter_scratch_bytes(dims, config, layer)
         for layer, size in kept_by_layer.items()
     )
-    neighbours = dims.hidden_streams * (2 if stages > 1 else 0)
     logits = logit_rows(config.trainer.loss_chunk, load.micro, dims.vocab_size)
     items: dict[str, float] = {
         "weights": weights + element * (dims.outside_params if last else 0),
@@ -317,7 +338,14 @@ def worker_items(
         "workspace": max(recompute + unpacked + load.replica * hidden * 8, 4 * probed)
         + mask_bytes(dims, config, load, dtype),
         "logits": logits * dims.vocab_size * (element + 8) if last else 0,
-        "staging": 2 * load.replica * hidden * (4 + neighbours * element),
+        "staging": worker_staging(
+            dims,
+            load.replica,
+            stages=stages,
+            workers=stages * config.rule.replica_count,
+            adapters=all_adapters if root else adapters,
+            dtype=dtype,
+        ),
     }
 
     def generating(config: Config) -> dict[str, float]:
@@ -371,7 +399,7 @@ def _expert_actor(
         "optimizer": 8 * adapters,
         "kept activations": layers * sum(kept.values()),
         "workspace": call + large * HUGE_PAGE,
-        "staging": 2 * load.total * width * 4,
+        "staging": expert_staging(dims, load.total, actor.answers),
         "runtime": EXPERT_RUNTIME if config.cluster.name == "ray" else 0,
     }
 

@@ -18,7 +18,7 @@ from kt_ray.placement.generation_memory import generates, room, step_tokens
 from kt_ray.placement.lane_plan import plan_lanes
 from kt_ray.placement.lane_share import LaneRates
 from kt_ray.placement.layout import Layout, choose_layout, layouts, with_layout
-from kt_ray.placement.memory import budgets
+from kt_ray.placement.memory import budgets, staged
 from kt_ray.placement.plan_types import Budget, ExpertActorPlan, Plan, WorkerPlan
 from kt_ray.placement.render import counted, gib
 from kt_ray.placement.split import LayerSplit, split_experts, split_layers
@@ -115,14 +115,16 @@ def _laid_out(
         chosen = fit(config, budget_of)
     notes += [*expert_notes, *chosen.notes, *_room_notes(hardware, chosen.memory)]
     notes += _backend_notes(rule, hardware)
+    groups = choose_groups(config, chosen.wave)
+    workers, experts = staged(dims, config, workers, keeping(chosen.activations), chosen.wave, groups, dtype)
     plan = Plan(
         dims=dims,
         hardware=hardware,
         workers=workers,
-        experts=keeping(chosen.activations),
+        experts=experts,
         stages=stages,
         replicas=rule.replica_count,
-        groups=choose_groups(config, chosen.wave),
+        groups=groups,
         wave=chosen.wave,
         overlap=rule.overlap,
         budgets=chosen.memory,
@@ -236,6 +238,7 @@ def _experts(
                     isa=wanted.isa,
                     activations="retain" if wanted.activations == "auto" else wanted.activations,
                     host=host,
+                    answers=wanted.answers,
                 )
             )
     return tuple(actors), notes

@@ -16,7 +16,8 @@ class WorkerPlan:
     """One attention worker.
 
     rank: replica * stages + stage. layers: half-open range [start, stop). device: "cuda:i" (the
-    plan's ordinal) or "cpu". threads: torch threads. cpus: CPUs it may use (empty = any).
+    plan's ordinal) or "cpu". threads: torch threads. cpus: CPUs it may use (empty = any). staging: bytes of
+    shared memory for its messages, worst case.
     """
 
     rank: int
@@ -26,6 +27,7 @@ class WorkerPlan:
     device: str
     threads: int
     cpus: tuple[int, ...] = ()
+    staging: int = 0
 
 
 class HoldsExperts:
@@ -77,7 +79,8 @@ class LanePlan:
 class ExpertActorPlan(HoldsExperts):
     """One expert actor. experts and by_layer: see HoldsExperts. node and cpus are numbers of its host.
 
-    lane: None = the CPU computes all.
+    lane: None = the CPU computes all. answers: type in which y and dx are sent. staging: as
+    of a worker.
     """
 
     rank: int
@@ -91,6 +94,8 @@ class ExpertActorPlan(HoldsExperts):
     by_layer: tuple[tuple[int, tuple[int, ...]], ...] = ()
     host: int = 0
     lane: LanePlan | None = None
+    answers: str = "float32"
+    staging: int = 0
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from kt_ray.dims.weight_formats import ELEMENT_BYTES
 from kt_ray.placement.plan_types import Plan
 
-_FLOAT = 4  # y, dy, dx, d(router weights) and router weights travel in float32
+_FLOAT = 4  # dy, d(router weights) and router weights travel in float32
 _ID = 4  # expert ids travel as int32
 _KEY = 8  # dropout keys: sample and position
 
@@ -76,6 +77,7 @@ def traffic(plan: Plan, far: Sequence[int] | None = None, tokens: float | None =
             is_far = actor.rank in away
             share = touched(dims.num_experts, len(actor.experts_of(layer)), k) if is_far else 1.0
             n = count * share
+            answer = ELEMENT_BYTES[actor.answers] * width
             links.append(
                 Link(
                     layer=layer,
@@ -83,9 +85,9 @@ def traffic(plan: Plan, far: Sequence[int] | None = None, tokens: float | None =
                     far=is_far,
                     tokens=n,
                     forward_there=n * (x_bytes * width + (_ID + _FLOAT) * k + _KEY),
-                    forward_back=n * _FLOAT * width,
+                    forward_back=n * answer,
                     backward_there=n * _FLOAT * width,
-                    backward_back=n * _FLOAT * (width + k),
+                    backward_back=n * (answer + _FLOAT * k),
                 )
             )
     hidden = 2 * count * x_bytes * dims.hidden_size * dims.hidden_streams

@@ -299,6 +299,8 @@ def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[dict[str, 
         for activations in ("retain", "recompute"):
             if activations != rule.experts.activations:
                 yield {"rule.experts.activations": activations}, same
+    if rule.experts.answers == "float32":
+        yield {"rule.experts.answers": "bfloat16"}, "y and dx rounded on their way, docs/numerics.md"
     if isinstance(rule.wave, int):
         yield {"rule.wave": "auto"}, same
     for factor in (2, 4):

@@ -6,7 +6,8 @@ Who does what in seconds, an actor alone on its cores:
                 experts and what it adds up of their answers
     experts     products of gate, up and down over the measured rate at the rows an expert gets, LoRA and
                 elementwise work included in the rate and scaled to this shape; never less than the weights
-                as stored over the socket's memory; activations=recompute adds gate and up again
+                as stored over the socket's memory; activations=recompute adds gate and up again; replicas'
+                rows are joined, answers=bfloat16 rounded, by all of the engine's threads
     transport   a message's fixed seconds, bytes over shared memory, PCIe or the network (`Carriage`)
     step's end  gradients to the first worker, norms, AdamW, adapters back
 
@@ -226,7 +227,7 @@ class PlanDurations:
         memory = self.rates.memory
         speed = memory.read_all.value if holder.threads > 1 else memory.read_one.value
         least = busy * self.expert_weight_bytes / speed
-        return max(total, least) + self._around(tokens, direction, holder.threads)
+        return max(total, least) + self._around(actor, tokens, direction)
 
     def _kernel(self, direction: str, slots: float, rows: float, threads: int) -> float:
         """Engine seconds. What does not multiply frozen matrices (LoRA, activation, adding to tokens) grows
@@ -241,13 +242,28 @@ class PlanDurations:
         grown = (hidden + inter) / (hidden * inter) * (rate.hidden * rate.inter) / (rate.hidden + rate.inter)
         return flop / speed * (1 - other + other * grown)
 
-    def _around(self, tokens: int, direction: str, threads: int) -> float:
-        """What the actor does beside the engine: joining messages, writing the answer out."""
-        elements, rate = tokens * self.plan.dims.expert_width, self.rates.cpu_rate(threads)
-        joined = elements / (NORM_PASSES * rate.block.norm.value) if self.plan.replicas > 1 else 0.0
-        # In one process tensors are handed over, not copied into shared memory.
-        written = 4 * elements / self.rates.transport.arena_bytes.value if self._shares_memory else 0.0
-        return joined + written + dispatch_seconds(CALL_OPS, rate, rate)
+    def _around(self, actor: int, tokens: int, direction: str) -> float:
+        """What the actor does beside a call's products: joining replicas' rows, rounding the answer.
+
+        An answer that is not rounded is computed where it is read.
+        """
+        holder = self.plan.experts[actor]
+        elements, rate = tokens * self.plan.dims.expert_width, self.rates.cpu_rate(holder.threads)
+        copied = 0.0
+        if self.plan.replicas > 1:
+            copied += elements * self._sent_bytes(direction)
+        if holder.answers != "float32":
+            copied += elements * (4 + ELEMENT_BYTES[holder.answers]) / 2  # a copied byte is read and written
+        return copied / self._copied_per_second(holder.threads) + dispatch_seconds(CALL_OPS, rate, rate)
+
+    def _sent_bytes(self, direction: str) -> int:
+        """Of an element of what the experts get: x in the type that attention computes in, dy in float32."""
+        return ELEMENT_BYTES[self.plan.dtype] if direction == "forward" else 4
+
+    def _copied_per_second(self, threads: int) -> float:
+        """Bytes/s that so many threads of a socket copy."""
+        memory, share = self.rates.memory, min(1.0, threads / max(1, self.rates.cpu_all.threads))
+        return max(memory.copy_one.value, memory.copy_all.value * share)
 
     @cached_property
     def expert_rate(self) -> ExpertRate:
@@ -267,15 +283,15 @@ class PlanDurations:
     # -- messages ----------------------------------------------------------------------------
 
     def request(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
-        dims, e = self.plan.dims, ELEMENT_BYTES[self.plan.dtype]
-        row = dims.expert_width * (e if direction == "forward" else 4)
+        dims = self.plan.dims
+        row = dims.expert_width * self._sent_bytes(direction)
         if direction == "forward":
             row += dims.experts_per_token * 8 + 8
         return self._carriage(worker, actors, tokens, row, "out")
 
     def reply(self, worker: int, actors: ExpertClass, direction: str, tokens: int) -> Carriage:
-        dims = self.plan.dims
-        row = dims.expert_width * 4 + (dims.experts_per_token * 4 if direction == "backward" else 0)
+        dims, answer = self.plan.dims, ELEMENT_BYTES[self.plan.experts[actors.actors[0]].answers]
+        row = dims.expert_width * answer + (dims.experts_per_token * 4 if direction == "backward" else 0)
         return self._carriage(worker, actors, tokens, row, "in")
 
     def stage(self, worker: int, to: int, tokens: int) -> Carriage:
@@ -373,7 +389,7 @@ class PlanDurations:
             actor = plan.experts[c.actors[0]]
             params = per_expert * sum(actor.counts(dims.moe_layers))
             share = min(1.0, actor.threads / max(1, rates.cpu_all.threads))
-            copying = max(copied, rates.memory.copy_all.value * share)
+            copying = self._copied_per_second(actor.threads)
             count = 6 * len(dims.moe_layers) if params else 0
             expert_norms.append(params * SUM_BYTES / 2 / copying + 2 * count * small)
             expert_steps.append(params / (optimizer * share) + params * 2 / copying + 2 * count * small)

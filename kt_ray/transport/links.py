@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kt_ray.gpu import host_event
 from kt_ray.timeline import SpanRecorder
 from kt_ray.transport.messages import Address, Lease, Mailbox, Message, Port
 
@@ -218,14 +219,18 @@ class ExpertLink(_Link):
         return sums
 
     def _whole(self, layer: int, group: int, rank: int, part: Tensor) -> Tensor:
-        """An answer for all tokens, on the device; a copy from rank 0, as the others are added to it."""
+        """An answer for all tokens, on the device; rank 0's a float32 copy, as the others are added to it."""
         routed = self._routed[layer, group]
         rows = routed.rows.get(rank)
-        # Never the answer itself where it will be changed: it lies in memory that its sender uses again.
-        part = part.to(self._device, non_blocking=True, copy=rank == 0 and rows is None)
+        if rows is None and rank > 0:
+            return part.to(self._device, non_blocking=True)
         if rows is None:
-            return part
-        full = torch.zeros(routed.tokens, *part.shape[1:], dtype=part.dtype, device=self._device)
+            # Never the answer itself, which will be changed: it lies in memory that its sender uses again.
+            rounded = part.dtype != torch.float32  # then the change of type copies, where the sums are
+            part = part.to(self._device, non_blocking=True, copy=not rounded)
+            return part.float()
+        full = torch.zeros(routed.tokens, *part.shape[1:], dtype=torch.float32, device=self._device)
+        part = part.to(self._device, non_blocking=True).float()
         return full.index_copy_(0, rows.to(self._device), part)
 
 
@@ -312,6 +317,6 @@ class StageLink(_Link):
 
 def _mark() -> torch.cuda.Event:
     """An event after all work queued on this stream so far."""
-    event = torch.cuda.Event()
+    event = host_event()
     event.record()
     return event

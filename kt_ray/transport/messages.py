@@ -130,8 +130,8 @@ class Port(Protocol):
     def alloc(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
         """Memory for a tensor that will be sent: filled in place, it travels to sharers without a copy.
 
-        Belongs to the message it is sent in, and is free again when that send's lease is released, or, never
-        sent, at `release_all`.
+        Sent as a whole or in slices, each once: it is free again when all of it was sent and the leases of
+        these sends are released, or, never sent, at `release_all`.
 
         Args:
             pinned: page-locked, for copies from and to CUDA.

@@ -149,10 +149,12 @@ class PageLock:
 
 
 class Arena:
-    """First-fit allocation over growing segments. Not thread-safe: one writer, its compute thread.
+    """First-fit allocation over segments. Not thread-safe: one writer, its compute thread.
 
-    Between passes everything is free again, so an arena is never larger than the pass that needed most made
-    it: twice that pass's bytes, and what first fit loses between blocks.
+    The first segment is reserved at the start, as large as the plan says that messages get. More are made
+    only if that is too little. Between passes everything is free again, so an arena is never larger than the
+    pass that needed most made it: beyond what is reserved, twice that pass's bytes, and what first fit loses
+    between blocks.
 
     Args:
         name: of the segments, as /proc shows them.
@@ -163,6 +165,32 @@ class Arena:
         self._name = name
         self._lock = lock or PageLock()
         self._segments: list[_Segment] = []
+        self._reserved = 0  # bytes
+
+    def reserve(self, size: int, *, pinned: bool = False, resident: bool = False) -> TensorRef:
+        """Make the first segment, before anything is allocated.
+
+        Args:
+            pinned: page-lock it for CUDA. resident: touch its pages, as a peer will page-lock them: they then
+                lie on the node of this process.
+
+        Returns:
+            All of it, for peers.
+        """
+        assert not self._segments, "reserve() comes first"
+        segment = self._new_segment(max(1, size))
+        self._reserved = segment.size
+        whole = _view(segment.map, 0, torch.uint8, (segment.size,))
+        if resident:
+            whole.zero_()
+        if pinned:
+            self._lock.register(_address(segment.map), segment.size)
+        return TensorRef(segment.path, segment.inode, segment.size, 0, "uint8", tuple(whole.shape))
+
+    def _new_segment(self, size: int) -> _Segment:
+        segment = _Segment(size, f"kt_ray-{self._name}-{len(self._segments)}")
+        self._segments.append(segment)
+        return segment
 
     @property
     def bytes(self) -> int:
@@ -185,8 +213,7 @@ class Arena:
         else:
             index = len(self._segments)
             # Doubling keeps the number of segments small whatever the sizes are.
-            segment = _Segment(max(size, MIN_SEGMENT, self.bytes), f"kt_ray-{self._name}-{index}")
-            self._segments.append(segment)
+            segment = self._new_segment(max(size, MIN_SEGMENT, self.bytes - self._reserved))
             offset = segment.take(size)
             assert offset is not None
         if pinned:
@@ -211,6 +238,7 @@ class Arena:
         for segment in self._segments:
             os.close(segment.fd)
         self._segments.clear()
+        self._reserved = 0
 
 
 class ArenaReader:

@@ -198,6 +198,16 @@ def shared_memory(pid: int) -> set[str]:
     return {m.group(1) for n in names if (m := re.match(r"/memfd:kt_ray-(\w+-\d+)-", n))}
 
 
+def arena_bytes(pid: int, actor: str) -> int:
+    """Shared memory that an actor's process has made for its own messages."""
+    sizes = {}  # by file: mmap keeps a descriptor of its own
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(link).startswith(f"/memfd:kt_ray-{actor}-"):
+                sizes[link.stat().st_ino] = link.stat().st_size
+    return sum(sizes.values())
+
+
 def free_ports(count: int) -> list[int]:
     """Distinct free ports outside the ranges that Ray and the kernel hand out themselves."""
     ports: list[int] = []

@@ -188,6 +188,8 @@ def run(stages: Sequence[Stage], spec: PassSpec, experts: Reference) -> Run:
     grads: dict[str, Tensor] = {}
     if spec.kind == "train":
         backward(stages, loops)
+        for loop in loops:
+            loop.check_recomputation()
         own = {name: p.grad for stage in stages for name, p in stage.parameters.items()}
         for name, tensor in experts.parameters.items():
             grad = own.get(name) if name in own else tensor.grad

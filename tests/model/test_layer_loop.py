@@ -95,8 +95,10 @@ def test_recomputation_that_chooses_other_experts_raises(
     router = find_router(stage.model.layers[2])
     with torch.no_grad():
         router.weight.copy_(router.weight.flip(0))
-    with pytest.raises(RuntimeError, match="layer 2, group 1: the recomputation chose other experts"):
+    with pytest.raises(RuntimeError, match="layer 2, group 0: the recomputation chose other experts"):
+        loop.recompute(2, 0)
         loop.recompute(2, 1)
+        loop.check_recomputation()
 
 
 def test_recomputation_with_other_weights_raises(checkpoint: Checkpoint) -> None:
@@ -106,6 +108,34 @@ def test_recomputation_with_other_weights_raises(checkpoint: Checkpoint) -> None
     find_router(stage.model.layers[2]).routed_scaling_factor *= 1.001
     with pytest.raises(RuntimeError, match="layer 2, group 0: recomputed routing weights differ"):
         loop.recompute(2, 0)
+        loop.check_recomputation()
+
+
+def test_recomputation_is_looked_at_once_per_pass(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for the device at the end and not at every layer; the layer is named all the same."""
+    reference, (stage,) = ready(checkpoint("qwen3_moe"), LORA, (0, 3))
+    reference.set_pass(0, True)
+    (loop,) = forward([stage], pass_spec(ROWS, groups=2), TorchExchange(reference))
+    router = find_router(stage.model.layers[0])
+    with torch.no_grad():
+        router.weight.copy_(router.weight.flip(0))
+    looks: list[str] = []
+    compare = loop._compare
+
+    def watched(*arguments: Any) -> None:
+        with monkeypatch.context() as patch:
+            for name in ("item", "tolist", "__int__", "__float__", "__bool__"):
+                patch.setattr(torch.Tensor, name, lambda tensor, name=name: looks.append(name))
+            compare(*arguments)
+
+    monkeypatch.setattr(loop, "_compare", watched)
+    backward([stage], [loop])
+    assert looks == []
+    with pytest.raises(RuntimeError, match="layer 0, group 0: the recomputation chose other experts"):
+        loop.check_recomputation()
+    loop.check_recomputation()  # what was looked at is forgotten
 
 
 def _post_norm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,14 @@ from tests.helpers.runs import config_for, one_pass, plan_for, waves_of
 from tests.transport.test_links import FarPort, far_cluster
 
 
-@pytest.mark.parametrize("far", [(), (1,), (0, 1)])
-def test_the_sums_are_those_of_the_messages_sent(tmp_path: Path, far: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("far", "answers"), [((), "float32"), ((1,), "float32"), ((0, 1), "float32"), ((1,), "bfloat16")]
+)
+def test_the_sums_are_those_of_the_messages_sent(tmp_path: Path, far: tuple[int, ...], answers: str) -> None:
     """All tokens for near actors, and exactly the routed rows, whose number is expected, for far ones."""
     path = build_checkpoint(tmp_path, "deepseek_v3")
-    config = config_for(path, "rule=cpu_1worker_1socket", "rule.experts.sockets=2")
+    layout = ("rule=cpu_1worker_1socket", "rule.experts.sockets=2", f"rule.experts.answers={answers}")
+    config = config_for(path, *layout)
     rows = random_rows(8, seed=1)
     tokens = sum(len(row.ids) for row in rows)
     with far_cluster(path, config, [("experts", rank) for rank in far]) as (cluster, port):

@@ -79,7 +79,7 @@ def test_the_cpu_keeps_the_rest() -> None:
     """A half that is carried takes its products off the CPU, not its bytes off the socket's memory."""
     (_, without), (_, half), (_, stays) = made(), made(stream=0.5), made(gpu_resident=128)
     large, small = 16384, 32
-    around = without._around(large, "forward", 48)
+    around = without._around(0, large, "forward")
     plain = without.expert(0, LAYER, "forward", large) - around
     assert half.expert(0, LAYER, "forward", large) - around == pytest.approx(plain / 2)
     assert stays.expert(0, LAYER, "forward", large) - around == pytest.approx(plain / 2)

@@ -125,7 +125,7 @@ def test_experts_by_hand() -> None:
     slots = tokens * dims.experts_per_token
     flop = 6 * dims.expert_width * dims.expert_intermediate * slots
     expected = flop / rate.flops("forward", slots / dims.num_experts, threads, 0)
-    got = found.expert(0, 1, "forward", tokens) - found._around(tokens, "forward", threads)
+    got = found.expert(0, 1, "forward", tokens) - found._around(0, tokens, "forward")
     assert got == pytest.approx(expected, rel=1e-6)
 
 
@@ -167,6 +167,38 @@ def test_gpus_have_links_and_cpus_do_not() -> None:
     assert all(
         leg.resource.startswith("socket") for leg in cpu.reply(0, cpu.machine.experts[0], "forward", 16).legs
     )
+
+
+def test_copies_around_a_call() -> None:
+    """One replica's rows are read where they lie, and the answer is computed where it is read; several
+    replicas' rows are joined, and answers rounded, by as many threads as the actor has."""
+
+    def around(answers: str = "float32", replicas: int = 1) -> PlanDurations:
+        return durations(rule={**ONE, "replicas": replicas, "experts": {"sockets": 1, "answers": answers}})
+
+    tokens, calm = 4096, around()
+    width, speed = calm.plan.dims.expert_width, calm.rates.memory.copy_all.value
+    assert calm.plan.experts[0].threads == calm.rates.cpu_all.threads
+    for direction, sent in (("forward", 2), ("backward", 4)):
+        alone = calm._around(0, tokens, direction)
+        assert alone == calm._around(0, 1, direction)
+        joined = around(replicas=2)._around(0, tokens, direction) - alone
+        assert joined == pytest.approx(tokens * width * sent / speed)
+        rounded = around("bfloat16")._around(0, tokens, direction) - alone
+        assert rounded == pytest.approx(tokens * width * 3 / speed)
+
+
+def test_rounded_answers_are_half_the_bytes() -> None:
+    def pcie(answers: str, direction: str) -> float:
+        rule = {**ONE, "device": "cuda", "experts": {"sockets": 1, "answers": answers}}
+        found = durations(rule=rule, hardware=make_hardware(gpus=1))
+        (leg,) = (
+            leg for leg in found.reply(0, found.machine.experts[0], direction, 64).legs if "pcie" in leg[0]
+        )
+        return leg.seconds
+
+    assert pcie("bfloat16", "forward") == pytest.approx(pcie("float32", "forward") / 2)
+    assert 0.5 < pcie("bfloat16", "backward") / pcie("float32", "backward") < 0.6
 
 
 def test_far_actors_get_the_tokens_routed_there() -> None:

@@ -45,6 +45,28 @@ def test_blocks_are_reused_aligned_and_segments_grow() -> None:
     assert torch.equal(ArenaReader().read(ref), torch.zeros(1 << 20))
 
 
+def test_reserved_memory_is_one_segment_and_what_does_not_fit_makes_small_ones() -> None:
+    arena = Arena("test")
+    whole = arena.reserve((64 << 20) + 1)
+    size = arena.bytes
+    assert whole.nbytes == whole.segment_bytes == size and (64 << 20) < size <= (64 << 20) + 4096
+    ref, block = arena.write(torch.ones(60 << 18))
+    assert ref.path == whole.path and arena.bytes == size
+    assert torch.equal(ArenaReader().read(whole)[: 60 << 20], torch.ones(60 << 18).view(torch.uint8))
+    arena.write(torch.ones(2 << 20))  # 8 MiB: reserved memory does not count in the doubling
+    assert arena.bytes == size + (8 << 20)
+    arena.free(block)
+    assert arena.write(torch.ones(60 << 18))[0].path == whole.path
+
+
+def test_reserved_memory_is_touched_only_where_a_peer_will_lock_it() -> None:
+    for resident in (False, True):
+        arena = Arena("test")
+        ref = arena.reserve(8 << 20, resident=resident)
+        assert os.stat(ref.path).st_blocks * 512 == (8 << 20 if resident else 0)
+        arena.close()
+
+
 def test_overlapping_blocks_do_not_exist() -> None:
     arena, reader = Arena("test"), ArenaReader()
     live = {}

@@ -8,6 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from kt_ray.actors.ray.ray_actor import Peer, RayPort
+from kt_ray.placement.transports import Transport
+from kt_ray.transport.messages import Address
 from kt_ray.transport.shared_memory import Arena, ArenaReader, PageLock
 from tests.helpers.devices import on_cuda
 
@@ -48,6 +51,49 @@ def test_segments_with_pinned_tensors_are_registered_once_and_undone() -> None:
     assert cuda.calls == 2 and sum(cuda.live.values()) == arena.bytes
     arena.close()
     assert not cuda.live and arena.bytes == 0
+
+
+def test_reserved_memory_is_registered_at_once() -> None:
+    cuda = FakeCudart()
+    arena = Arena("test", PageLock(cuda))
+    arena.reserve(100_000, pinned=True)
+    assert cuda.calls == 1 and list(cuda.live.values()) == [arena.bytes]
+    arena.alloc((100,), torch.float32, pinned=True)
+    assert cuda.calls == 1
+
+
+def test_a_worker_locks_what_its_first_pass_will_read_when_it_meets_its_peers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = FakeCudart()
+    monkeypatch.setattr(PageLock, "_cuda", lambda self: cuda)
+    sizes: dict[Address, int] = {
+        ("worker", 0): 1 << 20, ("worker", 1): 2 << 20, ("worker", 2): 3 << 20, ("experts", 0): 4 << 20,
+        ("experts", 1): 5 << 20,
+    }  # fmt: skip
+    ports, peers = {}, {}
+    for address in sizes:
+        pinned = address == ("worker", 1)
+        transport = Transport("arena", "ray")
+        ports[address] = RayPort("test", lambda _: None, lambda _: None, transport=transport, pinned=pinned)
+        memory = ports[address].reserve(sizes[address])
+        assert memory is not None and memory == ports[address].reserve(sizes[address])
+        node = "there" if address == ("experts", 1) else "here"
+        peers[address] = Peer(None, node, None, memory)
+    assert list(cuda.live.values()) == [2 << 20]  # its own
+    ports["worker", 1].connect(("worker", 1), peers)
+    assert sorted(cuda.live.values()) == [1 << 20, 2 << 20, 3 << 20, 4 << 20]
+    ports["worker", 1].connect(("worker", 1), peers)  # again, after a death
+    assert sorted(cuda.live.values()) == [1 << 20, 2 << 20, 3 << 20, 4 << 20]
+    for port in ports.values():
+        port.close()
+    assert cuda.live == {}
+
+
+def test_without_shared_memory_nothing_is_reserved() -> None:
+    port = RayPort("test", lambda _: None, lambda _: None, transport=Transport("ray", "ray"))
+    assert port.reserve(1 << 20) is None
+    port.close()
 
 
 def test_a_reader_registers_what_it_maps_and_forgets_it() -> None:

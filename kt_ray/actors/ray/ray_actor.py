@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -85,13 +85,35 @@ def unpack(packed: Packed, reader: ArenaReader) -> Message:
     return Message(packed.tag, tensors, packed.facts)
 
 
+@dataclass
+class _Held:
+    """Memory of the arena that messages lie in: free when all of it was sent and read."""
+
+    ref: TensorRef
+    block: Block
+    address: int = 0
+    unsent: int = 0  # bytes
+    leases: int = 0
+
+    def part(self, tensor: torch.Tensor) -> TensorRef | None:
+        """Where a tensor lies in it; None = elsewhere."""
+        offset = tensor.data_ptr() - self.address
+        size = tensor.numel() * tensor.element_size()
+        inside = offset >= 0 and offset + size <= self.ref.nbytes
+        if not (inside and tensor.is_contiguous() and self.ref.dtype == _dtype_name(tensor)):
+            return None
+        return replace(self.ref, offset=self.ref.offset + offset, shape=tuple(tensor.shape))
+
+
 @dataclass(frozen=True)
 class Peer:
-    """Another actor: its Ray handle, the node it runs on, and where to ring there (None = nowhere)."""
+    """Another actor: its Ray handle, the node it runs on, where to ring there (None = nowhere), and the
+    shared memory that it made at its start."""
 
     handle: Any
     node: str
     doorbell: DoorbellAddress | None = None
+    memory: TensorRef | None = None
 
 
 class RayPort:
@@ -133,9 +155,11 @@ class RayPort:
         self._ringers: dict[Address, Ringer] = {}
         self.epoch = -1
         self._arena = Arena(name)
+        self._memory: TensorRef | None = None  # what `reserve` made
+        self._pinned = pinned
         self._reader = ArenaReader(PageLock() if pinned else None)
-        self._blocks: dict[Lease, list[Block]] = {}
-        self._unsent: dict[int, tuple[TensorRef, Block]] = {}  # address of an `alloc` -> what it is
+        self._leases: dict[Lease, list[_Held]] = {}
+        self._unsent: list[_Held] = []  # from `alloc`, not sent yet or not all of it
         self._next: Lease = 1
 
     # -- peers -------------------------------------------------------------------------------
@@ -147,6 +171,21 @@ class RayPort:
         if self._doorbell is None:
             self._doorbell = Doorbell(lambda frame: self.receive(pickle.loads(frame)), self._lost)
         return self._doorbell.address
+
+    def reserve(self, size: int, *, resident: bool = False) -> TensorRef | None:
+        """Make the shared memory that messages of `size` bytes need at once; again, nothing happens.
+
+        Args:
+            resident: a peer will page-lock it.
+
+        Returns:
+            Where it lies; None if no peer shares memory with this actor.
+        """
+        if self._transport.near != "arena":
+            return None
+        if self._memory is None:
+            self._memory = self._arena.reserve(size, pinned=self._pinned, resident=resident)
+        return self._memory
 
     def connect(
         self,
@@ -176,8 +215,17 @@ class RayPort:
         self._node = peers[me].node
         self._ranks = {address: rank for rank, address in enumerate(sorted(peers))}
         self._find_doorbells()
+        if self._pinned:
+            self._map_ahead()
         if meeting is not None and len(peers) > 1:
             self._link = GlooLink(meeting, self._ranks[me], len(peers), host, self._timeout, self._lost)
+
+    def _map_ahead(self) -> None:
+        """Page-lock what the first pass will read: answers of experts, messages of neighbouring stages."""
+        for address, peer in self._peers.items():
+            read = address[0] == "experts" or abs(address[1] - self._me[1]) == 1
+            if read and peer.memory is not None and self.shares(address):
+                self._reader.read(peer.memory)
 
     def _find_doorbells(self) -> None:
         while self._ringers:
@@ -205,7 +253,7 @@ class RayPort:
             return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
         tensor, ref, block = self._arena.alloc(shape, dtype, pinned=pinned)
         if tensor.numel():
-            self._unsent[tensor.data_ptr()] = ref, block
+            self._unsent.append(_Held(ref, block, tensor.data_ptr(), ref.nbytes))
         else:
             self._arena.free(block)
         return tensor
@@ -213,15 +261,13 @@ class RayPort:
     def send(self, to: Sequence[Address], message: Message) -> Lease:
         lease = self._next
         self._next += 1
-        blocks = self._blocks[lease] = []
+        held = self._leases[lease] = []
         # First, whatever the ways: memory allocated for a message is freed with it.
         owned = {}
         for name, tensor in message.tensors.items():
-            unsent = self._unsent.get(tensor.data_ptr()) if tensor.numel() else None
-            if unsent is not None and tensor.is_contiguous() and _is(unsent[0], tensor):
-                owned[name] = unsent[0]
-                blocks.append(unsent[1])
-                del self._unsent[tensor.data_ptr()]
+            ref = self._take_unsent(tensor, held) if tensor.numel() else None
+            if ref is not None:
+                owned[name] = ref
         size = sum(t.numel() * t.element_size() for t in message.tensors.values())
         by_way: dict[str, list[Address]] = {}
         for address in to:
@@ -234,7 +280,7 @@ class RayPort:
                     ref = owned.get(name)
                     if ref is None:
                         ref, block = self._arena.write(tensor)
-                        blocks.append(block)
+                        held.append(_Held(ref, block, leases=1))
                     packed.refs[name] = ref
                 self._ring(addresses, packed)
             elif way == "gloo":
@@ -243,6 +289,19 @@ class RayPort:
             else:
                 self._ring(addresses, pack_inline(message))
         return lease
+
+    def _take_unsent(self, tensor: torch.Tensor, held: list[_Held]) -> TensorRef | None:
+        """Where a tensor from `alloc`, or a slice of one, lies; the lease whose `held` it is holds it."""
+        for memory in self._unsent:
+            ref = memory.part(tensor)
+            if ref is not None:
+                memory.unsent -= ref.nbytes
+                memory.leases += 1
+                held.append(memory)
+                if not memory.unsent:
+                    self._unsent.remove(memory)
+                return ref
+        return None
 
     def _ring(self, addresses: Sequence[Address], packed: Packed) -> None:
         packed.epoch = self.epoch
@@ -267,14 +326,16 @@ class RayPort:
         return packed
 
     def release(self, lease: Lease) -> None:
-        for block in self._blocks.pop(lease, []):
-            self._arena.free(block)
+        for memory in self._leases.pop(lease, []):
+            memory.leases -= 1
+            if not memory.leases and not memory.unsent:
+                self._arena.free(memory.block)
 
     def release_all(self) -> None:
-        for lease in list(self._blocks):
+        for lease in list(self._leases):
             self.release(lease)
-        for _, block in self._unsent.values():
-            self._arena.free(block)
+        for memory in self._unsent:
+            self._arena.free(memory.block)
         self._unsent.clear()
 
     # -- receiving ---------------------------------------------------------------------------
@@ -315,13 +376,10 @@ class RayPort:
             self._link.close()
             self._link = None
         self._reader.forget()
-        self._blocks.clear()
+        self._leases.clear()
         self._unsent.clear()
         self._arena.close()
-
-
-def _is(ref: TensorRef, tensor: torch.Tensor) -> bool:
-    return ref.shape == tuple(tensor.shape) and ref.dtype == _dtype_name(tensor)
+        self._memory = None
 
 
 class RayActor:
@@ -361,9 +419,13 @@ class RayActor:
         return f"{experts_per_layer(self.actor.plan, self.actor.experts.spec)} experts per layer"
 
     @ray.method(concurrency_group="control")
-    def place(self) -> tuple[str, DoorbellAddress | None]:
-        """The node, and where peers on it may ring."""
-        return str(ray.get_runtime_context().get_node_id()), self._port.listen()
+    def place(self) -> tuple[str, DoorbellAddress | None, TensorRef | None]:
+        """The node, where peers on it may ring, and the memory that this actor's messages will lie in."""
+        plan, rank = self.actor.plan, self.actor.rank
+        own = plan.workers[rank] if isinstance(self.actor, AttentionWorker) else plan.experts[rank]
+        locked = any(worker.device != "cpu" for worker in plan.workers)
+        memory = self._port.reserve(own.staging, resident=locked)
+        return str(ray.get_runtime_context().get_node_id()), self._port.listen(), memory
 
     @ray.method(concurrency_group="control")
     def meeting(self) -> Meeting:

@@ -303,6 +303,49 @@ void backward(kt::Engine& engine, const py::tuple& weights, const kt::Saved& sav
                     check_finite);
 }
 
+// Parts [T_i, ...] one after another to [sum of T_i, ...]; float32 may become bfloat16.
+void join(kt::Engine& engine, const std::vector<py::tuple>& part_args, const py::tuple& out_arg) {
+    const Tensor out(out_arg);
+    const auto size_of = [](const std::string& dtype) -> int64_t {
+        return dtype == "int64" ? 8 : dtype == "bfloat16" ? 2 : 4;
+    };
+    out.typed({"float32", "bfloat16", "int32", "int64"});
+    if (out.shape.empty()) throw py::value_error(out.name + ": has no rows");
+    std::vector<int64_t> wanted = out.shape;
+    wanted[0] = -1;
+    int64_t row = 1, rows = 0;
+    for (size_t i = 1; i < out.shape.size(); ++i) row *= out.shape[i];
+    std::vector<Tensor> parts;
+    for (const py::tuple& arg : part_args) {
+        Tensor part(arg);
+        if (out.dtype == "bfloat16")
+            part.typed({"bfloat16", "float32"});
+        else
+            part.typed({out.dtype.c_str()});
+        rows += part.shaped(wanted).shape[0];
+        if (part.dtype != Tensor(part_args[0]).dtype)
+            throw py::value_error(part.name + ": dtype " + part.dtype + ", the first part has another");
+        parts.push_back(std::move(part));
+    }
+    if (rows != out.shape[0])
+        throw py::value_error(out.name + ": " + std::to_string(out.shape[0]) + " rows, the parts have " +
+                              std::to_string(rows));
+    const py::gil_scoped_release released;
+    if (parts.empty()) return;
+    if (parts[0].dtype == out.dtype) {
+        std::vector<kt::Piece> pieces;
+        for (const Tensor& part : parts)
+            pieces.push_back({part.data, part.shape[0] * row * size_of(part.dtype)});
+        engine.join(pieces, out.data);
+        return;
+    }
+    uint16_t* to = out.as<uint16_t>();
+    for (const Tensor& part : parts) {
+        engine.round(part.as<const float>(), part.shape[0] * row, to);
+        to += part.shape[0] * row;
+    }
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -329,6 +372,7 @@ PYBIND11_MODULE(_native, m) {
              py::arg("threads"), py::arg("cpus"), py::arg("int8_products") = false)
         .def("forward", &forward)
         .def("backward", &backward)
+        .def("join", &join)
         .def("close", &kt::Engine::close, py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("isa", &kt::Engine::isa)
         .def_property_readonly("threads", &kt::Engine::threads)

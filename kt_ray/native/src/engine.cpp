@@ -36,6 +36,9 @@ std::array<const Kernels*, 2> int8_kernels_of(const std::string& isa) {
     return {k, k};
 }
 
+// What a thread copies at a time.
+constexpr int64_t kCopiedBytes = 1 << 19;
+
 // |sums| of so many products of int8 by -127 .. 127 stay below 2^31.
 constexpr int64_t kInt8Depth = 1 << 17;
 
@@ -365,6 +368,37 @@ void Engine::backward(const Weights& w, const Saved& saved, const float* dy,
     std::memset(dw, 0, saved.tokens * saved.slots * sizeof(float));
     for (int64_t row = 0; row < p.rows; ++row) dw[routing.row_slot[row]] = p.dw_rows[row];
     ++calls_;
+}
+
+void Engine::spread(int64_t count, int64_t step, const std::function<void(int64_t, int64_t)>& task) {
+    check_process();
+    std::lock_guard lock(call_mutex_);
+    if (!pool_) throw std::runtime_error("the engine is closed");
+    pool_->run(pieces(count, step),
+               [&](int64_t run, int) { task(run * step, std::min(count, (run + 1) * step)); });
+}
+
+void Engine::join(const std::vector<Piece>& parts, void* to) {
+    int64_t start = 0;
+    for (const Piece& part : parts) {
+        char* target = static_cast<char*>(to) + start;
+        const char* source = static_cast<const char*>(part.from);
+        spread(part.bytes, kCopiedBytes, [&](int64_t first, int64_t last) {
+            std::memcpy(target + first, source + first, static_cast<size_t>(last - first));
+        });
+        start += part.bytes;
+    }
+}
+
+void Engine::round(const float* from, int64_t count, uint16_t* to) {
+    spread(count, kCopiedBytes / static_cast<int64_t>(sizeof(float)), [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) {
+            uint32_t bits;
+            std::memcpy(&bits, from + i, sizeof bits);
+            const uint32_t nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+            to[i] = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest);
+        }
+    });
 }
 
 }  // namespace kt

@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -91,6 +92,11 @@ struct ForwardInput {
     Dropout dropout;
 };
 
+struct Piece {
+    const void* from;
+    int64_t bytes;
+};
+
 class Engine {
   public:
     // isa: a name of isa_statuses(), available (std::invalid_argument otherwise). int8_products: weights
@@ -106,6 +112,10 @@ class Engine {
     void backward(const Weights& weights, const Saved& saved, const float* dy,
                   const std::vector<LoraView>& lora, const std::vector<LoraGradView>& grads, float* dx,
                   float* dw, bool check_finite);
+    // Lays pieces one after another at `to`, on all threads.
+    void join(const std::vector<Piece>& pieces, void* to);
+    // Rounds float32 to the nearest bfloat16, ties to even, on all threads.
+    void round(const float* from, int64_t count, uint16_t* to);
     // Ends the threads and frees the memory; further calls throw std::runtime_error. Nothing in a process
     // forked after construction, where calls throw std::runtime_error.
     void close();
@@ -123,6 +133,8 @@ class Engine {
     void check_process() const;
     // What computes these weights; throws std::invalid_argument for those it cannot compute.
     const Kernels& kernels(const Weights& weights) const;
+    // task(first, last) over 0..count in runs of `step`, on all threads.
+    void spread(int64_t count, int64_t step, const std::function<void(int64_t, int64_t)>& task);
     Lease take(size_t bytes) { return Lease(cache_, bytes); }
     // Left operands of quantised products, empty where there are none.
     struct QuantisedRows {

@@ -18,7 +18,7 @@ from kt_ray.errors import UserError
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
 from tests.helpers.hf_reference import build_checkpoint, random_rows
-from tests.helpers.ray_place import Place, ray_place, shared_memory
+from tests.helpers.ray_place import Place, arena_bytes, ray_place, shared_memory
 from tests.helpers.runs import config_for, local_cluster, one_pass, plan_for, steps, waves_of
 
 pytestmark = pytest.mark.ray
@@ -80,8 +80,13 @@ def test_shutdown_leaves_no_process(checkpoint: Path, monkeypatch: pytest.Monkey
 
 def check_own_ray(checkpoint: Path, config: Config, place: Place) -> None:
     cluster = ray_cluster(checkpoint, config, "test-end")
-    cluster.start()
+    pids = {fact["actor"]: fact["pid"] for fact in cluster.start()}
+    # All the shared memory that the plan counts is made at the start, and a step makes no more.
+    plan = cluster.plan
+    made = {"worker-0": plan.workers[0].staging, "experts-0": plan.experts[0].staging}
+    assert {name: arena_bytes(pid, name) for name, pid in pids.items()} == made
     steps(cluster, config, BATCHES, 1)
+    assert {name: arena_bytes(pid, name) for name, pid in pids.items()} == made
     opened = {fact["actor"]: shared_memory(fact["pid"]) for fact in cluster.info()}
     assert opened == {name: {"worker-0", "experts-0"} for name in ("worker-0", "experts-0")}
     assert all(taken_by_doorbell(fact["pid"]) > 5 for fact in cluster.info())
@@ -126,7 +131,14 @@ def test_bit_identical_to_one_process_and_a_killed_actor_ends_the_step_with_one_
 
 @pytest.mark.usefixtures("local_ray")
 def test_a_lane_gives_the_bits_of_one_process(checkpoint: Path) -> None:
-    lane = ("rule.experts.lane_device=cpu", "rule.experts.gpu_resident=2", "rule.experts.stream=0.5")
+    """And answers rounded to bfloat16, of two replicas."""
+    lane = (
+        "rule.replicas=2",
+        "rule.experts.answers=bfloat16",
+        "rule.experts.lane_device=cpu",
+        "rule.experts.gpu_resident=2",
+        "rule.experts.stream=0.5",
+    )
     config = config_for(checkpoint, *COMMON, "rule=cpu_2workers_2sockets", "rule.stages=1", *lane)
     cluster = ray_cluster(checkpoint, config, "lane")
     try:

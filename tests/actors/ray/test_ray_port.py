@@ -192,6 +192,38 @@ def test_allocated_memory_travels_without_a_copy_and_comes_back() -> None:
     pair.close()
 
 
+def test_slices_of_allocated_memory_travel_without_a_copy() -> None:
+    """An answer of several replicas: free when all of its slices were sent and read, and not before."""
+    pair = Pair(Transport("arena", ""))
+    experts, worker = pair.addresses
+    port = pair.ports[experts]
+    y = port.alloc((500, 64), torch.float32)
+    y.copy_(torch.randn(500, 64))
+    leases = []
+    for name, rows in (("first", slice(0, 200)), ("none", slice(200, 200)), ("second", slice(200, 500))):
+        leases.append(port.send([worker], Message((name,), {"y": y[rows]})))
+        seen = pair.mailboxes[worker].take((name,), 60).tensors["y"]
+        assert torch.equal(seen, y[rows])
+        if seen.numel():
+            seen[0, 0] = 7.0
+            assert y[rows][0, 0] == 7.0  # the very memory
+        if name == "first":  # read before the rest is sent
+            port.release(leases.pop())
+            assert port.alloc((500, 64), torch.float32).data_ptr() != y.data_ptr()
+    port.release(leases.pop(0))
+    assert port.alloc((500, 64), torch.float32).data_ptr() != y.data_ptr()
+    port.release(leases.pop())
+    assert port.alloc((500, 64), torch.float32).data_ptr() == y.data_ptr()
+    # A slice is sent, the rest never: free between passes.
+    port.send([worker], Message(("part",), {"y": port.alloc((500, 64), torch.float32)[:100]}))
+    before = port._arena.bytes
+    for _ in range(3):
+        port.release_all()
+        port.alloc((500, 64), torch.float32)
+    assert port._arena.bytes == before
+    pair.close()
+
+
 def test_a_peer_that_is_gone_is_told() -> None:
     pair = Pair(Transport("gloo", "gloo"))
     experts, worker = pair.addresses

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kt_ray.accept import page
+from kt_ray.accept import accept_page as page
 from kt_ray.accept.items import Claim, Directory, Result
 
 ABOUT = {

@@ -1,0 +1,88 @@
+"""Parts copied one after another on the engine's threads, and float32 rounded to bfloat16, as torch does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+
+from kt_ray.native import Engine
+
+ROWS = (
+    0,
+    3,
+    4_001,
+    1,
+    9_000,
+)  # of parts: with 33 columns of float32 none, part, and several of a thread's runs
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine("reference", threads=3) as engine:
+        yield engine
+
+
+def parts_of(dtype: torch.dtype) -> list[torch.Tensor]:
+    return [(1e4 * torch.randn(rows, 33)).to(dtype) for rows in ROWS]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int64])
+def test_parts_lie_one_after_another(engine: Engine, dtype: torch.dtype) -> None:
+    parts = parts_of(dtype)
+    out = torch.zeros(sum(ROWS) + 2, 33, dtype=dtype)
+    assert engine.join(parts, out[1:-1]).data_ptr() == out[1].data_ptr()
+    assert torch.equal(out[1:-1], torch.cat(parts))
+    assert not out[0].any() and not out[-1].any()
+
+
+def test_rounding_is_torchs(engine: Engine) -> None:
+    parts = parts_of(torch.float32)
+    odd = torch.tensor(
+        [0.0, -0.0, 1e-40, 3.4e38, -3.4e38, float("inf"), -float("inf"), float("nan"), 1.00390625]
+    )
+    parts[1][0, : len(odd)] = odd
+    halves = (
+        torch.arange(33, dtype=torch.int32) * (1 << 15) + 0x3F800000
+    )  # exactly between two, and exact ones
+    parts[1][1] = halves.view(torch.float32)
+    out = torch.empty(sum(ROWS), 33, dtype=torch.bfloat16)
+    engine.join(parts, out)
+    assert torch.equal(out.nan_to_num(7.0), torch.cat(parts).to(torch.bfloat16).nan_to_num(7.0))
+    assert out.isnan().sum() == 1
+
+
+def test_results_do_not_depend_on_threads() -> None:
+    x, seen = torch.randn(5_000, 100), []
+    for threads in (1, 4):
+        with Engine("reference", threads=threads) as engine:
+            seen.append(engine.join([x], torch.empty(5_000, 100, dtype=torch.bfloat16)))
+    assert all(torch.equal(a, b) for a, b in pairwise(seen))
+
+
+@pytest.mark.parametrize(
+    ("parts", "out", "message"),
+    [
+        ([torch.ones(2, 3)], torch.ones(2, 4), r"parts\[0\]: shape \[2, 3\], required \[any, 4\]"),
+        ([torch.ones(2, 3)], torch.ones(3, 3), "out: 3 rows, the parts have 2"),
+        ([torch.ones(2, 3).int()], torch.ones(2, 3), r"parts\[0\]: dtype int32, required float32"),
+        ([torch.ones(2, 3).bfloat16()], torch.ones(2, 3), r"parts\[0\]: dtype bfloat16, required float32"),
+        ([torch.ones(1, 3), torch.ones(1, 3).bfloat16()], torch.ones(2, 3).bfloat16(), r"parts\[1\]: dtype"),
+        ([torch.ones(3, 2).T], torch.ones(2, 3), r"parts\[0\]: must be a contiguous CPU tensor"),
+        ([torch.ones(2, 3).half()], torch.ones(2, 3).half(), "out: dtype float16"),
+    ],
+)
+def test_other_tensors_are_refused(
+    engine: Engine, parts: list[torch.Tensor], out: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.join(parts, out)
+
+
+def test_a_closed_engine_copies_nothing() -> None:
+    engine = Engine("reference", threads=1)
+    engine.close()
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.join([torch.ones(2)], torch.ones(2))
