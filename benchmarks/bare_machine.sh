@@ -22,7 +22,8 @@ wheels() {
     # Word splitting is meant: one requirement per word.
     # shellcheck disable=SC2046
     python3 -m pip download -q "${for_there[@]}" -d "$folder" \
-        $(pinned 'hydra-core|omegaconf|jsonschema|jsonschema-specifications|referencing|rpds-py|gguf')
+        $(pinned 'hydra-core|omegaconf|jsonschema|jsonschema-specifications|referencing|rpds-py|attrs|gguf') \
+        $(pinned 'msgpack|click|protobuf')
     python3 -m pip wheel -q --no-deps -w "$folder" $(pinned antlr4-python3-runtime)
     python3 -m pip download -q "${for_there[@]}" --platform manylinux_2_35_x86_64 -d "$scratch" \
         $(pinned ray) "kt-kernel==$(sed -n 's/^VERSION = "\(.*\)"$/\1/p' benchmarks/kt_venv.py)"
@@ -76,7 +77,7 @@ accept() {
     export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
     if compgen -G 'accept/*/machine.json' >/dev/null; then resume=(accept.resume=latest); fi
     local code=0 latest kt
-    kt=$(find "$PWD/$folder" "$folder" -name 'kt_kernel*.whl' 2>/dev/null | head -1)
+    kt=$(find "$(realpath "$folder")" -name 'kt_kernel*.whl' | head -1)
     if [ -n "$kt" ]; then set -- "accept.kt=$kt" "$@"; fi
     "$python" launch.py mode=accept accept.root=accept "${resume[@]}" "$@" || code=$?
     latest=$(ls -td accept/*/ 2>/dev/null | head -1)

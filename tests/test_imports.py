@@ -57,8 +57,8 @@ runs: errors disk native batch config dims hardware placement timing tracking ev
 doctor: errors native config dims hardware placement timing checkpoint demo actors actors/ray
     measure runs
 report: errors disk config tracking evaluate runs
-accept: errors disk config dims hardware placement timing runs doctor report
-modes: errors native timeline config dims hardware placement timing tracking evaluate generate
+accept: disk config dims hardware placement timing doctor report
+modes: errors disk native timeline config dims hardware placement timing tracking evaluate generate
     checkpoint data demo train actors serve actors/ray runs doctor report accept [numpy torch]
 recipe: errors config data
 cli: errors torch_environment config modes recipe

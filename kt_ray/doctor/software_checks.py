@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from kt_ray.actors.ray.ray_address import address_file, answers, running_cluster
-from kt_ray.config.schema import ClusterConfig, ModelConfig, RuleConfig
+from kt_ray.config.schema import ClusterConfig, Config, ModelConfig, RuleConfig
 from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.dims.weight_formats import TRAINABLE_FORMATS
 from kt_ray.doctor.check import Check, failed, passed, warned
@@ -49,21 +49,28 @@ def requirements() -> dict[str, str]:
     return ranges
 
 
-def packages() -> list[Callable[[], Check]]:
+def packages(config: Config) -> list[Callable[[], Check]]:
     """One check per package."""
     ranges = requirements()
-    return [partial(package, name, ranges.get(name, "")) for name in SHOWN]
+    unused = {"ray"} if config.cluster.name == "local" else set()
+    unused |= set() if config.tracking.name == "wandb" else {"wandb"}
+    return [partial(package, name, ranges.get(name, ""), needed=name not in unused) for name in SHOWN]
 
 
-def package(name: str, wanted: str, installed: str | None = None) -> Check:
-    """One package's installed version against the supported range (a PEP 440 specifier)."""
+def package(name: str, wanted: str, installed: str | None = None, *, needed: bool = True) -> Check:
+    """One package's installed version against the supported range (a PEP 440 specifier).
+
+    Args:
+        needed: by this configuration; else its absence is a warning.
+    """
     from packaging.specifiers import SpecifierSet
 
     if installed is None:
         try:
             installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            return failed(name, "not installed", f"pip install '{name}{wanted}'")
+            absent = failed if needed else warned
+            return absent(name, "not installed", f"pip install '{name}{wanted}'")
     if wanted and not SpecifierSet(wanted).contains(installed, prereleases=True):
         return failed(name, f"{installed}, supported {wanted}", f"pip install '{name}{wanted}'")
     return passed(name, installed + (f" (supported {wanted})" if wanted else ""))

@@ -94,7 +94,7 @@ def examine(config: Config) -> list[Check]:
         lambda: machine.shared_memory(plan),
         lambda: software.gpus(hardware, config.rule),
         lambda: software.native(hardware, config.rule),
-        *software.packages(),
+        *software.packages(config),
         software.threads_environment,
         machine.open_files,
         lambda: software.ray_cluster(config.cluster),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_what_the_clock_cuts_off_is_lost_alone(module: Path, tmp_path: Path) -> 
 def test_a_module_that_cannot_be_imported_is_a_failure(module: Path, tmp_path: Path) -> None:
     module.write_text("import no_such_module\n" + MODULE)
     (claim,) = run_tests(tmp_path).claims
-    assert claim.status == "fail" and "exit status" in claim.found
+    assert (claim.status, claim.found) == ("fail", "1 failed")
 
 
 def test_quick_takes_the_quick_ones_alone(module: Path, tmp_path: Path) -> None:
@@ -102,6 +103,13 @@ def test_every_topic_has_tests_and_every_marker_a_topic() -> None:
             text = file.read_text(encoding="utf-8")
             marked |= {part.partition('"')[0] for part in text.split('mark.accept("')[1:]}
     assert marked == set(right.TOPICS)
+
+
+def test_without_ray_its_topics_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
+    found = {item.name: item.missing for item in right.items(make_hardware(), quick=False)}
+    assert found["ray"] == found["memory"] == "ray is not installed" and not found["parity"]
 
 
 def test_each_card_has_items_of_its_own() -> None:

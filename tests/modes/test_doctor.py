@@ -161,6 +161,7 @@ def test_packages() -> None:
     verdict(software.package("torch", ">=2.6", "2.13.0+cpu"), PASS, "2.13.0+cpu")
     verdict(software.package("torch", ">=2.6", "2.1.0"), FAIL, "pip install 'torch>=2.6'")
     verdict(software.package("no-such-package-here", ">=1"), FAIL, "not installed")
+    verdict(software.package("no-such-package-here", ">=1", needed=False), WARN, "not installed")
 
 
 def test_native() -> None:
