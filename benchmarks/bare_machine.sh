@@ -23,7 +23,7 @@ wheels() {
     # shellcheck disable=SC2046
     python3 -m pip download -q "${for_there[@]}" -d "$folder" \
         $(pinned 'hydra-core|omegaconf|jsonschema|jsonschema-specifications|referencing|rpds-py|attrs|gguf') \
-        $(pinned 'msgpack|click|protobuf')
+        $(pinned 'msgpack|click|protobuf|requests|urllib3|idna|charset-normalizer|certifi')
     python3 -m pip wheel -q --no-deps -w "$folder" $(pinned antlr4-python3-runtime)
     python3 -m pip download -q "${for_there[@]}" --platform manylinux_2_35_x86_64 -d "$scratch" \
         $(pinned ray) "kt-kernel==$(sed -n 's/^VERSION = "\(.*\)"$/\1/p' benchmarks/kt_venv.py)"
