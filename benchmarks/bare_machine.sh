@@ -7,7 +7,8 @@
 # PYTHON=python3 is the interpreter there, PYTHON_VERSION=3.12 the one to gather wheels for. Ray comes without its Java
 # jar, RLlib and dashboard pages, kt-kernel (for accept.against=kt) with two of its kernels: 48 MB in all. `accept`
 # goes on with the acceptance that the call before left in accept/, so that pieces of some minutes add up; page and
-# archive are copied to OUT.
+# archive are copied to OUT. The first call installs and builds as well: give it a minute or two more than its
+# accept.minutes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -55,6 +56,17 @@ PY
     du -sh "$folder"
 }
 
+bring_back() {
+    local latest
+    [ -z "$(jobs -p)" ] || kill -TERM $(jobs -p) 2>/dev/null || true
+    wait
+    latest=$(ls -td accept/*/ 2>/dev/null | head -1)
+    mkdir -p "$OUT"
+    for file in page.md page.html report.tar.gz; do
+        if [ -e "$latest/$file" ]; then cp "$latest/$file" "$OUT"; fi
+    done
+}
+
 accept() {
     local folder=${1:?usage: bare_machine.sh accept FOLDER OUT KEYS...} out=${2:?usage: bare_machine.sh accept FOLDER OUT KEYS...}
     shift 2
@@ -76,20 +88,21 @@ accept() {
     fi
     export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
     if compgen -G 'accept/*/machine.json' >/dev/null; then resume=(accept.resume=latest); fi
-    local code=0 latest kt
+    local code=0 kt
     kt=$(find "$(realpath "$folder")" -name 'kt_kernel*.whl' | head -1)
     if [ -n "$kt" ]; then set -- "accept.kt=$kt" "$@"; fi
-    "$python" launch.py mode=accept accept.root=accept "${resume[@]}" "$@" || code=$?
-    latest=$(ls -td accept/*/ 2>/dev/null | head -1)
-    mkdir -p "$out"
-    if [ -n "$latest" ]; then cp "$latest"/page.md "$latest"/page.html "$latest"/report.tar.gz "$out"; fi
+    OUT=$out
+    trap bring_back EXIT # also when the caller's clock ends this
+    trap 'exit 143' TERM
+    "$python" launch.py mode=accept accept.root=accept "${resume[@]}" "$@" &
+    wait $! || code=$?
     return "$code"
 }
 
 case ${1:-} in
 wheels | accept) "$@" ;;
 *)
-    sed -n '2,11s/^# \{0,1\}//p' "$0"
+    sed -n '2,12s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac

@@ -29,8 +29,9 @@ def kt_python(folder: Path, wheel: Path | None = None) -> Path:
         raise RuntimeError(f"{folder} is no environment with kt-kernel")
     import torch
 
-    venv.create(folder, with_pip=True, clear=True)
-    made.write_text(f"beside {sys.executable}\n", encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    made.write_text(f"beside {sys.executable}\n", encoding="utf-8")  # first: what follows may be cut off
+    venv.create(folder, with_pip=True)
     site = next(folder.glob("lib/python*/site-packages"))
     (site / "benchmarks.pth").write_text(f"{Path(torch.__file__).parents[1]}\n", encoding="utf-8")
     what = [f"kt-kernel=={VERSION}"] if wheel is None else ["--no-index", str(wheel)]

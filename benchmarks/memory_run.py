@@ -87,6 +87,7 @@ class Samples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the command ends what it started
     about = quiet_machine(args.wait_quiet)
     record = measure(args.command, args.interval, args.run_dir)
     record = {"impl": args.impl, "note": args.note, **record}
@@ -130,7 +131,7 @@ def measure(command: Sequence[str], interval: float, run_dir: Path | None = None
             cost = time.monotonic() - start
             time.sleep(max(interval, cost / DUTY - cost))
     except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)
+        process.terminate()  # not SIGINT, which whoever was started in the background ignores
         process.wait()
     seconds = time.monotonic() - begun
     reader.join(timeout=10)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import getpass
 import io
+import os
 import re
 import socket
+import sys
 import tarfile
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from kt_ray.accept.items import CUT, FAIL, PASS, SHARES, SKIP, WARN, Result
+from kt_ray.accept.items import CUT, FAIL, PASS, REPO, SHARES, SKIP, WARN, Result
 from kt_ray.disk import write_atomic
+from kt_ray.placement.render import counted
 from kt_ray.report.html import card, page, section, table
 
 TITLES = {
@@ -38,11 +42,11 @@ def write_pages(path: Path, results: Sequence[Result], about: Mapping[str, Any])
 def verdict(results: Sequence[Result]) -> str:
     """One line: how many claims hold, and how many items have not been run."""
     claims = Counter(claim.status for result in results for claim in result.claims)
-    states = Counter(result.status for result in results)
-    line = f"{claims[PASS]} claims hold, {claims[WARN]} warnings, {claims[FAIL]} failures"
-    for state, words in ((SKIP, "cannot run here"), (CUT, "cut off by the clock")):
-        line += f"; {states[state]} items {words}" if states[state] else ""
-    return line
+    line = f"{counted(claims[PASS], 'claim')} passed, {counted(claims[WARN], 'warning')}, "
+    line += counted(claims[FAIL], "failure")
+    skipped, cut = sum(r.status == SKIP for r in results), sum(r.cut for r in results)
+    line += f"; not possible here: {counted(skipped, 'item')}" if skipped else ""
+    return line + (f"; cut off by the clock: {counted(cut, 'item')}" if cut else "")
 
 
 def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -68,7 +72,14 @@ CLAIM_COLUMNS = ("", "claim", "found", "required", "promised in")
 
 def _states(results: Sequence[Result], name: str) -> list[tuple[str, ...]]:
     return [
-        (r.status, r.title, f"{r.seconds:.0f} s", "; ".join(r.notes)) for r in results if r.section == name
+        (
+            r.status + (", cut" if r.cut and r.status != CUT else ""),
+            r.title,
+            f"{r.seconds:.0f} s",
+            "; ".join(r.notes),
+        )
+        for r in results
+        if r.section == name
     ]
 
 
@@ -143,15 +154,28 @@ def write_archive(path: Path) -> Path:
 
 def anonymous(text: str, path: Path) -> str:
     """`text` without the host's and the user's name, home and working directories, and addresses."""
-    places = {str(path.resolve()): "ACCEPTANCE", str(Path.cwd()): "CHECKOUT", str(Path.home()): "HOME"}
+    places = {
+        str(path.resolve()): "ACCEPTANCE",
+        str(REPO): "CHECKOUT",
+        str(Path.cwd()): "HERE",
+        sys.prefix: "PYTHON",
+        sys.base_prefix: "PYTHON",
+        tempfile.gettempdir(): "TMP",
+        str(Path.home()): "HOME",
+        **{os.environ[key]: key for key in ("XDG_CACHE_HOME", "KT_RAY_CACHE") if os.environ.get(key)},
+    }
     for place in sorted(places, key=len, reverse=True):
         if len(place) > 1:
             text = text.replace(place, places[place])
-    names = {socket.gethostname(): "HOST", socket.gethostname().partition(".")[0]: "HOST", _user(): "USER"}
-    for name, word in names.items():
+    host, user = socket.gethostname(), _user()
+    names = {socket.getfqdn(): "HOST", host: "HOST", host.partition(".")[0]: "HOST", user: "USER"}
+    names.pop("root", None)  # who says nothing, and is part of our keys
+    names.pop("localhost", None)
+    for name in sorted(names, key=len, reverse=True):
         if len(name) > 2:
-            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", word, text)
-    return re.sub(r"\b(?!127\.0\.0\.1\b)(?:\d{1,3}\.){3}\d{1,3}\b", "ADDRESS", text)
+            text = re.sub(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", names[name], text)
+    text = re.sub(r"\b(?!127\.0\.0\.1\b)(?:\d{1,3}\.){3}\d{1,3}\b", "ADDRESS", text)
+    return re.sub(r"(?i)(?<![\w:])(?:[0-9a-f]{1,4}:){3,7}(?::?[0-9a-f]{1,4})+(?![\w:])", "ADDRESS", text)
 
 
 def _user() -> str:

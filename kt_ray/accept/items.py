@@ -10,6 +10,7 @@ accept/<host>-<date>/
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -22,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from kt_ray.disk import write_atomic
 from kt_ray.doctor.check import FAIL, PASS, WARN
 
@@ -31,6 +34,7 @@ SHARES = {"here": 0.04, "right": 0.36, "fast": 0.25, "runs": 0.35}
 QUICK = "quick"
 REPO = Path(__file__).resolve().parents[2]
 GRACE = 10.0  # seconds that a program has to end after SIGTERM
+_PDEATHSIG = 1  # PR_SET_PDEATHSIG
 
 
 class Claim(NamedTuple):
@@ -51,13 +55,19 @@ class Result:
     item: str
     title: str
     status: str = PASS
+    cut: bool = False  # the clock ended it, whatever it had found by then
+    options: str = ""  # the item's
+    commit: str = ""
     seconds: float = 0.0
     claims: tuple[Claim, ...] = ()
-    tables: Mapping[str, Sequence[Sequence[str]]] = field(
-        default_factory=dict
-    )  # title -> rows, the first = header
+    # Title -> rows, of which the first is the header.
+    tables: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     records: Any = None  # the programs' own figures, as they wrote them
+
+    def counts_for(self, item: Item) -> bool:
+        """Whether an acceptance that goes on need not do the item again."""
+        return not self.cut and self.status in (PASS, WARN, FAIL) and self.options == item.options
 
     @classmethod
     def read(cls, file: Path) -> Result:
@@ -76,23 +86,34 @@ class CannotRunError(Exception):
 
 
 class Task(NamedTuple):
-    """How an item is run: where its files go, and how many seconds it has."""
+    """How an item is run: where its files go, and until when."""
 
     file: Path  # <section>/<item>, without an ending
-    seconds: float
+    deadline: float  # by time.monotonic()
 
     @property
     def log(self) -> Path:
         return self.file.with_suffix(".log")
 
+    @property
+    def seconds(self) -> float:
+        """What is left."""
+        return self.deadline - time.monotonic()
+
     def run(
         self,
         command: Sequence[str],
-        seconds: float | None = None,
         environment: Mapping[str, str] | None = None,
+        cpus: Sequence[int] = (),
     ) -> int | None:
-        """Run a program of this checkout, output into the log; its exit code, None = it took too long."""
-        return run_program(command, self.log, self.seconds if seconds is None else seconds, environment or {})
+        """Run a program of this checkout, output into the log; its exit code, None = the time was over.
+
+        Args:
+            cpus: that it may use, and that its memory then lies beside; () = those of this process.
+        """
+        if self.seconds <= 0:
+            return None
+        return run_program(command, self.log, self.seconds, environment or {}, cpus)
 
 
 class Found(NamedTuple):
@@ -106,14 +127,15 @@ class Found(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One thing to do. missing: why it cannot be done here ("" = it can)."""
+    """One thing to do."""
 
     section: str
     name: str
     title: str
     run: Callable[[Task], Found]
-    missing: str = ""
-    most: float = 3600.0  # seconds it may take at most
+    missing: str = ""  # why it cannot be done here; "" = it can
+    least: float = 0.0  # seconds below which it gives nothing; other items then wait
+    options: str = ""  # keys of accept that its result depends on
 
 
 @dataclass(frozen=True)
@@ -125,7 +147,7 @@ class Directory:
     def task(self, item: Item, seconds: float) -> Task:
         folder = self.path / item.section
         folder.mkdir(parents=True, exist_ok=True)
-        return Task(folder / item.name, seconds)
+        return Task(folder / item.name, time.monotonic() + seconds)
 
     def write(self, result: Result) -> None:
         folder = self.path / result.section
@@ -139,20 +161,24 @@ class Directory:
             return Result.read(self.path / section / f"{name}.json")
         return None
 
+    def results(self) -> list[Result]:
+        """Every result that is kept, section by section."""
+        names = ((s, file.stem) for s in SHARES for file in sorted((self.path / s).glob("*.json")))
+        found = [self.read(section, name) for section, name in names]
+        return [result for result in found if result is not None]
 
-def do(item: Item, directory: Directory, seconds: float) -> Result:
+
+def complete(item: Item, directory: Directory, seconds: float, commit: str = "") -> Result:
     """Run an item and keep its result. An item that breaks fails; the others go on."""
-    result = Result(item.section, item.name, item.title)
+    result = Result(item.section, item.name, item.title, options=item.options, commit=commit)
     if item.missing:
         result = dataclasses.replace(result, status=SKIP, notes=(item.missing,))
     elif seconds <= 0:
-        result = dataclasses.replace(result, status=CUT, notes=("no time was left for it",))
+        result = dataclasses.replace(result, status=CUT, cut=True, notes=("no time was left for it",))
     else:
         begun = time.monotonic()
-        result = dataclasses.replace(
-            _guarded(item, directory.task(item, min(seconds, item.most)), result),
-            seconds=round(time.monotonic() - begun, 1),
-        )
+        result = _guarded(item, directory.task(item, seconds), result)
+        result = dataclasses.replace(result, seconds=round(time.monotonic() - begun, 1))
     directory.write(result)
     return result
 
@@ -170,16 +196,24 @@ def _guarded(item: Item, task: Task, result: Result) -> Result:
     claims = tuple(found.claims)
     kinds = {claim.status for claim in claims}
     status = next((kind for kind in (FAIL, WARN) if kind in kinds), CUT if found.cut else PASS)
-    notes = tuple(found.notes)
-    return dataclasses.replace(
-        result, status=status, claims=claims, tables=found.tables, notes=notes, records=found.records
-    )
+    rest = {name: getattr(found, name) for name in ("tables", "records", "cut")}
+    return dataclasses.replace(result, status=status, claims=claims, notes=tuple(found.notes), **rest)
 
 
 def run_program(
-    command: Sequence[str], log: Path, seconds: float, environment: Mapping[str, str]
+    command: Sequence[str],
+    log: Path,
+    seconds: float,
+    environment: Mapping[str, str],
+    cpus: Sequence[int] = (),
 ) -> int | None:
     """Run a program in a session of its own, output behind what `log` holds; None = it took too long."""
+
+    def prepare() -> None:
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGTERM)  # dies with this process, however that ends
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+
     with log.open("ab") as out:
         out.write(f"$ {' '.join(command)}\n".encode())
         out.flush()
@@ -191,6 +225,7 @@ def run_program(
             cwd=REPO,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
             start_new_session=True,
+            preexec_fn=prepare,
         )
         try:
             return process.wait(seconds)
@@ -201,11 +236,20 @@ def run_program(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the program, which ends what it started; then SIGKILL to all of its session."""
+    """SIGTERM to the program, which ends what it started; then SIGKILL to all that is left of its session."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    left = [other for other in psutil.process_iter() if _session(other.pid) == process.pid]
+    for other in left:
+        with suppress(psutil.Error):
+            other.kill()
     process.wait()
+    psutil.wait_procs(left, timeout=GRACE)  # their memory is the next item's
+
+
+def _session(pid: int) -> int | None:
+    with suppress(OSError):
+        return os.getsid(pid)
+    return None

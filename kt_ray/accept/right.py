@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kt_ray.accept.items import FAIL, PASS, QUICK, REPO, WARN, Claim, Found, Item, Task
+from kt_ray.accept.items import FAIL, PASS, QUICK, REPO, CannotRunError, Claim, Found, Item, Task
 from kt_ray.accept.pytest_plugin import outcomes
-from kt_ray.hardware.machine import Hardware
+from kt_ray.config.schema import Config
+from kt_ray.hardware.machine import Gpu, Hardware
+from kt_ray.placement.render import counted
 
 NOTHING_LEFT = 5  # pytest's exit status where no test was chosen: an earlier round has passed them all
-NO_PYTEST = "pytest is not installed: pip install -e '.[dev]'"
 
 
 class Topic(NamedTuple):
@@ -23,9 +24,14 @@ class Topic(NamedTuple):
     page: str
     each: bool = False
     needs_ray: bool = False
+    needs_gpu: bool = False
 
-    @property
-    def missing(self) -> str:
+    def missing(self, config: Config, hardware: Hardware) -> str:
+        """Why its tests cannot run here; "" = they can."""
+        if self.needs_gpu and not hardware.gpus:
+            return "there is no GPU"
+        if self.needs_ray and config.cluster.name == "local":
+            return "not with cluster=local"
         absent = self.needs_ray and importlib.util.find_spec("ray") is None
         return "ray is not installed" if absent else ""
 
@@ -38,27 +44,33 @@ TOPICS = {
     "lane": Topic("Experts on a GPU agree with the CPU's", "docs/gpu_lane.md", each=True),
     "generation": Topic("Greedy answers are Hugging Face's", "docs/generation.md", each=True),
     "memory": Topic(
-        "Shared memory is page-locked and given back", "docs/schedule.md", each=True, needs_ray=True
+        "Shared memory is page-locked and given back",
+        "docs/schedule.md",
+        each=True,
+        needs_ray=True,
+        needs_gpu=True,
     ),
 }
 
 
-def items(hardware: Hardware, quick: bool) -> Iterator[Item]:
+def items(config: Config, hardware: Hardware, quick: bool) -> Iterator[Item]:
     """One item per topic, and per card where each card is tried."""
-    missing = NO_PYTEST if importlib.util.find_spec("pytest") is None else ""
+    packages = [name for name in ("pytest", "pytest_timeout") if importlib.util.find_spec(name) is None]
+    missing = f"{', '.join(packages)} not installed: pip install -e '.[dev]'" if packages else ""
     if quick:
-        topics = tuple(name for name, topic in TOPICS.items() if not topic.missing)
+        topics = tuple(name for name, topic in TOPICS.items() if not topic.missing(config, hardware))
         yield _item(QUICK, "A few tests of every topic", "README.md", topics, None, missing)
         return
     for name, topic in TOPICS.items():
-        cards: list[int | None] = [gpu.index for gpu in hardware.gpus] if topic.each else []
+        cards: Sequence[Gpu | None] = hardware.gpus if topic.each else ()
         for card in cards or [None]:
-            on = "" if card is None else f"_cuda{card}"
-            title = topic.title + ("" if card is None else f" (GPU {card})")
-            yield _item(name + on, title, topic.page, (name,), card, missing or topic.missing)
+            on = "" if card is None else f"_cuda{card.index}"
+            title = topic.title + ("" if card is None else f" (GPU {card.index})")
+            reason = missing or topic.missing(config, hardware)
+            yield _item(name + on, title, topic.page, (name,), card, reason)
 
 
-def _item(name: str, title: str, page: str, topics: tuple[str, ...], card: int | None, missing: str) -> Item:
+def _item(name: str, title: str, page: str, topics: tuple[str, ...], card: Gpu | None, missing: str) -> Item:
     def run(task: Task) -> Found:
         return _tests(task, title, page, topics, card, quick=name == QUICK)
 
@@ -75,47 +87,41 @@ def files_of(topics: tuple[str, ...]) -> list[str]:
 
 
 def _tests(
-    task: Task, title: str, page: str, topics: tuple[str, ...], card: int | None, *, quick: bool
+    task: Task, title: str, page: str, topics: tuple[str, ...], card: Gpu | None, *, quick: bool
 ) -> Found:
     out = task.file.with_suffix(".jsonl")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "kt_ray.accept.pytest_plugin",
-        "-p",
-        "no:cacheprovider",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "kt_ray.accept.pytest_plugin"]
     # Warnings of packages in other versions than the tested ones say nothing about results.
-    command += ["-o", "filterwarnings=default", "--continue-on-collection-errors"]
+    command += ["-p", "no:cacheprovider", "-o", "filterwarnings=default", "--continue-on-collection-errors"]
     command += [f"--accept-topic={topic}" for topic in topics] + [f"--accept-out={out}"]
-    visible = {} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)}
-    code = task.run(
-        [*command, *(["--accept-quick"] if quick else []), *files_of(topics)], environment=visible
-    )
+    command += ["--accept-quick"] if quick else []
+    visible = {}
+    if card is not None:
+        visible["CUDA_VISIBLE_DEVICES"] = card.uuid or str(card.index)
+        command += ["-m", "gpu"] if card.index else []  # the first card's item has the tests of CPUs, too
+    code = task.run([*command, *files_of(topics)], visible)
     found = outcomes(out)
     counts = Counter(entry["outcome"] for entry in found.values())
     observed = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())) or "no test ran"
-    ended = code in (0, 1, NOTHING_LEFT)
-    if code is None:
-        observed += ", then the time was over"
-    elif not ended:
-        observed += f"; pytest ended with exit status {code}"
-    broken = counts["failed"] or not found or not (ended or code is None)
-    status = FAIL if broken else WARN if code is None else PASS
     skipped = Counter(entry["message"] for entry in found.values() if entry["outcome"] == "skipped")
+    notes = [f"{counted(n, 'test')} skipped: {why}" for why, n in skipped.most_common()]
+    if code not in (None, 0, 1, NOTHING_LEFT):
+        observed += f"; pytest ended with exit status {code}"
+    elif code is None and not counts["failed"]:
+        return Found(notes=[f"{observed}, then the time was over", *notes], records=dict(counts), cut=True)
+    elif not counts["failed"] and not counts["passed"]:
+        raise CannotRunError("; ".join(notes) or observed)
+    elif not counts["failed"]:
+        claim = Claim(PASS, title, observed, "every test passes", page)
+        return Found([claim], notes=notes, records=dict(counts))
     failed = [
         (test, entry["message"].strip()) for test, entry in found.items() if entry["outcome"] == "failed"
     ]
-    tables = {
-        "Failed tests": [("test", "last line"), *((t, (m.splitlines() or [""])[-1]) for t, m in failed)]
-    }
+    rows = [("test", "last line"), *((test, (text.splitlines() or [""])[-1]) for test, text in failed)]
     return Found(
-        claims=[Claim(status, title, observed, "every test passes", page)],
-        tables=tables if failed else {},
-        notes=[f"{n} tests skipped: {why}" for why, n in skipped.most_common()],
-        records=dict(counts),
+        [Claim(FAIL, title, observed, "every test passes", page)],
+        {"Failed tests": rows},
+        notes,
+        dict(counts),
         cut=code is None,
     )

@@ -16,16 +16,18 @@ from kt_ray.config.compose import compose
 from kt_ray.config.schema import Config
 from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.dims.model_dims import ModelDims
+from kt_ray.doctor.machine_checks import run_bytes
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.placement.plan_types import Budget, Plan
-from kt_ray.placement.render import gib
+from kt_ray.placement.render import counted, gib
 from kt_ray.timing.choose import choose_plan
 from kt_ray.timing.prediction import predict
 
 GPU_MEMORY, HOST_MEMORY, PREDICTION = 0.05, 0.05, 0.15  # how far from the plan counts as right
 STEPS = 4  # the first warms up
 LEAST = 64  # tokens of a row
+LEAST_SHARE = 0.25  # of its tokens a row must keep: else it is another one
 # Items of a budget that grow with the number of layers.
 GROWING = ("experts", "weights", "LoRA", "optimizer", "kept activations", "caches")
 CHARACTERS = 6  # of text per token, at least
@@ -94,6 +96,12 @@ class Fitted(NamedTuple):
     options: list[str]
     plan: Plan
 
+    @property
+    def what(self) -> str:
+        """Of the model, and of its rows."""
+        part = f"{self.layers} of {self.whole} layers" if self.layers < self.whole else "all layers"
+        return f"{part}, {counted(self.rows, 'row')} of {self.length:,} tokens"
+
 
 def _train(task: Task, run: Run, config: Config, hardware: Hardware) -> Found:
     folder = task.file.with_name(f"{run.name}_run")
@@ -104,28 +112,26 @@ def _train(task: Task, run: Run, config: Config, hardware: Hardware) -> Found:
     launch = [sys.executable, "launch.py", *fitted.options]
     # memory_run looks at all processes; the run's own figures come from its directory.
     code = task.run([sys.executable, "benchmarks/memory_run.py", "--json", str(out), "--", *launch])
-    shutil.rmtree(folder / "weights", ignore_errors=True)
-    part = f"{fitted.layers} of {fitted.whole} layers" if fitted.layers < fitted.whole else "all layers"
+    for part in ("weights", "run/checkpoints", "run/adapter"):  # up to tens of GB
+        shutil.rmtree(folder / part, ignore_errors=True)
     if code is None:
-        raise OutOfTimeError(f"{part}: the time was over during the run")
+        raise OutOfTimeError(f"{fitted.what}: the time was over during the run")
     if code or not out.is_file():
-        last = (task.log.read_text(errors="replace").strip().splitlines() or [""])[-1]
-        return Found(
-            [Claim(FAIL, f"{run.model} is trained", f"exit status {code}: {last}", "0", "README.md")]
-        )
-    record = json.loads(out.read_text(encoding="utf-8"))["records"][0]
-    return _judge(run, fitted, record, part)
+        said = [line for line in task.log.read_text(errors="replace").splitlines() if "rror" in line]
+        found = f"exit status {code}: {said[-1].strip() if said else 'see the log'}"
+        return Found([Claim(FAIL, f"{run.model} is trained", found, "0", "README.md")])
+    return _judge(run, fitted, json.loads(out.read_text(encoding="utf-8"))["records"][0])
 
 
 def _fit(task: Task, run: Run, config: Config, hardware: Hardware, folder: Path) -> Fitted:
     """As many layers as memory holds, and as many tokens as the time allows.
 
     Raises:
-        CannotRunError: not even one layer with experts fits. OutOfTimeError. RuntimeError: a program failed.
+        CannotRunError: not even one layer with experts fits, or the disk has no room for what a run writes.
+        OutOfTimeError. RuntimeError: a program failed.
     """
     dims = _weights(task, run, run.layers, folder)
-    whole = dims.num_layers
-    least = min(dims.moe_layers) + 1
+    whole, least = dims.num_layers, min(dims.moe_layers) + 1
     while True:
         options = _options(run, config, folder, run.rows, run.length)
         composed = compose(options)
@@ -140,11 +146,26 @@ def _fit(task: Task, run: Run, config: Config, hardware: Hardware, folder: Path)
             )
             raise CannotRunError(need)
         dims = _weights(task, run, max(least, min(layers, dims.num_layers - 1)), folder)
-    speed = predict(plan, composed, rates_for(composed, hardware)).tokens_per_s
-    tokens = int(TRAINING * task.seconds / STEPS * speed)
-    rows = max(1, min(run.rows, tokens // run.length))
-    length = max(LEAST, min(run.length, tokens // rows))
-    return Fitted(dims.num_layers, whole, rows, length, _options(run, config, folder, rows, length), plan)
+    needed, free = run_bytes(composed, plan), shutil.disk_usage(folder).free
+    if needed > free:
+        raise CannotRunError(f"a run writes {gib(needed)}, {gib(free)} are free at {folder}")
+    rows, length = run.rows, run.length
+    for _ in range(3):  # fewer tokens are slower ones, each
+        speed = predict(plan, composed, rates_for(composed, hardware)).tokens_per_s
+        tokens = int(TRAINING * task.seconds / STEPS * speed)
+        if tokens >= rows * length:
+            break
+        rows = max(1, min(rows, tokens // run.length))
+        length = max(LEAST, min(length, tokens // rows))
+        options = _options(run, config, folder, rows, length)
+        composed = compose(options)
+        plan = choose_plan(dims, composed, hardware)
+    if length < run.length * LEAST_SHARE:
+        raise OutOfTimeError(f"{dims.num_layers} layers: no time for rows of {run.length:,} tokens")
+    # The run looks at the whole machine; the plan above at what nobody uses of it.
+    chosen = [f"rule.wave={plan.wave}", f"rule.groups={plan.groups}", f"rule.stages={plan.stages}"]
+    chosen += [f"rule.replicas={plan.replicas}", f"rule.experts.activations={plan.experts[0].activations}"]
+    return Fitted(dims.num_layers, whole, rows, length, [*options, *chosen], plan)
 
 
 def _weights(task: Task, run: Run, layers: int | None, folder: Path) -> ModelDims:
@@ -196,13 +217,10 @@ def long_rows(count: int, characters: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _judge(run: Run, fitted: Fitted, record: Mapping[str, Any], part: str) -> Found:
-    page, what = "docs/hardware.md", f"{run.model}, {part}"
-    claims = [
-        Claim(
-            PASS, f"{run.model} is trained", f"{record.get('steps', 0)} steps, {part}", "a run", "README.md"
-        )
-    ]
+def _judge(run: Run, fitted: Fitted, record: Mapping[str, Any]) -> Found:
+    page, what = "docs/hardware.md", f"{run.model}, {fitted.what}"
+    found = f"{counted(record.get('steps', 0), 'step')}: {fitted.what}"
+    claims = [Claim(PASS, f"{run.model} is trained", found, "a run", "README.md")]
     losses = record.get("losses") or []
     if len(losses) < STEPS or not all(math.isfinite(loss) for loss in losses):
         claims[0] = claims[0]._replace(status=FAIL, found=f"losses {losses}")
@@ -227,7 +245,7 @@ def _judge(run: Run, fitted: Fitted, record: Mapping[str, Any], part: str) -> Fo
         found = f"{gib(peak)}, planned {gib(planned)} ({off:+.0%})"
         claims.append(Claim(status, f"Plan's {name}", found, f"±{most:.0%}", page))
     row = (
-        *(run.model, run.format, part, f"{fitted.rows} x {fitted.length}"),
+        *(run.model, run.format, f"{fitted.layers} of {fitted.whole}", f"{fitted.rows} x {fitted.length}"),
         *(f"{record.get('median_s', 0):.3g}", f"{speed or 0:,.0f}", f"{expected or 0:,.0f}"),
     )
     header = ("model", "format", "layers", "rows x tokens", "s per step", "tokens/s", "predicted")

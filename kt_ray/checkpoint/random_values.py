@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -66,8 +67,17 @@ class Fill(NamedTuple):
             target += len(piece)
 
 
-@cache
+_drawing = threading.Lock()
+
+
 def _pool(kind: str, seed: int) -> Tensor:
+    """Drawn once, however many readers ask for it at the same time."""
+    with _drawing:
+        return _drawn(kind, seed)
+
+
+@cache
+def _drawn(kind: str, seed: int) -> Tensor:
     return _DRAW[kind](POOL, torch.Generator().manual_seed(seed)).contiguous().view(torch.uint8)
 
 

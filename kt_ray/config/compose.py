@@ -92,7 +92,7 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> 
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise translate(error, given) from error
     finally:
-        hydra.hydra = running
+        GlobalHydra.instance().hydra = running  # initialize_config_dir puts another instance there
 
 
 def to_mapping(composed: Any) -> dict[str, Any]:

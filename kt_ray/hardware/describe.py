@@ -164,6 +164,20 @@ def memory_limit(root: str | Path = "/") -> int | None:
     return min((limit for limit in limits if 0 < limit < 1 << 60), default=None)
 
 
+def memory_free(root: str | Path = "/") -> int:
+    """Bytes that a new process may fill: free memory of the machine, or what is left of a cgroup's limit."""
+    base = Path(root)
+    free = meminfo(base / "proc/meminfo", "MemAvailable")
+    for folder in _cgroup_folders(base, "memory"):
+        limit, used = read_text(folder / "memory.max"), read_text(folder / "memory.current")
+        limit = limit or read_text(folder / "memory.limit_in_bytes")  # cgroup version 1
+        used = used or read_text(folder / "memory.usage_in_bytes")
+        if limit.isdigit() and used.isdigit() and int(limit) < 1 << 60:
+            cached = re.search(r"^(?:total_)?inactive_file (\d+)$", read_text(folder / "memory.stat"), re.M)
+            free = min(free, int(limit) - int(used) + int(cached[1] if cached else 0))
+    return max(0, free)
+
+
 def cpu_quota(root: str | Path = "/") -> float | None:
     """CPUs' worth of time that this process' cgroup may use; None = no limit."""
     quotas: list[float] = []

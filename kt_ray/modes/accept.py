@@ -5,36 +5,55 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import psutil
 from rich.console import Console
 
 from kt_ray.accept import fast, here, right, whole_runs
-from kt_ray.accept.accept_page import verdict, write_archive, write_pages
-from kt_ray.accept.items import FAIL, QUICK, REPO, SHARES, Directory, Item, Result, do
+from kt_ray.accept.accept_page import ARCHIVE, verdict, write_archive, write_pages
+from kt_ray.accept.items import FAIL, QUICK, REPO, SHARES, Directory, Item, complete
 from kt_ray.config.schema import Config
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
-from kt_ray.hardware.describe import this_host
+from kt_ray.hardware.describe import memory_free, this_host
 from kt_ray.hardware.machine import Hardware
 from kt_ray.modes.doctor import examine
 from kt_ray.runs.environment import environment
 
 LATEST = "latest"
-DONE = ("pass", "warn", "fail", "skip")  # not again when an acceptance is resumed; what was cut is
 
 
 def run(config: Config) -> int:
     """Returns 0, or 1 where a claim fails.
 
     Raises:
-        UserError: no checkout (tests/ and benchmarks/ are needed), nothing to resume.
+        UserError: no checkout (tests/ and benchmarks/ are needed), nothing to resume, nothing at accept.kt.
     """
+    _check(config)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is ended, what is there is kept
+    directory, hardware = Directory(_directory(config)), this_host()
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console.print(f"acceptance {directory.path}", markup=False)
+    about = _about(directory.path, hardware)
+    _run_all(config, list(planned(config, hardware)), directory, about, console)
+    results = directory.results()
+    console.print(verdict(results), markup=False)
+    for claim in (c for r in results for c in r.claims if c.status == FAIL):
+        console.print(f"FAIL {claim.text}: {claim.found} (required: {claim.required})", markup=False)
+    console.print(f"page       {directory.path / 'page.html'}", markup=False)
+    console.print(f"to send    {directory.path / ARCHIVE}", markup=False)
+    if any(result.cut for result in results):
+        console.print(f"the rest   python launch.py mode=accept accept.resume={LATEST}", markup=False)
+    return 1 if any(result.status == FAIL for result in results) else 0
+
+
+def _check(config: Config) -> None:
     for folder in ("tests", "benchmarks"):
         if not (REPO / folder).is_dir():
             raise UserError(
@@ -43,30 +62,20 @@ def run(config: Config) -> int:
                 required=f"{folder}/ beside kt_ray/",
                 remedy="clone the repository, install it there (make demo), and start this command from it",
             )
-    directory = Directory(_directory(config))
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    console.print(f"acceptance {directory.path}", markup=False)
-    hardware = this_host()
-    write_about(directory.path, hardware)
-    quick = config.accept.only == [QUICK]
-    items = list(planned(config, hardware, quick))
-    results = _run_all(config, items, directory, console)
-    archive = write_archive(directory.path)
-    console.print(f"{verdict(results)}", markup=False)
-    for claim in (c for r in results for c in r.claims if c.status == FAIL):
-        console.print(f"FAIL {claim.text}: {claim.found} (required: {claim.required})", markup=False)
-    console.print(f"page       {directory.path / 'page.html'}", markup=False)
-    console.print(f"to send    {archive}", markup=False)
-    if any(r.status == "cut" for r in results):
-        console.print(f"the rest   python launch.py mode=accept accept.resume={LATEST}", markup=False)
-    return 1 if any(r.status == FAIL for r in results) else 0
+    if config.accept.kt is not None and not Path(config.accept.kt).exists():
+        raise UserError(
+            "there is no kt-kernel",
+            where=f"accept.kt={config.accept.kt}",
+            required="an environment's directory or a wheel",
+            remedy="correct accept.kt, or leave it out to take kt-kernel from PyPI",
+        )
 
 
-def planned(config: Config, hardware: Hardware, quick: bool) -> Iterator[Item]:
+def planned(config: Config, hardware: Hardware) -> Iterator[Item]:
     """Items of the chosen sections, in order of worth."""
-    free = psutil.virtual_memory().available
+    free, quick = memory_free(), config.accept.only == [QUICK]
     others = [
-        *right.items(hardware, quick),
+        *right.items(config, hardware, quick),
         *fast.items(config, hardware, free, quick),
         *whole_runs.items(config, hardware, free, quick),
     ]
@@ -75,33 +84,35 @@ def planned(config: Config, hardware: Hardware, quick: bool) -> Iterator[Item]:
     yield from (item for item in everything if item.section in only)
 
 
-def _run_all(config: Config, items: list[Item], directory: Directory, console: Console) -> list[Result]:
-    """Every item within its section's part of the minutes; the page after each."""
-    about = json.loads((directory.path / "machine.json").read_text(encoding="utf-8"))
-    sections = list(dict.fromkeys(item.section for item in items))
-    whole = sum(SHARES[name] for name in sections)
-    now = time.monotonic()
-    ends, share = {}, 0.0
-    for name in sections:
-        share += SHARES[name] / whole
-        ends[name] = now + 60 * config.accept.minutes * share
-    results: list[Result] = []
-    for number, item in enumerate(items):
-        old = directory.read(item.section, item.name) if config.accept.resume else None
-        if old is not None and old.status in DONE:
-            result = old
-        else:
-            console.print(f"{item.section:6} {item.title} …", markup=False, end="")
-            # Twice an equal part of what its section has left: what it leaves is the others'.
-            others = sum(other.section == item.section for other in items[number + 1 :])
-            result = do(item, directory, (ends[item.section] - time.monotonic()) * 2 / (others + 2))
-            console.print(f" {result.status} ({result.seconds:.0f} s)", markup=False)
-        results.append(result)
-        write_pages(directory.path, results, about)
-    return results
+def _run_all(
+    config: Config, items: list[Item], directory: Directory, about: dict[str, Any], console: Console
+) -> None:
+    """Every item that has no result yet, within its section's part of the minutes; the page after each."""
+    old = {item: directory.read(item.section, item.name) for item in items}
+    pending = [item for item in items if not (result := old[item]) or not result.counts_for(item)]
+    deadline = time.monotonic() + 60 * config.accept.minutes
+    for number, item in enumerate(pending):
+        console.print(f"{item.section:6} {item.title} …", markup=False, end="")
+        seconds = _seconds(item, pending[number + 1 :], deadline - time.monotonic())
+        result = complete(item, directory, seconds, str(about["git_commit"] or ""))
+        console.print(f" {result.status} ({result.seconds:.0f} s)", markup=False)
+        write_pages(directory.path, directory.results(), about)
+        write_archive(directory.path)
 
 
-def write_about(path: Path, hardware: Hardware) -> None:
+def _seconds(item: Item, others: Sequence[Item], left: float) -> float:
+    """What an item gets of the seconds that are left.
+
+    Twice an equal part of its section's: what it leaves is the others'.
+    """
+    possible = [other for other in others if not other.missing]
+    sections = {item.section, *(other.section for other in possible)}
+    own = left * SHARES[item.section] / sum(SHARES[name] for name in sections)
+    beside = sum(other.section == item.section for other in possible)
+    return min(left, max(own * 2 / (beside + 2), item.least))
+
+
+def _about(path: Path, hardware: Hardware) -> dict[str, Any]:
     """machine.json: what env.json of a run says of the machine, without its name, and the GPUs."""
     about = environment()
     for key in ("hostname", "pid", "argv"):
@@ -109,13 +120,14 @@ def write_about(path: Path, hardware: Hardware) -> None:
     about["gpus"] = [f"{gpu.name}, {gpu.memory_bytes / 2**30:.1f} GiB" for gpu in hardware.gpus]
     about["isas"] = list(hardware.isas)
     write_atomic(path / "machine.json", json.dumps(about, indent=1, ensure_ascii=False) + "\n")
+    return about
 
 
 def _directory(config: Config) -> Path:
     """The acceptance's directory: a new one, or the one that accept.resume means."""
     root = Path(config.accept.root)
+    host = re.sub(r"[^\w.-]", "-", socket.gethostname()) or "host"
     if config.accept.resume is None:
-        host = re.sub(r"[^\w.-]", "-", socket.gethostname()) or "host"
         path = root / f"{host}-{time.strftime('%Y%m%d-%H%M%S')}"
         _make(path)
         return path
@@ -123,13 +135,13 @@ def _directory(config: Config) -> Path:
         chosen = Path(config.accept.resume)
         known = [chosen] if (chosen / "machine.json").is_file() else []
     else:
-        known = sorted(root.glob("*/machine.json"), key=lambda file: file.stat().st_mtime_ns)
+        known = sorted(root.glob(f"{host}-*/machine.json"), key=lambda file: file.stat().st_mtime_ns)
         known = [file.parent for file in known]
     if not known:
         raise UserError(
             f"accept.resume={config.accept.resume}: there is no acceptance to go on with",
             where=str(root),
-            required="a directory that mode=accept has written",
+            required="a directory that mode=accept has written on this host",
             remedy="leave accept.resume out, or set accept.root=<where acceptances are kept>",
         )
     return known[-1].resolve()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tarfile
 from pathlib import Path
 
@@ -29,23 +30,23 @@ RESULTS = [
         "engine",
         "Experts agree",
         "fail",
-        12.0,
-        (
+        seconds=12.0,
+        claims=(
             Claim("pass", "one", "1 | 2", "all", "README.md"),
             Claim("fail", "two", "<none>", "all", "docs/x.md"),
         ),
-        {"Failed tests": [("test", "why"), ("a", "b")]},
+        tables={"Failed tests": [("test", "why"), ("a", "b")]},
     ),
     Result("fast", "a", "A", tables={"Rates": [("x",), ("1",)]}, notes=("note",)),
     Result("fast", "b", "B", tables={"Rates": [("x",), ("2",)]}),
-    Result("runs", "c", "C", "cut", notes=("the time was over",)),
+    Result("runs", "c", "C", "cut", cut=True, notes=("the time was over",)),
 ]
 
 
 def test_both_pages(tmp_path: Path) -> None:
     page.write_pages(tmp_path, RESULTS, ABOUT)
     text, html = (tmp_path / "page.md").read_text(), (tmp_path / "page.html").read_text()
-    assert "1 claims hold, 0 warnings, 1 failures; 1 items cut off by the clock." in text
+    assert "1 claim passed, 0 warnings, 1 failure; cut off by the clock: 1 item." in text
     assert text.index("| fail | two |") < text.index("| pass | one | 1 \\| 2 |")
     assert text.count("### Rates") == 1 and "| 1 |\n| 2 |" in text
     assert "&lt;none&gt;" in html and "<none>" not in html and "What is here" in html
@@ -57,8 +58,13 @@ def test_what_is_sent_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(page.Path, "home", lambda: Path("/home/rudolph"))
     path = tmp_path / "prancer-2026"
     Directory(path).write(RESULTS[1])
-    private = (
-        f"/home/rudolph/x on prancer at 10.1.2.3 as rudolph, {path}/right, 127.0.0.1, {Path.cwd()}/launch.py"
+    monkeypatch.setattr("socket.getfqdn", lambda: "prancer.example.org")
+    private = "\n".join(
+        (
+            f"/home/rudolph/x on prancer at 10.1.2.3 as rudolph, {path}/right, {Path.cwd()}/launch.py",
+            f"{sys.prefix}/bin/python prancer.example.org prancer-ib0 rudolph_models fe80:0:12:ab::1",
+            "127.0.0.1 run.root=x 12:30:05",
+        )
     )
     (path / "right" / "engine.log").write_text(private + "\n" + "x" * 300_000 + "end")
     (path / "runs" / "small_run" / "run").mkdir(parents=True)
@@ -77,6 +83,16 @@ def test_what_is_sent_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         texts["acceptance/right/engine.log"].endswith("end")
         and len(texts["acceptance/right/engine.log"]) <= 200_000
     )
-    for word in ("rudolph", "prancer", "10.1.2.3", str(tmp_path), str(Path.cwd())):
+    for word in (
+        "rudolph",
+        "prancer",
+        "example",
+        "12:ab",
+        sys.prefix,
+        "10.1.2.3",
+        str(tmp_path),
+        str(Path.cwd()),
+    ):
         assert word not in texts["acceptance/right/short.log"], word
+    assert "run.root=x 12:30:05" in texts["acceptance/right/short.log"]
     assert "127.0.0.1" in texts["acceptance/right/short.log"]

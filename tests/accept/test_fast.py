@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from kt_ray.accept import fast
-from kt_ray.accept.items import Directory, do
+from kt_ray.accept.items import Directory, Task, complete
 from tests.placement.configs import make_config, make_hardware
 
 PROGRAM = """
@@ -36,7 +37,7 @@ def layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict[st
     monkeypatch.setattr(fast, "_script", lambda name: [sys.executable, str(script)])
     config = make_config(accept={"against": ["kt"]})
     items = {item.name: item for item in fast.items(config, make_hardware(), 1 << 40, quick=False)}
-    return do(items["layer_deepseek_v3"], Directory(tmp_path / "out"), 60)
+    return complete(items["layer_deepseek_v3"], Directory(tmp_path / "out"), 60)
 
 
 def test_targets_on_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,10 +59,39 @@ def test_targets_on_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_without_amx_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = [record("kt_ray", "avx2"), record("kt", None, ratio_to_ours_both=0.5)]
-    failed = {"impl": "kt", "format": "fp8", "tokens": 1, "direction": None, "error": "no wheel"}
-    result = layer(tmp_path, monkeypatch, [*records, failed])
+    large = {
+        **record("torch", None),
+        "direction": None,
+        "error": "needs about 9.0 GB of memory, 1.0 GB are free",
+    }
+    result = layer(tmp_path, monkeypatch, [*records, large])
     assert result.status == "pass" and not result.claims
-    assert result.tables["deepseek_v3, 4 threads"][3][4] == "no wheel"
+    assert result.tables["deepseek_v3, 4 threads"][3][4].startswith("needs about")
+
+
+@pytest.mark.parametrize(("impl", "status"), [("kt_ray", "fail"), ("kt", "warn")])
+def test_an_implementation_that_gave_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impl: str, status: str
+) -> None:
+    broken = {**record(impl, "amx"), "direction": None, "error": "ended with SIGILL"}
+    result = layer(tmp_path, monkeypatch, [record("kt_ray", "avx2"), broken])
+    assert result.status == status and result.claims[0].found == "ended with SIGILL"
+
+
+def test_amx_without_a_measured_peak_is_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = layer(tmp_path, monkeypatch, [record("kt_ray", "amx", of_peak=None)])
+    assert [(c.status, c.found) for c in result.claims] == [("warn", "no peak was measured")]
+
+
+def test_rates_of_an_earlier_day_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = tmp_path / "rates.json"
+    stored.write_text("{}")
+    os.utime(stored, (1, 1))
+    monkeypatch.setattr(fast, "rates_path", lambda hardware: stored)
+    monkeypatch.setattr(Task, "run", lambda self, command: 1)
+    items = {item.name: item for item in fast.items(make_config(), make_hardware(), 1 << 40, quick=False)}
+    result = complete(items["rates"], Directory(tmp_path), 60)
+    assert result.status == "fail" and "nothing was stored" in result.claims[0].found
 
 
 def test_a_benchmark_that_breaks_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kt_ray.accept import right
-from kt_ray.accept.items import REPO, Found, Item, Task
-from kt_ray.accept.pytest_plugin import outcomes
-from tests.placement.configs import make_hardware
+from kt_ray.accept.items import REPO, Directory, Result, Task, complete
+from kt_ray.config.schema import Config
+from tests.placement.configs import make_config, make_hardware
 
 MODULE = """
 import os, pathlib, time
@@ -53,45 +55,60 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def run_tests(folder: Path, seconds: float = 60, quick: bool = False) -> Found:
-    items = {item.name: item for item in right.items(make_hardware(), quick)}
-    item: Item = items["quick" if quick else "engine"]
-    return item.run(Task(folder / item.name, seconds))
+def run_tests(folder: Path, seconds: float = 60, quick: bool = False) -> Result:
+    items = {item.name: item for item in right.items(make_config(), make_hardware(), quick)}
+    return complete(items["quick" if quick else "engine"], Directory(folder), seconds)
 
 
 def test_a_failing_test_is_a_failure_and_passed_ones_are_not_run_again(
     module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = run_tests(tmp_path)
-    (claim,) = found.claims
-    assert claim.status == "fail" and claim.found == "1 failed, 3 passed, 1 skipped"
-    assert found.tables["Failed tests"][1][0].endswith("test_wrong")
-    assert list(found.notes) == ["1 tests skipped: no such device"]
+    result = run_tests(tmp_path)
+    (claim,) = result.claims
+    assert (result.status, result.cut, claim.found) == ("fail", False, "1 failed, 3 passed, 1 skipped")
+    assert result.tables["Failed tests"][1][0].endswith("test_wrong")
+    assert result.notes == ("1 test skipped: no such device",)
     monkeypatch.setenv("HEALED", "1")
-    (claim,) = run_tests(tmp_path).claims
-    assert claim.status == "pass" and claim.found == "4 passed, 1 skipped"
-    (claim,) = run_tests(tmp_path).claims
-    assert claim.status == "pass", "nothing is left to run"
+    result = run_tests(tmp_path)
+    assert (result.status, result.claims[0].found) == ("pass", "4 passed, 1 skipped")
+    assert run_tests(tmp_path).status == "pass", "nothing is left to run"
 
 
-def test_what_the_clock_cuts_off_is_lost_alone(module: Path, tmp_path: Path) -> None:
+def test_what_the_clock_cuts_off_goes_on(module: Path, tmp_path: Path) -> None:
+    """Neither a pass nor a failure; what passed by then is not done again."""
     module.write_text(MODULE.replace('assert os.environ.get("HEALED")', "time.sleep(600); assert 0"))
-    found = run_tests(tmp_path, seconds=15)
-    (claim,) = found.claims
-    assert found.cut and claim.status == "warn" and "the time was over" in claim.found
-    kept = outcomes(tmp_path / "engine.jsonl")
-    assert [entry["outcome"] for entry in kept.values()].count("passed") == 3
+    result = run_tests(tmp_path, seconds=15)
+    assert (result.status, result.cut, result.claims) == ("cut", True, ())
+    assert "3 passed" in result.notes[0] and "the time was over" in result.notes[0]
+    module.write_text(MODULE.replace('os.environ.get("HEALED")', "True"))
+    result = run_tests(tmp_path)
+    assert (result.status, result.claims[0].found) == ("pass", "4 passed, 1 skipped")
 
 
-def test_a_module_that_cannot_be_imported_is_a_failure(module: Path, tmp_path: Path) -> None:
+def test_cut_before_the_first_test_has_ended(module: Path, tmp_path: Path) -> None:
+    result = run_tests(tmp_path, seconds=0.2)
+    assert (result.status, result.cut) == ("cut", True)
+
+
+def test_a_module_that_cannot_be_imported_is_a_failure_until_it_can(module: Path, tmp_path: Path) -> None:
     module.write_text("import no_such_module\n" + MODULE)
-    (claim,) = run_tests(tmp_path).claims
-    assert (claim.status, claim.found) == ("fail", "1 failed")
+    result = run_tests(tmp_path)
+    assert (result.status, result.claims[0].found) == ("fail", "1 failed")
+    module.write_text(MODULE.replace('os.environ.get("HEALED")', "True"))
+    assert run_tests(tmp_path).claims[0].found == "4 passed, 1 skipped"
+
+
+def test_nothing_passes_where_every_test_is_skipped(module: Path, tmp_path: Path) -> None:
+    module.write_text(
+        MODULE[: MODULE.index('@pytest.mark.accept("engine", quick')]
+        + MODULE[MODULE.index('@pytest.mark.accept("engine")\ndef test_absent') :]
+    )
+    result = run_tests(tmp_path)
+    assert (result.status, result.notes) == ("skip", ("1 test skipped: no such device",))
 
 
 def test_quick_takes_the_quick_ones_alone(module: Path, tmp_path: Path) -> None:
-    (claim,) = run_tests(tmp_path, quick=True).claims
-    assert (claim.status, claim.found) == ("pass", "1 passed")
+    assert run_tests(tmp_path, quick=True).claims[0].found == "1 passed"
 
 
 def test_every_topic_has_tests_and_every_marker_a_topic() -> None:
@@ -105,14 +122,35 @@ def test_every_topic_has_tests_and_every_marker_a_topic() -> None:
     assert marked == set(right.TOPICS)
 
 
-def test_without_ray_its_topics_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_is_said_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(config: Config) -> dict[str, str]:
+        return {item.name: item.missing for item in right.items(config, make_hardware(), quick=False)}
+
+    assert missing(make_config())["memory"] == "there is no GPU"
+    found = missing(make_config(cluster="local"))
+    assert found["ray"] == "not with cluster=local" and not found["parity"]
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
-    found = {item.name: item.missing for item in right.items(make_hardware(), quick=False)}
-    assert found["ray"] == found["memory"] == "ray is not installed" and not found["parity"]
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in ("ray", "pytest_timeout") else find(name)
+    )
+    assert "pytest_timeout not installed" in missing(make_config())["engine"]
 
 
-def test_each_card_has_items_of_its_own() -> None:
-    names = [item.name for item in right.items(make_hardware(gpus=2), quick=False)]
-    assert {"parity_cuda0", "parity_cuda1", "lane_cuda1"} < set(names)
-    assert names.count("layouts") == 1 and "parity" not in names
+def test_each_card_has_items_of_its_own_and_is_named_as_cuda_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware = make_hardware(gpus=2)
+    cards = (replace(hardware.gpus[0], uuid="GPU-aa"), replace(hardware.gpus[1], uuid="GPU-bb"))
+    items = {i.name: i for i in right.items(make_config(), replace(hardware, gpus=cards), quick=False)}
+    assert {"parity_cuda0", "parity_cuda1", "lane_cuda1", "layouts"} < set(items) and "parity" not in items
+    seen: list[tuple[Sequence[str], Mapping[str, str]]] = []
+
+    def run(self: Task, command: Sequence[str], environment: Mapping[str, str]) -> int:
+        seen.append((command, environment))
+        return 0
+
+    monkeypatch.setattr(Task, "run", run)
+    for name in ("parity_cuda0", "parity_cuda1", "layouts"):
+        complete(items[name], Directory(tmp_path), 60)
+    assert [environment.get("CUDA_VISIBLE_DEVICES") for _, environment in seen] == ["GPU-aa", "GPU-bb", None]
+    assert ["gpu" in command for command, _ in seen] == [False, True, False]

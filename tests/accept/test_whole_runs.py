@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kt_ray.accept import whole_runs
-from kt_ray.accept.items import Claim, Directory, Found, do
+from kt_ray.accept.items import Claim, Directory, Found, complete
 from kt_ray.accept.whole_runs import STEPS, TINY, Fitted, Run, long_rows
 from kt_ray.placement.memory import GIB
 from kt_ray.placement.plan import make_plan
@@ -31,7 +31,7 @@ GOOD: dict[str, Any] = {
 def judged(**changes: Any) -> list[Claim]:
     plan = make_plan(small_dims(), make_config(), make_hardware())
     fitted = Fitted(2, 27, 4, 256, [], plan)
-    found: Found = whole_runs._judge(RUN, fitted, GOOD | changes, "2 of 27 layers")
+    found: Found = whole_runs._judge(RUN, fitted, GOOD | changes)
     return list(found.claims)
 
 
@@ -62,9 +62,9 @@ def test_a_model_that_cannot_fit_is_left_out_and_weights_that_cannot_be_made_fai
     hardware = make_hardware(memory=GIB // 8)
     directory = Directory(tmp_path)
     config = make_config(cluster="local")
-    result = do(whole_runs._item(TINY, config, hardware), directory, 120)
+    result = complete(whole_runs._item(TINY, config, hardware), directory, 120)
     assert result.status == "skip" and "of socket 0, which has" in result.notes[0]
-    result = do(
+    result = complete(
         whole_runs._item(TINY._replace(format="int4", shape=("hidden_size=100",)), config, hardware),
         directory,
         120,

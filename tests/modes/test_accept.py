@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import tarfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import pytest
 from kt_ray import cli
 from kt_ray.accept.items import Claim, Found, Item, Task
 from kt_ray.doctor.check import Check
-from kt_ray.errors import BAD_INPUT
+from kt_ray.errors import BAD_INPUT, INTERRUPTED
 from kt_ray.modes import accept
 
 Run = Callable[..., int]
@@ -84,7 +87,7 @@ def test_a_broken_section_fails_alone(run: Run, items, tmp_path: Path, capsys, s
     items[section] = broken
     assert run() == 1
     out = capsys.readouterr().out
-    assert "FAIL" in out and "on purpose" in out and "2 claims hold, 0 warnings, 1 failures" in out
+    assert "FAIL" in out and "on purpose" in out and "2 claims passed, 0 warnings, 1 failure" in out
     text = (only(tmp_path) / "page.md").read_text()
     assert f"| fail | Item of {section} |" in text and text.count("| pass | Item of ") == 2
 
@@ -96,22 +99,55 @@ def test_a_failing_check_fails(run: Run, items, capsys) -> None:
 
 
 def test_what_the_clock_cut_off_goes_on(run: Run, items, tmp_path: Path, capsys) -> None:
+    """Also where it had a claim by then; the page keeps what this call did not ask for."""
     calls: list[str] = []
 
-    def counted(name: str, cut: bool) -> Callable[[Task], Found]:
-        def do(task: Task) -> Found:
+    def counted(name: str, cut: bool, status: str = "pass") -> Callable[[Task], Found]:
+        def run_it(task: Task) -> Found:
             calls.append(name)
-            return Found(cut=cut)
+            return Found([Claim(status, name, "x", "y", "README.md")], cut=cut)
 
-        return do
+        return run_it
 
-    items["right"], items["fast"] = counted("right", False), counted("fast", True)
-    assert run("accept.only=right,fast") == 0
+    items["right"], items["fast"] = counted("right", False, "fail"), counted("fast", True, "warn")
+    assert run("accept.only=right,fast") == 1
     assert "accept.resume=latest" in capsys.readouterr().out
     items["fast"] = counted("fast", False)
-    assert run("accept.only=right,fast", "accept.resume=latest") == 0
-    assert calls == ["right", "fast", "fast"] and "cut off" not in capsys.readouterr().out
-    assert len(list((tmp_path / "a").iterdir())) == 1
+    assert run("accept.only=fast", "accept.resume=latest") == 1, "right has failed all the same"
+    out = capsys.readouterr().out
+    assert calls == ["right", "fast", "fast"] and "accept.resume" not in out and "FAIL right" in out
+    path = only(tmp_path)
+    assert "Item of right" in (path / "page.md").read_text() and (path / "report.tar.gz").is_file()
+
+
+def test_an_acceptance_that_is_killed_leaves_page_and_archive(run: Run, items, tmp_path: Path) -> None:
+    def killed(task: Task) -> Found:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+        raise AssertionError
+
+    items["fast"] = killed
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert run() == INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    path = only(tmp_path)
+    assert "Item of right" in (path / "page.md").read_text() and (path / "report.tar.gz").is_file()
+
+
+def test_shares_of_the_time() -> None:
+    """A lone item gets all; what is possible shares; what gives nothing in less time gets it."""
+
+    def item(section: str, name: str, **more: object) -> Item:
+        return Item(section, name, name, lambda task: Found(), **more)  # type: ignore[arg-type]
+
+    assert accept._seconds(item("fast", "a"), [], 90) == 90
+    assert accept._seconds(item("fast", "a"), [item("fast", "b", missing="no")], 90) == 90
+    assert accept._seconds(item("fast", "a"), [item("fast", "b")], 90) == 60
+    assert accept._seconds(item("fast", "a"), [item("runs", "b")], 60) == 60 * 0.25 / 0.6
+    assert accept._seconds(item("fast", "a", least=50), [item("runs", "b")], 60) == 50
+    assert accept._seconds(item("fast", "a", least=500), [], 60) == 60
 
 
 def test_what_is_refused(run: Run, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +160,9 @@ def test_what_is_refused(run: Run, tmp_path: Path, capsys, monkeypatch: pytest.M
     (tmp_path / "a").write_text("a file")
     assert run("accept.only=here") == BAD_INPUT
     assert "set accept.root" in capsys.readouterr().err
+    (tmp_path / "a").unlink()
+    assert run("accept.kt=/no/such.whl") == BAD_INPUT
+    assert "correct accept.kt" in capsys.readouterr().err
     monkeypatch.setattr(accept, "REPO", tmp_path)
     assert run() == BAD_INPUT
     assert "of a checkout" in capsys.readouterr().err
