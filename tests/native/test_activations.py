@@ -275,6 +275,10 @@ def test_the_reference_is_what_transformers_computes(family: str, name: str, fie
     experts = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
     g = torch.Generator().manual_seed(2)
     module = experts(CONFIG)
+    if not hasattr(module, "is_transposed"):
+        pytest.skip(f"{name} of this transformers has no flags of the experts interface")
+    if hasattr(module, "limit"):  # which older versions do not take from the configuration
+        fields = {**fields, "limit": float(module.limit)}
     for parameter in module.parameters():
         parameter.data = torch.randn(parameter.shape, generator=g)
     weights = weights_of(module, fields)
