@@ -37,7 +37,7 @@ from pathlib import Path
 LEFT_OUT = {
     "ray": r"ray/(jars|rllib|dashboard/client)/",
     # The kernels alone, for AMX and AVX512_BF16.
-    "kt_kernel": r"(?!kt_kernel/|kt_kernel-)|kt_kernel/_kt_kernel_ext_(?!amx|avx512_bf16)",
+    "kt_kernel": r"(?!kt_kernel[/.-])|kt_kernel/_kt_kernel_ext_(?!amx|avx512_bf16)",
 }
 for source in Path(sys.argv[1]).glob("*.whl"):
     left_out = re.compile(LEFT_OUT[source.name.partition("-")[0]])

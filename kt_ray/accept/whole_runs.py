@@ -17,6 +17,7 @@ from kt_ray.config.schema import Config
 from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.doctor.machine_checks import run_bytes
+from kt_ray.hardware.describe import gpu_memory_free
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.placement.plan_types import Budget, Plan
@@ -76,7 +77,12 @@ def items(config: Config, hardware: Hardware, free: int, quick: bool) -> Iterato
         replace(s, memory_bytes=int(s.memory_bytes * min(1.0, SPARE * free / total)))
         for s in hardware.sockets
     )
-    host = replace(hardware, sockets=sockets)
+    unused = gpu_memory_free()
+    gpus = tuple(
+        replace(gpu, memory_bytes=min(gpu.memory_bytes, unused.get(gpu.uuid, gpu.memory_bytes)))
+        for gpu in hardware.gpus
+    )
+    host = replace(hardware, sockets=sockets, gpus=gpus)
     for run in (TINY,) if quick else RUNS:
         yield _item(run, config, host)
 

@@ -287,6 +287,12 @@ def _gpus() -> tuple[Gpu, ...]:
     return parse_gpus(listing, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
+def gpu_memory_free() -> dict[str, int]:
+    """Bytes of each GPU that no program uses now, by uuid."""
+    rows = (line.split(",") for line in nvidia_smi("uuid,memory.free").splitlines())
+    return {row[0].strip(): int(row[1]) << 20 for row in rows if len(row) == 2 and row[1].strip().isdigit()}
+
+
 def nvidia_smi(fields: str) -> str:
     """What nvidia-smi says of every GPU, a line each; "" where there is none."""
     query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]

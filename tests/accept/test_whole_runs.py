@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from kt_ray.accept import whole_runs
 from kt_ray.accept.items import Claim, Directory, Found, complete
 from kt_ray.accept.whole_runs import STEPS, TINY, Fitted, Run, long_rows
+from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.memory import GIB
 from kt_ray.placement.plan import make_plan
 from tests.placement.configs import make_config, make_hardware, small_dims
@@ -70,6 +72,18 @@ def test_a_model_that_cannot_fit_is_left_out_and_weights_that_cannot_be_made_fai
         120,
     )
     assert result.status == "fail" and "making its weights" in result.claims[0].found
+
+
+def test_what_others_use_is_not_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    listing = "GPU-aa, 2048\nGPU-bb, [N/A]\n"
+    monkeypatch.setattr("kt_ray.hardware.describe.nvidia_smi", lambda fields: listing)
+    seen: list[Hardware] = []
+    monkeypatch.setattr(whole_runs, "_item", lambda run, config, hardware: seen.append(hardware))
+    hardware = make_hardware(gpus=2)
+    cards = (replace(hardware.gpus[0], uuid="GPU-aa"), replace(hardware.gpus[1], uuid="GPU-bb"))
+    list(whole_runs.items(make_config(), replace(hardware, gpus=cards), 10 * GIB, quick=True))
+    assert [gpu.memory_bytes for gpu in seen[0].gpus] == [2 * GIB, 24 * GIB]
+    assert seen[0].sockets[0].memory_bytes == int(0.9 * 10 * GIB)
 
 
 def test_rows_differ_and_are_long_enough() -> None:
