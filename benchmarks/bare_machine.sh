@@ -5,7 +5,7 @@
 #   benchmarks/bare_machine.sh accept FOLDER OUT KEYS...  there, from the checkout: install, build, accept
 #
 # PYTHON=python3 is the interpreter there, PYTHON_VERSION=3.12 the one to gather wheels for. Ray comes without its Java
-# jar, RLlib and dashboard pages, kt-kernel (for accept.against=kt) with its kernels for AMX: 47 MB in all. `accept`
+# jar, RLlib and dashboard pages, kt-kernel (for accept.against=kt) with its kernels for AMX: 48 MB in all. `accept`
 # goes on with the acceptance that the call before left in accept/, so that pieces of some minutes add up; page and
 # archive are copied to OUT. The first call installs and builds as well: give it a minute or two more than its
 # accept.minutes.
