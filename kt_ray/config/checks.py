@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import date
 from typing import Any, NamedTuple
 
@@ -84,20 +84,23 @@ def _quoted(value: Any) -> str:
     return "''" if value == "" else show(value)
 
 
+def _guess(value: str, words: Iterable[str]) -> tuple[str | None, str]:
+    """The word that may be meant, and the question for the message."""
+    match = closest(value, words)
+    return match, f"; did you mean {match}?" if match else ""
+
+
 def _single_keys(config: Config) -> Iterator[Fault]:
     for key, words in WORDS.items():
         value = value_of(config, key)
         if isinstance(value, str) and value not in words:
-            match = closest(value, words)
+            match, meant = _guess(value, words)
             allowed = " or ".join([*words, f"a number {BOUNDS[key]}"] if key in BOUNDS else words)
-            meant = f"; did you mean {match}?" if match else ""
             yield Fault(key, f"is not known{meant}", allowed, f"set {key}={match or words[0]}")
     for key, words in LISTED.items():
-        for word in value_of(config, key):
-            if word not in words:
-                match = closest(word, words)
-                meant = f"; did you mean {match}?" if match else ""
-                yield Fault(key, f"has the unknown entry {word}{meant}", ", ".join(words), f"correct {key}")
+        for word in (word for word in value_of(config, key) if word not in words):
+            fault = f"has the unknown entry {word}{_guess(word, words)[1]}"
+            yield Fault(key, fault, ", ".join(words), f"correct {key}")
     if "quick" in config.accept.only and len(config.accept.only) > 1:
         yield Fault("accept.only", "names quick and sections", "quick, or sections", "set accept.only=quick")
     for key, bound in BOUNDS.items():
@@ -371,9 +374,8 @@ def _source(place: str, source: Any) -> Iterator[Fault]:
     for name, value in source.items():
         key = f"{place}.{name}={_quoted(value)}"
         if name not in SOURCE_KEYS:
-            match = closest(str(name), SOURCE_KEYS)
-            meant = f"; did you mean {match}?" if match else ""
-            yield Fault(key, f"is not known{meant}", f"{', '.join(SOURCE_KEYS)}", "rename or delete it")
+            _, meant = _guess(str(name), SOURCE_KEYS)
+            yield Fault(key, f"is not known{meant}", ", ".join(SOURCE_KEYS), "rename or delete it")
         if isinstance(value, bool) or not isinstance(value, SOURCE_KEYS[name]):
             kinds = " or ".join(kind.__name__.lower() for kind in SOURCE_KEYS[name])
             yield Fault(key, "has the wrong type", kinds, f"correct {place}.{name}")
@@ -577,8 +579,7 @@ def _place(c: Config) -> Iterator[Fault]:
     """Where a run takes place and where its files go."""
     address, name = c.cluster.address, c.run.name
     if not _ADDRESS.fullmatch(address):
-        match = closest(address, ("auto", "local"))
-        meant = f"; did you mean {match}?" if match else ""
+        match, meant = _guess(address, ("auto", "local"))
         yield Fault(
             "cluster.address",
             f"is no address{meant}",
