@@ -17,7 +17,7 @@ from kt_ray.config.schema import AcceptConfig, Config
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.hardware.rate_files import rates_path, read_rates
-from kt_ray.hardware.rates import DeviceRate, Figure, LinkRate, Rates
+from kt_ray.hardware.rates import DeviceRate, ExpertRate, Figure, LinkRate, Rates
 
 FORMATS = "bf16,fp8,int8,int4,mxfp4"
 TOKENS = "512,4096,16,1"  # those that claims are about first
@@ -82,15 +82,21 @@ def _rates(task: Task, *, config: Config, hardware: Hardware) -> Found:
         return Found([Claim(FAIL, "Rates are measured", found, "rates", "docs/rates.md")])
     measured, nominal = read_rates(path), nominal_rates(hardware)
     rows = [("figure", "nominal", "measured", "measured / nominal")]
-    for name, figure in figures(measured).items():
-        expected = figures(nominal).get(name)
+    shown = [expert for expert in measured.experts if expert.forward.source.startswith("measured")]
+    beside = figures(nominal, shown)
+    for name, figure in figures(measured, shown).items():
+        expected = beside.get(name)
         ratio = "" if expected is None else f"{figure / expected:.2f}"
         rows.append((name, "" if expected is None else f"{expected:.4g}", f"{figure:.4g}", ratio))
     return Found(tables={"Rates (per second)": rows}, notes=measured.notes, records=str(path.name))
 
 
-def figures(rates: Rates) -> dict[str, float]:
-    """Figures by name, per second: bytes, FLOP, parameters; of curves the largest size."""
+def figures(rates: Rates, shown: Sequence[ExpertRate]) -> dict[str, float]:
+    """Figures by name, per second: bytes, FLOP, parameters; of curves the largest size.
+
+    Args:
+        shown: experts whose ISA, format and shape are looked up in `rates`.
+    """
     found: dict[str, float] = {}
     for name, figure in vars(rates.memory).items():
         if isinstance(figure, Figure):
@@ -106,11 +112,12 @@ def figures(rates: Rates) -> dict[str, float]:
     link: LinkRate | None = rates.link
     for name, figure in vars(link).items() if link is not None else ():
         found[f"PCIe {name}, bytes"] = figure.value
-    for expert in rates.experts:
-        if expert.forward.source.startswith("measured"):
-            what = f"experts {expert.isa} {expert.format} {expert.hidden} x {expert.inter} {expert.products}"
-            found[f"{what}, forward, FLOP a core"] = expert.forward.ample
-            found[f"{what}, backward, FLOP a core"] = expert.backward.ample
+    for e in shown:
+        products = "int8" if e.products == "int8" else "any"
+        expert = rates.expert(e.isa, e.format, e.hidden, e.inter, products)
+        what = f"experts {e.isa} {e.format} {e.hidden} x {e.inter} {e.products}"
+        found[f"{what}, forward, FLOP a core"] = expert.forward.ample
+        found[f"{what}, backward, FLOP a core"] = expert.backward.ample
     found["AdamW, parameters"] = rates.optimizer.value
     found["disk, bytes"] = rates.disk.value
     return found

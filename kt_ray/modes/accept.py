@@ -94,10 +94,18 @@ def _run_all(
     for number, item in enumerate(pending):
         console.print(f"{item.section:6} {item.title} …", markup=False, end="")
         seconds = _seconds(item, pending[number + 1 :], deadline - time.monotonic())
-        result = complete(item, directory, seconds, str(about["git_commit"] or ""))
+        try:
+            result = complete(item, directory, seconds, str(about["git_commit"] or ""))
+            write_pages(directory.path, directory.results(), about)
+            write_archive(directory.path)
+        except OSError as error:
+            raise UserError(
+                "the acceptance's results cannot be written",
+                where=str(directory.path),
+                observed=error.strerror or error,
+                remedy=f"free space, then go on with accept.resume={LATEST}",
+            ) from error
         console.print(f" {result.status} ({result.seconds:.0f} s)", markup=False)
-        write_pages(directory.path, directory.results(), about)
-        write_archive(directory.path)
 
 
 def _seconds(item: Item, others: Sequence[Item], left: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from kt_ray.accept import fast
 from kt_ray.accept.items import Directory, Task, complete
+from kt_ray.hardware.nominal import nominal_rates
 from tests.placement.configs import make_config, make_hardware
 
 PROGRAM = """
@@ -92,6 +94,14 @@ def test_rates_of_an_earlier_day_are_none(tmp_path: Path, monkeypatch: pytest.Mo
     items = {item.name: item for item in fast.items(make_config(), make_hardware(), 1 << 40, quick=False)}
     result = complete(items["rates"], Directory(tmp_path), 60)
     assert result.status == "fail" and "nothing was stored" in result.claims[0].found
+
+
+def test_every_measured_figure_stands_beside_a_nominal_one() -> None:
+    rates = nominal_rates(make_hardware())
+    names = fast.figures(rates, rates.experts)
+    assert any(name.startswith("experts avx512 ") for name in names) and "disk, bytes" in names
+    shown = [replace(e, hidden=e.hidden + 64) for e in rates.experts]  # another shape than the nominal one
+    assert len(fast.figures(rates, shown)) == len(names)
 
 
 def test_a_benchmark_that_breaks_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -134,6 +135,15 @@ def test_an_acceptance_that_is_killed_leaves_page_and_archive(run: Run, items, t
         signal.signal(signal.SIGTERM, before)
     path = only(tmp_path)
     assert "Item of right" in (path / "page.md").read_text() and (path / "report.tar.gz").is_file()
+
+
+def test_a_full_disk_is_one_line(run: Run, items, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(accept, "write_archive", full)
+    assert run() == BAD_INPUT
+    assert "No space left on device" in capsys.readouterr().err
 
 
 def test_shares_of_the_time() -> None:
