@@ -4,7 +4,8 @@ Hydra composes, `kt_ray.config` checks, and only then the module of the chosen m
 that `--help`, `--cfg job` and a wrong key answer without loading torch or Ray.
 
 Exit codes: 0 done; 1 a fault in kt_ray (with a traceback); 2 bad input (one line `error: …` on
-stderr); 130 interrupted. KT_RAY_DEBUG=1 prints the traceback of bad input, too.
+stderr); 75 training was stopped by a signal, or lost an actor for good: it may be resumed; 130 interrupted.
+KT_RAY_DEBUG=1 prints the traceback of bad input, too.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from typing import Any
 
 import kt_ray
 from kt_ray import torch_environment
+from kt_ray.config import resume_line
 from kt_ray.config.schema import Config
 from kt_ray.errors import BAD_INPUT, OK, UserError, exit_code, guard
+from kt_ray.supervisor import as_child, supervise
 
 # Hydra's flags (and ours, --version).
 FLAGS = (
@@ -43,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; None = those of this process.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    resume_line.given[:] = arguments
     if "--version" in arguments:
         print(f"kt_ray {version()}")
         return OK
@@ -62,8 +66,20 @@ def dispatch(config: Config) -> int:
     if not os.path.exists("/dev/nvidiactl"):
         # deepspeed, where installed, otherwise prints that it looked for a GPU in vain. Actors inherit this.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if config.mode == "train" and config.trainer.restarts:
+        return supervise(config)
+    return run(config)
+
+
+def run(config: Config) -> int:
+    """Runs the mode in this process."""
     torch_environment.apply()  # no torch is imported yet
     return int(importlib.import_module(f"kt_ray.modes.{config.mode}").run(config))
+
+
+def supervised() -> int:
+    """The driver that a supervisor started (trainer.restarts). Returns its exit code."""
+    return guard(lambda: as_child(run))
 
 
 def _run_hydra(arguments: list[str]) -> int:
@@ -144,6 +160,7 @@ def _run_job(composed: Any) -> int:
     number = hydra_config.job.num if hydra_config.mode == RunMode.MULTIRUN else None
     if number is not None:
         print(f"== job {number}: {' '.join(hydra_config.overrides.task)}", flush=True)
+        resume_line.given[:] = hydra_config.overrides.task
     return dispatch(load(to_mapping(composed), job=number))
 
 

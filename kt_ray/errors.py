@@ -13,7 +13,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
-OK, BUG, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130  # exit codes
+# Exit codes. STOPPED is EX_TEMPFAIL of sysexits.h: the same command may be run again.
+OK, BUG, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
 
 
 class UserError(Exception):
@@ -62,6 +63,14 @@ class UserError(Exception):
         return functools.partial(type(self), self.what, **rest), ()
 
 
+class TryAgain(UserError):
+    """A run that ended by no fault of its input: the same command, resumed, may go on."""
+
+
+class Stopped(Exception):
+    """A run that a signal ended: its message says what is saved and how to go on."""
+
+
 class BadStep(UserError):
     """A training step that must not be applied: its loss or gradients are not finite, or far too large."""
 
@@ -79,11 +88,14 @@ def exit_code(action: Callable[[], int]) -> int:
     """As `guard`, but an interrupt passes: it ends a whole multirun, not one job of it."""
     try:
         return action()
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return STOPPED
     except UserError as error:
         if os.environ.get("KT_RAY_DEBUG") == "1":
             traceback.print_exc()
         print(f"error: {error.line()}", file=sys.stderr)
-        return BAD_INPUT
+        return STOPPED if isinstance(error, TryAgain) else BAD_INPUT
     except BrokenPipeError:  # `… | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BUG

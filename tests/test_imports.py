@@ -61,7 +61,8 @@ accept: disk config dims hardware placement timing doctor report
 modes: errors disk native timeline config dims hardware placement timing tracking evaluate generate
     checkpoint data demo train actors serve actors/ray runs doctor report accept [numpy torch]
 recipe: errors config data
-cli: errors torch_environment config modes recipe
+supervisor: errors config runs
+cli: errors torch_environment config modes recipe supervisor
 tools: errors disk config checkpoint model adapter data demo [numpy torch]
 """
 

@@ -7,6 +7,7 @@ LoRA of all stages: gradients are reduced to it in rank order, updated weights g
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -36,6 +37,8 @@ from kt_ray.transport.inbox import Outbox
 from kt_ray.transport.links import ExpertLink, StageLink
 from kt_ray.transport.messages import Address, Message
 from kt_ray.transport.shared_memory import DoorbellAddress
+
+logger = logging.getLogger(__name__)
 
 ROOT: Address = ("worker", 0)  # holds the masters
 
@@ -216,10 +219,12 @@ class AttentionWorker(PlainActor):
                 kinds.append(torch.profiler.ProfilerActivity.CUDA)
             with torch.profiler.profile(activities=kinds, record_shapes=True) as trace:
                 yield
-            directory = Path(spec.profile)
-            directory.mkdir(parents=True, exist_ok=True)
             name = f"step_{spec.step + 1:06d}_pass_{spec.number}_{self.name}.json"
-            trace.export_chrome_trace(str(directory / name))
+            try:
+                Path(spec.profile).mkdir(parents=True, exist_ok=True)
+                trace.export_chrome_trace(str(Path(spec.profile, name)))
+            except (OSError, RuntimeError) as error:  # a run does not end for want of a trace
+                logger.warning("the profile %s cannot be written: %s", name, error)
         finally:
             _profiling.release()
 

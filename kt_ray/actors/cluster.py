@@ -25,7 +25,7 @@ from kt_ray.errors import UserError
 from kt_ray.generate.requests import Request, SessionSpec
 from kt_ray.optim.optimizers import largest
 from kt_ray.placement.plan_types import Plan
-from kt_ray.train.cluster_protocol import ActorLost
+from kt_ray.train.cluster_protocol import ActorLost, GivenUp
 from kt_ray.train.reports import PassReport
 from kt_ray.transport.inbox import Inbox, TokenBatch
 from kt_ray.transport.messages import Aborted, Address, Message
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 LoadNote = Callable[[str, int, int, int], None]  # (actor, layer, bytes done, bytes in total)
 GRACE = 15.0  # seconds the other actors get to notice an abort
-LONGEST_WAIT = 3600.0  # seconds of one look at the futures; only the number of looks depends on it
 POLL = 0.5  # seconds between looks at load progress
 NOTICE = 60.0  # seconds in which the death of an actor, or of its node, becomes known
 
@@ -81,6 +80,7 @@ class ActorCluster(ABC):
         self._broken = False  # the last session of generation ended with an error
         self._lost: set[Address] = set()  # actors that died since the last recovery
         self._aborts: list[Any] = []  # calls that may still be on their way
+        self.give_up: Callable[[], str] = lambda: ""
 
     # -- what a subclass provides -------------------------------------------------------------
 
@@ -141,11 +141,16 @@ class ActorCluster(ABC):
         pending = list(futures)
         errors: list[tuple[Handle, BaseException]] = []
         deadline = time.monotonic() + timeout if timeout is not None else float("inf")
+        may_give_up = method in ("run_pass", "prepare")  # before anything of a step is applied
         while pending:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 break
-            done = self._wait(pending, min(remaining, POLL if while_waiting else LONGEST_WAIT))
+            done = self._wait(pending, min(remaining, POLL))
+            if may_give_up and not errors and (reason := self.give_up()):
+                self._abort(reason)
+                deadline = min(deadline, time.monotonic() + NOTICE)
+                errors.append((handles[0], GivenUp(reason)))
             if while_waiting is not None and not errors:
                 while_waiting()
             for future in done:

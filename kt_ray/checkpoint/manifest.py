@@ -7,7 +7,7 @@ import os
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from kt_ray.checkpoint.safetensors_file import damaged, read_json
 from kt_ray.errors import UserError
 
 MANIFEST = "manifest.json"
-BEST = "best"  # link beside the checkpoints
 VERSION = 1
 _STEP = re.compile(r"^step_(\d{6,})$")
 _CHUNK = 64 << 20
@@ -35,6 +34,11 @@ class ShardInfo:
     bytes: int
     crc32: int
     tensors: int
+
+    @classmethod
+    def of(cls, file: Path) -> ShardInfo:
+        """Of a file that holds no tensors."""
+        return cls(file.name, file.stat().st_size, _crc32(file), 0)
 
     def check_size(self, directory: Path, what: str, remedy: str) -> None:
         """The file is there, whole."""
@@ -95,6 +99,10 @@ class Manifest:
         except (KeyError, TypeError) as error:
             raise unusable("checkpoint manifest is damaged", file, error) from error
 
+    def to_json(self) -> str:
+        """What `read` parses."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
     def verify(self, path: Path) -> None:
         """Compare every shard's size and checksum with the manifest."""
         for shard in self.shards:
@@ -127,6 +135,11 @@ class Manifest:
             )
 
 
+def step_name(step: int) -> str:
+    """Directory name of a step's checkpoint."""
+    return f"step_{step:06d}"
+
+
 def list_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
     """Complete checkpoints below `root` (a run's checkpoints/), oldest step first."""
     steps: list[tuple[int, Path]] = []
@@ -135,13 +148,6 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
         if match and (path / MANIFEST).is_file():
             steps.append((int(match.group(1)), path))
     return [path for _, path in sorted(steps)]
-
-
-def best_step(root: str | os.PathLike[str]) -> int | None:
-    """The step that `mark_best` named last, whether its checkpoint is still there or not."""
-    link = Path(root) / BEST
-    match = _STEP.match(os.readlink(link)) if link.is_symlink() else None
-    return int(match.group(1)) if match else None
 
 
 def _crc32(path: Path) -> int:

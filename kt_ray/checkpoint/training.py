@@ -4,6 +4,8 @@
     checkpoints/latest -> step_000300
     checkpoints/best -> step_000200            with trainer.save_best
 
+`kt_ray.checkpoint.housekeeping` has all that comes after a valid checkpoint: links, and what is removed.
+
 Every actor writes its shard into a hidden directory; the driver writes the manifest last and renames
 the directory. A directory without manifest.json is therefore never a checkpoint. Shard keys are
 "param/<name>", "exp_avg/<name>" and "exp_avg_sq/<name>", all float32; which shard holds a name is
@@ -13,18 +15,16 @@ kt_ray/placement/expert_load.py.
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
 import torch
 
+from kt_ray.checkpoint.housekeeping import LATEST, PARTIAL, flush_directory, point, remove, set_aside
 from kt_ray.checkpoint.index import some
-from kt_ray.checkpoint.manifest import BEST, CHOOSE, MANIFEST, Manifest, ShardInfo, list_checkpoints, unusable
+from kt_ray.checkpoint.manifest import CHOOSE, MANIFEST, Manifest, ShardInfo, step_name, unusable
 from kt_ray.checkpoint.safetensors_file import (
     TORCH_DTYPES,
     TensorInfo,
@@ -39,21 +39,15 @@ from kt_ray.checkpoint.safetensors_file import (
 )
 from kt_ray.disk import write_atomic
 
-LATEST = "latest"
-
-
-def step_name(step: int) -> str:
-    """Directory name of a step's checkpoint."""
-    return f"step_{step:06d}"
-
 
 def begin_checkpoint(root: str | os.PathLike[str], step: int) -> Path:
     """An empty hidden directory beside the checkpoints, for the actors to write their shards into."""
-    path = Path(root) / f".{step_name(step)}.partial"
+    path = Path(root) / f".{step_name(step)}{PARTIAL}"
     with writing("checkpoint", path):
-        if path.exists():
-            shutil.rmtree(path)
-        path.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in Path(root).glob(f".step_*{PARTIAL}"):  # by a process that died: it only takes room
+            remove(set_aside(left))
+        path.mkdir()
     return path
 
 
@@ -86,81 +80,16 @@ def commit_checkpoint(partial: Path, final: Path, manifest: Manifest) -> Path:
     for shard in manifest.shards:
         remedy = "set run.root to a directory that all nodes share"
         shard.check_size(partial, "an actor's shard did not arrive in the run directory", remedy)
-    write_atomic(partial / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
-    _fsync_dir(partial)
-    if final.exists():  # the same step again, after a replay: equal by construction, the newer one stays
-        old = final.with_name(f".{final.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-        partial.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        partial.rename(final)
-    _link(final.parent, LATEST, final.name)
-    _fsync_dir(final.parent)
+    write_atomic(partial / MANIFEST, manifest.to_json())
+    flush_directory(partial)
+    # The same step may be there, after a replay: equal by construction, the newer one stays.
+    old = set_aside(final) if os.path.lexists(final) else None
+    partial.rename(final)
+    flush_directory(final.parent)
+    if old is not None:
+        remove(old)
+    point(final.parent, LATEST, final.name)
     return final
-
-
-def prune_checkpoints(root: str | os.PathLike[str], keep: int) -> list[Path]:
-    """Remove all but the `keep` newest checkpoints (0 keeps all), the best one, and what interrupted
-    writes left.
-
-    Returns:
-        The checkpoints that were removed.
-    """
-    for pattern in (".step_*.partial", ".step_*.old"):
-        for path in Path(root).glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
-    complete, best = list_checkpoints(root), best_checkpoint(root)
-    removed = [path for path in complete[:-keep] if path != best] if keep > 0 else []
-    for path in removed:
-        (path / MANIFEST).unlink()  # first: what is half removed is no checkpoint any more
-        shutil.rmtree(path)
-    return removed
-
-
-def mark_best(root: str | os.PathLike[str], step: int) -> None:
-    """Point `best` at a step's checkpoint, which then outlives newer ones.
-
-    Raises:
-        UserError: the disk is full or not writable.
-    """
-    with writing("checkpoint", Path(root) / BEST):
-        _link(Path(root), BEST, step_name(step))
-
-
-def best_checkpoint(root: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint that `mark_best` named last, if there is one."""
-    link = Path(root) / BEST
-    if not (link / MANIFEST).is_file():
-        return None
-    return Path(root) / link.resolve().name
-
-
-def _link(root: Path, name: str, target: str) -> None:
-    beside = root / f".{name}.partial"
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(target)
-    os.replace(beside, root / name)
-
-
-def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
-    """Rename checkpoints beyond `step` to superseded_step_...: a run that went back to `step` left them.
-
-    Otherwise the abandoned ones would count as the newest: kept when pruning, and taken by resume=latest.
-
-    Returns:
-        Their new paths.
-    """
-    renamed: list[Path] = []
-    for path in list_checkpoints(root):
-        if int(path.name.removeprefix("step_")) > step:
-            target = path.with_name(f"superseded_{path.name}")
-            shutil.rmtree(target, ignore_errors=True)
-            renamed.append(path.rename(target))
-    if renamed:
-        _link(Path(root), LATEST, step_name(step))
-    return renamed
 
 
 def read_named_into(checkpoint: str | os.PathLike[str], targets: Mapping[str, torch.Tensor]) -> None:
@@ -211,11 +140,3 @@ def _locate(path: Path, names: list[str]) -> dict[str, TensorInfo]:
             "checkpoint lacks parameters of this run", path, observed, f"{len(names)} tensors", remedy
         )
     return {name: places[name] for name in names}
-
-
-def _fsync_dir(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

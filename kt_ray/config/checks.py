@@ -13,6 +13,7 @@ from datetime import date
 from typing import Any, NamedTuple
 
 from kt_ray.config.fields import closest, fields, show
+from kt_ray.config.interval import FORM, seconds_of
 from kt_ray.config.limits import BOUNDS, LISTED, NOT_EMPTY, WORDS
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
@@ -495,6 +496,8 @@ def _trainer(c: Config) -> Iterator[Fault]:
                 "goes by the held-out loss, but trainer.eval_every=0",
                 remedy="set trainer.eval_every=<steps>",
             )
+    if isinstance(trainer.save_every, str) and seconds_of(trainer.save_every) is None:
+        yield Fault("trainer.save_every", "is no interval", FORM)
     if 0 < trainer.spike <= 1:
         yield Fault(
             "trainer.spike",

@@ -56,6 +56,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "trainer.stage": ("sft", "pt", "dpo", "orpo", "kto"),
     "preference.loss": ("sigmoid", "hinge", "ipo", "robust"),
     "trainer.bad_steps": ("stop", "skip"),
+    "trainer.on_signal": ("save", "exit"),
     "tracking.name": ("jsonl", "wandb"),
     "tracking.mode": ("auto", "online", "offline"),
     "cluster.name": ("ray", "local"),
@@ -100,7 +101,7 @@ _KEYS_OF_BOUNDS = {
         rule.experts.gpu_resident rule.ray.worker_cpus rule.ray.expert_cpus data.cache_gb optim.weight_decay
         optim.max_grad_norm optim.warmup preference.desirable_weight preference.undesirable_weight
         trainer.eval_every trainer.save_every trainer.keep_checkpoints trainer.preview trainer.loss_chunk
-        trainer.recoveries trainer.timeline_every trainer.aux_loss trainer.early_stopping
+        trainer.recoveries trainer.restarts trainer.timeline_every trainer.aux_loss trainer.early_stopping
         trainer.early_stopping_threshold trainer.spike generate.min_new_tokens generate.temperature
         generate.top_k serve.max_queue eval.samples eval.after_training report.samples
     """,

@@ -150,7 +150,7 @@ class TrainerConfig:
     batch_size: int = 8
     micro_batch_size: int = 1
     eval_every: int = 0
-    save_every: int = 0
+    save_every: int | str = "30min"
     keep_checkpoints: int = 2
     resume: str | None = None
     preview: int = 0
@@ -158,6 +158,8 @@ class TrainerConfig:
     step_timeout: float = 1800.0
     log_every: int = 1
     recoveries: int = 3
+    restarts: int = 0
+    on_signal: str = "save"
     timeline_every: int = 0
     aux_loss: float = 0.0
     max_hours: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -10,34 +11,40 @@ from typing import Any
 
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster
-from kt_ray.checkpoint.training import best_checkpoint, mark_best
+from kt_ray.checkpoint.housekeeping import best_checkpoint, mark_best
+from kt_ray.config.resume_line import resume_line
 from kt_ray.config.schema import Config
-from kt_ray.errors import UserError
+from kt_ray.errors import Stopped, UserError
 from kt_ray.hardware.machine import socket_name
 from kt_ray.hardware.rate_files import rates_for
+from kt_ray.hardware.rates import Rates
 from kt_ray.placement.render import experts_per_layer, plan_to_dict
 from kt_ray.runs.before_after import before_and_after, final_questions
+from kt_ray.runs.disk_room import check_room, disk_need
 from kt_ray.runs.environment import environment
 from kt_ray.runs.generation import PreparedGeneration
 from kt_ray.runs.plan_time import predicted_run, run_line
 from kt_ray.runs.prepare import Prepared, prepare
 from kt_ray.runs.questions import Question
-from kt_ray.runs.rundir import RunDir, dated_as_before, plain
+from kt_ray.runs.rundir import RunDir, dated_as_before, plain, refuse_if_held
 from kt_ray.runs.saving import (
     ResumePoint,
     best_so_far,
     go_on_from,
+    intact_checkpoint,
     resume_point,
     save_checkpoint,
     write_adapter,
 )
 from kt_ray.runs.start_cluster import started
 from kt_ray.timeline import Activity
+from kt_ray.timing.prediction import Prediction
 from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
 from kt_ray.tracking.chrome_trace import write_timeline
 from kt_ray.tracking.console import console, say, setup_logging
 from kt_ray.tracking.progress import Summary, TrainProgress, show_summary
 from kt_ray.train.cluster_protocol import ActorLost
+from kt_ray.train.stop_signals import stop_signals
 from kt_ray.train.trainer import Events, Trainer
 
 logger = logging.getLogger(__name__)
@@ -46,17 +53,47 @@ logger = logging.getLogger(__name__)
 def run(config: Config) -> int:
     """Train. Returns the exit code; a user's mistake raises UserError before Ray is touched."""
     began = time.monotonic()
+    refuse_if_held(config)
+    config, manifest = intact_checkpoint(config)
     undated, config = config, dated_as_before(config)
     prepared = prepare(config)
     if not prepared.data.dated:
         config = undated
     final = final_questions(prepared)
-    resume = resume_point(prepared)
+    resume = resume_point(prepared, manifest)
     rates = rates_for(config, prepared.plan.hardware)  # may refuse what plan.rates names
-    rundir = RunDir.create(config, resume.directory if resume else None)
-    setup_logging(rundir.path / "train.log")
-    _announce(prepared, rundir)
     prediction = predicted_run(config, prepared.plan, rates, prepared.batches.train(0))
+    _check_room(prepared, resume, prediction)
+    rundir = RunDir.create(config, resume.directory if resume else None)
+    try:
+        return _run(prepared, rundir, resume, prediction, rates, final, began)
+    finally:
+        rundir.close()
+
+
+def _check_room(prepared: Prepared, resume: ResumePoint | None, prediction: Prediction) -> None:
+    """The disk's, for all that the run will write."""
+    config, taken = prepared.config, resume.manifest.step if resume else 0
+    steps = prepared.batches.total_steps - taken
+    need = disk_need(prepared.plan.dims, config, steps, prediction.simulated.seconds)
+    check_room(need, Path(config.run.root), resume.directory.parent.parent if resume else None)
+
+
+def _run(
+    prepared: Prepared,
+    rundir: RunDir,
+    resume: ResumePoint | None,
+    prediction: Prediction,
+    rates: Rates,
+    final: tuple[PreparedGeneration, list[Question]] | None,
+    began: float,
+) -> int:
+    """Train in a run directory that is this process's own."""
+    config = prepared.config
+    setup_logging(rundir.path / "train.log")
+    if rundir.lock is not None and rundir.lock.note:
+        logger.warning("%s", rundir.lock.note)
+    _announce(prepared, rundir)
     say(run_line(prediction, rates))
     rundir.write_plan({**plan_to_dict(prepared.plan), "prediction": prediction.to_dict()})
     rundir.write_env(environment())
@@ -86,6 +123,9 @@ def run(config: Config) -> int:
                 plot_loss(rundir.path / "metrics.jsonl", rundir.path / "loss.png")
             show_summary(summary)
             return 0
+        except Stopped as stopped:
+            status = "interrupted"
+            raise Stopped(f"{stopped}. To go on: {resume_line(rundir.path)}") from stopped
         except KeyboardInterrupt:
             status = "interrupted"
             raise
@@ -163,14 +203,13 @@ def _train(
         display.line(f"step {step}/{prepared.batches.total_steps}  held-out loss {loss:.4f}")
 
     def save(step: int) -> Path:
-        loss = trainer.summary.eval_losses.get(step)
-        return save_checkpoint(prepared, rundir, cluster, step, trainer.load, loss)
+        return save_checkpoint(prepared, rundir, cluster, step, trainer.load)
 
     def timeline(step: int, activities: Sequence[Activity]) -> None:
         write_timeline(rundir.path / "timelines", step, activities, {"run": rundir.path.name, "step": step})
 
     def best(step: int, loss: float) -> None:
-        mark_best(rundir.checkpoints, step)
+        mark_best(rundir.checkpoints, step, loss)
         display.line(f"step {step}: the lowest held-out loss so far, {loss:.4f}")
 
     def finish() -> None:
@@ -186,7 +225,8 @@ def _train(
             raise trainer.recovery.with_way_on(error) from error
         _write_env(rundir, cluster)  # once more: how many kernel calls ran, and where
 
-    with display:
+    signals = stop_signals() if config.trainer.on_signal == "save" else contextlib.nullcontext(None)
+    with display, signals as stop:
         events = Events(on_step, on_eval, save, timeline, display.repeating, display.line, best)
         trainer = Trainer(
             config,
@@ -199,6 +239,7 @@ def _train(
             profile=rundir.path / "profile",
             began=began,
             kept=best_so_far(rundir) if resume and config.trainer.save_best else None,
+            stop=stop,
         )
         done = trainer.run()
         trainer.with_all_steps(finish)

@@ -148,6 +148,17 @@ def expert_lora_params(dims: ModelDims, lora: LoraConfig) -> int:
     return matrices * lora.rank * (dims.expert_width + dims.expert_intermediate) if lora.experts else 0
 
 
+def trained_params(dims: ModelDims, lora: LoraConfig) -> int:
+    """LoRA parameters of the whole model."""
+    outside = sum(lora_params(dims, lora, layer) for layer in range(dims.num_layers))
+    return outside + len(dims.moe_layers) * dims.num_experts * expert_lora_params(dims, lora)
+
+
+def checkpoint_bytes(dims: ModelDims, config: Config) -> int:
+    """Bytes of one training checkpoint: parameters and moments in float32 (Muon has one moment)."""
+    return 4 * (2 if config.optim.name == "muon" else 3) * trained_params(dims, config.lora)
+
+
 def expert_file_estimate(dims: ModelDims) -> float:
     """Bytes of all routed experts in a GGUF file that is not there: Q8_0, 34 bytes for 32 values."""
     return dims.routed_params * 34 / 32

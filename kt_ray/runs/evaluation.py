@@ -216,7 +216,7 @@ def losses_of_run(directory: Path) -> dict[str, dict[str, float]]:
     }
     step = steps[-1]["step"] if steps else None
     if config.get("trainer.save_best"):
-        from kt_ray.checkpoint.manifest import best_step  # its package imports torch
+        from kt_ray.checkpoint.housekeeping import best_step  # its package imports torch
 
         step = best_step(directory / "checkpoints")
     # LoRA begins without effect: before the first step the model is the base.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -19,6 +20,7 @@ from kt_ray.hardware.rates import Rates
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import choice_text, counted
+from kt_ray.runs.disk_room import disk_need, free_bytes, gigabytes
 from kt_ray.timing.prediction import Change, Prediction, neighbours, predict
 from kt_ray.timing.simulate import Micro, WaveShape
 
@@ -38,7 +40,7 @@ def show_time(console: Console, config: Config, plan: Plan, load: ExpertLoad | N
     if len(plan.compared) > 1:
         console.print(_compared_table(plan))
     console.print(_table(prediction))
-    for line in (*_summary(config, prediction, rates), *_changes(changes)):
+    for line in (*_summary(config, plan, prediction, rates), *_changes(changes)):
         console.print(line, markup=False, soft_wrap=True)
     return prediction
 
@@ -121,7 +123,7 @@ def _clip(text: str) -> str:
     return text if len(text) <= SOURCE_WIDTH else text[: SOURCE_WIDTH - 1] + "…"
 
 
-def _summary(config: Config, prediction: Prediction, rates: Rates) -> list[str]:
+def _summary(config: Config, plan: Plan, prediction: Prediction, rates: Rates) -> list[str]:
     simulated = prediction.simulated
     lines = [
         f"predicted  {_figure(prediction.tokens_per_s)} tokens/s: {simulated.seconds:.3g} s per step of "
@@ -130,7 +132,8 @@ def _summary(config: Config, prediction: Prediction, rates: Rates) -> list[str]:
         f"loading    {duration(prediction.load_seconds)} at {rates.disk.value / 1e9:.2g} GB/s "
         f"({rates.disk.source})",
     ]
-    lines += _data_set(config, prediction)
+    steps, line = _length(config, prediction)
+    lines += [line, *_disk(config, plan, prediction, steps)]
     if prediction.measured:
         lines.append(f"rates      {rates.source}" + (f", {rates.date}" if rates.date else ""))
     else:
@@ -138,24 +141,37 @@ def _summary(config: Config, prediction: Prediction, rates: Rates) -> list[str]:
     return lines + [f"note: {note}" for note in (*prediction.notes, *rates.notes)]
 
 
-def _data_set(config: Config, prediction: Prediction) -> list[str]:
+def _disk(config: Config, plan: Plan, prediction: Prediction, steps: int | None) -> list[str]:
+    """What the run will write, and whether the disk has room for it."""
+    need = disk_need(plan.dims, config, steps, prediction.simulated.seconds)
+    root = Path(config.run.root)
+    free = free_bytes(root)
+    lines = [f"disk       {need}"]
+    if need.total > free:
+        lines.append(f"note: run.root={root} has {gigabytes(free)} free: mode=train would refuse this run")
+    return lines
+
+
+def _length(config: Config, prediction: Prediction) -> tuple[int | None, str]:
+    """Optimizer steps of the run, as far as they are known, and a line about its time."""
     trainer = config.trainer
     if trainer.max_steps is not None:
         seconds = trainer.max_steps * prediction.simulated.seconds
-        return [f"run        {duration(seconds)} for {trainer.max_steps} steps (trainer.max_steps)"]
+        line = f"run        {duration(seconds)} for {trainer.max_steps} steps (trainer.max_steps)"
+        return trainer.max_steps, line
     try:
         rows = count_rows(config.data)
     except UserError as error:
-        return [f"run        length unknown: {error.what} ({error.where})"]
+        return None, f"run        length unknown: {error.what} ({error.where})"
     if rows is None:
-        return ["run        length unknown: no data are named (data.path)"]
+        return None, "run        length unknown: no data are named (data.path)"
     steps = max(1, math.ceil(trainer.epochs * math.ceil(rows / trainer.batch_size)))
     seconds = steps * prediction.simulated.seconds
-    return [
+    return steps, (
         f"run        at most {duration(seconds)} for {trainer.epochs:g} "
         f"{'epoch' if trainer.epochs == 1 else 'epochs'} of {rows:,} rows: {counted(steps, 'step')}; "
         "shorter rows take less"
-    ]
+    )
 
 
 def _changes(changes: Sequence[Change]) -> list[str]:

@@ -11,12 +11,16 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_content, check_non_experts
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, eval_waves, load_data
+from kt_ray.data.batches import flat
 from kt_ray.demo import resolve_model_dir
 from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.dims.model_dims import ModelDims
@@ -61,6 +65,20 @@ class Prepared(PreparedModel):
     batches: StepBatches  # the rows of every step
     # tokens per expert so far, of the checkpoint resumed from
     load: ExpertLoad = field(default_factory=ExpertLoad)
+
+    @cached_property
+    def rows_digest(self) -> str:
+        """Of the tokenised training rows: what a step number means in them. 19 s per 10^9 tokens."""
+        digest = hashlib.sha256()
+        for row in flat(self.data.train)[0]:
+            digest.update(np.int64(row.sample_id).tobytes())
+            if row.sign:
+                digest.update(np.int64(row.sign).tobytes())
+            for document in row.documents:
+                digest.update(np.array(document, dtype=np.int64).tobytes())
+            digest.update(np.ascontiguousarray(row.input_ids).tobytes())
+            digest.update(np.ascontiguousarray(row.labels).tobytes())
+        return digest.hexdigest()[:16]
 
 
 def prepare(config: Config) -> Prepared:

@@ -24,6 +24,8 @@ from kt_ray.config.mapping import dated_name
 from kt_ray.config.schema import Config
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
+from kt_ray.runs.run_lock import FILE as LOCK
+from kt_ray.runs.run_lock import RunLock, require_free
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class RunDir:
     path: Path  # absolute; exists
     checkpoint: Path | None = None  # the checkpoint that the run resumes from; None = it starts afresh
     continued: bool = False  # whether the directory already held this run (its curve and logs go on)
+    lock: RunLock | None = None  # held until `close`
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path | None = None) -> RunDir:
@@ -53,14 +56,15 @@ class RunDir:
             checkpoint: the result of `checkpoint_to_resume`, if it is known already.
 
         Raises:
-            UserError: the place cannot be written, the directory already holds a run, or there is nothing to
-                resume from.
+            UserError: the place cannot be written, another process writes it, the directory already holds a
+                run, or there is nothing to resume from.
         """
         checkpoint = checkpoint or checkpoint_to_resume(config)
         root, named = _root_and_named(config)
         try:
             if checkpoint is None:
-                run = cls(_fresh(root, named, config))
+                path, lock = _fresh(root, named, config)
+                run = cls(path, lock=lock)
             else:
                 run = _resumed(checkpoint, root, named, config)
             run.write_config(config)
@@ -72,6 +76,11 @@ class RunDir:
                 remedy="set run.root to a directory that you may write to",
             ) from error
         return run
+
+    def close(self) -> None:
+        """Let another process write the directory."""
+        if self.lock is not None:
+            self.lock.release()
 
     @property
     def name(self) -> str:
@@ -147,6 +156,19 @@ def dated_as_before(config: Config) -> Config:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, date=day))
 
 
+def refuse_if_held(config: Config) -> None:
+    """The cheap look at the lock of the run directory that will be written, before the model is looked at.
+
+    Raises:
+        UserError: another process writes it.
+    """
+    _, named = _root_and_named(config)
+    checkpoint = checkpoint_to_resume(config)
+    for run in (named, checkpoint.parent.parent if checkpoint and named is None else None):
+        if run is not None:
+            require_free(run)
+
+
 def plain(value: Any) -> Any:
     """Dataclasses, mappings and sequences as dicts and lists, paths as strings: what JSON and YAML hold."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -203,7 +225,8 @@ def _root_and_named(config: Config) -> tuple[Path, Path | None]:
     return root, None if config.run.name is None else root / config.run.name
 
 
-def _fresh(root: Path, named: Path | None, config: Config) -> Path:
+def _fresh(root: Path, named: Path | None, config: Config) -> tuple[Path, RunLock]:
+    """A new or emptied run directory, and this process's lock on it."""
     if named is None:
         root.mkdir(parents=True, exist_ok=True)
         base = path = root / dated_name(config.model.name)
@@ -211,28 +234,34 @@ def _fresh(root: Path, named: Path | None, config: Config) -> Path:
         while True:
             try:
                 path.mkdir()  # decides between two runs that start in the same second
-                return path
+                return path, RunLock(path)
             except FileExistsError:
                 number += 1
                 path = root / f"{base.name}-{number}"
-    if named.is_dir() and any(named.iterdir()):
-        if not is_run(named):
-            raise UserError(
-                "run.name names a directory that holds other files",
-                where=str(named),
-                required="a new or empty directory",
-                remedy="choose another run.name",
-            )
-        if _trained(named) and not config.run.overwrite:
+    taken = named.is_dir() and any(path.name != LOCK for path in named.iterdir())
+    if taken and not is_run(named):
+        raise UserError(
+            "run.name names a directory that holds other files",
+            where=str(named),
+            required="a new or empty directory",
+            remedy="choose another run.name",
+        )
+    named.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(named)
+    try:
+        if taken and _trained(named) and not config.run.overwrite:
             on = " (add run.name and trainer.resume=latest to continue it)" if find_checkpoints(named) else ""
             raise UserError(
                 "this directory already holds a run",
                 where=str(named),
                 remedy=f"choose another run.name, or set run.overwrite=true to delete that run{on}",
             )
-        _clear(named)
-    named.mkdir(parents=True, exist_ok=True)
-    return named
+        if taken:
+            _clear(named)
+    except BaseException:
+        lock.release()
+        raise
+    return named, lock
 
 
 def _trained(run: Path) -> bool:
@@ -301,5 +330,6 @@ def _resumed(checkpoint: Path, root: Path, named: Path | None, config: Config) -
     if latest or (in_run and (named is None or named.resolve() == holder)):
         if latest and named is None:
             log.warning("resuming the newest run of %s: %s, %s", config.model.name, holder, checkpoint.name)
-        return RunDir(holder, checkpoint, continued=True)
-    return RunDir(_fresh(root, named, config), checkpoint)
+        return RunDir(holder, checkpoint, continued=True, lock=RunLock(holder))
+    path, lock = _fresh(root, named, config)
+    return RunDir(path, checkpoint, lock=lock)

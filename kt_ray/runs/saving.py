@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kt_ray.adapter.adapter_dir import adapter_layout, create_adapter, finish_adapter
 from kt_ray.adapter.peft_config import AdapterInfo
+from kt_ray.checkpoint.housekeeping import best_checkpoint, prune_checkpoints, set_aside_later
+from kt_ray.checkpoint.manifest import Manifest, ShardInfo, step_name
 from kt_ray.checkpoint.safetensors_file import writing
-from kt_ray.checkpoint.training import (
-    Manifest,
-    begin_checkpoint,
-    best_checkpoint,
-    commit_checkpoint,
-    prune_checkpoints,
-    set_aside_later,
-    step_name,
-)
+from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint
+from kt_ray.config.mapping import with_keys
 from kt_ray.config.schema import Config
-from kt_ray.data.batches import flat
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
@@ -32,10 +24,14 @@ from kt_ray.model.pissa import doubled_shape
 from kt_ray.placement.balance import owners_of
 from kt_ray.placement.expert_load import FILE as LOAD_FILE
 from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.placement.memory import checkpoint_bytes
+from kt_ray.runs.disk_room import check_next
 from kt_ray.runs.prepare import Prepared
-from kt_ray.runs.rundir import RunDir, checkpoint_to_resume
+from kt_ray.runs.rundir import RunDir, checkpoint_to_resume, find_checkpoints
 from kt_ray.train.cluster_protocol import ActorLost, Cluster
 from kt_ray.train.preference_steps import STAGES
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,19 +42,49 @@ class ResumePoint:
     manifest: Manifest
 
 
-def resume_point(prepared: Prepared) -> ResumePoint | None:
+def intact_checkpoint(config: Config) -> tuple[Config, Manifest | None]:
+    """The configuration with trainer.resume naming an intact checkpoint, and its manifest; None = a new run.
+
+    "latest" passes damaged checkpoints over, with a warning. They are set aside when the run goes on.
+
+    Raises:
+        UserError: there is nothing to resume from, or no intact checkpoint.
+    """
+    checkpoint = checkpoint_to_resume(config)
+    if checkpoint is None:
+        return config, None
+    if config.trainer.resume != "latest":
+        return config, Manifest.load(checkpoint)
+    newest_first = find_checkpoints(checkpoint.parent.parent)[::-1]
+    for path in newest_first:
+        try:
+            manifest = Manifest.read(path)
+            manifest.verify(path)
+        except UserError as error:
+            if path == newest_first[-1]:
+                raise
+            logger.warning("%s at %s: found %s; the one before it is taken", error.what, path, error.observed)
+            continue
+        if config.run.name is None:
+            logger.warning("resuming the newest run of %s: %s", config.model.name, path)
+        return with_keys(config, {"trainer.resume": str(path)}), manifest
+    raise AssertionError("the newest checkpoint is gone")
+
+
+def resume_point(prepared: Prepared, manifest: Manifest | None) -> ResumePoint | None:
     """The checkpoint that this run continues, checked against model, data and settings; None = a fresh run.
 
     Writes nothing: a run that cannot be continued stays as it was.
 
+    Args:
+        manifest: as `intact_checkpoint` gave it.
+
     Raises:
-        UserError: nothing to resume, damaged files, another model, other data or settings, or a
-            checkpoint beyond this run's last step.
+        UserError: another model, other data or settings, or a checkpoint beyond this run's last step.
     """
-    checkpoint = checkpoint_to_resume(prepared.config)
-    if checkpoint is None:
+    if manifest is None or prepared.config.trainer.resume is None:
         return None
-    manifest = Manifest.load(checkpoint)
+    checkpoint = Path(prepared.config.trainer.resume).resolve()
     manifest.require(model=prepared.fingerprint, fields=_fields(prepared), where=str(checkpoint))
     if manifest.step > prepared.batches.total_steps:
         raise UserError(
@@ -72,24 +98,21 @@ def resume_point(prepared: Prepared) -> ResumePoint | None:
 
 
 def save_checkpoint(
-    prepared: Prepared,
-    rundir: RunDir,
-    cluster: Cluster,
-    step: int,
-    load: ExpertLoad,
-    eval_loss: float | None = None,
+    prepared: Prepared, rundir: RunDir, cluster: Cluster, step: int, load: ExpertLoad
 ) -> Path:
     """Every actor writes its shard, then the manifest, then old checkpoints go.
 
     Raises:
         UserError: it cannot be written; the unfinished checkpoint is removed, earlier ones stay.
     """
-    partial = begin_checkpoint(rundir.checkpoints, step)
     batches, plan = prepared.batches, prepared.plan
+    check_next(checkpoint_bytes(plan.dims, prepared.config), rundir.path)
+    partial = begin_checkpoint(rundir.checkpoints, step)
     with writing("checkpoint", partial):
         try:
             shards = cluster.save_shards(str(partial))
             write_atomic(partial / LOAD_FILE, load.to_json(owners_of(plan.experts, plan.dims)))
+            shards.append(ShardInfo.of(partial / LOAD_FILE))
             epoch, step_in_epoch = divmod(step, batches.steps_per_epoch)
             manifest = Manifest(
                 step=step,
@@ -98,8 +121,7 @@ def save_checkpoint(
                 model=prepared.fingerprint,
                 fields=_fields(prepared),
                 shards=tuple(shards),
-                state={"total_steps": batches.total_steps}
-                | ({} if eval_loss is None else {"eval_loss": eval_loss}),
+                state={"total_steps": batches.total_steps},
             )
             checkpoint = commit_checkpoint(partial, rundir.checkpoints / step_name(step), manifest)
             prune_checkpoints(rundir.checkpoints, prepared.config.trainer.keep_checkpoints)
@@ -124,7 +146,8 @@ def go_on_from(resume: ResumePoint, rundir: RunDir) -> list[str]:
     """Prepare the directory of a continued run for its first step. Returns lines for the user."""
     if not rundir.continued:
         return []
-    aside = set_aside_later(rundir.checkpoints, resume.manifest.step)
+    with writing("run directory", rundir.checkpoints):
+        aside = set_aside_later(rundir.checkpoints, resume.manifest.step)
     lines = [
         f"set aside: {path} (from before the run went back to step {resume.manifest.step})" for path in aside
     ]
@@ -171,7 +194,7 @@ def _fields(prepared: Prepared) -> dict[str, Any]:
         "optim.name": config.optim.name,
         "trainer.batch_size": config.trainer.batch_size,
         "data.shuffle": config.data.shuffle,
-        "data (digest of the tokenised training rows)": _digest(prepared),
+        "data (digest of the tokenised training rows)": prepared.rows_digest,
     }
 
 
@@ -181,16 +204,3 @@ def _stage_fields(config: Config) -> dict[str, Any]:
     if stage == "sft":
         return {}
     return {"trainer.stage": stage} | ({"preference": asdict(config.preference)} if stage in STAGES else {})
-
-
-def _digest(prepared: Prepared) -> str:
-    digest = hashlib.sha256()
-    for row in flat(prepared.data.train)[0]:
-        digest.update(np.int64(row.sample_id).tobytes())
-        if row.sign:
-            digest.update(np.int64(row.sign).tobytes())
-        for document in row.documents:
-            digest.update(np.array(document, dtype=np.int64).tobytes())
-        digest.update(np.ascontiguousarray(row.input_ids).tobytes())
-        digest.update(np.ascontiguousarray(row.labels).tobytes())
-    return digest.hexdigest()[:16]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from kt_ray.batch import PassSpec
-from kt_ray.errors import UserError
+from kt_ray.errors import TryAgain
 from kt_ray.placement.plan_types import Plan
 from kt_ray.train.reports import PassReport
 
 
-class ActorLost(UserError):
+class ActorLost(TryAgain):
     """An actor's process is gone, and with it what it had trained. `Cluster.recover` brings it back."""
+
+
+class GivenUp(Exception):
+    """A pass or a phase that was not waited for, because `Cluster.give_up` said so; `discard` comes next."""
 
 
 class Cluster(Protocol):
@@ -22,6 +27,8 @@ class Cluster(Protocol):
     """
 
     plan: Plan
+    # asked while a pass, or `prepare`, is waited for: why to give it up; "" = wait on
+    give_up: Callable[[], str]
 
     def run_pass(self, spec: PassSpec) -> PassReport:
         """All micro-batches through all layers; in training passes gradients accumulate in the actors."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kt_ray.errors import UserError
+from kt_ray.errors import TryAgain, UserError
 from kt_ray.train.cluster_protocol import ActorLost, Cluster
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Recovery:
     def _given_up(self, lost: ActorLost) -> UserError:
         if not self.limit:
             return lost
-        return UserError(
+        return TryAgain(
             f"{lost.what}, and all recoveries are used up",
             observed=lost.observed,
             required=f"at most {self.limit} (trainer.recoveries)",
@@ -126,6 +126,6 @@ class Recovery:
     def with_way_on(self, error: UserError) -> UserError:
         """The same error; its remedy ends with how to continue the run."""
         remedy = f"{error.remedy}; then {self.way_on}" if error.remedy else self.way_on
-        return UserError(
+        return type(error)(
             error.what, where=error.where, observed=error.observed, required=error.required, remedy=remedy
         )

@@ -16,28 +16,32 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from kt_ray.batch import Objective, PassSpec, Wave, trained_tokens
+from kt_ray.config.interval import seconds_of
 from kt_ray.config.schema import Config
 from kt_ray.data.row_types import Row
-from kt_ray.errors import BadStep, UserError
+from kt_ray.errors import BadStep, Stopped, UserError
 from kt_ray.model.routing import balance
 from kt_ray.optim.optimizers import learning_rate
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.timeline import Activity, SpanRecorder
-from kt_ray.train.cluster_protocol import ActorLost, Cluster
+from kt_ray.train.cluster_protocol import ActorLost, Cluster, GivenUp
 from kt_ray.train.figures import step_metrics, tokens_per_expert
 from kt_ray.train.guard import judge
 from kt_ray.train.preference_steps import STAGES, Preference
 from kt_ray.train.recovery import Point, Recovery
 from kt_ray.train.reports import PassReport, merged
+from kt_ray.train.stop_signals import StopSignals
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+SAVE_AGAIN = 60.0  # seconds after which a checkpoint that could not be written is tried again
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class Trainer:
         profile: directory of the traces of trainer.profile_steps.
         began: time.monotonic() of the command's start, which trainer.max_hours counts from; None = now.
         kept: marked checkpoint of the resumed run: steps taken and held-out loss.
+        stop: signals to end the run by; None = none are looked at.
 
     Attributes:
         best: the last held-out loss that counted as lower for trainer.early_stopping, and after how many
@@ -119,6 +124,7 @@ class Trainer:
         profile: Path | None = None,
         began: float | None = None,
         kept: tuple[int, float] | None = None,
+        stop: StopSignals | None = None,
     ) -> None:
         self.config = config
         self.cluster = cluster
@@ -126,6 +132,8 @@ class Trainer:
         self.events = events or Events()
         self.first_step = first_step
         self.load = load or ExpertLoad()
+        self.stop = stop or StopSignals()
+        cluster.give_up = self.stop.give_up
         self.summary = Summary()
         self.best = kept
         self.kept = kept
@@ -137,6 +145,9 @@ class Trainer:
         self._taken = first_step  # updates behind the cluster's state
         self._done = first_step  # steps that were taken at least once
         self._saved = first_step
+        self._saved_at = time.monotonic()
+        self._save_again_at: float | None = None  # time.monotonic(); None = no checkpoint is owed
+        self._not_evaluated: set[int] = set()  # steps after which it failed
         self._preference: Preference | None = None
         if config.trainer.stage in STAGES:
             self._preference = Preference(config, cluster.plan, self._log_probabilities, batches.cut)
@@ -159,6 +170,10 @@ class Trainer:
                 self._walk()
                 return work()
             except ActorLost as lost:
+                if self.stop:
+                    raise Stopped(
+                        f"{self.stop.name}: {lost.what} before the state was saved; {self.recovery.way_on}"
+                    ) from lost
                 self._taken = self.recovery.bring_back(lost, self._taken)
                 self.events.on_repeat(self._taken)
                 if self._taken == self._done:
@@ -173,20 +188,29 @@ class Trainer:
         while True:
             taken = self._taken
             moved = taken > self.first_step
-            if self._evaluates and (
-                taken == 0 or (moved and (taken == self._last or taken % trainer.eval_every == 0))
-            ):
-                self._evaluate(taken)
-            if moved and taken < self._last:
-                self._consider_stopping(taken)
-                if taken == self._last and self._evaluates:
-                    self._evaluate(taken)
-            if moved and (taken == self._last or (trainer.save_every and taken % trainer.save_every == 0)):
+            # Saved first: what fails in the evaluation takes nothing with it.
+            if moved and self._save_is_due(taken):
                 self._save(taken)
-            if taken >= self._last:
-                return
-            with self._timed("step"):
-                self.step(taken)
+            if self.stop and taken < self._last:
+                self._stop_here(taken)
+            try:
+                if self._evaluates and (
+                    taken == 0 or (moved and (taken == self._last or taken % trainer.eval_every == 0))
+                ):
+                    self._evaluate(taken)
+                if moved and taken < self._last:
+                    self._consider_stopping(taken)
+                    if taken == self._last:
+                        self._save(taken)
+                        if self._evaluates:
+                            self._evaluate(taken)
+                if taken >= self._last:
+                    return
+                with self._timed("step"):
+                    self.step(taken)
+            except GivenUp as given_up:
+                logger.warning("%s", given_up)
+                self.cluster.discard()
 
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -214,7 +238,27 @@ class Trainer:
             logger.info("%s", self.summary.stopped)
             self.events.say(self.summary.stopped)
 
-    def _save(self, taken: int) -> None:
+    def _save_is_due(self, taken: int) -> bool:
+        every = self.config.trainer.save_every
+        if taken == self._last:
+            return True
+        if self._save_again_at is not None:  # the last one could not be written
+            return time.monotonic() >= self._save_again_at
+        if isinstance(every, str):
+            return time.monotonic() - self._saved_at >= (seconds_of(every) or math.inf)
+        return bool(every) and taken % every == 0
+
+    def _stop_here(self, taken: int) -> NoReturn:
+        """After a signal: save, and leave the loop."""
+        steps = f"step {taken} of {self.batches.total_steps}"
+        if taken > self.first_step:
+            self._save(taken, leaving=True)
+        name = "nothing" if self.recovery.point.directory is None else self.recovery.point.directory.name
+        raise Stopped(f"{self.stop.name}: stopped after {steps}, saved: {name}")
+
+    def _save(self, taken: int, leaving: bool = False) -> None:
+        """A checkpoint. One that cannot be written is tried again later, and ends the run only if it is the
+        last (`leaving`: this process takes no further step)."""
         if taken <= self._saved:
             return
         try:
@@ -223,8 +267,14 @@ class Trainer:
         except ActorLost:
             raise
         except UserError as error:
-            raise self.recovery.with_way_on(error) from error
-        self._saved = taken
+            if leaving or taken == self._last:
+                raise self.recovery.with_way_on(error) from error
+            if self._save_again_at is None:
+                self.events.say(f"{error.line()}. Training goes on, the checkpoint is tried again")
+            logger.warning("checkpoint after step %d: %s", taken, error.line())
+            self._save_again_at = time.monotonic() + SAVE_AGAIN
+            return
+        self._saved, self._saved_at, self._save_again_at = taken, time.monotonic(), None
         if directory is not None:
             self.recovery.point = Point(taken, directory)
         self.recovery.progressed()
@@ -376,16 +426,21 @@ class Trainer:
             metrics = replace(metrics, recoveries=self.recovery.used, seconds_lost=self.recovery.seconds_lost)
         self.events.on_step(metrics)
         if timeline:
-            driver = recorder.activity("driver", socket.gethostname(), 1)
-            workers = [worker.activity for worker in report.workers]
-            experts = [actor.activity for actor in report.experts]
-            self.events.timeline(step + 1, [driver, *workers, *experts])
+            with _only_warned("the timeline"):
+                self._write_timeline(step, report, recorder)
         self.recovery.progressed()
+
+    def _write_timeline(self, step: int, report: PassReport, recorder: SpanRecorder) -> None:
+        driver = recorder.activity("driver", socket.gethostname(), 1)
+        workers = [worker.activity for worker in report.workers]
+        experts = [actor.activity for actor in report.experts]
+        self.events.timeline(step + 1, [driver, *workers, *experts])
 
     def _repeated(self, step: int, loss: float) -> None:
         """A step that was taken before a recovery: its figures are known, and a replay is exact."""
         before = self.summary.losses[step - self.first_step]
-        if loss != before:
+        # A skipped step was recorded with the loss that it was skipped for.
+        if loss != before and not math.isnan(loss):
             logger.warning(
                 "step %d, repeated after a recovery, has loss %r, the first time %r (another kind of CPU?)",
                 step + 1,
@@ -400,9 +455,19 @@ class Trainer:
     def _evaluate(self, taken: int) -> None:
         """The held-out loss after `taken` steps, once; what trainer.save_best keeps is looked at each time:
         an actor may be lost while that is saved, and the step comes again."""
+        if taken in self._not_evaluated:
+            return
         if taken not in self.summary.eval_losses:
-            with self._timed("evaluation"):
-                loss, tokens = self._held_out_loss(taken)
+            try:
+                with self._timed("evaluation"):
+                    loss, tokens = self._held_out_loss(taken)
+            except (ActorLost, GivenUp):
+                raise
+            except Exception as error:  # the state is not concerned
+                self.cluster.discard()
+                self._not_evaluated.add(taken)
+                self._say_not_evaluated(taken, error)
+                return
             self.summary.eval_losses[taken] = loss
             logger.info("after step %d: held-out loss %.6f, mean of %d", taken, loss, tokens)
             self.events.on_eval(taken, loss)
@@ -412,14 +477,21 @@ class Trainer:
         self._keep_best(taken, self.summary.eval_losses[taken])
         self.recovery.progressed()
 
+    def _say_not_evaluated(self, taken: int, error: Exception) -> None:
+        logger.info("the held-out loss was not computed", exc_info=error)
+        reason = error.line() if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        line = f"no held-out loss after step {taken}, training goes on: {' '.join(reason.split())}"
+        logger.warning("%s", line)
+
     def _keep_best(self, taken: int, loss: float) -> None:
         """Save and mark the state if its loss is the lowest of this run's; the untrained model is none."""
         if not self.config.trainer.save_best or taken <= self.first_step or not math.isfinite(loss):
             return
         if self.kept is None or loss < self.kept[1]:
             self._save(taken)
-            self.events.best(taken, loss)
-            self.kept = taken, loss
+            if self._saved == taken:
+                self.events.best(taken, loss)
+                self.kept = taken, loss
 
     def _held_out_loss(self, taken: int) -> tuple[float, int]:
         """Mean loss over the held-out rows, and over how many tokens (or pairs)."""
@@ -434,3 +506,12 @@ class Trainer:
             total += report.loss * spec.loss_tokens
             tokens += spec.loss_tokens
         return total / max(1, tokens), tokens
+
+
+@contextlib.contextmanager
+def _only_warned(what: str) -> Iterator[None]:
+    """What is nice to have must not end a run."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s cannot be written; training goes on: %s", what, error)

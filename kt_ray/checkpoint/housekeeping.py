@@ -1,0 +1,156 @@
+"""What is done around valid checkpoints: old ones go, names point at the newest and the best.
+
+The checkpoint is safe before any of this begins, so no fault in here ends a run: it is a warning. What is
+removed is renamed first (".step_000100.old"): half removed it is no checkpoint any more, and the next
+checkpoint's clean-up takes what an interrupted one left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from kt_ray.checkpoint.manifest import MANIFEST, Manifest, list_checkpoints, step_name
+from kt_ray.checkpoint.safetensors_file import writing
+from kt_ray.disk import write_atomic
+
+logger = logging.getLogger(__name__)
+
+LATEST, BEST = "latest", "best"  # links beside the checkpoints
+PARTIAL, OLD = ".partial", ".old"  # endings of what is being written, and of what is being removed
+
+
+def prune_checkpoints(root: str | os.PathLike[str], keep: int) -> list[Path]:
+    """Remove all but the `keep` newest checkpoints (0 keeps all), the best one, and what interrupted
+    removals left.
+
+    Returns:
+        The checkpoints that were removed.
+    """
+    root = Path(root)
+    for left in root.glob(f".step_*{OLD}"):
+        remove(left)
+    complete, best = list_checkpoints(root), best_checkpoint(root)
+    removed = []
+    for path in complete[:-keep] if keep > 0 else []:
+        if path != best:
+            with _only_warned(f"an old checkpoint stays: {path}"):
+                remove(set_aside(path))
+                removed.append(path)
+    return removed
+
+
+def set_aside(path: Path) -> Path:
+    """Rename what is to be removed to a hidden name that no other reader looks at; returns the new path."""
+    old = path.with_name(f".{path.name.lstrip('.')}{OLD}")
+    remove(old)
+    return path.rename(old)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory, or the link to one: what a link points at belongs to somebody else."""
+    with _only_warned(f"this stays, and takes room: {path}"):
+        if path.is_symlink():
+            path.unlink()
+        elif path.exists():
+            shutil.rmtree(path)
+
+
+def mark_best(root: str | os.PathLike[str], step: int, loss: float) -> None:
+    """Point `best` at a step's checkpoint, which then outlives newer ones; its manifest holds the loss.
+
+    Raises:
+        UserError: the disk is full or not writable.
+    """
+    path = Path(root) / step_name(step)
+    with writing("checkpoint", path):
+        manifest = Manifest.read(path)
+        manifest = replace(manifest, state={**manifest.state, "eval_loss": loss})
+        write_atomic(path / MANIFEST, manifest.to_json())
+    point(Path(root), BEST, path.name)
+
+
+def best_step(root: str | os.PathLike[str]) -> int | None:
+    """The step that `mark_best` named last, whether its checkpoint is still there or not."""
+    number = _target(Path(root), BEST).removeprefix("step_")
+    return int(number) if number.isdigit() else None
+
+
+def best_checkpoint(root: str | os.PathLike[str]) -> Path | None:
+    """The complete checkpoint that `mark_best` named last, if there is one."""
+    step = best_step(root)
+    path = Path(root) / step_name(step or 0)
+    return path if step is not None and (path / MANIFEST).is_file() else None
+
+
+def point(root: Path, name: str, target: str) -> None:
+    """Let `name` point at a checkpoint beside it: a link, or a file with its name where links cannot be made.
+
+    A directory of that name (a run copied with its links followed) may be the only copy of its checkpoint: it
+    gets another name.
+    """
+    beside = root / f".{name}{PARTIAL}"
+    with _only_warned(f"{root / name} does not name {target}"):
+        if (root / name).is_dir() and not (root / name).is_symlink():
+            logger.warning("%s is no link: renamed to copied_%s", root / name, name)
+            (root / name).rename(root / f"copied_{name}")
+        beside.unlink(missing_ok=True)
+        try:
+            beside.symlink_to(target)
+        except OSError:  # exFAT, some network file systems
+            beside.write_text(f"{target}\n", encoding="utf-8")
+        os.replace(beside, root / name)
+
+
+def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
+    """Rename checkpoints beyond `step` to superseded_step_...: a run that went back to `step` left them.
+
+    Otherwise the abandoned ones would count as the newest: kept when pruning, and taken by resume=latest.
+
+    Returns:
+        Their new paths.
+
+    Raises:
+        OSError: the directory is not writable.
+    """
+    renamed: list[Path] = []
+    for path in list_checkpoints(root):
+        if int(path.name.removeprefix("step_")) > step:
+            target = path.with_name(f"superseded_{path.name}")
+            remove(target)
+            renamed.append(path.rename(target))
+    if renamed:
+        point(Path(root), LATEST, step_name(step))
+    return renamed
+
+
+def flush_directory(path: Path) -> None:
+    """Names in a directory to the disk, where the file system can: some network ones refuse."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _target(root: Path, name: str) -> str:
+    """What `name` points at; "" = nothing, or something else of that name."""
+    path = root / name
+    try:
+        return os.readlink(path) if path.is_symlink() else path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+@contextlib.contextmanager
+def _only_warned(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s (%s)", what, error)

@@ -1,0 +1,116 @@
+"""Whether the disk has room for what a run will write: its checkpoints and its adapter. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from kt_ray.config.interval import seconds_of
+from kt_ray.config.schema import Config
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.errors import UserError
+from kt_ray.placement.memory import checkpoint_bytes, trained_params
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """Bytes that a run writes beside its logs."""
+
+    checkpoint: int  # one of them
+    checkpoints: int  # at once, while the newest is being written
+    adapter: int
+
+    @property
+    def total(self) -> int:
+        return self.checkpoint * self.checkpoints + self.adapter
+
+    def __str__(self) -> str:
+        many = self.checkpoints > 1
+        checkpoints = f"{self.checkpoints} checkpoints at once" if many else "a checkpoint"
+        each = " each" * many
+        return (
+            f"{gigabytes(self.total)}: {checkpoints} of {gigabytes(self.checkpoint)}{each}, "
+            f"the adapter {gigabytes(self.adapter)}"
+        )
+
+
+def disk_need(dims: ModelDims, config: Config, steps: int | None, step_seconds: float) -> DiskNeed:
+    """What a run of `steps` steps (None = not known) of `step_seconds` each writes."""
+    trainer = config.trainer
+    kept = trainer.keep_checkpoints + trainer.save_best if trainer.keep_checkpoints else math.inf
+    saves = math.inf if steps is None else _saves(trainer.save_every, steps, step_seconds)
+    if trainer.save_best and trainer.eval_every and steps is not None:
+        saves += steps // trainer.eval_every
+    at_once = min(kept + 1, saves)
+    wider = 2 if config.lora.init.startswith("pissa") else 1
+    return DiskNeed(
+        checkpoint=checkpoint_bytes(dims, config),
+        checkpoints=int(at_once) if math.isfinite(at_once) else 1,
+        adapter=4 * wider * trained_params(dims, config.lora),
+    )
+
+
+def _saves(every: int | str, steps: int, step_seconds: float) -> int:
+    """How often a run saves, the end included."""
+    if isinstance(every, str):
+        return 1 + int(steps * step_seconds / (seconds_of(every) or math.inf))
+    return math.ceil(steps / every) if every else 1
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes of the disk that `path` lies on, or will."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def check_room(need: DiskNeed, root: Path, present: Path | None) -> None:
+    """Refuse a run whose checkpoints will not fit.
+
+    Args:
+        root: run.root.
+        present: the run directory to go on in, whose checkpoints take their room already.
+
+    Raises:
+        UserError: the disk has too little room.
+    """
+    free = free_bytes(root)
+    if present is not None:
+        free += sum(file.stat().st_size for file in (present / "checkpoints").glob("step_*/*"))
+    if need.total <= free:
+        return
+    fewer = need.checkpoint * 2 + need.adapter
+    remedy = "free space, or set run.root to another disk"
+    if need.checkpoints > 2 and fewer <= free:
+        remedy = f"set trainer.keep_checkpoints=1 ({gigabytes(fewer)}), {remedy}"
+    raise UserError(
+        "the disk has no room for this run's checkpoints",
+        where=f"run.root={root}",
+        observed=f"{gigabytes(free)} free",
+        required=str(need),
+        remedy=remedy,
+    )
+
+
+def check_next(need: int, root: Path) -> None:
+    """Refuse to begin a checkpoint of `need` bytes that will not fit.
+
+    Raises:
+        UserError: the disk has too little room.
+    """
+    free = free_bytes(root)
+    if need > free:
+        raise UserError(
+            "checkpoint cannot be written",
+            where=str(root),
+            observed=f"{gigabytes(free)} free",
+            required=f"{gigabytes(need)} of free space",
+            remedy="free space, or set run.root to another disk",
+        )
+
+
+def gigabytes(size: float) -> str:
+    """For people; small sizes in megabytes."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

@@ -1,0 +1,124 @@
+"""One process at a time writes a run directory.
+
+An flock on "<run directory>/.lock", held for the process's life: the kernel drops it with the process,
+however that ends, so no stale lock is ever in the way. The file names the holder for the message. NFS
+(version 3 and later on Linux) and Lustre pass the lock to their server unless they are mounted otherwise; where they
+are, or where a file system knows no locks, `RunLock.note` says so, and only what the file says is left to go
+by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from kt_ray.errors import UserError
+
+FILE = ".lock"
+# Mount options by which locks stay on this host. man 5 nfs; man 8 mount.lustre.
+_OWN_LOCKS = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}
+
+
+class RunLock:
+    """Held from its creation until `release`, or the process's end.
+
+    Args:
+        run: the run directory, which exists.
+
+    Attributes:
+        note: what the lock cannot guard against; "" = it guards against every process of every host.
+
+    Raises:
+        UserError: another process holds it.
+        OSError: the directory cannot be written.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / FILE
+        self.note = ""
+        self._file = self.path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = self._holder()
+            self._file.close()
+            raise _held(run, holder) from None
+        except OSError as error:  # ENOLCK, ENOSYS, EOPNOTSUPP
+            self._note(run, f"the file system keeps no locks ({error.strerror})")
+        else:
+            if own := _OWN_LOCKS & _mount_options(run):
+                self._note(run, f"the file system is mounted with {', '.join(sorted(own))}")
+        self._write({"host": socket.gethostname(), "pid": os.getpid()})
+
+    def release(self) -> None:
+        """Let others write the directory. Safe to call twice."""
+        if not self._file.closed:
+            with contextlib.suppress(OSError):
+                self._write(None)
+            self._file.close()
+
+    def _note(self, run: Path, why: str) -> None:
+        """Locks do not reach other hosts: go by what the file says, as far as that can be checked."""
+        holder = self._holder()
+        if holder.get("host") == socket.gethostname() and _alive(holder.get("pid")):
+            self._file.close()
+            raise _held(run, holder)
+        self.note = f"{why}: nothing keeps another host from writing {run} at the same time"
+
+    def _holder(self) -> dict[str, Any]:
+        self._file.seek(0)
+        try:
+            value = json.load(self._file)
+        except (ValueError, RecursionError, OSError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def _write(self, holder: dict[str, Any] | None) -> None:
+        self._file.seek(0)
+        self._file.truncate()
+        if holder is not None:
+            self._file.write(json.dumps(holder) + "\n")
+        self._file.flush()
+
+
+def require_free(run: Path) -> None:
+    """Look early, before the minutes that a model's checks take; the lock itself comes later.
+
+    Raises:
+        UserError: another process holds the lock of a run directory.
+    """
+    if (run / FILE).is_file():
+        with contextlib.suppress(OSError):
+            RunLock(run).release()
+
+
+def _held(run: Path, holder: dict[str, Any]) -> UserError:
+    who = f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "a process"
+    return UserError(
+        "another run writes this directory",
+        where=str(run),
+        observed=f"{who} holds {FILE}",
+        required="one process at a time",
+        remedy="wait until it has ended or end it, or choose another run.name",
+    )
+
+
+def _alive(pid: Any) -> bool:
+    return isinstance(pid, int) and pid != os.getpid() and Path(f"/proc/{pid}").exists()
+
+
+def _mount_options(path: Path) -> set[str]:
+    """Options of the file system that holds `path`: the last mount point above it in /proc/self/mountinfo."""
+    best, options = "", ""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            fields, _, rest = line.partition(" - ")
+            point = fields.split()[4].encode().decode("unicode_escape")
+            if path.resolve().is_relative_to(point) and len(point) >= len(best):
+                best, options = point, f"{fields.split()[5]},{rest.split()[-1]}"
+    return set(options.split(","))

@@ -1,0 +1,270 @@
+"""trainer.restarts: a small process that starts a training run again after its driver died.
+
+It loads neither torch nor Ray and holds nothing of the run, so what kills the driver (memory, a lost raylet
+or GCS, a mistaken kill) leaves it alone. The driver is a child in a session of its own; signals are passed on
+to it, and it gets SIGTERM should the supervisor die first. The child writes a byte into a pipe every few
+seconds: a driver that is frozen is killed and started again like one that died.
+
+`<run directory>/supervisor.log` says what happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kt_ray.config import resume_line
+from kt_ray.config.mapping import dated_name, load, with_keys
+from kt_ray.config.schema import Config
+from kt_ray.errors import BAD_INPUT, BUG, INTERRUPTED, OK, STOPPED
+from kt_ray.runs.rundir import checkpoint_to_resume, find_checkpoints, is_run, plain
+
+LOG = "supervisor.log"
+BEAT = 5.0  # seconds between the driver's signs of life
+SILENCE = 180.0  # seconds without one after which the driver counts as frozen
+FIRST_WAIT, LONGEST_WAIT = 5.0, 300.0  # seconds before a restart; doubled while nothing is gained
+SAME_FAULT = 3  # failures in a row, without a step in between, that end it: the next one would be the same
+_FD = "KT_RAY_SUPERVISOR_FD"
+_ENTRY = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from kt_ray.cli import supervised
+sys.exit(supervised())
+"""
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def supervise(config: Config) -> int:
+    """Run the training of `config` in a child until it is done. Returns its exit code.
+
+    Raises:
+        UserError: there is nothing to resume from.
+    """
+    return Supervisor(config).run()
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a driver ended."""
+
+    code: int  # exit code; negative: a signal's number
+    frozen: bool
+    seconds: float
+
+    def __str__(self) -> str:
+        if self.frozen:
+            return f"was frozen for {SILENCE:.0f} s"
+        if self.code < 0:
+            return f"died ({signal.Signals(-self.code).name})"
+        return "was stopped" if self.code in (STOPPED, INTERRUPTED) else f"failed (exit code {self.code})"
+
+
+class Supervisor:
+    """Starts drivers one after the other.
+
+    Args:
+        config: checked and settled.
+        command: of a driver; it reads its configuration as JSON from standard input.
+        silence, first_wait: see the constants.
+
+    Attributes:
+        path: the run directory.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        command: list[str] | None = None,
+        silence: float = SILENCE,
+        first_wait: float = FIRST_WAIT,
+    ) -> None:
+        root = str(Path(__file__).resolve().parents[1])
+        self._command = command or [sys.executable, "-c", _ENTRY, root]
+        self._silence = silence
+        self._first_wait = first_wait
+        self.path = _run_directory(config)
+        self._config = with_keys(config, {"run.name": self.path.name, "run.root": str(self.path.parent)})
+        self._marker = self._config_file()
+        self._wake = threading.Event()  # a signal asked to end
+        self._child: subprocess.Popen[str] | None = None
+        self._log: list[str] = []
+
+    def run(self) -> int:
+        """Until a driver has finished, was refused its input, or a signal came. Returns the exit code."""
+        handlers = {
+            number: signal.signal(number, self._pass_on)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        try:
+            return self._run()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _run(self) -> int:
+        restarts, in_vain, same_fault = 0, 0, 0
+        reached = self._steps()
+        while True:
+            end = self._drive(self._next())
+            if end.code in (OK, BAD_INPUT) or self._wake.is_set():
+                return end.code if end.code >= 0 else INTERRUPTED
+            before, reached = reached, self._steps()
+            gained = reached > before
+            in_vain = 0 if gained else in_vain + 1
+            same_fault = same_fault + 1 if end.code == BUG and not gained else 0
+            what = f"the driver {end} after {end.seconds:.0f} s, at step {reached}"
+            if restarts >= self._config.trainer.restarts:
+                self._say(f"{what}; all {restarts} restarts are used up (trainer.restarts)")
+                return self._given_up(end)
+            if same_fault >= SAME_FAULT:
+                self._say(f"{what}; {SAME_FAULT} failures without a step in between: not started again")
+                return self._given_up(end)
+            restarts += 1
+            wait = min(LONGEST_WAIT, self._first_wait * 2 ** max(0, in_vain - 1))
+            newest = find_checkpoints(self.path)
+            source = newest[-1].name if newest else "the beginning (no checkpoint yet)"
+            limit = self._config.trainer.restarts
+            self._say(f"{what}; restart {restarts} of {limit} in {wait:.0f} s, from {source}")
+            if self._wake.wait(wait):
+                return INTERRUPTED
+
+    def _given_up(self, end: _End) -> int:
+        if find_checkpoints(self.path):
+            self._say(f"to go on: {resume_line.resume_line(self.path)}")
+        return end.code if end.code > 0 else BUG
+
+    # -- one driver ---------------------------------------------------------------------------
+
+    def _drive(self, config: Config) -> _End:
+        """Start a driver and wait for its end."""
+        start = time.monotonic()
+        ours, theirs = os.pipe()
+        with open(ours, "rb", buffering=0) as beats:
+            child = self._child = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                text=True,
+                pass_fds=(theirs,),
+                env={**os.environ, _FD: str(theirs)},
+                start_new_session=True,
+            )
+            os.close(theirs)
+            job = {"config": plain(config), "arguments": resume_line.given, "parent": os.getpid()}
+            with contextlib.suppress(BrokenPipeError):
+                assert child.stdin is not None
+                child.stdin.write(json.dumps(job))
+                child.stdin.close()
+            frozen = self._frozen(child, beats)
+            if frozen:
+                child.kill()
+            return _End(child.wait(), frozen, time.monotonic() - start)
+
+    def _frozen(self, child: subprocess.Popen[str], beats: Any) -> bool:
+        """Wait until the driver ends (False), or is silent for too long (True)."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(beats, selectors.EVENT_READ)
+            heard = time.monotonic()
+            while child.poll() is None:
+                if selector.select(timeout=1.0):
+                    if not beats.read(4096):
+                        child.wait()  # it closed the pipe: it is ending
+                        return False
+                    heard = time.monotonic()
+                elif time.monotonic() - heard > self._silence:
+                    return True
+        return False
+
+    def _pass_on(self, number: int, _frame: Any) -> None:
+        self._wake.set()
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(number)
+
+    # -- what the next driver does ------------------------------------------------------------
+
+    def _next(self) -> Config:
+        """The configuration of the next driver: from the newest checkpoint, if there is one."""
+        if self._config_file() == self._marker:
+            return self._config  # no driver of ours has begun the run
+        if find_checkpoints(self.path):
+            return with_keys(self._config, {"trainer.resume": "latest", "run.overwrite": False})
+        # What lies there is ours: a driver of ours wrote config.yaml, after all checks.
+        return with_keys(self._config, {"run.overwrite": self._config.trainer.resume is None})
+
+    def _config_file(self) -> tuple[int, int] | None:
+        """Which config.yaml lies in the run directory; every run writes a new file."""
+        try:
+            stat = (self.path / "config.yaml").stat()
+        except OSError:
+            return None
+        return stat.st_ino, stat.st_mtime_ns
+
+    def _steps(self) -> int:
+        """Steps that the run's figures and checkpoints know of."""
+        newest = find_checkpoints(self.path)
+        saved = int(newest[-1].name.removeprefix("step_")) if newest else 0
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            lines = (self.path / "metrics.jsonl").read_bytes().splitlines()
+            for line in reversed(lines):
+                if line.endswith(b"}"):
+                    return max(saved, int(json.loads(line).get("step") or 0))
+        return saved
+
+    def _say(self, line: str) -> None:
+        """On standard error and in supervisor.log."""
+        stamp = f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
+        self._log.append(f"{stamp} {line}\n")
+        with contextlib.suppress(OSError):  # a full disk: the lines come with the next one
+            print(f"supervisor: {line}", file=sys.stderr, flush=True)
+            if is_run(self.path):
+                (self.path / LOG).write_text("".join(self._log), encoding="utf-8")
+
+
+def as_child(run: Callable[[Config], int]) -> int:
+    """A driver's side: read the configuration from standard input, and give signs of life meanwhile."""
+    job = json.load(sys.stdin)
+    fd = int(os.environ.pop(_FD))
+    os.set_inheritable(fd, False)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != job["parent"]:
+        return INTERRUPTED
+
+    def beat() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                os.write(fd, b".")
+                time.sleep(BEAT)
+
+    threading.Thread(target=beat, name="kt-beat", daemon=True).start()
+    resume_line.given[:] = job["arguments"]
+    return run(load(job["config"]))
+
+
+def _run_directory(config: Config) -> Path:
+    """Where the run will be: as `RunDir.create` would choose."""
+    root, name = Path(config.run.root).absolute(), config.run.name
+    if name is not None:
+        return root / name
+    checkpoint = checkpoint_to_resume(config)
+    holder = checkpoint.parent.parent if checkpoint is not None else root
+    if checkpoint is not None and checkpoint.parent.name == "checkpoints" and is_run(holder):
+        return holder
+    base = dated_name(config.model.name)
+    number, path = 1, root / base
+    while path.exists():
+        number += 1
+        path = root / f"{base}-{number}"
+    return path
