@@ -72,7 +72,13 @@ class Stopped(Exception):
 
 
 class BadStep(UserError):
-    """A training step that must not be applied: its loss or gradients are not finite, or far too large."""
+    """A training step that must not be applied: its loss or gradients are not finite, or far too large.
+
+    Attributes:
+        finite: whether they are at least finite.
+    """
+
+    finite = False
 
 
 def guard(action: Callable[[], int]) -> int:

@@ -141,7 +141,8 @@ class ActorCluster(ABC):
         pending = list(futures)
         errors: list[tuple[Handle, BaseException]] = []
         deadline = time.monotonic() + timeout if timeout is not None else float("inf")
-        may_give_up = method in ("run_pass", "prepare")  # before anything of a step is applied
+        # Nothing of a step is applied yet.
+        may_give_up = method in ("run_pass", "prepare", "load_again")
         while pending:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
@@ -434,13 +435,17 @@ class ActorCluster(ABC):
             for note in fact.get("notes", ()):  # a run shows them at its start
                 logger.warning("%s: %s", fact["actor"], note)
         self._lost -= lost
-        states = set(self._call([self.workers[0], *self.experts], "committed"))
-        if None not in states and len(states) == 1:
-            # The other workers hold only what worker 0 sends them.
+        state = self.committed()
+        if state is None:
+            self._make_masters()
+        else:
             self._publish()
-            return int(states.pop())
-        self._make_masters()
-        return None
+        return state
+
+    def committed(self) -> int | None:
+        # The other workers hold only what worker 0 sends them.
+        states = set(self._call([self.workers[0], *self.experts], "committed"))
+        return int(states.pop()) if len(states) == 1 and None not in states else None
 
     def _find_lost(self) -> frozenset[Address]:
         """All dead actors: a call of theirs failed, or they do not answer."""

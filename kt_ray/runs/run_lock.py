@@ -1,10 +1,9 @@
 """One process at a time writes a run directory.
 
 An flock on "<run directory>/.lock", held for the process's life: the kernel drops it with the process,
-however that ends, so no stale lock is ever in the way. The file names the holder for the message. NFS
-(version 3 and later on Linux) and Lustre pass the lock to their server unless they are mounted otherwise; where they
-are, or where a file system knows no locks, `RunLock.note` says so, and only what the file says is left to go
-by.
+however that ends, so no stale lock is ever in the way. The file names the holder for the message. NFS (from
+version 3 on, on Linux) and Lustre pass the lock to their server unless they are mounted otherwise. Where they
+are, or where a file system knows no locks, `RunLock.note` says so: only what the file says is left to go by.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any
 from kt_ray.errors import UserError
 
 FILE = ".lock"
+MOUNTS = Path("/proc/self/mountinfo")
 # Mount options by which locks stay on this host. man 5 nfs; man 8 mount.lustre.
 _OWN_LOCKS = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}
 
@@ -116,7 +116,7 @@ def _mount_options(path: Path) -> set[str]:
     """Options of the file system that holds `path`: the last mount point above it in /proc/self/mountinfo."""
     best, options = "", ""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
             fields, _, rest = line.partition(" - ")
             point = fields.split()[4].encode().decode("unicode_escape")
             if path.resolve().is_relative_to(point) and len(point) >= len(best):

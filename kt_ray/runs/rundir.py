@@ -67,7 +67,11 @@ class RunDir:
                 run = cls(path, lock=lock)
             else:
                 run = _resumed(checkpoint, root, named, config)
-            run.write_config(config)
+            try:
+                run.write_config(config)
+            except OSError:
+                run.close()
+                raise
         except OSError as error:
             raise UserError(
                 "the run directory cannot be written",

@@ -64,6 +64,10 @@ class Cluster(Protocol):
         """Every actor reads its parameters by name from a checkpoint taken after `step` updates."""
         ...
 
+    def committed(self) -> int | None:
+        """Number of updates that all actors have behind them; None = they differ, or one's state is lost."""
+        ...
+
     def recover(self) -> int | None:
         """After `ActorLost`: start lost actors again, load their weights, give up what the others began.
 

@@ -54,13 +54,15 @@ def judge(
                 continue
             observed = f"{value:.4g}, {value / median:.1f} times the median {median:.4g} of the steps before"
         if observed is not None:
-            return BadStep(
+            bad = BadStep(
                 f"the {what} of step {step + 1} is {observed}; the step was not applied",
                 where="; ".join(filter(None, (_worst_rows(waves, report), _worst_gradient(cluster)))),
                 required="a finite number"
                 + (f" of at most trainer.spike={spike:g} times the median" if spike else ""),
                 remedy=_REMEDY,
             )
+            bad.finite = math.isfinite(value)
+            return bad
     return None
 
 

@@ -132,7 +132,7 @@ class Trainer:
         self.events = events or Events()
         self.first_step = first_step
         self.load = load or ExpertLoad()
-        self.stop = stop or StopSignals()
+        self.stop = StopSignals() if stop is None else stop
         cluster.give_up = self.stop.give_up
         self.summary = Summary()
         self.best = kept
@@ -170,14 +170,21 @@ class Trainer:
                 self._walk()
                 return work()
             except ActorLost as lost:
-                if self.stop:
-                    raise Stopped(
-                        f"{self.stop.name}: {lost.what} before the state was saved; {self.recovery.way_on}"
-                    ) from lost
-                self._taken = self.recovery.bring_back(lost, self._taken)
+                try:
+                    if self.stop:
+                        raise GivenUp(lost.what)
+                    self._taken = self.recovery.bring_back(lost, self._taken)
+                except GivenUp:
+                    what = f"{self.stop.name}: {lost.what} before the state was saved"
+                    raise Stopped(f"{what}; {self.recovery.way_on}") from lost
                 self.events.on_repeat(self._taken)
                 if self._taken == self._done:
                     self.recovery.caught_up(self._taken)
+            except Stopped:
+                raise
+            except Exception as error:
+                self._save_before(error)
+                raise
             finally:
                 self.summary.recoveries = self.recovery.used
                 self.summary.seconds_lost = self.recovery.seconds_lost
@@ -248,6 +255,20 @@ class Trainer:
             return time.monotonic() - self._saved_at >= (seconds_of(every) or math.inf)
         return bool(every) and taken % every == 0
 
+    def _save_before(self, error: Exception) -> None:
+        """The end that an error brings: what was applied before it is whole in the actors. Not after a loss
+        that is not finite: the state may be what it comes from."""
+        broken = isinstance(error, BadStep) and not error.finite
+        if self._taken <= self._saved or self._taken == self._last or self.stop or broken:
+            return
+        try:
+            self.cluster.discard()
+            if self.cluster.committed() == self._taken:
+                self._save(self._taken, leaving=True)
+                self.events.say(f"saved: {self.recovery.point}")
+        except Exception:
+            logger.info("the state cannot be saved either", exc_info=True)
+
     def _stop_here(self, taken: int) -> NoReturn:
         """After a signal: save, and leave the loop."""
         steps = f"step {taken} of {self.batches.total_steps}"
@@ -271,7 +292,8 @@ class Trainer:
                 raise self.recovery.with_way_on(error) from error
             if self._save_again_at is None:
                 self.events.say(f"{error.line()}. Training goes on, the checkpoint is tried again")
-            logger.warning("checkpoint after step %d: %s", taken, error.line())
+            logger.info("checkpoint after step %d: %s", taken, error.line())
+            self.cluster.discard()  # the other actors were told to stop
             self._save_again_at = time.monotonic() + SAVE_AGAIN
             return
         self._saved, self._saved_at, self._save_again_at = taken, time.monotonic(), None
@@ -281,7 +303,7 @@ class Trainer:
 
     @property
     def _evaluates(self) -> bool:
-        return bool(self.config.trainer.eval_every) and bool(self.batches.evaluate)
+        return bool(self.config.trainer.eval_every) and bool(self.batches.evaluate) and not self.stop
 
     def _balance(self, step: int, waves: Sequence[Wave]) -> tuple[float, tuple[float, ...]]:
         """The routers' load-balancing loss over the whole step, and its slopes for the training passes."""

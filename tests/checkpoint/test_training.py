@@ -12,17 +12,7 @@ import pytest
 import torch
 
 from kt_ray.checkpoint.manifest import Manifest, ShardInfo, list_checkpoints
-from kt_ray.checkpoint.training import (
-    begin_checkpoint,
-    best_checkpoint,
-    commit_checkpoint,
-    mark_best,
-    prune_checkpoints,
-    read_named_into,
-    set_aside_later,
-    step_name,
-    write_shard,
-)
+from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint, read_named_into, write_shard
 from kt_ray.errors import UserError
 
 FIELDS = {"lora.rank": 8, "lora.experts": True, "lora.target_modules": ["q_proj"], "seed": 3}
@@ -71,34 +61,6 @@ def test_what_needs_no_conversion_is_read_in_place(tmp_path: Path, monkeypatch: 
     read_named_into(path, targets)
     assert all(torch.equal(targets[name], everything[name]) for name in everything)
     assert all(torch.equal(doubles[name], everything[name].double()) for name in everything)
-
-
-def test_latest_points_at_the_newest_and_pruning_keeps_it(tmp_path: Path) -> None:
-    for step in (10, 20, 30):
-        save(tmp_path, step)
-    root = tmp_path / "checkpoints"
-    assert (root / "latest").resolve().name == "step_000030"
-    assert [p.name for p in list_checkpoints(root)] == ["step_000010", "step_000020", "step_000030"]
-    begin_checkpoint(root, 40)  # an interrupted write
-    assert [p.name for p in prune_checkpoints(root, 2)] == ["step_000010"]
-    assert [p.name for p in list_checkpoints(root)] == ["step_000020", "step_000030"]
-    assert not list(root.glob(".step*"))
-    assert prune_checkpoints(root, 0) == []
-
-
-def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
-    assert best_checkpoint(root) is None
-    for step in (10, 20):
-        save(tmp_path, step)
-    mark_best(root, 10)
-    for step in (30, 40):
-        save(tmp_path, step)
-    assert [p.name for p in prune_checkpoints(root, 1)] == ["step_000020", "step_000030"]
-    assert [p.name for p in list_checkpoints(root)] == ["step_000010", "step_000040"]
-    assert best_checkpoint(root) == root / "step_000010"
-    mark_best(root, 40)
-    assert [p.name for p in prune_checkpoints(root, 1)] == ["step_000010"]
 
 
 def test_an_interrupted_write_is_no_checkpoint(tmp_path: Path) -> None:
@@ -225,24 +187,3 @@ def test_manifest_is_plain_json(tmp_path: Path) -> None:
         "experts-0.safetensors",
     }
     assert replace(Manifest.load(path), step=11).step == 11
-
-
-def test_a_run_that_goes_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
-
-    def save(step: int) -> None:
-        partial = begin_checkpoint(root, step)
-        shard = write_shard(partial, "worker-0.safetensors", {"param/x": torch.ones(2)})
-        manifest = Manifest(step=step, seed=0, data={}, model="m", fields={}, shards=(shard,))
-        commit_checkpoint(partial, root / step_name(step), manifest)
-
-    for step in (200, 300, 400):
-        save(step)
-    aside = set_aside_later(root, 200)
-    assert sorted(p.name for p in aside) == ["superseded_step_000300", "superseded_step_000400"]
-    assert (root / "latest").resolve().name == "step_000200"
-    save(250)
-    prune_checkpoints(root, 2)
-    assert [p.name for p in list_checkpoints(root)] == ["step_000200", "step_000250"]
-    assert (root / "latest").resolve().name == "step_000250"
-    assert set_aside_later(root, 250) == []

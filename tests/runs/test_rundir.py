@@ -14,7 +14,18 @@ import yaml
 
 from kt_ray.errors import UserError
 from kt_ray.runs.environment import environment
-from kt_ray.runs.rundir import RunDir, dated_as_before, find_checkpoints, plain
+from kt_ray.runs.rundir import RunDir as Directory
+from kt_ray.runs.rundir import dated_as_before, find_checkpoints, plain
+
+
+class RunDir(Directory):
+    """Of a run that has ended."""
+
+    @classmethod
+    def create(cls, *arguments):
+        run = Directory.create(*arguments)
+        run.close()
+        return run
 
 
 def test_default_names_are_unique_and_absolute(tmp_path, make_config, monkeypatch):
@@ -51,7 +62,7 @@ def test_an_existing_run_is_refused_and_overwritten_only_on_request(tmp_path, ma
 
     again = RunDir.create(make_config(tmp_path, name="a", overwrite=True))
     assert again.path == run.path
-    assert sorted(p.name for p in run.path.iterdir()) == ["config.yaml", "notes.txt"]
+    assert sorted(p.name for p in run.path.iterdir()) == [".lock", "config.yaml", "notes.txt"]
 
 
 def test_a_run_that_failed_before_its_first_step_may_be_started_again(tmp_path, make_config):

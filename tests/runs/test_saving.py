@@ -1,4 +1,4 @@
-"""A disk that is full while a run saves: one error, no half checkpoint, and the earlier one resumes."""
+"""Saving and resuming a run: full disks, torn checkpoints, and what is never lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from kt_ray import cli
 from kt_ray.checkpoint import training
 from kt_ray.checkpoint.training import begin_checkpoint
 from kt_ray.disk import write_atomic
-from kt_ray.runs import saving
+from kt_ray.runs import disk_room, prepare, saving
+from kt_ray.train import trainer
 
 RUN = [
     "cluster=local",
@@ -67,6 +68,10 @@ def curve(run: Path) -> list[tuple[Any, ...]]:
     return [(r["step"], r["loss"], r["grad_norm"]) for r in map(json.loads, lines)]
 
 
+def adapter(run: Path) -> bytes:
+    return (run / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the same run with room on the disk."""
@@ -84,29 +89,97 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "manifest.json",
     ],
 )
-def test_a_full_disk_ends_the_run_with_a_checkpoint_that_resumes(
+def test_a_disk_that_is_full_at_the_end_leaves_a_checkpoint_that_resumes(
     file: str, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     capfd.readouterr()
     with monkeypatch.context() as patch:
-        full_at(2, file, patch)
+        full_at(3, file, patch)
         assert cli.main([*RUN, "run.name=a"]) == 2
     error = capfd.readouterr().err
     assert error.count("checkpoint cannot be written") == 1 and "No space left on device" in error
     assert "free space" in error and error.rstrip().endswith("then continue with trainer.resume=latest")
     assert "Traceback" not in error
     checkpoints = Path("runs/a/checkpoints")
-    assert sorted(os.listdir(checkpoints)) == ["latest", "step_000001"]
+    assert sorted(os.listdir(checkpoints)) == ["latest", "step_000001", "step_000002"]
 
     assert cli.main([*RUN, "run.name=a", "trainer.resume=latest"]) == 0
     assert curve(Path("runs/a")) == curve(undisturbed) and len(curve(undisturbed)) == 3
-    own, other = (run / "adapter" / "adapter_model.safetensors" for run in (Path("runs/a"), undisturbed))
-    assert own.read_bytes() == other.read_bytes()
+    assert adapter(Path("runs/a")) == adapter(undisturbed)
+
+
+def test_a_disk_that_is_full_for_a_while_costs_nothing(
+    undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    capfd.readouterr()
+    full_at(1, "experts-0.safetensors", monkeypatch)
+    monkeypatch.setattr(trainer, "SAVE_AGAIN", 0.0)
+    assert cli.main([*RUN, "run.name=a"]) == 0
+    told = capfd.readouterr()
+    assert "Training goes on, the checkpoint is tried again" in told.out
+    assert "No space left on device" in told.out and "Traceback" not in told.err
+    assert sorted(os.listdir("runs/a/checkpoints")) == ["latest", "step_000002", "step_000003"]
+    assert curve(Path("runs/a")) == curve(undisturbed)
+    assert adapter(Path("runs/a")) == adapter(undisturbed)
+
+
+def test_too_little_room_is_seen_before_a_byte_is_written(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At the start for all checkpoints to come, and again before each."""
+    capfd.readouterr()
+    monkeypatch.setattr(disk_room, "free_bytes", lambda _: 10_000_000)
+    assert cli.main([*RUN, "run.name=a"]) == 2
+    error = capfd.readouterr().err
+    assert "the disk has no room for this run's checkpoints" in error and "found 10.0 MB free" in error
+    assert "3 checkpoints at once" in error and "set trainer.keep_checkpoints=1" in error
+    assert not Path("runs").exists()
+
+    free = iter([10**9, 10**6, 10**9])
+    monkeypatch.setattr(disk_room, "free_bytes", lambda _: next(free))
+    assert cli.main([*RUN, "run.name=a", "trainer.max_steps=2"]) == 0
+    told = capfd.readouterr().out
+    assert "checkpoint cannot be written" in told and "found 1.0 MB free" in told
+    assert sorted(os.listdir("runs/a/checkpoints")) == ["latest", "step_000002"]
 
 
 def test_a_full_disk_before_the_first_checkpoint(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     full_at(1, "experts-0.safetensors", monkeypatch)
-    assert cli.main([*RUN, "run.name=a"]) == 2
+    assert cli.main([*RUN, "run.name=a", "trainer.max_steps=1"]) == 2
     assert "then start the run again (it had no checkpoint yet" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["experts-0.safetensors", "expert_load.json", "manifest.json"])
+def test_latest_passes_a_torn_checkpoint_over(
+    file: str, undisturbed: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*RUN, "run.name=a", "trainer.max_steps=2"]) == 0
+    torn = Path("runs/a/checkpoints/step_000002") / file
+    os.truncate(torn, torn.stat().st_size // 2)
+    capfd.readouterr()
+    assert cli.main([*RUN, "run.name=a", "trainer.resume=latest"]) == 0
+    told = capfd.readouterr()
+    assert "the one before it is taken" in told.err and "superseded_step_000002" in told.out
+    assert curve(Path("runs/a")) == curve(undisturbed)
+    assert adapter(Path("runs/a")) == adapter(undisturbed)
+
+    # Whoever names a checkpoint gets that one or none.
+    os.truncate("runs/a/checkpoints/step_000003/manifest.json", 10)
+    named = f"trainer.resume={Path('runs/a/checkpoints/step_000003').absolute()}"
+    assert cli.main([*RUN, "run.name=a", named]) == 2
+    assert "resume from the previous good checkpoint" in capfd.readouterr().err
+
+
+def test_rows_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    flat = prepare.flat
+
+    def counted(rows: Any) -> Any:
+        hashed.append(len(rows))
+        return flat(rows)
+
+    monkeypatch.setattr(prepare, "flat", counted)
+    assert cli.main([*RUN, "run.name=a"]) == 0
+    assert hashed == [18]

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kt_ray.actors.specs import actor_specs
-from kt_ray.checkpoint.training import Manifest, begin_checkpoint, commit_checkpoint, step_name
+from kt_ray.checkpoint.manifest import Manifest, step_name
+from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import step_waves
 from kt_ray.data.row_types import Row as DataRow

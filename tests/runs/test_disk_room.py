@@ -1,0 +1,71 @@
+"""What a run will write is known before it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_ray import cli
+from kt_ray.config.compose import compose
+from kt_ray.config.interval import seconds_of
+from kt_ray.modes.plan import model_dims
+from kt_ray.placement.memory import checkpoint_bytes
+from kt_ray.runs.disk_room import disk_need
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_a_checkpoint_and_an_adapter_are_as_large_as_predicted(tmp_path: Path, optim: str) -> None:
+    settings = [
+        *("cluster=local", "data.limit=8", "trainer.batch_size=4", "trainer.max_steps=1"),
+        *("eval.after_training=0", "trainer.eval_every=0", "tracking.plot=false"),
+        *(f"run.root={tmp_path}", "run.name=a", f"optim.name={optim}"),
+    ]
+    assert cli.main(settings) == 0
+    config = compose(settings)
+    need = disk_need(model_dims(config.model), config, 1, 1.0)
+    written = sum(f.stat().st_size for f in (tmp_path / "a/checkpoints/step_000001").glob("*.safetensors"))
+    adapter = (tmp_path / "a/adapter/adapter_model.safetensors").stat().st_size
+    # Headers are what is left: 100 to 200 bytes per tensor.
+    assert 0 <= written - need.checkpoint < 0.2 * need.checkpoint
+    assert 0 <= adapter - need.adapter < 0.3 * need.adapter
+    assert need.checkpoint == checkpoint_bytes(model_dims(config.model), config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "seconds", "at_once"),
+    [
+        ({}, 100, 1.0, 1),  # 100 s: only the one at the end
+        ({}, 100, 60.0, 3),  # every 30 minutes of 100: two that are kept, one being written
+        ({"save_every": "1h"}, 100, 60.0, 2),
+        ({"save_every": 10}, 100, 0.1, 3),
+        ({"save_every": 0}, 100, 3600.0, 1),
+        ({"save_every": 10, "keep_checkpoints": 0}, 100, 0.1, 10),
+        ({"save_every": 10, "keep_checkpoints": 4}, 35, 0.1, 4),
+        ({"save_every": 10, "save_best": True, "eval_every": 5}, 100, 0.1, 4),
+        ({"save_every": 10}, None, 0.1, 3),  # an unknown number of steps
+        ({"save_every": 10, "keep_checkpoints": 0}, None, 0.1, 1),
+    ],
+)
+def test_checkpoints_at_once(
+    settings: dict[str, Any], steps: int | None, seconds: float, at_once: int
+) -> None:
+    config = compose([f"trainer.{key}={value}" for key, value in settings.items()])
+    assert disk_need(model_dims(config.model), config, steps, seconds).checkpoints == at_once
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("30min", 1800), ("1.5h", 5400), ("2 h", 7200), ("5", None), ("0s", None), ("1d", None)],
+)
+def test_intervals(text: str, seconds: float | None) -> None:
+    assert seconds_of(text) == seconds
+
+
+def test_mode_plan_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli.main(["mode=plan"]) == 0
+    assert "disk       5.2 MB: a checkpoint of 3.9 MB, the adapter 1.3 MB" in capsys.readouterr().out
+    monkeypatch.setattr("kt_ray.runs.plan_time.free_bytes", lambda _: 10**6)
+    assert cli.main(["mode=plan"]) == 0
+    assert "has 1.0 MB free: mode=train would refuse this run" in capsys.readouterr().out

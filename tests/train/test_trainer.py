@@ -1,0 +1,241 @@
+"""What the loop never loses: it saves first, stops at a signal, and nothing beside a step ends it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+from typing import Any
+
+import pytest
+
+import kt_ray.train.trainer as loop
+from kt_ray.batch import PassSpec
+from kt_ray.errors import Stopped, UserError
+from kt_ray.train import stop_signals
+from kt_ray.train.cluster_protocol import ActorLost, GivenUp
+from kt_ray.train.reports import PassReport
+from kt_ray.train.stop_signals import StopSignals
+from tests.train.test_options import Go, Scripted, go  # noqa: F401  (a fixture)
+
+EVALUATES = ("trainer.eval_every=2",)
+
+
+def at(monkeypatch: pytest.MonkeyPatch, method: str, step: int, what: Any, kind: str = "train") -> None:
+    """Raise or call `what` in the scripted cluster's method at a step (0-based)."""
+    before = getattr(Scripted, method)
+
+    def changed(self: Scripted, first: Any, *rest: Any) -> Any:
+        here = first.step == step and first.kind == kind if isinstance(first, PassSpec) else first == step
+        if here and isinstance(what, Exception):
+            raise what
+        if here:
+            what()
+        return before(self, first, *rest)
+
+    monkeypatch.setattr(Scripted, method, changed)
+
+
+@pytest.mark.parametrize("error", [UserError("the loss is nan"), RuntimeError("broke"), OSError("full")])
+def test_a_failed_evaluation_ends_nothing(
+    go: Go,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    for step in (4, 8):
+        at(monkeypatch, "run_pass", step, error, kind="eval")
+    with caplog.at_level(logging.WARNING):
+        trainer, cluster, told = go(*EVALUATES, held_out=[3.0, 2.0, 2.5, 2.4, 1.0])
+    assert trainer.summary.steps == 8 and trainer.summary.eval_losses == {0: 3.0, 2: 2.0, 6: 2.4}
+    assert told == ["save 8"] and cluster.calls.count("discard") == 2
+    lines = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert [line.partition(":")[0] for line in lines] == [
+        f"no held-out loss after step {step}, training goes on" for step in (4, 8)
+    ]
+    assert all(str(error) in line for line in lines)
+
+
+def test_the_last_state_is_saved_before_it_is_evaluated(go: Go, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    order: list[str] = []
+    at(monkeypatch, "run_pass", 8, lambda: order.append("evaluated"), kind="eval")
+    save = loop.Trainer._save
+    monkeypatch.setattr(
+        loop.Trainer,
+        "_save",
+        lambda self, taken, **k: (order.append(f"save {taken}"), save(self, taken, **k)),
+    )
+    go(*EVALUATES, held_out=[3.0, 2.0, 2.5, 2.4, 1.0])
+    assert order == ["save 8", "evaluated"]
+
+
+def test_saving_by_time(go: Go, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    late = [0.0]
+    clock = loop.time.monotonic
+    monkeypatch.setattr(loop.time, "monotonic", lambda: clock() + late[0])
+    before = Scripted.run_pass
+
+    def run_pass(self: Scripted, spec: PassSpec) -> PassReport:
+        late[0] += 700.0
+        return before(self, spec)
+
+    monkeypatch.setattr(Scripted, "run_pass", run_pass)
+    assert go()[2] == ["save 3", "save 6", "save 8"]  # the default, 30 minutes
+    assert go("trainer.save_every=1h")[2] == ["save 6", "save 8"]
+    assert go("trainer.save_every=0")[2] == ["save 8"]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_between_steps_saves_and_leaves(
+    go: Go,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    stop = StopSignals()
+    at(monkeypatch, "commit", 2, lambda: stop.handle(getattr(signal, name)))
+    saved: list[int] = []
+    save = loop.Trainer._save
+    monkeypatch.setattr(
+        loop.Trainer, "_save", lambda self, taken, **k: (saved.append(taken), save(self, taken, **k))
+    )
+    with pytest.raises(Stopped, match=f"{name}: stopped after step 3 of 8"):
+        go(*EVALUATES, held_out=[3.0, 2.0, 2.5, 2.4, 1.0], stop=stop)
+    assert saved == [3]
+    assert f"{name}: saving within about 15 s" in capfd.readouterr().err
+
+
+def test_a_step_that_does_not_end_is_given_up(go: Go, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """The pass is what it costs: two steps were applied, and those are saved."""
+    monkeypatch.setattr(stop_signals, "GRACE", 0.0)
+    stop = StopSignals()
+
+    def given_up() -> None:
+        stop.handle(signal.SIGTERM)
+        raise GivenUp(stop.give_up())
+
+    at(monkeypatch, "run_pass", 2, given_up)
+    with pytest.raises(Stopped, match="stopped after step 2 of 8"):
+        go(stop=stop)
+    assert "did not end within 0 s" in stop.give_up()
+
+
+def test_a_signal_in_the_last_evaluation_lets_the_run_finish(go: Go, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    stop = StopSignals()
+
+    def given_up() -> None:
+        stop.handle(signal.SIGTERM)
+        raise GivenUp("now")
+
+    at(monkeypatch, "run_pass", 8, given_up, kind="eval")
+    trainer, _, told = go(*EVALUATES, held_out=[3.0, 2.0, 2.5, 2.4, 1.0], stop=stop)
+    assert trainer.summary.steps == 8 and told == ["save 8"]
+
+
+def test_a_death_after_the_signal_is_not_recovered_from(go: Go, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    stop = StopSignals()
+
+    def died() -> None:
+        stop.handle(signal.SIGTERM)  # a job manager signals the actors, too
+        raise ActorLost("expert actor 0 died")
+
+    at(monkeypatch, "run_pass", 4, died)
+    with pytest.raises(
+        Stopped, match=r"SIGTERM: expert actor 0 died before the state was saved; start the run"
+    ):
+        go(stop=stop)
+
+
+def test_signals_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(stop_signals.time, "monotonic", lambda: now[0])
+    left: list[int] = []
+    monkeypatch.setattr(stop_signals.os, "_exit", left.append)
+    stop = StopSignals()
+    assert not stop and stop.give_up() == ""
+    stop.handle(signal.SIGTERM)
+    now[0] += 0.5
+    stop.handle(signal.SIGINT)  # the same request: a whole group was signalled
+    assert stop.name == "SIGTERM" and stop.give_up() == ""
+    now[0] += 15
+    assert "SIGTERM came" in stop.give_up()
+    with pytest.raises(KeyboardInterrupt):
+        stop.handle(signal.SIGTERM)
+    now[0] += 2
+    stop.handle(signal.SIGTERM)
+    assert left == [130]
+
+
+def test_the_handlers_are_put_back_and_nohup_is_respected() -> None:
+    hup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with stop_signals.stop_signals() as stop:
+            assert signal.getsignal(signal.SIGTERM) == stop.handle
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) == before
+    finally:
+        signal.signal(signal.SIGHUP, hup)
+
+
+@pytest.mark.parametrize(
+    ("error", "committed", "saved"),
+    [
+        (RuntimeError("a bug"), 5, True),
+        (UserError("memory is short"), 5, True),
+        (RuntimeError("in the middle of a commit"), None, False),
+    ],
+)
+def test_what_was_applied_is_saved_before_an_error_ends_the_run(
+    go: Go,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    committed: int | None,
+    saved: bool,
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(Scripted, "committed", lambda self: committed, raising=False)
+    monkeypatch.setattr(
+        loop.Trainer, "_save", lambda self, taken, **_: told.append(taken) if taken > self._saved else None
+    )
+    at(monkeypatch, "run_pass", 5, error)
+    with pytest.raises(type(error), match=str(error)):
+        go()
+    assert told == [5] * saved
+
+
+@pytest.mark.parametrize(("loss", "saved"), [(50.0, True), (math.nan, False)])
+def test_a_refused_step_leaves_a_checkpoint_of_the_state_before_it(
+    go: Go,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    loss: float,
+    saved: bool,
+) -> None:
+    monkeypatch.setattr(Scripted, "committed", lambda self: 5, raising=False)
+    _, _, told = go("trainer.spike=3", losses={5: loss})
+    assert ("save 5" in told) == saved and "the step was not applied" in told[-1]
+
+
+def test_a_timeline_that_cannot_be_written_ends_nothing(
+    go: Go,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop.Events, "timeline", full, raising=False)
+    monkeypatch.setattr(loop.Trainer, "_write_timeline", full)
+    trainer, _, _ = go("trainer.timeline_every=2")
+    assert trainer.summary.steps == 8 and "the timeline cannot be written; training goes on" in caplog.text
+
+
+def test_a_skipped_spike_that_is_repeated_is_no_surprise(
+    go: Go,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = ["trainer.eval_every=1", "trainer.save_best=true", "trainer.bad_steps=skip", "trainer.spike=3"]
+    held_out = [3.0, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 2.3, 2.2]
+    trainer, cluster, _ = go(*settings, losses={5: 50.0}, held_out=held_out, lost_at_best=(7,))
+    assert "restart" in cluster.calls and cluster.calls.count("skip 5") == 2
+    assert trainer.summary.skipped == 1 and "repeated after a recovery, has loss" not in caplog.text
