@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,20 @@ class ConsoleHandler(logging.Handler):
             self.handleError(record)
 
 
+class _LogFile(logging.FileHandler):
+    """A full disk is said once, not with a traceback per record."""
+
+    said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.said:
+            self.said = True
+            print(f"WARNING: {self.baseFilename} cannot be written: {error}", file=sys.stderr)
+
+
 def setup_logging(log_file: Path) -> Callable[[], None]:
     """Send every logger's INFO and above to `log_file`, with timestamps; keep the console clean.
 
@@ -50,7 +65,7 @@ def setup_logging(log_file: Path) -> Callable[[], None]:
     global _close_log
     _close_log()
     root, ours = logging.getLogger(), logging.getLogger("kt_ray")
-    file = logging.FileHandler(log_file, encoding="utf-8")
+    file = _LogFile(log_file, encoding="utf-8")
     file.setLevel(logging.INFO)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     screen = ConsoleHandler()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from kt_ray.disk import write_atomic
 from kt_ray.tracking.metrics import Value
 
 FILE = "metrics.jsonl"
+log = logging.getLogger(__name__)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -55,10 +57,14 @@ def encode(step: int, metrics: Mapping[str, Value]) -> str:
 
 
 class JsonlTracker:
-    """Appends to `metrics.jsonl`; a line is on its way to the disk when `log` returns."""
+    """Appends to `metrics.jsonl`; a line is on its way to the disk when `log` returns.
+
+    Lines that a full disk refuses wait in memory and are written with the next one that it takes.
+    """
 
     def __init__(self) -> None:
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
+        self._unwritten = b""
 
     def start(self, run_dir: Path, config: Mapping[str, Any], *, first_step: int = 0) -> None:
         path = run_dir / FILE
@@ -67,18 +73,28 @@ class JsonlTracker:
             # whole file is replaced by renaming: a crash here leaves the old file or the new one.
             kept = [r for r in read_jsonl(path) if isinstance(r.get("step"), int) and r["step"] < first_step]
             write_atomic(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
         if self._file is None:
             raise ValueError("JsonlTracker.log before start or after finish")
-        self._file.write(encode(step, metrics) + "\n")
-        self._file.flush()
+        waiting = bool(self._unwritten)
+        self._unwritten += encode(step, metrics).encode() + b"\n"
+        try:
+            self._write(self._file)
+        except OSError as error:
+            if not waiting:
+                log.warning("%s cannot be written, its lines wait in memory: %s", FILE, error)
+
+    def _write(self, file: BinaryIO) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[file.write(self._unwritten) :]
 
     def artifact(self, path: Path) -> None:
         """Nothing: artifacts are in the run directory already."""
 
     def finish(self, status: str) -> None:
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            with self._file as file:
+                self._file = None
+                self._write(file)

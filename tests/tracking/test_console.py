@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 from kt_ray.tracking.console import setup_logging
@@ -36,3 +37,14 @@ def test_the_next_run_of_a_process_has_a_log_of_its_own(tmp_path):
     assert [len(lines) for lines in logs] == [1, 1]
     assert logs[0][0].endswith("this is a") and logs[1][0].endswith("this is b")
     assert not any(str(tmp_path) in str(getattr(h, "baseFilename", "")) for h in logging.getLogger().handlers)
+
+
+def test_a_full_disk_is_said_once(tmp_path, capsys):
+    (tmp_path / "train.log").symlink_to("/dev/full")
+    close = setup_logging(tmp_path / "train.log")
+    for _ in range(100):
+        logging.getLogger("kt_ray.test").info("a record")
+    with contextlib.suppress(OSError):  # the buffer's last attempt
+        close()
+    told = capsys.readouterr().err
+    assert told.count("No space left on device") == 1 and "Traceback" not in told

@@ -324,3 +324,30 @@ def test_wandb_tables_offline_for_real(run_dir, monkeypatch):
     written = json.loads(file.read_text())
     assert written["columns"] == ["metric", "base", "adapter"]
     assert written["data"] == [["loss", None, 1.5], ["rouge-l", 2.0, 30.0]]
+
+
+def test_figures_outlive_a_full_disk(tmp_path, monkeypatch, caplog):
+    """Lines that could not be written, or only in part, are written with the next one."""
+    tracker = JsonlTracker()
+    tracker.start(tmp_path, {})
+    real = tracker._file
+
+    class Full:
+        room = 0
+
+        def write(self, data):
+            if not self.room:
+                raise OSError(28, "No space left on device")
+            part, self.room = data[: self.room], max(0, self.room - len(data))
+            return real.write(part)
+
+    disk = tracker._file = Full()
+    tracker.log(1, {"loss": 1.5})
+    disk.room = 7
+    tracker.log(2, {"loss": 2.5})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step"'
+    tracker._file = real
+    tracker.log(3, {"loss": 3.5})
+    tracker.finish("finished")
+    assert [r["loss"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [1.5, 2.5, 3.5]
+    assert caplog.text.count("its lines wait in memory") == 1

@@ -1,0 +1,106 @@
+"""The whole command: stopped by a signal and resumed as it says; killed and started again by its parent."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = (
+    *("cluster=local", "data.limit=24", "trainer.batch_size=4", "trainer.eval_every=0"),
+    *("eval.after_training=0", "trainer.max_steps=14", "tracking.plot=false", "run.name=a"),
+)
+
+
+def start(root: Path, *more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "launch.py", *RUN, f"run.root={root}", *more],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def steps(run: Path) -> int:
+    try:
+        return len((run / "metrics.jsonl").read_text().splitlines())
+    except OSError:
+        return 0
+
+
+def await_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
+    deadline = time.monotonic() + 240
+    while steps(run) < step:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
+        time.sleep(0.02)
+
+
+def result(run: Path) -> tuple[list[tuple[int, float]], bytes]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(r["step"], r["loss"]) for r in records], (run / "adapter/adapter_model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    root = tmp_path_factory.mktemp("undisturbed")
+    process = start(root)
+    assert process.communicate()[1] is not None and process.returncode == 0
+    yield root / "a"
+
+
+@pytest.mark.slow
+def test_a_signal_saves_and_the_line_it_prints_goes_on(tmp_path: Path, undisturbed: Path) -> None:
+    process = start(tmp_path)
+    await_step(process, tmp_path / "a", 3)
+    process.send_signal(signal.SIGTERM)
+    error = process.communicate(timeout=240)[1]
+    assert process.returncode == 75, error
+    assert "SIGTERM: saving within about 15 s" in error and "Traceback" not in error
+    line = error.strip().splitlines()[-1]
+    taken = steps(tmp_path / "a")
+    assert line.startswith(f"SIGTERM: stopped after step {taken} of 14, saved: step_{taken:06d}. To go on: ")
+    command = shlex.split(line.partition("To go on: ")[2])
+    assert command[:2] == ["python", "launch.py"] and command[-1] == "trainer.resume=latest"
+    subprocess.run([sys.executable, *command[1:]], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    assert result(tmp_path / "a") == result(undisturbed)
+
+
+@pytest.mark.slow
+def test_killed_drivers_need_no_hand(tmp_path: Path, undisturbed: Path) -> None:
+    supervisor = start(tmp_path, "trainer.restarts=5", "trainer.save_every=2")
+    run = tmp_path / "a"
+    for step in (3, 7):
+        await_step(supervisor, run, step)
+        child = int(json.loads((run / ".lock").read_text())["pid"])
+        assert child != supervisor.pid
+        os.kill(child, signal.SIGKILL)
+        while steps(run) >= step and supervisor.poll() is None:  # until its successor has cut the curve back
+            time.sleep(0.05)
+    error = supervisor.communicate(timeout=240)[1]
+    assert supervisor.returncode == 0, error
+    assert error.count("supervisor: the driver died (SIGKILL)") == 2
+    assert result(run) == result(undisturbed)
+
+
+@pytest.mark.slow
+def test_a_second_driver_is_refused_and_hurts_nothing(tmp_path: Path, undisturbed: Path) -> None:
+    first = start(tmp_path, "trainer.save_every=2")
+    await_step(first, tmp_path / "a", 3)
+    first.send_signal(signal.SIGSTOP)  # it would have ended meanwhile
+    for more in ("run.overwrite=true", "trainer.resume=latest"):
+        second = start(tmp_path, more)
+        error = second.communicate(timeout=240)[1]
+        assert second.returncode == 2 and f"process {first.pid} on" in error, error
+    first.send_signal(signal.SIGCONT)
+    first.communicate(timeout=240)
+    assert first.returncode == 0 and result(tmp_path / "a") == result(undisturbed)

@@ -1,0 +1,166 @@
+"""trainer.restarts: a driver that died is started again, one that was refused its input is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_ray.config.compose import compose
+from kt_ray.config.mapping import load
+from kt_ray.supervisor import LOG, Supervisor
+
+ROOT = Path(__file__).resolve().parents[1]
+# A driver that does what the test says: one list of words per start.
+DRIVER = """
+import json, os, signal, sys, time
+from pathlib import Path
+acts, here = json.loads(sys.argv[1]), Path(sys.argv[2])
+job = json.load(sys.stdin)
+with (here / "starts").open("a") as file:
+    file.write(json.dumps(job) + "\\n")
+number = len((here / "starts").read_text().splitlines()) - 1
+run = Path(job["config"]["run"]["root"], job["config"]["run"]["name"])
+fd = int(os.environ["KT_RAY_SUPERVISOR_FD"])
+for word in acts[number].split():
+    what, _, value = word.partition("=")
+    if what == "begin":
+        run.mkdir(parents=True, exist_ok=True)
+        (run / ".new").write_text(f"seed: {number}")
+        os.replace(run / ".new", run / "config.yaml")
+    elif what == "step":
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": int(value)}) + "\\n")
+    elif what == "save":
+        path = run / "checkpoints" / f"step_{int(value):06d}"
+        path.mkdir(parents=True)
+        (path / "manifest.json").write_text("{}")
+    elif what == "beat":
+        os.write(fd, b".")
+        time.sleep(float(value))
+    elif what == "kill":
+        os.kill(os.getpid(), int(value))
+    elif what == "wait":  # for a signal
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+        (here / "waiting").touch()
+        time.sleep(60)
+    elif what == "exit":
+        sys.exit(int(value))
+"""
+
+
+class Place:
+    """A supervisor over scripted drivers."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run = path / "runs" / "a"
+
+    def go(self, acts: list[str], *settings: str, **options: Any) -> int:
+        config = compose([f"run.root={self.path / 'runs'}", "run.name=a", "trainer.restarts=9", *settings])
+        command = [sys.executable, "-c", DRIVER, json.dumps(acts), str(self.path)]
+        return Supervisor(config, command, **{"first_wait": 0.01, **options}).run()
+
+    def starts(self) -> list[tuple[str | None, bool]]:
+        """trainer.resume and run.overwrite of each driver."""
+        jobs = [json.loads(line)["config"] for line in (self.path / "starts").read_text().splitlines()]
+        return [(job["trainer"]["resume"], job["run"]["overwrite"]) for job in jobs]
+
+    def log(self) -> str:
+        return (self.run / LOG).read_text()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_from_the_last_checkpoint_after_every_kind_of_death(place: Place, capfd: Any) -> None:
+    code = place.go(
+        [
+            "begin step=1 kill=9",  # before the first checkpoint: from the start
+            "begin step=1 step=2 save=2 step=3 kill=11",
+            "begin step=3 exit=1",
+            "begin step=4 save=4 exit=75",  # somebody stopped the driver, not the supervisor
+            "begin exit=0",
+        ]
+    )
+    assert code == 0
+    assert place.starts() == [(None, False), (None, True), *[("latest", False)] * 3]
+    log = place.log()
+    assert "the driver died (SIGKILL) after" in log and "at step 1; restart 1 of 9" in log
+    assert "from the beginning (no checkpoint yet)" in log
+    assert "died (SIGSEGV)" in log and "restart 2 of 9 in 0 s, from step_000002" in log
+    assert "failed (exit code 1)" in log and "was stopped" in log
+    assert capfd.readouterr().err.count("supervisor: ") == 4
+
+
+@pytest.mark.parametrize(("code", "starts"), [(0, 1), (2, 1)])
+def test_an_end_and_a_refusal_are_final(place: Place, code: int, starts: int) -> None:
+    assert place.go([f"exit={code}"] * 3) == code
+    assert len(place.starts()) == starts and not (place.run / LOG).exists()
+
+
+def test_restarts_are_counted(place: Place, capfd: Any) -> None:
+    acts = ["begin save=1 kill=9", "begin step=2 kill=9", "begin step=3 kill=9", "exit=0"]
+    assert place.go(acts, "trainer.restarts=2") == 1
+    assert len(place.starts()) == 3
+    assert "all 2 restarts are used up (trainer.restarts)" in place.log()
+    assert "to go on: python launch.py" in place.log() and "trainer.resume=latest" in place.log()
+
+
+def test_the_same_fault_again_and_again_ends_it(place: Place) -> None:
+    assert place.go(["begin save=1 exit=1", *["exit=1"] * 8]) == 1
+    assert len(place.starts()) == 4
+    assert "3 failures without a step in between: not started again" in place.log()
+
+
+def test_a_frozen_driver_is_killed_and_started_again(place: Place) -> None:
+    acts = ["begin save=1 beat=0.2 beat=0.2 beat=0.2 kill=19", "exit=0"]
+    assert place.go(acts, silence=1.5) == 0
+    assert place.starts()[1] == ("latest", False) and "the driver was frozen for" in place.log()
+
+
+def test_another_run_of_the_name_is_never_overwritten(place: Place) -> None:
+    """It died before it had looked at the directory, which holds somebody's run without a checkpoint."""
+    place.run.mkdir(parents=True)
+    (place.run / "config.yaml").write_text("seed: 7")
+    (place.run / "metrics.jsonl").write_text('{"step": 5}\n')
+    assert place.go(["kill=9", "kill=9", "exit=2"]) == 2
+    assert place.starts() == [(None, False)] * 3
+
+
+def test_signals_are_passed_on_and_end_it(place: Place) -> None:
+    def ask() -> None:
+        while not (place.path / "waiting").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    before = signal.getsignal(signal.SIGTERM)
+    assert place.go(["begin save=1 wait", "exit=0"]) == 75
+    thread.join()
+    assert len(place.starts()) == 1 and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_driver_gets_the_very_configuration(place: Place, tmp_path: Path) -> None:
+    config = compose(["trainer.restarts=1", "lora.rank=16", "optim.betas=[0.8,0.9]", "run.name=a"])
+    place.go(["exit=0"], "lora.rank=16", "optim.betas=[0.8,0.9]")
+    job = json.loads((tmp_path / "starts").read_text())
+    got = load(job["config"])
+    assert (got.lora, got.optim, got.trainer.restarts) == (config.lora, config.optim, 9)
+
+
+def test_the_parent_loads_no_torch_and_no_ray(tmp_path: Path) -> None:
+    code = "import sys, kt_ray.cli; print(*(name in sys.modules for name in ('torch', 'ray')))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
