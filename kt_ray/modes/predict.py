@@ -8,14 +8,17 @@ from kt_ray.config.schema import Config
 from kt_ray.runs.answering import answer, open_job
 from kt_ray.runs.generation import generating, prepare_generation
 from kt_ray.runs.questions import questions_of
+from kt_ray.runs.run_lock import locked
 
 
 def run(config: Config) -> int:
     """Answer what has no answer yet. Returns the exit code."""
     generation = prepare_generation(config)
     directory = Path(config.run.root) / (config.run.name or f"{config.model.name}-predict")
-    job = open_job(generation, questions_of(generation), directory, config.run.overwrite)
-    if job.remaining:
-        with generating(generation, f"{directory.name}-predict") as generator:
-            answer(job, generator)
+    questions = questions_of(generation)
+    with locked(directory):
+        job = open_job(generation, questions, directory, config.run.overwrite)
+        if job.remaining:
+            with generating(generation, f"{directory.name}-predict") as generator:
+                answer(job, generator)
     return 0

@@ -32,6 +32,7 @@ from kt_ray.runs.generation import (
 from kt_ray.runs.held_out_loss import HeldOut, measure, open_held_out
 from kt_ray.runs.prepare import Prepared
 from kt_ray.runs.questions import Question, questions_of
+from kt_ray.runs.run_lock import locked
 from kt_ray.runs.rundir import RunDir, flatten, is_run, plain, settings_of
 from kt_ray.runs.start_cluster import started
 from kt_ray.tracking.console import console
@@ -58,10 +59,11 @@ def answer_and_measure(config: Config) -> tuple[Path, tuple[str, ...]]:
     directory = _directory(config)
     generation = prepare_generation(config)
     questions = questions_of(generation)
-    job = open_job(generation, questions, directory, config.run.overwrite)
-    held_out = open_held_out(generation, [question.id for question in questions], directory)
-    if job.remaining or held_out.remaining:
-        _compute(generation, job, held_out)
+    with locked(directory):
+        job = open_job(generation, questions, directory, config.run.overwrite)
+        held_out = open_held_out(generation, [question.id for question in questions], directory)
+        if job.remaining or held_out.remaining:
+            _compute(generation, job, held_out)
     if generation.adapter is None:
         return directory, ()
     return directory, tuple(_other_rows(config, Path(generation.adapter).parent))

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,17 @@ def require_free(run: Path) -> None:
     if (run / FILE).is_file():
         with contextlib.suppress(OSError):
             RunLock(run).release()
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory, which is made if need be, in the block."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(directory)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _held(run: Path, holder: dict[str, Any]) -> UserError:

@@ -1,0 +1,438 @@
+"""Does a run survive? Faults at random moments of training, each run compared with an undisturbed one.
+
+    python benchmarks/chaos.py --faults 20 --cluster ray --json out.json     real processes and signals
+    python benchmarks/chaos.py --faults 1000 --inside --json out.json        deaths of actors in one process
+
+Runs of the demo model under `trainer.restarts` follow one another until so many faults have happened. Every
+step must then be recorded once with the undisturbed run's loss, the adapter must be the same file, no process
+of the run and no half-written file may be left, and nobody may have helped. What a fault is and what it hits
+are drawn from `--seed`; the moment is the machine's. Exit code 1: a run was not as it should be.
+
+The disk is a tmpfs of 256 MB where this process may mount one (root), so that it can be filled; else that
+fault is left out, and the record says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import common
+import psutil
+
+sys.path.insert(0, str(common.REPO))
+
+TOKEN = "KT_RAY_CHAOS"  # an environment variable that all processes of a campaign inherit
+STEPS = 60
+SETTINGS = (
+    *("data.limit=60", "trainer.batch_size=4", "trainer.eval_every=20", f"trainer.max_steps={STEPS}"),
+    *("trainer.save_every=5", "trainer.restarts=1000", "trainer.recoveries=1000", "tracking.plot=false"),
+    *("eval.after_training=2", "tracking.progress=false"),
+)
+UNDER = {
+    "ray": ("cluster.address=local", "cluster.dashboard=true", "rule=cpu_2workers_2sockets"),
+    "local": ("cluster=local",),
+}
+# What happens, to what, and how often in relation to the others.
+FAULTS: dict[tuple[str, str], int] = {
+    ("SIGKILL", "actor"): 6,
+    ("SIGTERM", "actor"): 2,
+    ("pause", "actor"): 2,
+    ("freeze", "actor"): 1,
+    ("SIGKILL", "driver"): 4,
+    ("SIGTERM", "driver"): 3,
+    ("pause", "driver"): 1,
+    ("SIGKILL", "raylet"): 2,
+    ("SIGKILL", "gcs"): 2,
+    ("SIGKILL", "dashboard"): 1,
+    ("full", "disk"): 3,
+    ("torn", "checkpoint"): 2,
+    ("second", "driver"): 1,
+}
+PAUSE = (5.0, 30.0)  # seconds of a process that goes on afterwards
+FULL = (2.0, 12.0)  # seconds of a full disk
+LEAVES = 30.0  # seconds in which everything of a run must have gone
+DEEPSEEK = {"load_minutes": 5.7, "start_minutes": 1.0, "save_minutes": 30.0, "save_seconds": 20.0}
+
+
+class Campaign:
+    """Runs with faults in a directory of their own.
+
+    Attributes:
+        faults: one record each; runs: one record each; problems: what was not as it should be.
+    """
+
+    def __init__(self, work: Path, under: str, seed: int, every: float, can_fill: bool) -> None:
+        self.work, self.under, self.every = work, under, every
+        self.random = random.Random(seed)
+        self.environment = {**os.environ, TOKEN: str(work), "KT_RAY_CACHE": str(work / "cache")}
+        self.faults: list[dict[str, Any]] = []
+        self.runs: list[dict[str, Any]] = []
+        self.problems: list[str] = []
+        self.kinds = {k: w for k, w in FAULTS.items() if self._possible(*k) and (can_fill or k[1] != "disk")}
+
+    def _possible(self, what: str, target: str) -> bool:
+        return self.under == "ray" or target in ("driver", "disk", "checkpoint")
+
+    def undisturbed(self) -> None:
+        """The run that all others must equal."""
+        start = time.monotonic()
+        process = self._start("undisturbed", log="undisturbed")
+        if process.wait() != 0:
+            raise SystemExit((self.work / "undisturbed.log").read_text())
+        self.calm_seconds = time.monotonic() - start
+        self.expected = outcome(self.work / "runs" / "undisturbed")
+
+    def go(self, faults: int, seconds: float) -> None:
+        """Runs until so many faults have happened, or the time is over."""
+        deadline = time.monotonic() + seconds
+        while len(self.faults) < faults and time.monotonic() < deadline and not self.problems:
+            self._run(f"run-{len(self.runs)}", faults, deadline)
+
+    def _start(self, name: str, *more: str, log: str) -> subprocess.Popen[bytes]:
+        command = [
+            sys.executable,
+            "launch.py",
+            *SETTINGS,
+            *UNDER[self.under],
+            f"run.root={self.work / 'runs'}",
+        ]
+        with (self.work / f"{log}.log").open("ab") as file:
+            return subprocess.Popen(
+                [*command, f"run.name={name}", *more],
+                cwd=common.REPO,
+                env=self.environment,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    def _run(self, name: str, faults: int, deadline: float) -> None:
+        run, start = self.work / "runs" / name, time.monotonic()
+        before = len(self.faults)
+        process = self._start(name, log=name)
+        due = start + self.random.uniform(0.2, 1.0) * self.every
+        while process.poll() is None:
+            time.sleep(0.05)
+            if time.monotonic() > deadline + 600:
+                self.problems.append(f"{name} did not end")
+                process.kill()
+            elif time.monotonic() > due and len(self.faults) < faults and time.monotonic() < deadline:
+                self._fault(run)
+                due = time.monotonic() + self.random.uniform(0.2, 1.8) * self.every
+        wall = time.monotonic() - start
+        self.problems += [f"{name}: {problem}" for problem in self._judge(run, process.returncode)]
+        self.runs.append(
+            {
+                "run": name,
+                "faults": len(self.faults) - before,
+                "seconds": wall,
+                "goodput": self.calm_seconds / wall,
+                "exit_code": process.returncode,
+            }
+        )
+        print(f"{name}: {self.runs[-1]}", flush=True)
+
+    # -- faults -------------------------------------------------------------------------------
+
+    def _fault(self, run: Path) -> None:
+        kinds = list(self.kinds)
+        what, target = self.random.choices(kinds, weights=[self.kinds[k] for k in kinds])[0]
+        phase = self._phase(run)
+        done = getattr(self, f"_{what}", self._signal)(run, what, target)
+        if done:
+            self.faults.append({"run": run.name, "what": what, "target": target, "phase": phase, "hit": done})
+            print(f"  {what} {target} in {phase}: {done}", flush=True)
+
+    def _signal(self, run: Path, what: str, target: str) -> str:
+        victims = self._processes(run, target)
+        if not victims:
+            return ""
+        victim = self.random.choice(victims)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.send_signal(getattr(signal, what))
+            return described(victim)
+        return ""
+
+    def _freeze(self, run: Path, _what: str, target: str) -> str:
+        return self._signal(run, "SIGSTOP", target)
+
+    def _pause(self, run: Path, _what: str, target: str) -> str:
+        victims = self._processes(run, target)
+        if not victims:
+            return ""
+        victim, seconds = self.random.choice(victims), self.random.uniform(*PAUSE)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            name = described(victim)
+            victim.suspend()
+            time.sleep(seconds)
+            victim.resume()
+            return f"{name} for {seconds:.0f} s"
+        return ""
+
+    def _full(self, _run: Path, _what: str, _target: str) -> str:
+        seconds = self.random.uniform(*FULL)
+        filler = self.work / "runs" / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 20))
+        with contextlib.suppress(OSError), filler.open("ab", buffering=0) as file:
+            while True:
+                file.write(b"x")
+        time.sleep(seconds)
+        filler.unlink(missing_ok=True)
+        return f"for {seconds:.0f} s"
+
+    def _torn(self, run: Path, _what: str, _target: str) -> str:
+        """The newest checkpoint loses its end, as after a power cut, and the driver dies."""
+        checkpoints = sorted((run / "checkpoints").glob("step_*"))
+        drivers = self._processes(run, "driver")
+        if not checkpoints or not drivers:
+            return ""
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            drivers[0].kill()
+            drivers[0].wait(10)
+            file = self.random.choice(sorted(p for p in checkpoints[-1].iterdir() if p.is_file()))
+            size = self.random.randrange(file.stat().st_size)
+            os.truncate(file, size)
+            return f"{checkpoints[-1].name}/{file.name} at byte {size}"
+        return ""
+
+    def _second(self, run: Path, _what: str, _target: str) -> str:
+        if not self._processes(run, "driver"):
+            return ""
+        process = self._start(run.name, "run.overwrite=true", "trainer.restarts=0", log="second")
+        code = process.wait()
+        text = (self.work / "second.log").read_text()
+        if code != 2 or "another run writes this directory" not in text:
+            self.problems.append(f"a second driver ended with {code}")
+        return "refused"
+
+    def _processes(self, run: Path, target: str) -> list[psutil.Process]:
+        if target == "driver":
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, psutil.NoSuchProcess):
+                return [psutil.Process(int(json.loads((run / ".lock").read_text())["pid"]))]
+            return []
+        marks = {
+            "actor": ("ray::RayActor", "ray::worker", "ray::experts"),
+            "raylet": ("raylet/raylet",),
+            "gcs": ("gcs_server",),
+            "dashboard": ("dashboard.py", "ray-dashboard", "ray::Dashboard"),
+        }[target]
+        return [p for p in self._ours() if any(mark in command_of(p)[:400] for mark in marks)]
+
+    def _ours(self) -> list[psutil.Process]:
+        """Processes of this campaign, however far they have gone from their parents."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+                    raw = Path(f"/proc/{process.pid}/environ").read_bytes()
+                    if f"{TOKEN}={self.work}".encode() in raw:
+                        found.append(process)
+        return found
+
+    def _phase(self, run: Path) -> str:
+        """What the run is at, as its files show."""
+        if not self._processes(run, "driver"):
+            return "starting"
+        if list((run / "checkpoints").glob(".*.partial")):
+            return "checkpoint"
+        if (run / "adapter" / "adapter_config.json").exists():
+            return "answers"
+        if (run / "adapter").exists():
+            return "adapter"
+        with contextlib.suppress(OSError):
+            lines = (run / "train.log").read_text(errors="replace").splitlines()
+            recent = [line for line in lines[-8:] if "trainer" in line or "cluster" in line or "load" in line]
+            if recent and ("loading" in recent[-1] or "Ray:" in recent[-1]):
+                return "loading"
+            if recent and "lost:" in recent[-1]:
+                return "recovery"
+            if recent and " step " in recent[-1]:
+                step = int(recent[-1].split(" step ")[1].split()[0])
+                return "evaluation" if step % 20 == 0 else "steps"
+        return "loading"
+
+    # -- afterwards ---------------------------------------------------------------------------
+
+    def _judge(self, run: Path, code: int) -> Iterator[str]:
+        if code != 0:
+            tail = (self.work / f"{run.name}.log").read_text(errors="replace").splitlines()[-5:]
+            yield f"exit code {code}: {' | '.join(tail)}"
+            return
+        losses, adapter = outcome(run)
+        if losses != self.expected[0]:
+            differ = [a for a, b in zip(losses, self.expected[0], strict=False) if a != b][:3]
+            yield f"{len(losses)} steps, others than the undisturbed run's: {differ}"
+        if adapter != self.expected[1]:
+            yield "another adapter"
+        left = [str(p.relative_to(run)) for p in run.rglob("*") if p.name.endswith((".partial", ".old"))]
+        if left:
+            yield f"left behind: {left}"
+        deadline = time.monotonic() + LEAVES
+        while (alive := self._ours()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        if alive:
+            yield f"still running: {[described(p) for p in alive][:6]}"
+            for process in alive:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+
+def outcome(run: Path) -> tuple[list[tuple[int, Any]], bytes]:
+    """(step, loss) of every record with a loss, and the adapter's bytes."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    losses = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    return losses, (run / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def command_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def described(process: psutil.Process) -> str:
+    words = command_of(process).split()
+    name = next((Path(w).name for w in words if "ray" in w or "gcs" in w or "launch" in w), "python")
+    return f"{name[:40]} ({process.pid})"
+
+
+@contextlib.contextmanager
+def disk() -> Iterator[tuple[Path, bool]]:
+    """A directory for a campaign, and whether its runs/ is a disk of its own, which may be filled."""
+    work = Path(tempfile.mkdtemp(prefix="chaos-"))
+    (work / "runs").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(work / "runs")]
+    try:
+        own = os.geteuid() == 0 and subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        own = False
+    try:
+        yield work, own
+    finally:
+        if own:
+            subprocess.run(["umount", "-l", str(work / "runs")], check=False)
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def inside(faults: int, seed: int) -> dict[str, Any]:
+    """Deaths of actors of a tiny model in this process, at any message of any call; every run is compared."""
+    from tests.helpers.hf_reference import build_checkpoint
+    from tests.helpers.mortal import Death
+    from tests.train.test_recovery import EXPERTS, WORKERS, Run, check
+
+    draw, happened, runs, start = random.Random(seed), 0, 0, time.monotonic()
+    methods = ("run_pass", "prepare", "commit", "save_shard", "publish", "restore", "load_again", "discard")
+    seen: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        model = build_checkpoint(Path(folder, "model"), "deepseek_v3")
+        calm = Run(model, Path(folder, "calm"), [], "rule=cpu_2workers_2sockets").go()
+        while happened < faults:
+            deaths = [
+                Death(
+                    draw.choice([*WORKERS, *EXPERTS]),
+                    method,
+                    draw.randint(1, 12),
+                    draw.choice(
+                        ["before", "after", *range(1, 12)] if method == "run_pass" else ["before", "after"]
+                    ),
+                )
+                for method in draw.choices(methods, weights=(8, 2, 2, 2, 1, 1, 1, 1), k=draw.randint(1, 8))
+            ]
+            settings = ("rule=cpu_2workers_2sockets", f"trainer.save_every={draw.randint(0, 3)}")
+            run = Run(model, Path(folder, f"run-{runs}"), deaths, *settings, "trainer.recoveries=100").go()
+            if run.cluster.happened:
+                check(run, calm)
+            seen.update(death.method for death in deaths)
+            happened, runs = happened + run.cluster.happened, runs + 1
+            shutil.rmtree(Path(folder, f"run-{runs - 1}"), ignore_errors=True)
+    return {"faults": happened, "runs": runs, "seconds": time.monotonic() - start, "drawn": dict(seen)}
+
+
+def deepseek_goodput() -> dict[str, Any]:
+    """Computed, not measured: DeepSeek-V3 with one death of the driver per 30 minutes.
+
+    A death costs the start, the load, and on average half of the time between two checkpoints. Load: the plan
+    of rule amx_4gpu at 2 GB/s; a checkpoint of 40 GB at 2 GB/s.
+    """
+    d = DEEPSEEK
+    saving = d["save_seconds"] / 60 / d["save_minutes"]
+    result = {}
+    for interval in (d["save_minutes"], 5.0):
+        lost = d["load_minutes"] + d["start_minutes"] + interval / 2
+        share = max(0.0, 1 - lost / 30.0) * (1 - saving * d["save_minutes"] / interval)
+        result[f"saving every {interval:g} min"] = share
+    return {**d, "deaths_per_hour": 2, "goodput": result}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--minutes", type=float, default=60.0, help="no new faults after these")
+    parser.add_argument("--every", type=float, default=30.0, help="seconds between faults, on average")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cluster", choices=sorted(UNDER), default="ray")
+    parser.add_argument("--inside", action="store_true")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    about = common.machine()
+    if given.inside:
+        record = {"impl": "kt_ray", "kind": "inside", "seed": given.seed, **inside(given.faults, given.seed)}
+        print(record)
+        if given.json:
+            common.write_json(given.json, [record], about)
+        return 0
+    with disk() as (work, own):
+        campaign = Campaign(work, given.cluster, given.seed, given.every, own)
+        campaign.undisturbed()
+        campaign.go(given.faults, 60 * given.minutes)
+        seconds = sum(run["seconds"] for run in campaign.runs)
+        record = {
+            "impl": "kt_ray",
+            "kind": "processes",
+            "cluster": given.cluster,
+            "seed": given.seed,
+            "every_seconds": given.every,
+            "disk_filled": own,
+            "faults": len(campaign.faults),
+            "by_kind": dict(Counter(f"{f['what']} {f['target']}" for f in campaign.faults)),
+            "by_phase": dict(Counter(f["phase"] for f in campaign.faults)),
+            "runs": campaign.runs,
+            "calm_seconds": campaign.calm_seconds,
+            "goodput": len(campaign.runs) * campaign.calm_seconds / max(seconds, 1e-9),
+            "deepseek_v3": deepseek_goodput(),
+            "problems": campaign.problems,
+            "log": campaign.faults,
+        }
+        if campaign.problems:
+            kept = Path(tempfile.mkdtemp(prefix="chaos-problem-"))
+            for log in work.glob("*.log"):
+                shutil.copy(log, kept)
+            shutil.copytree(
+                work / "runs", kept / "runs", symlinks=True, ignore=shutil.ignore_patterns("*.safetensors")
+            )
+            print(f"logs: {kept}")
+    if given.json:
+        common.write_json(given.json, [record], about)
+    print(f"{record['faults']} faults in {len(record['runs'])} runs, goodput {record['goodput']:.2f}")
+    print("\n".join(record["problems"]) or "every run as undisturbed; nothing left; no hand was needed")
+    return 1 if record["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
