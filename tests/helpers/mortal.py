@@ -20,7 +20,8 @@ from kt_ray.transport.messages import Address, Message, Tag
 class Death:
     """An actor dies in the `call`-th call (from 1) of a method.
 
-    when: "before" it does anything, "after" all of it, or in it, when it wants its n-th message.
+    when: "before" it does anything, "after" all of it, or in it, when it wants its n-th message (after it, if
+        it wants fewer).
     """
 
     address: Address
@@ -66,7 +67,6 @@ class MortalHandle(LocalHandle):
 
             self.actor.mailbox.take = mortal  # type: ignore[method-assign]
             getattr(self.actor, method)(*args)
-            raise AssertionError(f"{death} did not happen")
         return self.die()
 
     def die(self) -> None:
