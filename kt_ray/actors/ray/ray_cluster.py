@@ -22,6 +22,7 @@ from kt_ray import torch_environment
 from kt_ray.actors.cluster import NOTICE, ActorCluster, ActorDied, Handle, LoadNote
 from kt_ray.actors.ray.ray_actor import Peer, RemoteActor
 from kt_ray.actors.ray.ray_address import Running, dashboard_hint, dashboard_url, free_port, running_cluster
+from kt_ray.actors.ray.ray_guard import RayGuard
 from kt_ray.actors.ray.ray_hosts import Hosts, find_hosts, own_cpus
 from kt_ray.actors.ray.ray_placement import (
     Seats,
@@ -109,6 +110,7 @@ class RayCluster(ActorCluster):
         self.dashboard_url: str | None = None
         self.joined = False  # a cluster that was there before
         self.connected = False  # to Ray, by this object: it then disconnects, too
+        self._guard: RayGuard | None = None  # of a Ray that this object started
         self._group: Any = None
         self._actor_specs: dict[Address, RayActorSpec] = {}
         self._epoch = 0  # how often the actors were introduced to each other
@@ -154,12 +156,14 @@ class RayCluster(ActorCluster):
         # Ray's workers are nice by default; training is what this machine is here for.
         os.environ.setdefault("RAY_worker_niceness", "0")
         torch_environment.apply()
-        context = self._init(
-            address="local",
-            include_dashboard=self.config.dashboard,
-            dashboard_host=self.config.dashboard_host,
-            dashboard_port=port,
-        )
+        self._guard = RayGuard()
+        with self._guard.own_ray():
+            context = self._init(
+                address="local",
+                include_dashboard=self.config.dashboard,
+                dashboard_host=self.config.dashboard_host,
+                dashboard_port=port,
+            )
         self.dashboard_url = dashboard_url(context) if self.config.dashboard else None
         why = "no running cluster found, started" if self.config.address == "auto" else "started"
         return [f"Ray: {why} a local one, which ends with this run{dashboard_hint(self.dashboard_url)}"]
@@ -434,8 +438,15 @@ class RayCluster(ActorCluster):
         return Inbox() if self.plan.transport.near == "arena" else None
 
     def _close(self) -> None:
-        if not ray.is_initialized():
-            return
+        try:
+            if ray.is_initialized():
+                self._leave_ray()
+        finally:
+            if self._guard is not None:
+                self._guard.end()
+                self._guard = None
+
+    def _leave_ray(self) -> None:
         try:
             for handle in self._ray_handles():
                 ray.kill(handle.actor, no_restart=True)
