@@ -11,7 +11,10 @@ from kt_ray.train.reports import PassReport
 
 
 class ActorLost(UserError):
-    """An actor's process is gone, and with it what it had trained. `Cluster.recover` brings it back."""
+    """An actor is gone, or as good as gone, and what it had trained with it. `Cluster.recover` replaces it.
+
+    The remedy says what to look at; how the user goes on afterwards, `kt_ray.train.recovery` knows.
+    """
 
 
 class Cluster(Protocol):
@@ -22,6 +25,7 @@ class Cluster(Protocol):
     """
 
     plan: Plan
+    recoveries: int  # how often actors were replaced
 
     def run_pass(self, spec: PassSpec) -> PassReport:
         """All micro-batches through all layers; in training passes gradients accumulate in the actors."""
