@@ -85,6 +85,7 @@ class ActorCluster(ABC):
         self.frozen = FROZEN
         self.recoveries = 0
         self.say: Callable[[str], None] = logger.warning
+        self._tracing = False  # the present pass writes a trace
         self._tokens = itertools.count(1)  # of the rounds of messages that steps end in
         self._closed = False
         self._inbox: Inbox | None = None  # of the last session
@@ -171,7 +172,9 @@ class ActorCluster(ABC):
         return results
 
     def _watch(self, handles: Sequence[Handle]) -> Watch:
-        return Watch(handles, self._answer, self.specs.timeout, self.frozen)
+        # torch's profiler holds the interpreter's lock for minutes after a large pass.
+        frozen = self.specs.timeout if self._tracing else self.frozen
+        return Watch(handles, self._answer, self.specs.timeout, frozen)
 
     def _answer(self, future: Any) -> Status | None:
         """An actor's status, if it has come."""
@@ -377,7 +380,11 @@ class ActorCluster(ABC):
     # -- a step -------------------------------------------------------------------------------
 
     def run_pass(self, spec: PassSpec) -> PassReport:
-        reports = self._all("run_pass", spec)
+        self._tracing = spec.profile is not None
+        try:
+            reports = self._all("run_pass", spec)
+        finally:
+            self._tracing = False
         workers = tuple(reports[: len(self.workers)])
         loss = sum(w.loss_sum for w in workers) / max(1, spec.loss_tokens)
         micro = (tuple(workers[rank].losses for rank in self.coordinators),)

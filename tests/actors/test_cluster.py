@@ -16,6 +16,7 @@ from kt_ray.actors.ray import ray_cluster
 from kt_ray.actors.ray.ray_cluster import RayCluster, RayHandle
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.actors.watch import Status
+from kt_ray.batch import PassSpec
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.placement.plan_types import Plan
 from kt_ray.train.cluster_protocol import ActorLost
@@ -72,6 +73,22 @@ def test_load_progress_is_told_once_per_change(monkeypatch: pytest.MonkeyPatch) 
     assert facts == {("experts", rank): {"method": "load"} for rank in (0, 1)}
     for rank in (0, 1):
         assert [n[1:] for n in notes if n[0] == f"expert actor {rank}"] == [(1, 5, 10), (2, 10, 10)]
+
+
+@pytest.mark.parametrize(("profile", "frozen"), [(None, 90.0), ("traces", 1800.0)])
+def test_an_actor_that_writes_a_trace_is_not_frozen(profile: str | None, frozen: float) -> None:
+    """torch's profiler lets no other thread of its process answer meanwhile."""
+    cluster = Pretended(cast(Plan, None), cast(ActorSpecs, SimpleNamespace(timeout=1800.0)))
+    seen: list[float] = []
+
+    def start(method: str, *args: Any) -> Any:
+        seen.append(cluster._watch([])._frozen)
+        raise ActorLost("enough")
+
+    cluster.experts = [cast(Handle, SimpleNamespace(start=start))]
+    with pytest.raises(ActorLost):
+        cluster.run_pass(cast(PassSpec, SimpleNamespace(profile=profile)))
+    assert seen == [frozen] and cluster._watch([])._frozen == 90.0
 
 
 class Hurried(Handle):
