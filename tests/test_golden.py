@@ -125,7 +125,7 @@ def test_answers_are_added_in_rank_order() -> None:
     parts = [torch.full((3, 4), value) for value in (2.0**24, 1.0, 1.0, -(2.0**24))]
 
     class Inbox:
-        def take(self, tag: tuple[Any, ...], timeout: float) -> Message:
+        def take(self, tag: tuple[Any, ...]) -> Message:
             return Message(tag, {"y": parts[tag[-1]]})
 
     class SharedMemory:
@@ -142,7 +142,6 @@ def test_answers_are_added_in_rank_order() -> None:
         replica=0,
         experts=4,
         number=1,
-        timeout=1.0,
         experts_of=lambda layer, rank: (),
         num_experts=8,
     )

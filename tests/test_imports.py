@@ -27,6 +27,7 @@ disk:
 native: [torch]
 batch: [numpy]
 timeline:
+pulse:
 torch_environment:
 gpu: [torch]
 config: errors
@@ -34,19 +35,19 @@ dims: errors disk
 hardware: errors disk config
 placement: errors config dims hardware
 timing: errors config dims hardware placement
-optim: errors config [torch]
+optim: errors pulse config [torch]
 tracking: disk timeline config
 evaluate: errors
 generate: errors [numpy torch]
-checkpoint: errors disk native [torch]
+checkpoint: errors disk pulse native [torch]
 model: errors gpu native batch config placement generate checkpoint [numpy torch]
 adapter: disk config checkpoint [torch]
 data: errors batch config [numpy]
-experts: errors gpu native config placement optim checkpoint model [torch]
+experts: errors pulse gpu native config placement optim checkpoint model [torch]
 demo: errors config data
-transport: gpu timeline generate [numpy torch]
+transport: pulse gpu timeline generate [numpy torch]
 train: errors batch timeline config placement optim tracking model data experts [numpy torch]
-actors: errors native batch timeline config placement optim generate checkpoint model adapter
+actors: errors pulse native batch timeline config placement optim generate checkpoint model adapter
     experts transport train [numpy torch]
 serve: errors generate data [numpy]
 actors/ray: errors torch_environment config hardware placement tracking generate data experts transport train

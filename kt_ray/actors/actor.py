@@ -6,10 +6,11 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
+from kt_ray.actors.watch import Status
 from kt_ray.adapter.adapter_dir import write_tensors
 from kt_ray.adapter.from_peft import AdapterReader
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
@@ -18,20 +19,21 @@ from kt_ray.experts import LocalExpertsSpec
 from kt_ray.model.stage_spec import StageSpec
 from kt_ray.optim.optimizers import gradient_norms, state_kinds, use_torch_threads
 from kt_ray.placement.plan_types import Plan
+from kt_ray.pulse import beat, beats
 from kt_ray.timeline import name_thread
 from kt_ray.transport.messages import Address, LocalPort, Mailbox, Message, Port
 
 
 class PlainActor(ABC):
-    """A plain class; Ray or a thread calls it. `deliver`, `abort`, `status` and `progress` may run beside the
-    compute thread.
+    """A plain class; Ray or a thread calls it. `deliver`, `abort` and `status` may run beside the compute
+    thread.
 
     Args:
         plan: the whole plan.
         address: which of its actors this is.
         spec: what it is built from.
         optim: of what it trains.
-        timeout: seconds to wait for a message before giving the pass up.
+        timeout: seconds that one transfer through gloo may take.
 
     Attributes:
         name: "worker-0", "experts-1"; title: the same for people.
@@ -59,7 +61,7 @@ class PlainActor(ABC):
         self.mailbox = Mailbox(self.title)
         self.port: Port = LocalPort({})
         self.host_name = socket.gethostname()
-        self.doing = "starting"
+        self._doing = "starting"
         self.load_progress = (0, 0, 0)
         self.reborn = False
         self._spec = spec
@@ -132,14 +134,22 @@ class PlainActor(ABC):
         """Another actor failed: end the wait for a message with an error."""
         self.mailbox.fail(reason)
 
-    def status(self) -> str:
-        """One line for people: what it does, and what it waits for."""
-        waiting = self.mailbox.waiting_for
-        return f"{self.title}: {self.doing}" + (f", waiting for {waiting}" if waiting else "")
+    @property
+    def doing(self) -> str:
+        """What the compute thread does now; to say something new is progress."""
+        return self._doing
 
-    def progress(self) -> tuple[int, int, int]:
-        """How far loading is."""
-        return self.load_progress
+    @doing.setter
+    def doing(self, what: str) -> None:
+        self._doing = what
+        beat()
+
+    def status(self) -> Status:
+        """How far it is, what it does, and what it waits for."""
+        what = self.mailbox.waiting_for
+        line = f"{self.title}: {self.doing}" + (f", waiting for {what}" if what else "")
+        waiting: Literal["", "peer", "idle"] = "" if what is None else "idle" if self.mailbox.idle else "peer"
+        return Status(beats(), waiting, line, self.load_progress)
 
     # -- what it trains ----------------------------------------------------------------------
 

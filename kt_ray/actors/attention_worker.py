@@ -187,7 +187,6 @@ class AttentionWorker(PlainActor):
         plan = self.plan
         common: dict[str, Any] = {
             "number": number,
-            "timeout": self.timeout,
             "device": self.spec.device,
             "recorder": recorder,
         }
@@ -322,7 +321,7 @@ class AttentionWorker(PlainActor):
     def _exchange_parameters(self, tag: tuple[str, int]) -> None:
         parameters = self.stage.parameters.values()
         if self.rank != 0:
-            set_flat(parameters, self.mailbox.take((*tag, self.part.stage), self.timeout).tensors["flat"])
+            set_flat(parameters, self.mailbox.take((*tag, self.part.stage)).tensors["flat"])
             return
         for stage in range(self.plan.stages):
             flat = self.masters.get(stage)
@@ -342,7 +341,7 @@ class AttentionWorker(PlainActor):
         """Worker 0: what `rank` sent with this tag; its own for rank 0."""
         if rank == 0:
             return flat_of(self.lora(what).values())
-        return self.mailbox.take(tag, self.timeout).tensors["flat"]
+        return self.mailbox.take(tag).tensors["flat"]
 
     # -- what it trains ----------------------------------------------------------------------
 

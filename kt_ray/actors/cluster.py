@@ -1,8 +1,9 @@
 """A cluster as a set of actor handles: everything that Ray and one process have in common.
 
-Calls of all actors, loading, steps, generation sessions, and recovery from a death. Recovery may fail because
-one more actor dies; it then begins again from the start, since an actor counts as lost until its weights are
-loaded.
+Calls of all actors, loading, steps, generation sessions, and recovery from a death. While a call lasts, all
+actors are watched (kt_ray.actors.watch), and one that is frozen or stuck counts as dead. Recovery may fail
+because one more actor dies; it then begins again from the start, since an actor counts as lost until its
+weights are loaded.
 """
 
 from __future__ import annotations
@@ -11,35 +12,36 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, TypeVar
 
+import psutil
 import torch
 
 from kt_ray.actors.actor import title
 from kt_ray.actors.generation_session import GenerationReport
 from kt_ray.actors.specs import ActorSpecs
+from kt_ray.actors.watch import FROZEN, ActorDied, Standstill, Status, Watch
 from kt_ray.batch import PassSpec
 from kt_ray.errors import UserError
 from kt_ray.generate.requests import Request, SessionSpec
 from kt_ray.optim.optimizers import largest
-from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.plan_types import Budget, Plan
+from kt_ray.placement.render import gib
 from kt_ray.train.cluster_protocol import ActorLost, GivenUp
+from kt_ray.train.recovery import Recovery
 from kt_ray.train.reports import PassReport
 from kt_ray.transport.inbox import Inbox, TokenBatch
 from kt_ray.transport.messages import Aborted, Address, Message
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 LoadNote = Callable[[str, int, int, int], None]  # (actor, layer, bytes done, bytes in total)
 GRACE = 15.0  # seconds the other actors get to notice an abort
-POLL = 0.5  # seconds between looks at load progress
 NOTICE = 60.0  # seconds in which the death of an actor, or of its node, becomes known
-
-
-class ActorDied(RuntimeError):
-    """An actor's process is gone."""
 
 
 class Handle(ABC):
@@ -65,7 +67,13 @@ class Handle(ABC):
 
 
 class ActorCluster(ABC):
-    """`kt_ray.train.cluster_protocol.Cluster` over handles."""
+    """`kt_ray.train.cluster_protocol.Cluster` over handles.
+
+    Attributes:
+        frozen: seconds without an answer after which an actor is replaced.
+        recoveries: how often actors were replaced.
+        say: lines for the user about deaths before the first step.
+    """
 
     def __init__(self, plan: Plan, specs: ActorSpecs, on_load: LoadNote | None = None) -> None:
         self.plan = plan
@@ -74,6 +82,10 @@ class ActorCluster(ABC):
         self.experts: list[Handle] = []
         self._on_load = on_load
         self._load_noted: dict[str, tuple[int, int, int]] = {}
+        self.frozen = FROZEN
+        self.recoveries = 0
+        self.say: Callable[[str], None] = logger.warning
+        self._tracing = False  # the present pass writes a trace
         self._tokens = itertools.count(1)  # of the rounds of messages that steps end in
         self._closed = False
         self._inbox: Inbox | None = None  # of the last session
@@ -119,73 +131,82 @@ class ActorCluster(ABC):
     def handles(self) -> list[Handle]:
         return [*self.workers, *self.experts]
 
-    def _gather(
-        self,
-        handles: Sequence[Handle],
-        method: str,
-        args: tuple[Any, ...] = (),
-        timeout: float | None = None,
-        while_waiting: Callable[[], None] | None = None,
-    ) -> list[Any]:
-        """Call a method of some actors in parallel.
+    def _call(self, handles: Sequence[Handle], method: str, *args: Any) -> list[Any]:
+        """Call a method of some actors in parallel, for as long as they get something done.
 
         Returns all results in order, or raises the error that caused the others.
-
-        Args:
-            timeout: seconds; None = the actors' own deadlines decide (each waits for a message at most
-                `trainer.step_timeout`, so the actors that wait for a hanging one report it).
         """
         futures = [handle.start(method, *args) for handle in handles]
         position = {id(future): i for i, future in enumerate(futures)}
         results: list[Any] = [None] * len(futures)
         pending = list(futures)
         errors: list[tuple[Handle, BaseException]] = []
-        deadline = time.monotonic() + timeout if timeout is not None else float("inf")
-        # Nothing of a step is applied yet.
-        may_give_up = method in ("run_pass", "prepare", "load_again")
-        while pending:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                break
-            done = self._wait(pending, min(remaining, POLL))
+        may_give_up = method in ("run_pass", "prepare")  # nothing of a step is applied yet
+        watch = self._watch(handles)
+        deadline = float("inf")  # after the first error
+        while pending and (remaining := deadline - time.monotonic()) > 0:
+            done = self._wait(pending, watch.pause if not errors else remaining)
             if may_give_up and not errors and (reason := self.give_up()):
                 self._abort(reason)
-                deadline = min(deadline, time.monotonic() + NOTICE)
+                deadline = time.monotonic() + NOTICE
                 errors.append((handles[0], GivenUp(reason)))
-            if while_waiting is not None and not errors:
-                while_waiting()
+            found: list[tuple[int, BaseException]] = []
+            if not errors and not watch.pause:
+                found += self._look(watch, [position[id(future)] for future in pending])
+                done = [future for future in done if position[id(future)] not in {i for i, _ in found}]
+                pending = [future for future in pending if position[id(future)] not in {i for i, _ in found}]
             for future in done:
                 i = position[id(future)]
                 try:
                     results[i] = self._result(future)
-                except Exception as error:
-                    died = isinstance(error, ActorDied)
-                    if not errors:
-                        self._abort(f"{handles[i].name} failed in {method}: {type(error).__name__}: {error}")
-                        # An actor may notice a peer's death before Ray does: then the cause comes after
-                        # its error.
-                        sure = died or isinstance(error, UserError)
-                        deadline = min(deadline, time.monotonic() + (GRACE if sure else NOTICE))
-                    if died:
-                        deadline = min(deadline, time.monotonic() + GRACE)
-                        self._lost.add(handles[i].address)
-                    errors.append((handles[i], error))
+                except Exception as raised:
+                    found.append((i, raised))
+            for i, error in found:
+                died = isinstance(error, ActorDied)
+                if not errors:
+                    self._abort(f"{handles[i].name} failed in {method}: {type(error).__name__}: {error}")
+                    # An actor may notice a peer's death before Ray does: then the cause comes later.
+                    sure = died or isinstance(error, UserError)
+                    deadline = min(deadline, time.monotonic() + (GRACE if sure else NOTICE))
+                if died:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+                    self._lost.add(handles[i].address)
+                errors.append((handles[i], error))
             pending = [future for future in pending if not any(future is d for d in done)]
         if errors:
             raise self._cause(errors)
-        if pending:
-            states = self._states()
-            self._abort("deadline passed")
-            raise UserError(
-                f"no answer to {method} within {timeout or GRACE:.0f} s",
-                observed=" | ".join(states),
-                remedy="if the work is only slow, raise trainer.step_timeout (loading: cluster.load_timeout)",
-            )
         return results
 
-    def _call(self, handles: Sequence[Handle], method: str, *args: Any) -> list[Any]:
-        """`_gather` with a deadline later than the actors' own, whose errors say what was missing."""
-        return self._gather(handles, method, args, self.specs.timeout + GRACE)
+    def _watch(self, handles: Sequence[Handle]) -> Watch:
+        # torch's profiler holds the interpreter's lock for minutes after a large pass.
+        frozen = self.specs.timeout if self._tracing else self.frozen
+        return Watch(handles, self._answer, self.specs.timeout, frozen)
+
+    def _answer(self, future: Any) -> Status | None:
+        """An actor's status, if it has come."""
+        if not self._wait([future], 0.0):
+            return None
+        status: Status = self._result(future)
+        return status
+
+    def _look(self, watch: Watch, working: Collection[int]) -> list[tuple[int, ActorDied]]:
+        """The actors that will not end their calls.
+
+        Raises:
+            ActorLost: all wait for a message that does not come. UserError: and none can be replaced.
+        """
+        try:
+            found = watch.look(working)
+        except Standstill as error:
+            self._abort("a message was lost")
+            raise ActorLost(
+                f"no actor made progress for {self.specs.timeout:.0f} s",
+                observed=str(error),
+                remedy="report this: each actor waits for a message of another, so one was lost",
+            ) from error
+        for _, death in found:
+            logger.info("%s: %s", death.how, death)
+        return found
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         return self._call(self.handles, method, *args)
@@ -206,22 +227,21 @@ class ActorCluster(ABC):
 
     def _death(self, handle: Handle, error: ActorDied) -> ActorLost:
         self._lost.add(handle.address)
-        return ActorLost(
-            f"{handle.name} died",
-            observed=str(error),
-            remedy="look for the kernel's out-of-memory killer (dmesg) and the actor's log, then "
-            "continue from the last checkpoint with trainer.resume=latest",
-        )
+        return ActorLost(f"{handle.name} {error.how}", observed=str(error), remedy=error.remedy)
 
     def _states(self) -> list[str]:
+        """What every actor is at; those that do not answer count as lost."""
         states = []
         for handle in self.handles:
             future = handle.control("status")
-            done = self._wait([future], 5.0)
             try:
-                states.append(self._result(future) if done else f"{handle.name}: does not answer")
-            except Exception as error:
+                done = self._wait([future], 5.0)
+                states.append(self._result(future).line if done else f"{handle.name}: does not answer")
+            except ActorDied as error:
+                done = []
                 states.append(f"{handle.name}: {error}")
+            if not done:
+                self._lost.add(handle.address)
         return states
 
     def _abort(self, reason: str) -> None:
@@ -230,15 +250,106 @@ class ActorCluster(ABC):
     # -- life ---------------------------------------------------------------------------------
 
     def start(self) -> list[dict[str, Any]]:
-        """Spawn, load, connect. Returns one dict of facts per actor (pid, ISA, bytes, seconds)."""
-        self._spawn()
-        facts = self._load(self.handles, "load")
-        self._begin()
-        return facts
+        """Spawn, load, connect. Returns one dict of facts per actor (pid, ISA, bytes, seconds).
 
-    def _load(self, handles: Sequence[Handle], method: str) -> list[dict[str, Any]]:
-        note = self._note_load if self._on_load else None
-        return self._gather(handles, method, (), self.specs.load_timeout, note)
+        An actor that dies meanwhile is replaced, `trainer.recoveries` times; the others load on.
+
+        Raises:
+            UserError: what an actor says of the model or the machine; or all recoveries are used up.
+        """
+        recovery = Recovery(self, self.specs.recoveries, None, self.say)
+        deaths: Counter[Address] = Counter()
+        loading: dict[Address, Any] = {}
+        facts: dict[Address, dict[str, Any]] = {}
+        while True:
+            try:
+                if not self.handles:
+                    self._spawn()
+                for address in self._replaced():
+                    loading.pop(address, None)
+                    facts.pop(address, None)
+                self._load(loading, facts)
+                if self.recoveries:
+                    self._call(self.handles, "discard")  # of a beginning that a death ended
+                self._begin()
+                return [facts[handle.address] for handle in self.handles]
+            except ActorLost as lost:
+                deaths.update(self._lost)
+                recovery.count(self._short_of_memory(lost, deaths))
+
+    def _replaced(self) -> frozenset[Address]:
+        """New actors in the places of those lost, if any are; returns whose places these are."""
+        if not self._lost:
+            return frozenset()
+        self._respawn(self._find_lost())
+        lost = frozenset(self._lost)  # more may have died and been replaced meanwhile
+        self._lost.clear()
+        return lost
+
+    def _load(self, calls: dict[Address, Any], facts: dict[Address, dict[str, Any]]) -> None:
+        """Until every actor is loaded.
+
+        Args:
+            calls: load calls under way; those that are missing are added.
+            facts: of the actors whose calls have ended.
+        """
+        for handle in self.handles:
+            if handle.address not in calls:
+                calls[handle.address] = handle.start("load")
+        watch = self._watch(self.handles)
+        while waiting := [i for i, handle in enumerate(self.handles) if handle.address not in facts]:
+            done = self._wait([calls[self.handles[i].address] for i in waiting], watch.pause)
+            for i in waiting:
+                handle = self.handles[i]
+                if any(calls[handle.address] is future for future in done):
+                    try:
+                        facts[handle.address] = self._result(calls[handle.address])
+                    except ActorDied as error:
+                        raise self._death(handle, error) from error
+            if reason := self.give_up():
+                raise GivenUp(reason)
+            if not watch.pause:
+                for i, death in self._look(watch, waiting):
+                    raise self._death(self.handles[i], death)
+                self._note_load(watch)
+
+    def _short_of_memory(self, lost: ActorLost, deaths: Mapping[Address, int]) -> ActorLost:
+        """The same error; if an actor died again while it loaded, with what it needs and what there is."""
+        again = [address for address, count in deaths.items() if count > 1]
+        if not again:
+            return lost
+        of_host: dict[int, list[Budget]] = {}
+        for budget in self.plan.budgets:
+            if budget.is_socket:
+                of_host.setdefault(budget.host, []).append(budget)
+        free = (
+            f", {gib(psutil.virtual_memory().available)} free on this machine now"
+            if len(of_host) == 1
+            else ""
+        )
+        hosts = [
+            f"the plan needs {gib(sum(b.total for b in budgets))} of the memory of host {host}, which has "
+            f"{gib(sum(b.capacity for b in budgets))}"
+            for host, budgets in of_host.items()
+        ]
+        return ActorLost(
+            f"{', '.join(map(title, sorted(again)))} died again while loading",
+            observed=f"{lost.observed}; {'; '.join(hosts)}{free}",
+            remedy=lost.remedy,
+        )
+
+    def at_start(self, work: Callable[[], T]) -> T:
+        """`work()` on the state that `start` left, and again from that state whenever an actor is lost in it.
+
+        Args:
+            work: all that is done with the actors before they have something to lose.
+        """
+        recovery = Recovery(self, self.specs.recoveries, None, self.say)
+        while True:
+            try:
+                return work()
+            except ActorLost as lost:
+                recovery.bring_back(lost, 0)
 
     def _begin(self) -> None:
         """Masters from the stages' initial LoRA, and everyone computes with them."""
@@ -250,19 +361,14 @@ class ActorCluster(ABC):
         shapes = self._call(self.workers[: self.plan.stages], "parameter_shapes")  # of replica 0
         self._call(self.workers[:1], "hold_masters", shapes)
 
-    def _note_load(self) -> None:
-        assert self._on_load is not None
-        futures = [(h, h.control("progress")) for h in self.experts]
-        for handle, future in futures:
-            if self._wait([future], 1.0):
-                try:
-                    layer, done, total = self._result(future)
-                except Exception:
-                    continue  # its load call carries the error
-                # One line per change: an actor that is done waits for the others without a word.
-                if total and self._load_noted.get(handle.name) != (layer, done, total):
-                    self._load_noted[handle.name] = (layer, done, total)
-                    self._on_load(handle.name, layer, done, total)
+    def _note_load(self, watch: Watch) -> None:
+        """One line per change: an actor that is done waits for the others without a word."""
+        for handle, status in zip(self.handles, watch.statuses, strict=True):
+            if self._on_load is None or status is None or handle.address[0] != "experts":
+                continue
+            if status.loaded[2] and self._load_noted.get(handle.name) != status.loaded:
+                self._load_noted[handle.name] = status.loaded
+                self._on_load(handle.name, *status.loaded)
 
     def _publish(self) -> None:
         self._call(self.workers, "publish", next(self._tokens))
@@ -282,7 +388,11 @@ class ActorCluster(ABC):
     # -- a step -------------------------------------------------------------------------------
 
     def run_pass(self, spec: PassSpec) -> PassReport:
-        reports = self._gather(self.handles, "run_pass", (spec,))
+        self._tracing = spec.profile is not None
+        try:
+            reports = self._all("run_pass", spec)
+        finally:
+            self._tracing = False
         workers = tuple(reports[: len(self.workers)])
         loss = sum(w.loss_sum for w in workers) / max(1, spec.loss_tokens)
         micro = (tuple(workers[rank].losses for rank in self.coordinators),)
@@ -332,14 +442,14 @@ class ActorCluster(ABC):
                 if inbox is not None and rings:
                     inbox.expect(rank)
             opened()
-            reports: list[GenerationReport] = self._gather(self.handles, "generate", (spec,))
+            reports: list[GenerationReport] = self._all("generate", spec)
         except ActorLost as error:
             raise ActorLost(
                 error.what,
                 where=error.where,
                 observed=error.observed,
-                remedy="look for the kernel's out-of-memory killer (dmesg) and the actor's log, then start "
-                "the same command again: mode=predict continues where it stopped",
+                remedy=f"{error.remedy}; then start the same command again: mode=predict continues where it "
+                "stopped",
             ) from error
         self._broken = False
         return reports
@@ -430,7 +540,8 @@ class ActorCluster(ABC):
         self._call([h for h in self.handles if h.address not in lost], "discard")
         self._respawn(lost)
         lost = frozenset(self._lost)  # more may have died and been replaced meanwhile
-        for fact in self._load([h for h in self.handles if h.address in lost], "load_again"):
+        again = [h for h in self.handles if h.address in lost]
+        for fact in self._call(again, "load_again"):
             logger.info("%s is back, process %d", fact["actor"], fact["pid"])
             for note in fact.get("notes", ()):  # a run shows them at its start
                 logger.warning("%s: %s", fact["actor"], note)

@@ -90,7 +90,7 @@ class ExpertActor(PlainActor):
             recorder.note_queue(len(self.mailbox))
             with recorder.span(f"wait {direction}", "wait", layer, group):
                 requests = [
-                    self.mailbox.take((direction, spec.number, layer, group, replica), self.timeout)
+                    self.mailbox.take((direction, spec.number, layer, group, replica))
                     for replica in range(self.plan.replicas)
                 ]
             # A replica's next request of the group proves that the reply before it was read.

@@ -9,7 +9,6 @@ step ends the session: every worker says goodbye to the expert actors, which lea
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -139,8 +138,8 @@ class WorkerSession:
             self.actor.doing = f"waiting for step {number}"
             tag = ("step", self.spec.number, number)
             with self.report.timed("idle"):
-                # For ever: the coordinator has none to tell while no request comes. An abort wakes it.
-                step: Step = self.mailbox.take(tag, threading.TIMEOUT_MAX / 2).facts["step"]
+                # The coordinator has none to tell while no request comes. An abort wakes it.
+                step: Step = self.mailbox.take(tag, idle=True).facts["step"]
             if step.last:
                 return
             self._compute(step)

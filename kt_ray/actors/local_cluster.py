@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import queue
+import threading
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from kt_ray.actors.attention_worker import AttentionWorker
-from kt_ray.actors.cluster import ActorCluster, Handle
+from kt_ray.actors.cluster import GRACE, ActorCluster, Handle
 from kt_ray.actors.expert_actor import ExpertActor
+from kt_ray.actors.watch import ActorDied, Watch
+from kt_ray.errors import UserError
 from kt_ray.placement.transports import DEFAULT
+from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.transport.messages import Address, LocalPort, Message
+
+
+class ComputeThread:
+    """Runs calls one after another. A stuck one cannot be ended, but does not keep the process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
+        self._calls = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._calls.put((future, call, args))
+        return future
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call, args = item
+            try:
+                future.set_result(call(*args))
+            except BaseException as error:
+                future.set_exception(error)
+            del item, future, call, args  # else what they hold lives on while the thread waits
+
+    def end(self, timeout: float | None = None) -> None:
+        """After the calls so far; waits for that, `timeout` seconds at most."""
+        self._calls.put(None)
+        self._thread.join(timeout)
 
 
 class LocalHandle(Handle):
     """A plain actor and its one compute thread."""
 
     def __init__(
-        self, address: Address, actor: AttentionWorker | ExpertActor, compute: ThreadPoolExecutor
+        self, address: Address, actor: AttentionWorker | ExpertActor, compute: ComputeThread
     ) -> None:
         self.address = address
         self.actor = actor
@@ -39,6 +73,8 @@ class LocalHandle(Handle):
 class LocalCluster(ActorCluster):
     """`cluster=local`."""
 
+    _stuck = False  # an actor was given up, and its thread runs on
+
     def connect(self) -> list[str]:
         lines = ["cluster: all actors in this process, without Ray (cluster=local)"]
         if self.plan.transport != DEFAULT:
@@ -51,7 +87,7 @@ class LocalCluster(ActorCluster):
         for address, arguments in self.specs.arguments(self.plan).items():
             kind = address[0]
             # Built on its own thread: torch's thread count is a property of the calling thread.
-            compute = ThreadPoolExecutor(1, thread_name_prefix=f"{kind}-{address[1]}")
+            compute = ComputeThread(f"{kind}-{address[1]}")
             build: Callable[..., AttentionWorker | ExpertActor] = (
                 AttentionWorker if kind == "worker" else ExpertActor
             )
@@ -62,6 +98,25 @@ class LocalCluster(ActorCluster):
 
     def _respawn(self, lost: AbstractSet[Address]) -> None:
         raise AssertionError("actors in the driver's own process do not die by themselves")
+
+    def _look(self, watch: Watch, working: Collection[int]) -> list[tuple[int, ActorDied]]:
+        """Raises UserError: an actor is stuck. A thread cannot be replaced."""
+        try:
+            found = super()._look(watch, working)
+        except ActorLost as lost:
+            what, remedy = lost.what, lost.remedy
+        else:
+            if not found:
+                return found
+            ((i, death), *_) = found
+            what, remedy = f"{self.handles[i].name} {death.how}", death.remedy
+        self._stuck = True
+        self._abort(what)
+        raise UserError(
+            what,
+            observed=watch.report(),
+            remedy=f"{remedy}; with cluster=ray the run replaces such an actor, a thread it cannot",
+        )
 
     def _wait(self, futures: Sequence[Future[Any]], timeout: float) -> list[Future[Any]]:
         return list(wait(futures, timeout=timeout, return_when=FIRST_COMPLETED).done)
@@ -74,4 +129,4 @@ class LocalCluster(ActorCluster):
             assert isinstance(handle, LocalHandle)
             handle.actor.abort("the cluster was shut down")
             handle.compute.submit(handle.actor.close)
-            handle.compute.shutdown(wait=True)
+            handle.compute.end(GRACE if self._stuck else None)

@@ -24,15 +24,16 @@ CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
 class ActorSpecs:
     """Everything needed to spawn the actors of a plan.
 
-    stages: per worker rank; experts: per expert actor rank; timeout, load_timeout: seconds. build_stage:
-    what makes a worker's stage of its spec; a picklable stand-in replaces it in measurements and tests.
+    stages: per worker rank; experts: per expert actor rank; timeout: seconds without progress after which an
+    actor is given up. recoveries: how often actors may be replaced. build_stage: what makes a worker's stage
+    of its spec; a picklable stand-in replaces it in measurements and tests.
     """
 
     stages: tuple[StageSpec, ...]
     experts: tuple[LocalExpertsSpec, ...]
     optim: OptimConfig
     timeout: float
-    load_timeout: float
+    recoveries: int = 0
     build_stage: Callable[[StageSpec], Any] = Stage
 
     def in_own_processes(self, cards: Mapping[str, str]) -> ActorSpecs:
@@ -98,7 +99,7 @@ def actor_specs(
         experts=experts,
         optim=config.optim,
         timeout=config.trainer.step_timeout,
-        load_timeout=config.cluster.load_timeout,
+        recoveries=config.trainer.recoveries,
     )
 
 

@@ -27,6 +27,7 @@ import torch
 from kt_ray.checkpoint.random_values import Fill
 from kt_ray.disk import content_of, content_of_file
 from kt_ray.errors import UserError
+from kt_ray.pulse import beat
 
 _TYPES = (
     *("F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"),
@@ -246,6 +247,7 @@ def write_safetensors(
             view = tensor_bytes(contiguous)
             crc = zlib.crc32(view, crc)
             file.write(view)
+            beat()
         file.flush()
         os.fsync(file.fileno())
     return size, crc
@@ -277,6 +279,7 @@ def read_into(fd: int, view: memoryview, info: TensorInfo) -> None:
                 "download or copy this file again, and do not change it during a run",
             )
         done += count
+        beat()
 
 
 def write_from(fd: int, view: memoryview, offset: int) -> None:
@@ -284,6 +287,7 @@ def write_from(fd: int, view: memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
         done += os.pwrite(fd, view[done:], offset + done)
+        beat()
 
 
 def read_dtype(dtype: str) -> torch.dtype:

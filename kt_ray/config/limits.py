@@ -112,7 +112,7 @@ _KEYS_OF_BOUNDS = {
     Bound(1, 256): "lora.rank",
     Bound(0, open_low=True): """
         lora.alpha optim.eps optim.decay preference.beta trainer.epochs trainer.step_timeout trainer.max_hours
-        accept.minutes cluster.start_timeout cluster.load_timeout generate.repetition_penalty
+        accept.minutes cluster.start_timeout generate.repetition_penalty
     """,
     Bound(0, 1, open_low=True): "optim.lr generate.top_p",
     Bound(0, 1): "optim.min_lr_ratio generate.min_p",

@@ -207,7 +207,6 @@ class ClusterConfig:
     dashboard_host: str = "127.0.0.1"
     dashboard_port: int = 8265
     start_timeout: float = 120.0
-    load_timeout: float = 7200.0
 
 
 @dataclass(frozen=True)

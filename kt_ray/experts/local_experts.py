@@ -29,6 +29,7 @@ from kt_ray.experts.process_memory import prefer_node
 from kt_ray.model.lora import init_lora_a, initial_lora
 from kt_ray.native import DropoutSpec, Engine, ExpertLora, ExpertWeights, Saved
 from kt_ray.optim.optimizers import LoraOptimizer, squared_norm, state_kinds
+from kt_ray.pulse import beat
 
 Progress = Callable[[int, int, int], None]  # (layer, bytes done, bytes in total)
 Alloc = Callable[[Sequence[int], torch.dtype], Tensor]  # memory for a result, any content
@@ -171,6 +172,7 @@ class LocalExperts:
                 matrices[f"{projection}_a"] = torch.nn.Parameter(a)
                 b = torch.zeros(len(experts), out_features, rank, dtype=torch.float32)
                 matrices[f"{projection}_b"] = torch.nn.Parameter(b)
+                beat()
         named = [item for matrices in self._parameters.values() for item in matrices.items()]
         sides = [key[-1].upper() for key, _ in named]
         self._optimizer = LoraOptimizer([parameter for _, parameter in named], spec.optim, sides)
@@ -187,6 +189,7 @@ class LocalExperts:
             return
         for name, tensor in self.named("param"):
             tensor.copy_(initial_lora(self.spec.seed, name, tensor.shape, self.spec.lora.init))
+            beat()
         for what in state_kinds(self.spec.optim):
             for _, tensor in self.named(what):
                 tensor.zero_()

@@ -98,14 +98,19 @@ def _run(
     rundir.write_plan({**plan_to_dict(prepared.plan), "prediction": prediction.to_dict()})
     rundir.write_env(environment())
     with started(prepared, rundir.path.name, run_dir=str(rundir.path)) as cluster:
-        for line in (note for actor in _write_env(rundir, cluster) for note in actor.get("notes", ())):
+
+        def begin() -> list[dict[str, Any]]:
+            if resume is not None:
+                cluster.restore(str(resume.directory), resume.manifest.step)
+            return _write_env(rundir, cluster)
+
+        for line in (note for actor in cluster.at_start(begin) for note in actor.get("notes", ())):
             say(line)
         tracker = make_tracker(config.tracking, extra=_ray_exporter(cluster))
         status = "failed"
         try:
             first_step = 0
             if resume is not None:
-                cluster.restore(str(resume.directory), resume.manifest.step)
                 first_step = resume.manifest.step
                 for line in go_on_from(resume, rundir):
                     say(line)

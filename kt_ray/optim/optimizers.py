@@ -16,6 +16,7 @@ import torch
 from kt_ray.config.schema import OptimConfig
 from kt_ray.errors import UserError
 from kt_ray.optim.muon import Muon
+from kt_ray.pulse import beat
 
 
 def number_of_steps(value: float, total_steps: int) -> int:
@@ -74,6 +75,7 @@ def squared_norm(tensors: Sequence[torch.Tensor]) -> float:
     """Sum of squares of all elements in float64; the same bits for any number of torch threads."""
     rows: list[float] = []
     for tensor in tensors:
+        beat()
         for block in tensor.detach().reshape(-1).split(_BLOCK):
             squares = block.to(torch.float64).square_()
             whole = squares.numel() // _ROW * _ROW

@@ -186,12 +186,19 @@ def generating(generation: PreparedGeneration, name: str) -> Iterator[Generator]
 
 def load_adapters(generation: PreparedGeneration, cluster: ActorCluster) -> None:
     """The actors read the adapter, or all that requests will name, if there are any."""
-    if generation.adapter is not None:
-        count = cluster.load_adapter(generation.adapter)
-        say(f"adapter: {generation.adapter}, {count} tensors")
-    if generation.adapters:
-        count = cluster.load_adapters(generation.adapters)
-        say(f"adapters: {', '.join(generation.adapters)}, {count} tensors")
+
+    def load() -> list[str]:
+        lines = []
+        if generation.adapter is not None:
+            count = cluster.load_adapter(generation.adapter)
+            lines.append(f"adapter: {generation.adapter}, {count} tensors")
+        if generation.adapters:
+            count = cluster.load_adapters(generation.adapters)
+            lines.append(f"adapters: {', '.join(generation.adapters)}, {count} tensors")
+        return lines
+
+    for line in cluster.at_start(load):
+        say(line)
 
 
 def generator_on(generation: PreparedGeneration, cluster: ActorCluster) -> Generator:

@@ -59,6 +59,7 @@ def started(
     """
     progress = LoadProgress(live=model.config.tracking.progress)
     cluster = make_cluster(model, name, progress, run_dir)
+    cluster.say = progress.line
     with _interrupted_by_sigterm():
         try:
             for line in cluster.connect():

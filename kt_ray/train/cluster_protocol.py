@@ -12,7 +12,10 @@ from kt_ray.train.reports import PassReport
 
 
 class ActorLost(TryAgain):
-    """An actor's process is gone, and with it what it had trained. `Cluster.recover` brings it back."""
+    """An actor is gone, or as good as gone, and what it had trained with it. `Cluster.recover` replaces it.
+
+    The remedy says what to look at; how the user goes on afterwards, `kt_ray.train.recovery` knows.
+    """
 
 
 class GivenUp(Exception):
@@ -29,6 +32,7 @@ class Cluster(Protocol):
     plan: Plan
     # asked while a pass, or `prepare`, is waited for: why to give it up; "" = wait on
     give_up: Callable[[], str]
+    recoveries: int  # how often actors were replaced
 
     def run_pass(self, spec: PassSpec) -> PassReport:
         """All micro-batches through all layers; in training passes gradients accumulate in the actors."""

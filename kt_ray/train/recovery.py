@@ -29,21 +29,24 @@ class Recovery:
     """Brings a cluster back, at most `limit` times.
 
     Attributes:
-        point: where a replay would begin.
-        used: recoveries so far.
+        point: where a replay would begin; None = nothing was begun.
         seconds_lost: wall time lost so far: from the last progress before a death to the moment when as much
             was done again.
     """
 
-    def __init__(self, cluster: Cluster, limit: int, point: Point, say: Callable[[str], None]) -> None:
+    def __init__(self, cluster: Cluster, limit: int, point: Point | None, say: Callable[[str], None]) -> None:
         self.cluster = cluster
         self.limit = limit
         self.point = point
         self.say = say
-        self.used = 0
         self.seconds_lost = 0.0
         self._progress = time.monotonic()
         self._behind = False
+
+    @property
+    def used(self) -> int:
+        """Recoveries so far, those while loading included."""
+        return self.cluster.recoveries
 
     def progressed(self) -> None:
         """Something was finished that had not been done before."""
@@ -69,13 +72,9 @@ class Recovery:
             UserError: `trainer.recoveries` are used up, or it cannot be done.
         """
         while True:
-            if self.used >= self.limit:
-                raise self._given_up(lost) from lost
-            self.used += 1
+            self.count(lost)
             self._behind = True
             begin = time.monotonic()
-            logger.info("%s", lost.line())
-            self.say(f"{lost.what}: starting it again (recovery {self.used} of {self.limit})")
             try:
                 back = self._bring_back(taken)
             except ActorLost as another:
@@ -86,17 +85,27 @@ class Recovery:
             self.say(f"back after {time.monotonic() - begin:.1f} s: {self._what_follows(back, taken)}")
             return back
 
+    def count(self, lost: ActorLost) -> None:
+        """One more recovery. Raises UserError: `trainer.recoveries` are used up."""
+        if self.used >= self.limit:
+            raise self._given_up(lost) from lost
+        self.cluster.recoveries += 1
+        logger.info("%s", lost.line())
+        self.say(f"{lost.what}: starting it again (recovery {self.used} of {self.limit})")
+
     def _bring_back(self, taken: int) -> int:
         survived = self.cluster.recover()
-        if survived == taken:
+        if self.point is not None and survived == taken:
             return taken
-        if self.point.directory is None:
+        if self.point is None or self.point.directory is None:
             self.cluster.restart()
         else:
             self.cluster.restore(str(self.point.directory), self.point.taken)
-        return self.point.taken
+        return self.point.taken if self.point is not None else 0
 
     def _what_follows(self, back: int, taken: int) -> str:
+        if self.point is None:
+            return "nothing was lost"
         if back == taken:
             return f"nothing committed was lost, on after step {taken}"
         steps = f"step {back + 1} is" if taken == back + 1 else f"steps {back + 1}-{taken} are"
@@ -106,19 +115,21 @@ class Recovery:
 
     def _given_up(self, lost: ActorLost) -> UserError:
         if not self.limit:
-            return lost
-        return TryAgain(
-            f"{lost.what}, and all recoveries are used up",
-            observed=lost.observed,
-            required=f"at most {self.limit} (trainer.recoveries)",
-            remedy="an actor that dies again and again usually runs out of memory: look for the kernel's "
-            "out-of-memory killer (dmesg), compare mode=plan with the memory that is free, then "
-            f"{self.way_on}",
+            return self.with_way_on(lost)
+        return self.with_way_on(
+            TryAgain(
+                f"{lost.what}, and all recoveries are used up",
+                observed=lost.observed,
+                required=f"at most {self.limit} (trainer.recoveries)",
+                remedy=lost.remedy,
+            )
         )
 
     @property
     def way_on(self) -> str:
         """What the user does after an error from which the run does not recover."""
+        if self.point is None:
+            return "start the same command again"
         if self.point.directory is None:
             return "start the run again (it had no checkpoint yet: trainer.save_every)"
         return "continue with trainer.resume=latest"

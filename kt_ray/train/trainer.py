@@ -274,8 +274,9 @@ class Trainer:
         steps = f"step {taken} of {self.batches.total_steps}"
         if taken > self.first_step:
             self._save(taken, leaving=True)
-        name = "nothing" if self.recovery.point.directory is None else self.recovery.point.directory.name
-        raise Stopped(f"{self.stop.name}: stopped after {steps}, saved: {name}")
+        point = self.recovery.point
+        saved = "nothing" if point is None or point.directory is None else point.directory.name
+        raise Stopped(f"{self.stop.name}: stopped after {steps}, saved: {saved}")
 
     def _save(self, taken: int, leaving: bool = False) -> None:
         """A checkpoint. One that cannot be written is tried again later, and ends the run only if it is the

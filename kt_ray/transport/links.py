@@ -43,7 +43,6 @@ class _Link:
     Args:
         mailbox, port: the worker's own.
         number: of the pass; part of every tag.
-        timeout: seconds to wait for a message.
         device: where the stage computes; what comes is brought there.
         recorder: of the worker's pass.
     """
@@ -54,14 +53,12 @@ class _Link:
         port: Port,
         *,
         number: int,
-        timeout: float,
         device: str = "cpu",
         recorder: SpanRecorder | None = None,
     ) -> None:
         self._mailbox = mailbox
         self._port = port
         self._number = number
-        self._timeout = timeout
         self._device = torch.device(device)
         self._recorder = recorder or SpanRecorder()
 
@@ -204,7 +201,7 @@ class ExpertLink(_Link):
             for _, rank in self._experts:
                 tag = ("reply", direction, self._number, layer, group, rank)
                 with self._recorder.span(f"experts-{rank} {direction}", "wait", layer, group):
-                    reply = self._mailbox.take(tag, self._timeout)
+                    reply = self._mailbox.take(tag)
                 parts = [self._whole(layer, group, rank, reply.tensors[name]) for name in names]
                 if rank == 0:
                     sums = parts
@@ -299,7 +296,7 @@ class StageLink(_Link):
         """Copies: the message may lie in memory that its sender uses again."""
         with self._timed():
             with self._recorder.span(f"stage {what}", "wait", group=group):
-                message = self._mailbox.take((what, self._number, group), self._timeout)
+                message = self._mailbox.take((what, self._number, group))
             copies = [
                 message.tensors[str(i)].to(self._device, non_blocking=True, copy=True)
                 for i in range(len(message.tensors))

@@ -1,8 +1,9 @@
 """Messages between actors: the mailbox they are taken out of, and the port they are sent through.
 
 Every message goes one way and has a unique tag; no actor method waits on another actor's method. It waits in
-the receiver's mailbox until the compute thread takes it. A wait has a deadline and says what it waited for;
-`fail` wakes every waiter when a peer has died.
+the receiver's mailbox until the compute thread takes it. A wait has no deadline: the mailbox says what is
+waited for, and the driver judges by that whether anybody is stuck; `fail` wakes every waiter when a peer has
+died.
 
 A port belongs to one actor. `send` hands one message to one or more actors and returns at once. The payload
 must not change until the receivers are done with it. The port tracks this by a *lease*: the sender calls
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+
+from kt_ray.pulse import beat
 
 Tag = tuple[Any, ...]
 Address = tuple[str, int]  # ("worker", rank) or ("experts", rank)
@@ -43,11 +46,17 @@ class Stalled(RuntimeError):
 
 
 class Mailbox:
-    """Messages by tag. `put` from any thread, `take` from the compute thread."""
+    """Messages by tag. `put` from any thread, `take` from the compute thread.
+
+    Attributes:
+        waiting_for: what the compute thread waits for, if it does.
+        idle: that may never come, and nobody is stuck for it.
+    """
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self.waiting_for: Tag | None = None
+        self.idle = False
         self._messages: dict[Tag, Message] = {}
         self._failure: str | None = None
         self._changed = threading.Condition()
@@ -63,13 +72,18 @@ class Mailbox:
         """Messages that wait to be taken."""
         return len(self._messages)
 
-    def take(self, tag: Tag, timeout: float) -> Message:
-        """Wait up to `timeout` seconds for the message and remove it."""
-        message = self._wait(tag, lambda: tag if tag in self._messages else None, timeout)
+    def take(self, tag: Tag, timeout: float | None = None, *, idle: bool = False) -> Message:
+        """Wait for the message and remove it.
+
+        Args:
+            timeout: seconds (measurements, tests); None = until the message comes or `fail` is called.
+            idle: it may never come.
+        """
+        message = self._wait(tag, lambda: tag if tag in self._messages else None, timeout, idle)
         if message is None:
             others = sorted(map(str, list(self._messages)))
             raise Stalled(
-                f"{self.owner} waited {timeout:.0f} s for message {tag} (trainer.step_timeout); "
+                f"{self.owner} waited {timeout:.0f} s for message {tag}; "
                 f"{len(others)} other messages are waiting: {others[:4]}"
             )
         return message
@@ -89,12 +103,14 @@ class Mailbox:
                 raise Aborted(self._failure)
             return next((tag for tag in self._messages if tag[0] in kinds), None)
 
-        return self._wait(kinds, oldest, timeout)
+        return self._wait(kinds, oldest, timeout, True)
 
-    def _wait(self, what: Tag, choose: Callable[[], Tag | None], timeout: float | None) -> Message | None:
+    def _wait(
+        self, what: Tag, choose: Callable[[], Tag | None], timeout: float | None, idle: bool
+    ) -> Message | None:
         start = time.monotonic()
         with self._changed:
-            self.waiting_for = what
+            self.waiting_for, self.idle = what, idle
             try:
                 while (tag := choose()) is None:
                     if self._failure is not None:
@@ -103,6 +119,7 @@ class Mailbox:
                     if remaining is not None and remaining <= 0:
                         return None
                     self._changed.wait(remaining)
+                beat()
                 return self._messages.pop(tag)
             finally:
                 self.waiting_for = None

@@ -10,10 +10,13 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
+from kt_ray.actors import watch
 from kt_ray.actors.cluster import ActorCluster, Handle
 from kt_ray.actors.ray import ray_cluster
 from kt_ray.actors.ray.ray_cluster import RayCluster, RayHandle
 from kt_ray.actors.specs import ActorSpecs
+from kt_ray.actors.watch import Status
+from kt_ray.batch import PassSpec
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.placement.plan_types import Plan
 from kt_ray.train.cluster_protocol import ActorLost
@@ -29,12 +32,12 @@ class Loading(Handle):
         self.looks = 0
 
     def start(self, method: str, *args: Any) -> Any:
-        return SimpleNamespace(done=lambda: self.looks >= len(self.progress), value=method)
+        return SimpleNamespace(done=lambda: self.looks > len(self.progress), value={"method": method})
 
     def control(self, method: str, *args: Any) -> Any:
-        value = self.progress[min(self.looks, len(self.progress) - 1)]
+        status = Status(self.looks, "", self.name, self.progress[min(self.looks, len(self.progress) - 1)])
         self.looks += 1
-        return SimpleNamespace(done=lambda: True, value=value)
+        return SimpleNamespace(done=lambda: True, value=status)
 
 
 class Pretended(ActorCluster):
@@ -57,16 +60,35 @@ class Pretended(ActorCluster):
         pass
 
 
-def test_load_progress_is_told_once_per_change() -> None:
+def test_load_progress_is_told_once_per_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "LOOK", 0.0)
     notes: list[tuple[str, int, int, int]] = []
-    specs = cast(ActorSpecs, SimpleNamespace(timeout=10.0, load_timeout=10.0))
+    specs = cast(ActorSpecs, SimpleNamespace(timeout=10.0))
     cluster = Pretended(cast(Plan, None), specs, lambda *note: notes.append(note))
     quick = [(0, 0, 0), (1, 5, 10), (2, 10, 10)]
     slow = [(0, 0, 0), (1, 5, 10), (1, 5, 10), (1, 5, 10), (2, 10, 10)]
     cluster.experts = [Loading(0, quick), Loading(1, slow)]
-    assert cluster._gather(cluster.handles, "load", (), 10, cluster._note_load) == ["load"] * 2
+    facts: dict[Address, dict[str, Any]] = {}
+    cluster._load({}, facts)
+    assert facts == {("experts", rank): {"method": "load"} for rank in (0, 1)}
     for rank in (0, 1):
         assert [n[1:] for n in notes if n[0] == f"expert actor {rank}"] == [(1, 5, 10), (2, 10, 10)]
+
+
+@pytest.mark.parametrize(("profile", "frozen"), [(None, 90.0), ("traces", 1800.0)])
+def test_an_actor_that_writes_a_trace_is_not_frozen(profile: str | None, frozen: float) -> None:
+    """torch's profiler lets no other thread of its process answer meanwhile."""
+    cluster = Pretended(cast(Plan, None), cast(ActorSpecs, SimpleNamespace(timeout=1800.0)))
+    seen: list[float] = []
+
+    def start(method: str, *args: Any) -> Any:
+        seen.append(cluster._watch([])._frozen)
+        raise ActorLost("enough")
+
+    cluster.experts = [cast(Handle, SimpleNamespace(start=start))]
+    with pytest.raises(ActorLost):
+        cluster.run_pass(cast(PassSpec, SimpleNamespace(profile=profile)))
+    assert seen == [frozen] and cluster._watch([])._frozen == 90.0
 
 
 class Hurried(Handle):

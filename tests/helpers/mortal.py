@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from kt_ray.actors.attention_worker import AttentionWorker
-from kt_ray.actors.cluster import ActorDied
+from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.expert_actor import ExpertActor
-from kt_ray.actors.local_cluster import LocalCluster, LocalHandle
+from kt_ray.actors.local_cluster import ComputeThread, LocalCluster, LocalHandle
+from kt_ray.actors.watch import ActorDied
 from kt_ray.transport.messages import Address, Message, Tag
 
 
@@ -59,11 +60,11 @@ class MortalHandle(LocalHandle):
         elif isinstance(death.when, int):
             take, left = self.actor.mailbox.take, [death.when]
 
-            def mortal(tag: Tag, timeout: float) -> Message:
+            def mortal(tag: Tag) -> Message:
                 left[0] -= 1
                 if left[0] <= 0:
                     self.die()
-                return take(tag, timeout)
+                return take(tag)
 
             self.actor.mailbox.take = mortal  # type: ignore[method-assign]
             getattr(self.actor, method)(*args)
@@ -80,6 +81,7 @@ class MortalCluster(LocalCluster):
 
     deaths: Sequence[Death] = ()
     happened = 0
+    _look = ActorCluster._look  # a death is one, not a thread that is stuck
 
     def _spawn(self) -> None:
         super()._spawn()
@@ -106,13 +108,13 @@ class MortalCluster(LocalCluster):
             old = handles[rank]
             assert isinstance(old, MortalHandle)
             old.dead = True  # as under Ray, what only seemed dead is let go
-            compute = ThreadPoolExecutor(1)
+            compute = ComputeThread(f"{kind}-{rank}")
             if kind == "worker":
                 build = (AttentionWorker, self.plan, rank, specs.stages[rank], specs.optim, specs.timeout)
             else:
                 build = (ExpertActor, self.plan, specs.experts[rank], specs.timeout)
             old.compute.submit(old.actor.close)
-            old.compute.shutdown(wait=True)
+            old.compute.end()
             actor = compute.submit(*build).result()
             actor.port = self._port
             self._port._deliver[kind, rank] = actor.deliver

@@ -45,6 +45,7 @@ class Run:
         plan = plan_for(model, self.config)
         self.cluster = MortalCluster(plan, actor_specs(plan, self.config, str(model)))
         self.cluster.deaths = deaths
+        self.cluster.say = self.lines.append
         self.summary: Summary | None = None
         self.load = ExpertLoad()
         self.parameters: dict[str, torch.Tensor] = {}
@@ -239,7 +240,7 @@ def check(run: Run, expected: Run) -> None:
 def test_no_recovery_was_asked_for(model: Path, tmp_path: Path) -> None:
     deaths = [Death(EXPERTS[1], "run_pass", 3)]
     run = Run(model, tmp_path, deaths, "rule=cpu_2workers_2sockets", "trainer.recoveries=0")
-    with pytest.raises(UserError, match=r"^expert actor 1 died; found killed.*trainer\.resume=latest"):
+    with pytest.raises(UserError, match=r"^expert actor 1 died; found killed.*dmesg.*start the run again"):
         run.go()
     assert run.lines == [] and [m.step for m in run.records] == [1]
 
@@ -262,10 +263,66 @@ def test_recoveries_are_used_up(model: Path, tmp_path: Path, save_every: int) ->
     with pytest.raises(
         UserError,
         match=r"^expert actor 1 died, and all recoveries are used up; found killed; required at most 2 "
-        rf"\(trainer\.recoveries\)\. To fix: .*out of memory.*dmesg.*{way_on}",
+        rf"\(trainer\.recoveries\)\. To fix: .*ran out of memory.*dmesg.*{way_on}",
     ):
         run.go()
     assert run.cluster.happened == 3
+
+
+def test_deaths_while_loading(model: Path, tmp_path: Path, undisturbed: dict[str, Run]) -> None:
+    """...count like others; the survivors do not load again, and the run is an undisturbed one."""
+    deaths = [
+        Death(EXPERTS[1], "load", 1),
+        Death(WORKERS[1], "load", 1, "after"),
+        Death(WORKERS[0], "hold_masters", 1, "after"),
+        Death(EXPERTS[0], "discard", 1),
+        Death(WORKERS[1], "publish", 1, 1),
+    ]
+    settings = ("rule=cpu_2workers_2sockets", "trainer.recoveries=20")
+    run = Run(model, tmp_path, deaths, *settings).go()
+    expected = undisturbed["cpu_2workers_2sockets"]
+    assert run.cluster.happened == len(deaths) and run.cluster.recoveries <= len(deaths), run.lines
+    assert run.lines[0].endswith("died: starting it again (recovery 1 of 20)"), run.lines
+    loads = {a: run.cluster._calls[a, "load"] for a in (*WORKERS, *EXPERTS)}
+    assert loads == {WORKERS[0]: 2, WORKERS[1]: 3, EXPERTS[0]: 2, EXPERTS[1]: 2}
+    assert run.summary is not None and expected.summary is not None
+    assert run.summary.losses == expected.summary.losses
+    assert run.summary.recoveries == run.cluster.recoveries == run.records[0].recoveries
+    assert all(torch.equal(run.parameters[n], expected.parameters[n]) for n in run.parameters)
+
+
+def test_an_actor_that_dies_again_and_again_while_loading(model: Path, tmp_path: Path) -> None:
+    deaths = [Death(EXPERTS[1], "load", call) for call in range(1, 9)]
+    run = Run(model, tmp_path, deaths, "rule=cpu_2workers_2sockets", "trainer.recoveries=2")
+    with pytest.raises(
+        UserError,
+        match=r"^expert actor 1 died again while loading, and all recoveries are used up; found killed; the "
+        r"plan needs .*iB of the memory of host 0, which has .*iB, .* free on this machine now; required at "
+        r"most 2 \(trainer\.recoveries\)\. To fix: .*dmesg.*; then start the same command again$",
+    ):
+        run.go()
+    assert run.cluster.happened == 3
+    assert run.lines == [
+        "expert actor 1 died: starting it again (recovery 1 of 2)",
+        "expert actor 1 died again while loading: starting it again (recovery 2 of 2)",
+    ]
+
+
+def test_deaths_between_loading_and_the_first_step(model: Path, tmp_path: Path) -> None:
+    """...as while a resumed run reads its checkpoint, or an adapter is read to answer questions."""
+    saved = Run(model, tmp_path, [], "rule=cpu_2workers_2sockets").go()
+    directory = str(tmp_path / step_name(STEPS))
+    deaths = [Death(EXPERTS[0], "restore", 1, "after"), Death(WORKERS[0], "publish", 2)]
+    run = Run(model, tmp_path, deaths, "rule=cpu_2workers_2sockets", "trainer.recoveries=2")
+    try:
+        run.cluster.start()
+        run.cluster.at_start(lambda: run.cluster.restore(directory, STEPS))
+        parameters = run.cluster.parameters()
+        assert run.cluster._all("committed") == [STEPS] * 4
+    finally:
+        run.cluster.shutdown()
+    assert run.cluster.happened == 2 and run.cluster.recoveries == 2, run.lines
+    assert all(torch.equal(parameters[n], saved.parameters[n]) for n in saved.parameters)
 
 
 def test_a_model_that_is_gone_ends_the_run(model: Path, tmp_path: Path) -> None:

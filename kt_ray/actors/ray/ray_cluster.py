@@ -19,9 +19,10 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray import torch_environment
-from kt_ray.actors.cluster import NOTICE, ActorCluster, ActorDied, Handle, LoadNote
+from kt_ray.actors.cluster import NOTICE, ActorCluster, Handle, LoadNote
 from kt_ray.actors.ray.ray_actor import Peer, RemoteActor
 from kt_ray.actors.ray.ray_address import Running, dashboard_hint, dashboard_url, free_port, running_cluster
+from kt_ray.actors.ray.ray_guard import RayGuard
 from kt_ray.actors.ray.ray_hosts import Hosts, find_hosts, own_cpus
 from kt_ray.actors.ray.ray_placement import (
     Seats,
@@ -37,6 +38,7 @@ from kt_ray.actors.ray.ray_placement import (
     seats,
 )
 from kt_ray.actors.specs import ActorSpecs
+from kt_ray.actors.watch import ActorDied
 from kt_ray.config.schema import ClusterConfig, RayRule
 from kt_ray.errors import UserError
 from kt_ray.placement.plan_types import Plan
@@ -109,6 +111,7 @@ class RayCluster(ActorCluster):
         self.dashboard_url: str | None = None
         self.joined = False  # a cluster that was there before
         self.connected = False  # to Ray, by this object: it then disconnects, too
+        self._guard: RayGuard | None = None  # of a Ray that this object started
         self._group: Any = None
         self._actor_specs: dict[Address, RayActorSpec] = {}
         self._epoch = 0  # how often the actors were introduced to each other
@@ -154,12 +157,14 @@ class RayCluster(ActorCluster):
         # Ray's workers are nice by default; training is what this machine is here for.
         os.environ.setdefault("RAY_worker_niceness", "0")
         torch_environment.apply()
-        context = self._init(
-            address="local",
-            include_dashboard=self.config.dashboard,
-            dashboard_host=self.config.dashboard_host,
-            dashboard_port=port,
-        )
+        self._guard = RayGuard()
+        with self._guard.own_ray():
+            context = self._init(
+                address="local",
+                include_dashboard=self.config.dashboard,
+                dashboard_host=self.config.dashboard_host,
+                dashboard_port=port,
+            )
         self.dashboard_url = dashboard_url(context) if self.config.dashboard else None
         why = "no running cluster found, started" if self.config.address == "auto" else "started"
         return [f"Ray: {why} a local one, which ends with this run{dashboard_hint(self.dashboard_url)}"]
@@ -308,12 +313,11 @@ class RayCluster(ActorCluster):
             try:
                 peers[handle.address] = Peer(handle.actor, *ray.get(future, timeout=timeout))
             except GetTimeoutError as error:
-                raise self._not_started(handle) from error
+                raise self._not_started(handle, str(error)) from error
             except RayTaskError as error:
                 raise _cause(error) from error
             except RayActorError as error:
-                self._lost.add(handle.address)
-                raise ActorLost(f"{handle.name} did not start", observed=str(error)) from error
+                raise self._death(handle, _died(error)) from error
         meeting = self._meeting(peers, timeout)
         self._await_introduced(
             {
@@ -323,14 +327,15 @@ class RayCluster(ActorCluster):
             timeout,
         )
 
-    def _not_started(self, handle: RayHandle) -> UserError:
-        """Why an actor did not start in time: no node has room for it, or it is only slow."""
+    def _not_started(self, handle: RayHandle, error: str) -> UserError:
+        """Why an actor does not answer in time: no node has room for it, or it is frozen, or slow."""
         timeout = self.config.start_timeout
         if placement_group_table(self._group).get("state") == "CREATED":
-            return UserError(
-                f"{handle.name} did not start within {timeout:.0f} s",
-                remedy="raise cluster.start_timeout, or look into /tmp/ray/session_latest/logs",
+            how = f"did not answer for {timeout:.0f} s"
+            remedy = (
+                "raise cluster.start_timeout if it is only slow, or look into /tmp/ray/session_latest/logs"
             )
+            return self._death(handle, ActorDied(error, how, remedy))
         spec, free = self._actor_specs[handle.address], ray.available_resources()
         alive = sum(1 for node in ray.nodes() if node["Alive"])
         return UserError(
@@ -366,11 +371,9 @@ class RayCluster(ActorCluster):
         if failed is not None:
             raise _cause(failed) from failed
         if waiting:
-            raise UserError(
-                f"the actors could not be introduced to each other within {timeout:.0f} s",
-                observed=" | ".join(self._states()),
-                remedy="raise cluster.start_timeout",
-            )
+            what = f"the actors could not be introduced to each other within {timeout:.0f} s"
+            observed, remedy = " | ".join(self._states()), "raise cluster.start_timeout"
+            raise (ActorLost if self._lost else UserError)(what, observed=observed, remedy=remedy)
 
     def _meeting(self, peers: Mapping[Address, Peer], timeout: float) -> Meeting | None:
         """Where all actors meet, if tensors travel through gloo.
@@ -434,8 +437,15 @@ class RayCluster(ActorCluster):
         return Inbox() if self.plan.transport.near == "arena" else None
 
     def _close(self) -> None:
-        if not ray.is_initialized():
-            return
+        try:
+            if ray.is_initialized():
+                self._leave_ray()
+        finally:
+            if self._guard is not None:
+                self._guard.end()
+                self._guard = None
+
+    def _leave_ray(self) -> None:
         try:
             for handle in self._ray_handles():
                 ray.kill(handle.actor, no_restart=True)

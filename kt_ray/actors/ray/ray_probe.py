@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import statistics
@@ -14,6 +15,7 @@ import torch
 
 from kt_ray.actors.ray.ray_actor import INLINE_BYTES, Packed, Peer, RayPort
 from kt_ray.actors.ray.ray_address import running_cluster
+from kt_ray.actors.ray.ray_guard import RayGuard
 from kt_ray.hardware.rates import Figure
 from kt_ray.placement.transports import Transport
 from kt_ray.transport.messages import Address, Mailbox, Message
@@ -127,8 +129,12 @@ def measure_ray(address: str, arena_bytes: float = float("inf")) -> dict[str, Fi
     how: dict[str, Any] = {"address": "local", "include_dashboard": False}
     if running is not None:
         how = {"address": "auto" if running.source == "ray start" else running.address}
-    ray.init(namespace="kt_ray-rates", log_to_driver=False, logging_level=logging.ERROR, **how)
+    guard = RayGuard() if running is None else None
     try:
+        with guard.own_ray() if guard is not None else contextlib.nullcontext():
+            ray.init(namespace="kt_ray-rates", log_to_driver=False, logging_level=logging.ERROR, **how)
         return probe_ray(arena_bytes=arena_bytes)
     finally:
         ray.shutdown()
+        if guard is not None:
+            guard.end()

@@ -85,7 +85,7 @@ def test_actors_take_the_cpus_of_their_own_host() -> None:
     )
     two = plan(experts={"sockets": 4})
     assert [(a.host, a.node) for a in two.experts] == [(h, n) for h in (0, 1) for n in (0, 0, 1, 1)]
-    specs = ActorSpecs((), tuple(spec(a) for a in two.experts), OptimConfig(), 1, 1)
+    specs = ActorSpecs((), tuple(spec(a) for a in two.experts), OptimConfig(), 1)
     changed = own_cpus(two, specs, Hosts((node("a"), node("b", there)), ()))
     assert changed.experts[:4] == specs.experts[:4]
     assert [(s.node, s.cpus) for s in changed.experts[4:]] == [

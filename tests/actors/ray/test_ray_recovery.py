@@ -119,19 +119,32 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_killed_actors(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a pass an expert actor, worker 0 with masters and moments, and worker 1; and after a pass, when the
-    others have applied the step already, the other expert actor."""
-    in_pass = {1: "experts-1", 3: "worker-0", 4: "worker-1"}  # by step, from 0
+    """While loading an expert actor; in a pass the other one, worker 0 with masters and moments, and worker 1
+    (which only freezes); and after a pass, when the others have applied the step, the first one again."""
+    in_pass = {1: "experts-1", 3: "worker-0"}  # by step, from 0
+    freezes = {4: "worker-1"}
     in_commit = {5: "experts-0"}
-    victims = {*in_pass.values(), *in_commit.values()}
-    layout = ("cluster.address=local", "rule=cpu_2workers_2sockets", "trainer.recoveries=4")
+    victims = {*in_pass.values(), *in_commit.values(), *freezes.values()}
+    layout = ("cluster.address=local", "rule=cpu_2workers_2sockets", "trainer.recoveries=5")
     config = config_for(model, *COMMON, *layout)
     with ray_place() as place:
         monkeypatch.setenv("RAY_TMPDIR", str(place.path))
         run = Run(model, tmp_path / "saved", config, 6)
-        commit = run.cluster.commit
+        run.cluster.frozen = 10.0
+        run.cluster.say = run.lines.append
+        commit, load = run.cluster.commit, run.cluster._load
+
+        def disturbed_load(*calls: Any) -> None:
+            if not run.cluster.recoveries:
+                facts = run.cluster._result(run.cluster.experts[0].control("info"))
+                os.kill(facts["pid"], signal.SIGKILL)
+            load(*calls)
+
+        monkeypatch.setattr(run.cluster, "_load", disturbed_load)
 
         def disturb(step: int) -> None:
+            if step in freezes:
+                os.kill(run.pids()[freezes[step]], signal.SIGSTOP)
             if step in in_pass:
                 kill_in_mid_step(run.pids()[in_pass[step]])
 
@@ -151,7 +164,10 @@ def test_killed_actors(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "nothing committed was lost, on after step 4",
         "from checkpoint step_000004: step 5 is repeated",
     ]
-    check(run, summary, parameters, model, 4)
+    starts = [line.partition(": starting")[0] for line in run.lines if "starting it again" in line]
+    assert starts[:3] == ["expert actor 0 died", "expert actor 1 died", "attention worker 0 died"]
+    assert starts[3].startswith("attention worker 1 did not answer for 1") and starts[4:] == starts[:1]
+    check(run, summary, parameters, model, 5)
 
 
 @pytest.fixture

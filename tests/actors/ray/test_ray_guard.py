@@ -1,0 +1,113 @@
+"""SIGKILL of a driver: nothing of the Ray that it started stays, and nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kt_ray.actors.ray.ray_guard import VARIABLE, RayGuard, guarded
+from tests.helpers.ray_place import REPO, Place, ray_place, until
+
+DRIVER = """
+import subprocess, sys, time
+from kt_ray.actors.ray.ray_guard import RayGuard
+guard = RayGuard()
+# A child that is Ray's, one of its own without the mark, and one that the driver started for itself.
+with guard.own_ray():
+    ours = subprocess.Popen([sys.executable, "-c", %r], stdout=subprocess.PIPE, text=True)
+other = subprocess.Popen(["sleep", "60"])
+print(ours.pid, int(ours.stdout.readline()), other.pid, guard._process.pid, flush=True)
+time.sleep(60)
+"""
+RAYS = """
+import os, subprocess, time
+bare = {k: v for k, v in os.environ.items() if k != %r}
+print(subprocess.Popen(["sleep", "60"], env=bare, start_new_session=True).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_killed_drivers_marked_processes_and_their_descendants_end() -> None:
+    code = DRIVER % (RAYS % VARIABLE)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=REPO
+    ) as driver:
+        assert driver.stdout is not None
+        ours, below, other, guard = map(int, driver.stdout.readline().split())
+        try:
+            time.sleep(2.5)  # the guard has looked
+            os.kill(ours, signal.SIGKILL)  # as the kernel does with a raylet whose parent dies
+            driver.kill()
+            driver.wait(10)
+            until(lambda: gone(below) and gone(guard), 20, every=0.1)
+            assert not gone(other)  # not Ray's
+        finally:
+            for pid in (ours, below, other, guard):
+                if not gone(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_process_id_that_was_used_again_is_left_alone() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        assert guarded("no such mark", {(child.pid, 0)}) == set()
+        field = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        assert guarded("no such mark", {(child.pid, int(field))}) == {(child.pid, int(field))}
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_an_orderly_end_ends_the_guard_and_the_mark_stays_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "outer")
+    guard = RayGuard()
+    with guard.own_ray():
+        assert os.environ[VARIABLE] not in ("", "outer")
+    assert os.environ[VARIABLE] == "outer"
+    pid = guard._process.pid
+    guard.end()
+    assert gone(pid)
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    with ray_place() as made:
+        yield made
+
+
+@pytest.mark.ray
+def test_nothing_of_a_killed_run_stays(place: Place, tmp_path: Path) -> None:
+    """The driver alone gets the signal, in mid-run; dashboard and agents included."""
+    before = set(os.listdir("/dev/shm"))
+    run = place.path / "runs" / "a"
+    arguments = ["data.limit=40", "run.name=a", "trainer.max_steps=2000", "eval.after_training=0"]
+    process = place.launch(*arguments, "trainer.eval_every=0", log=tmp_path / "output")
+
+    def stepped() -> bool:
+        assert process.poll() is None, (tmp_path / "output").read_text()
+        return (run / "metrics.jsonl").exists()
+
+    until(stepped, 240)
+    time.sleep(2.5)
+    of_it = [*place.processes(), *psutil.Process(process.pid).children(recursive=True)]
+    assert len(of_it) > 10  # the driver, its guard, Ray's own, the actors
+    process.kill()
+    process.wait(10)
+    until(lambda: not [p for p in of_it if p.is_running() and not gone(p.pid)], 15)
+    assert place.left(5.0) == []
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "kt_ray" in name or "plasma" in name}
