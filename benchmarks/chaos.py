@@ -337,7 +337,7 @@ def inside(faults: int, seed: int) -> dict[str, Any]:
     from tests.train.test_recovery import EXPERTS, WORKERS, Run, check
 
     draw, happened, runs, start = random.Random(seed), 0, 0, time.monotonic()
-    methods = ("run_pass", "prepare", "commit", "save_shard", "publish", "restore", "load_again", "discard")
+    methods = ("run_pass", "prepare", "commit", "save_shard", "publish", "restore", "load", "discard")
     seen: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         model = build_checkpoint(Path(folder, "model"), "deepseek_v3")
@@ -352,7 +352,7 @@ def inside(faults: int, seed: int) -> dict[str, Any]:
                         ["before", "after", *range(1, 12)] if method == "run_pass" else ["before", "after"]
                     ),
                 )
-                for method in draw.choices(methods, weights=(8, 2, 2, 2, 1, 1, 1, 1), k=draw.randint(1, 8))
+                for method in draw.choices(methods, weights=(8, 2, 2, 2, 1, 1, 1, 1), k=draw.randint(4, 16))
             ]
             settings = ("rule=cpu_2workers_2sockets", f"trainer.save_every={draw.randint(0, 3)}")
             run = Run(model, Path(folder, f"run-{runs}"), deaths, *settings, "trainer.recoveries=100").go()

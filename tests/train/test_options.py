@@ -35,6 +35,7 @@ class Scripted:
     """A cluster that computes nothing: losses and norms by step, held-out losses by steps taken."""
 
     plan = None
+    recoveries = 0
 
     def __init__(self, losses: dict[int, float], norms: dict[int, float], held_out: dict[int, float]) -> None:
         self.losses, self.norms, self.held_out = losses, norms, held_out
