@@ -10,7 +10,7 @@ CPP     = $(shell find kt_ray/native/src tests -name '*.cpp' -o -name '*.h' -o -
 TESTS  ?= tests
 PYTEST ?= -q
 
-.PHONY: help demo test quick check format bench docs clean
+.PHONY: help demo test quick check format bench chaos docs clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
@@ -49,6 +49,11 @@ format: $(STAMP)  ## write the formatting that `make check` wants
 bench: $(STAMP)  ## the short benchmarks, JSON into benchmarks/results/
 	$(PY) benchmarks/moe_layer.py --shape deepseek_v2_lite --tokens 512 --rank 8 --threads 2 --json benchmarks/results/moe_layer.json
 	$(PY) benchmarks/train_step.py --against hf,peft --json benchmarks/results/train_step.json
+
+chaos: $(STAMP)  ## hours: 200 faults in trainings under Ray, 200 in one process, 1,000 deaths of actors
+	$(PY) benchmarks/chaos.py --faults 200 --minutes 240 --cluster ray --json benchmarks/results/chaos_ray.json
+	$(PY) benchmarks/chaos.py --faults 200 --minutes 120 --cluster local --json benchmarks/results/chaos_local.json
+	$(PY) benchmarks/chaos.py --faults 1000 --inside --json benchmarks/results/chaos_inside.json
 
 docs: $(STAMP)  ## regenerate the references of options and recipes and the predicted figures
 	$(PY) -m docs.options_page > docs/configuration.md

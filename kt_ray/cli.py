@@ -79,7 +79,7 @@ def run(config: Config) -> int:
 
 def supervised() -> int:
     """The driver that a supervisor started (trainer.restarts). Returns its exit code."""
-    return guard(lambda: as_child(run))
+    return as_child(lambda config: guard(lambda: run(config)))
 
 
 def _run_hydra(arguments: list[str]) -> int:

@@ -38,6 +38,7 @@ SILENCE = 180.0  # seconds without one after which the driver counts as frozen
 FIRST_WAIT, LONGEST_WAIT = 5.0, 300.0  # seconds before a restart; doubled while nothing is gained
 SAME_FAULT = 3  # failures in a row, without a step in between, that end it: the next one would be the same
 _FD = "KT_RAY_SUPERVISOR_FD"
+_ALIVE, _REPORT = b".", b"e"  # what a driver writes into the pipe: it lives; it ends by itself
 _ENTRY = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -62,6 +63,7 @@ class _End:
 
     code: int  # exit code; negative: a signal's number
     frozen: bool
+    own_fault: bool  # an exception of its own, not a death from outside
     seconds: float
 
     def __str__(self) -> str:
@@ -100,6 +102,7 @@ class Supervisor:
         self._marker = self._config_file()
         self._wake = threading.Event()  # a signal asked to end
         self._child: subprocess.Popen[str] | None = None
+        self._reported = False
         self._log: list[str] = []
 
     def run(self) -> int:
@@ -125,7 +128,7 @@ class Supervisor:
             before, reached = reached, self._steps()
             gained = reached > before
             in_vain = 0 if gained else in_vain + 1
-            same_fault = same_fault + 1 if end.code == BUG and not gained else 0
+            same_fault = same_fault + 1 if end.own_fault and not gained else 0
             what = f"the driver {end} after {end.seconds:.0f} s, at step {reached}"
             if restarts >= self._config.trainer.restarts:
                 self._say(f"{what}; all {restarts} restarts are used up (trainer.restarts)")
@@ -171,16 +174,20 @@ class Supervisor:
             frozen = self._frozen(child, beats)
             if frozen:
                 child.kill()
-            return _End(child.wait(), frozen, time.monotonic() - start)
+            code = child.wait()
+            return _End(code, frozen, code == BUG and self._reported, time.monotonic() - start)
 
     def _frozen(self, child: subprocess.Popen[str], beats: Any) -> bool:
         """Wait until the driver ends (False), or is silent for too long (True)."""
+        self._reported = False
         with selectors.DefaultSelector() as selector:
             selector.register(beats, selectors.EVENT_READ)
             heard = time.monotonic()
             while child.poll() is None:
                 if selector.select(timeout=1.0):
-                    if not beats.read(4096):
+                    heard_now = beats.read(4096)
+                    self._reported = self._reported or _REPORT in heard_now
+                    if not heard_now:
                         child.wait()  # it closed the pipe: it is ending
                         return False
                     heard = time.monotonic()
@@ -234,7 +241,11 @@ class Supervisor:
 
 
 def as_child(run: Callable[[Config], int]) -> int:
-    """A driver's side: read the configuration from standard input, and give signs of life meanwhile."""
+    """A driver's side: read the configuration from standard input, and give signs of life meanwhile.
+
+    Args:
+        run: trains, and turns what is raised into an exit code.
+    """
     job = json.load(sys.stdin)
     fd = int(os.environ.pop(_FD))
     os.set_inheritable(fd, False)
@@ -245,12 +256,15 @@ def as_child(run: Callable[[Config], int]) -> int:
     def beat() -> None:
         with contextlib.suppress(OSError):
             while True:
-                os.write(fd, b".")
+                os.write(fd, _ALIVE)
                 time.sleep(BEAT)
 
     threading.Thread(target=beat, name="kt-beat", daemon=True).start()
     resume_line.given[:] = job["arguments"]
-    return run(load(job["config"]))
+    code = run(load(job["config"]))
+    with contextlib.suppress(OSError):
+        os.write(fd, _REPORT)
+    return code
 
 
 def _run_directory(config: Config) -> Path:

@@ -53,7 +53,10 @@ for word in acts[number].split():
         (here / "waiting").touch()
         time.sleep(60)
     elif what == "exit":
+        os.write(fd, b"e")
         sys.exit(int(value))
+    elif what == "end":  # as Ray ends a process that has lost its GCS
+        os._exit(int(value))
 """
 
 
@@ -121,6 +124,11 @@ def test_the_same_fault_again_and_again_ends_it(place: Place) -> None:
     assert place.go(["begin save=1 exit=1", *["exit=1"] * 8]) == 1
     assert len(place.starts()) == 4
     assert "3 failures without a step in between: not started again" in place.log()
+
+
+def test_deaths_from_outside_are_not_the_same_fault(place: Place) -> None:
+    assert place.go(["begin save=1 end=1", *["end=1"] * 5, "exit=0"]) == 0
+    assert len(place.starts()) == 7
 
 
 def test_a_frozen_driver_is_killed_and_started_again(place: Place) -> None:

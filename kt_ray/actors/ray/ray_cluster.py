@@ -154,6 +154,8 @@ class RayCluster(ActorCluster):
         # Ray kills workers at 95 % of the host's memory; the plan has already counted every byte against
         # its capacity, and 5 % of a terabyte is much. A value of the user's stays.
         os.environ.setdefault("RAY_memory_usage_threshold", "0.99")
+        # A GCS of our own does not come back: a minute's wait for it (Ray's default) gains nothing.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
         # Ray's workers are nice by default; training is what this machine is here for.
         os.environ.setdefault("RAY_worker_niceness", "0")
         torch_environment.apply()
