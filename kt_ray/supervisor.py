@@ -36,7 +36,7 @@ LOG = "supervisor.log"
 BEAT = 5.0  # seconds between the driver's signs of life
 SILENCE = 180.0  # seconds without one after which the driver counts as frozen
 FIRST_WAIT, LONGEST_WAIT = 5.0, 300.0  # seconds before a restart; doubled while nothing is gained
-SAME_FAULT = 3  # failures in a row, without a step in between, that end it: the next one would be the same
+SAME_FAULT = 5  # failures in a row, without a step in between, that end it: the next one would be the same
 _FD = "KT_RAY_SUPERVISOR_FD"
 _ALIVE, _REPORT = b".", b"e"  # what a driver writes into the pipe: it lives; it ends by itself
 _ENTRY = """
@@ -63,7 +63,7 @@ class _End:
 
     code: int  # exit code; negative: a signal's number
     frozen: bool
-    own_fault: bool  # an exception of its own, not a death from outside
+    own_fault: bool  # it ended by itself
     seconds: float
 
     def __str__(self) -> str:
@@ -122,11 +122,13 @@ class Supervisor:
         restarts, in_vain, same_fault = 0, 0, 0
         reached = self._steps()
         while True:
+            begun = self._config_file() != self._marker  # an earlier driver's input was good
             end = self._drive(self._next())
-            if end.code in (OK, BAD_INPUT) or self._wake.is_set():
-                return end.code if end.code >= 0 else INTERRUPTED
-            before, reached = reached, self._steps()
+            before, reached = reached, max(reached, self._steps())
             gained = reached > before
+            final = end.code == OK or (end.code == BAD_INPUT and (gained or not begun))
+            if final or self._wake.is_set():
+                return end.code if end.code >= 0 else INTERRUPTED
             in_vain = 0 if gained else in_vain + 1
             same_fault = same_fault + 1 if end.own_fault and not gained else 0
             what = f"the driver {end} after {end.seconds:.0f} s, at step {reached}"
@@ -175,7 +177,7 @@ class Supervisor:
             if frozen:
                 child.kill()
             code = child.wait()
-            return _End(code, frozen, code == BUG and self._reported, time.monotonic() - start)
+            return _End(code, frozen, self._reported, time.monotonic() - start)
 
     def _frozen(self, child: subprocess.Popen[str], beats: Any) -> bool:
         """Wait until the driver ends (False), or is silent for too long (True)."""

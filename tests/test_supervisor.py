@@ -122,13 +122,24 @@ def test_restarts_are_counted(place: Place, capfd: Any) -> None:
 
 def test_the_same_fault_again_and_again_ends_it(place: Place) -> None:
     assert place.go(["begin save=1 exit=1", *["exit=1"] * 8]) == 1
-    assert len(place.starts()) == 4
-    assert "3 failures without a step in between: not started again" in place.log()
+    assert len(place.starts()) == 6
+    assert "5 failures without a step in between: not started again" in place.log()
+
+
+def test_what_is_missing_for_a_while_is_waited_for(place: Place) -> None:
+    """Input that was good once: the disk is full, or a network disk is away, when the run starts again."""
+    assert place.go(["begin save=1 kill=9", "exit=2", "exit=2", "begin step=2 exit=0"]) == 0
+    assert "failed (exit code 2)" in place.log()
+
+
+def test_a_refused_step_is_final(place: Place) -> None:
+    """A loss that is not finite comes again."""
+    assert place.go(["begin save=1 kill=9", "begin step=2 exit=2", "exit=0"]) == 2
 
 
 def test_deaths_from_outside_are_not_the_same_fault(place: Place) -> None:
-    assert place.go(["begin save=1 end=1", *["end=1"] * 5, "exit=0"]) == 0
-    assert len(place.starts()) == 7
+    assert place.go(["begin save=1 end=1", *["end=1"] * 6, "exit=0"]) == 0
+    assert len(place.starts()) == 8
 
 
 def test_a_frozen_driver_is_killed_and_started_again(place: Place) -> None:
