@@ -122,6 +122,10 @@ class ActorCluster(ABC):
         """
 
     @abstractmethod
+    def _kill(self, lost: AbstractSet[Address]) -> None:
+        """End the processes of actors that may only seem dead."""
+
+    @abstractmethod
     def _close(self) -> None:
         """Stop the actors and what was started for them."""
 
@@ -444,6 +448,7 @@ class ActorCluster(ABC):
             opened()
             reports: list[GenerationReport] = self._all("generate", spec)
         except ActorLost as error:
+            self._kill(self._lost)  # else whoever asks a frozen one for tokens waits for it
             raise ActorLost(
                 error.what,
                 where=error.where,

@@ -99,6 +99,9 @@ class LocalCluster(ActorCluster):
     def _respawn(self, lost: AbstractSet[Address]) -> None:
         raise AssertionError("actors in the driver's own process do not die by themselves")
 
+    def _kill(self, lost: AbstractSet[Address]) -> None:
+        pass
+
     def _look(self, watch: Watch, working: Collection[int]) -> list[tuple[int, ActorDied]]:
         """Raises UserError: an actor is stuck. A thread cannot be replaced."""
         try:

@@ -8,16 +8,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from kt_ray.actors import watch
 from kt_ray.actors.cluster import ActorCluster, Handle
 from kt_ray.actors.ray import ray_cluster
-from kt_ray.actors.ray.ray_cluster import RayCluster, RayHandle
+from kt_ray.actors.ray.ray_cluster import RayActorSpec, RayCluster, RayHandle
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.actors.watch import Status
 from kt_ray.batch import PassSpec
 from kt_ray.config.schema import ClusterConfig, RayRule
+from kt_ray.errors import UserError
 from kt_ray.placement.plan_types import Plan
 from kt_ray.train.cluster_protocol import ActorLost
 from kt_ray.transport.messages import Address
@@ -55,6 +56,9 @@ class Pretended(ActorCluster):
 
     def _respawn(self, lost: AbstractSet[Address]) -> None:
         raise AssertionError("nobody dies here")
+
+    def _kill(self, lost: AbstractSet[Address]) -> None:
+        pass
 
     def _close(self) -> None:
         pass
@@ -142,3 +146,29 @@ def test_who_fails_to_connect_may_have_missed_one_that_died(
     with pytest.raises(ActorLost if dies else RuntimeError, match="died" if dies else "connection reset"):
         cluster._await_introduced(waiting, 5.0)
     assert cluster._lost == ({("experts", 2)} if dies else set())
+
+
+def test_who_does_not_say_where_it_is_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor that freezes while another is replaced; but where no node has room, nobody is to blame."""
+
+    def get(future: str, timeout: float) -> tuple[str, None, None]:
+        if future == "frozen":
+            raise GetTimeoutError("no answer")
+        return "node", None, None
+
+    table = {"state": "CREATED"}
+    pretended = SimpleNamespace(get=get, available_resources=dict, nodes=list)
+    monkeypatch.setattr(ray_cluster, "ray", pretended)
+    monkeypatch.setattr(ray_cluster, "placement_group_table", lambda group: table)
+    cluster = RayCluster(cast(Plan, None), cast(ActorSpecs, None), ClusterConfig(), RayRule(), "test")
+    for rank, place in enumerate(["fine", "frozen"]):
+        remote = SimpleNamespace(place=SimpleNamespace(remote=lambda place=place: place))
+        cluster.experts.append(RayHandle(("experts", rank), remote))
+    with pytest.raises(ActorLost, match="expert actor 1 did not answer for 120 s"):
+        cluster._introduce()
+    assert cluster._lost == {("experts", 1)}
+    table["state"] = "RESCHEDULING"
+    cluster._actor_specs[("experts", 1)] = RayActorSpec((), 0, 2.0, 0.0)
+    with pytest.raises(UserError, match="no node has room for expert actor 1") as raised:
+        cluster._introduce()
+    assert not isinstance(raised.value, ActorLost)

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -18,7 +19,7 @@ from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request, Sampling
 from tests.helpers.generation import answers, hugging_face, random_prompts
 from tests.helpers.hf_reference import build_checkpoint
-from tests.helpers.ray_place import ray_place
+from tests.helpers.ray_place import ray_place, until
 from tests.helpers.runs import config_for, plan_for
 
 pytestmark = pytest.mark.ray
@@ -67,3 +68,16 @@ def test_answers_are_hugging_faces_and_a_death_reaches_those_who_wait(
         pytest.raises(UserError, match=r"ended with a death.*another cluster"),
     ):
         another.submit(Request(prompts[0])).result(60)
+
+
+def test_a_frozen_actor_reaches_those_who_wait(started: tuple[Path, Config, RayCluster]) -> None:
+    _, _, cluster = started
+    cluster.frozen = 5.0
+    pid = next(fact["pid"] for fact in cluster.info() if fact["actor"] == "experts-1")
+    with Generator(cluster) as generator:
+        answer = generator.submit(Request(random_prompts((5,))[0], Sampling(max_new_tokens=1_000_000)))
+        next(iter(answer))
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(UserError, match=r"expert actor 1 did not answer for .*the same command again"):
+            answer.result(60)
+    until(lambda: not psutil.pid_exists(pid), 20)  # Ray kills it, although it is stopped

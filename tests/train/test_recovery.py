@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kt_ray.data.row_types import Row as DataRow
 from kt_ray.errors import UserError
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.train.trainer import Events, StepBatches, Summary, Trainer
+from kt_ray.transport.messages import Address, LocalPort, Message
 from tests.helpers.hf_reference import build_checkpoint, random_rows
 from tests.helpers.mortal import Death, MortalCluster
 from tests.helpers.runs import config_for, plan_for, waves_of
@@ -323,6 +325,25 @@ def test_deaths_between_loading_and_the_first_step(model: Path, tmp_path: Path) 
         run.cluster.shutdown()
     assert run.cluster.happened == 2 and run.cluster.recoveries == 2, run.lines
     assert all(torch.equal(parameters[n], saved.parameters[n]) for n in saved.parameters)
+
+
+def test_a_lost_message_costs_one_repeated_step(
+    model: Path, tmp_path: Path, undisturbed: dict[str, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All wait and nobody is to blame: nobody is replaced."""
+    send, replies = LocalPort.send, 0
+
+    def forgetful(port: LocalPort, to: Sequence[Address], message: Message) -> int:
+        nonlocal replies
+        replies += message.tag[0] == "reply"
+        return 0 if replies == 90 and message.tag[0] == "reply" else send(port, to, message)
+
+    monkeypatch.setattr(LocalPort, "send", forgetful)
+    run = Run(model, tmp_path, [], "rule=cpu_2workers_2sockets", "trainer.step_timeout=5").go()
+    assert replies > 90
+    check(run, undisturbed["cpu_2workers_2sockets"])
+    assert run.lines[0] == "no actor made progress for 5 s: starting it again (recovery 1 of 3)"
+    assert "nothing committed was lost" in run.lines[1]
 
 
 def test_a_model_that_is_gone_ends_the_run(model: Path, tmp_path: Path) -> None:

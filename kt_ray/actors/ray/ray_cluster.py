@@ -273,11 +273,7 @@ class RayCluster(ActorCluster):
         timeout = self.config.start_timeout
         deadline = time.monotonic() + timeout
         while True:
-            for old in self._ray_handles():
-                if old.address in self._lost | lost:
-                    # If it only seemed dead, it must not come back beside its successor.
-                    with contextlib.suppress(Exception):
-                        ray.kill(old.actor, no_restart=True)
+            self._kill(self._lost | lost)  # none may come back beside its successor
             for address in sorted(self._lost | lost):
                 handles = self.workers if address[0] == "worker" else self.experts
                 handles[address[1]] = self._create_again(address)
@@ -288,6 +284,13 @@ class RayCluster(ActorCluster):
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(1.0)
+
+    def _kill(self, lost: AbstractSet[Address]) -> None:
+        """Ray sends SIGKILL to one that does not follow within seconds: a stopped process, too."""
+        for handle in self._ray_handles():
+            if handle.address in lost:
+                with contextlib.suppress(Exception):
+                    ray.kill(handle.actor, no_restart=True)
 
     def _create_again(self, address: Address) -> RayHandle:
         """`_create`, again while the name is taken: Ray frees a dead actor's when it notices the death."""
