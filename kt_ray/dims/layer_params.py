@@ -9,7 +9,7 @@ estimates.
 from __future__ import annotations
 
 from kt_ray.dims.attention_params import attention, grouped_query
-from kt_ray.dims.config_keys import Keys, LayerParts
+from kt_ray.dims.config_keys import MOST_LAYERS, Keys, LayerParts
 from kt_ray.dims.model_dims import CacheWidth
 
 # Families whose experts the engine does not compute, whatever their activation is called.
@@ -88,7 +88,9 @@ def is_moe_layer(keys: Keys, layer: int) -> bool:
 def num_layers(keys: Keys) -> int:
     """Decoder layers; Nemotron-H's blocks count as one each."""
     blocks = _blocks(keys)
-    return len(blocks) if blocks else keys.size("num_hidden_layers", "num_layers")
+    if blocks:
+        keys = Keys({"num_hidden_layers": len(blocks)}, f"{keys.where} (hybrid_override_pattern)")
+    return keys.size("num_hidden_layers", "num_layers", most=MOST_LAYERS)
 
 
 def _blocks(keys: Keys) -> list[str] | None:

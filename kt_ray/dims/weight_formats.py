@@ -11,6 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import regex
+
+from kt_ray.parse import matches
+
 # What expert actors read from checkpoints, and so train. "fp8_block" is the engine's fp8 with blocks.
 TRAINABLE_FORMATS = ("bf16", "f32", "fp8", "fp8_block", "mxfp4", "int8", "int4")
 
@@ -230,11 +234,12 @@ def _names_match(patterns: Iterable[str], layer: int, names: Iterable[str]) -> b
 
 def _matches(pattern: str, name: str) -> bool:
     """As compressed-tensors ("re:...") and transformers match: from the start to a dot, or the end."""
-    regex = pattern.removeprefix("re:")
+    own = pattern.removeprefix("re:")
+    whole = own if pattern.startswith("re:") else rf"(?:{own})(?:(?<=\.)|(?=\.|$))"
     try:
-        if re.match(regex if pattern.startswith("re:") else rf"(?:{regex})(?:(?<=\.)|(?=\.|$))", name):
+        if matches(whole, name, where="quantization_config in the model's config.json"):
             return True
-    except re.error:
+    except regex.error:
         pass
     return name == pattern or name.endswith(f".{pattern}")
 

@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.hardware.machine import Gpu, Hardware, Socket, on_hosts
 from kt_ray.hardware.nominal import described, file_fault
+from kt_ray.parse import read_yaml
 
 GIB = 1 << 30
 ISAS = ("reference", "avx2", "avx512", "avx512_bf16", "amx")  # best last; names as in kt_ray.native
@@ -66,13 +65,10 @@ def hardware_from_file(path: str | Path) -> Hardware:
         UserError: the file is missing, is no YAML mapping, lacks a figure, or has one that is unknown.
     """
     file = Path(path).expanduser()
-    try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.exists():
         where = f"plan.hardware={path}"
-        raise file_fault(where, "the hardware file does not exist", None, "a YAML file") from None
-    except (OSError, yaml.YAMLError) as error:
-        raise file_fault(file, "the hardware file cannot be read", error, "YAML") from None
+        raise file_fault(where, "the hardware file does not exist", None, "a YAML file")
+    data = read_yaml(file, "the hardware file", "see conf/hardware/ for examples")
     if not isinstance(data, Mapping):
         raise file_fault(file, "the hardware file is no mapping", None, "sockets, gpus, isa")
     sockets: list[Socket] = []

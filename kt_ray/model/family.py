@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kt_ray.checkpoint.safetensors_file import read_json
 from kt_ray.errors import UserError
 from kt_ray.model import layer_calls
+from kt_ray.parse import read_json
 
 # model_type in released files -> the same architecture's in transformers.
 ALIASES = {

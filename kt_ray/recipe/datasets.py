@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kt_ray.errors import UserError
+from kt_ray.parse import check_shape, read_json
 from kt_ray.recipe.reading import Reading
 
 INFO = "dataset_info.json"
@@ -45,6 +45,13 @@ TAGS = {
     "observation_tag": ("observation", ("tool", "observation", "function_response", "ipython")),
     "function_tag": ("function_call", ("function_call",)),
     "system_tag": ("system", ("system", "developer")),
+}
+
+_ENTRY = {
+    **dict.fromkeys(("file_name?", "hf_hub_url?", "revision?", "subset?", "split?", "formatting?"), str),
+    "num_samples?": int,
+    "columns?": {f"{name}?": str for name in (*ALPACA, *SHARED, "messages")},
+    "tags?": {f"{name}?": str for name in ("role_tag", "content_tag", *TAGS)},
 }
 
 
@@ -119,13 +126,7 @@ def _info(reading: Reading) -> tuple[dict[str, Any] | None, Path]:
     if not file.is_file():
         reading.refuse("dataset_dir", f"holds no {INFO}", *_NAMED, value=folder)
         return {}, path
-    try:
-        info = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError("invalid JSON", where=str(file), observed=error, remedy="correct it") from error
-    if not isinstance(info, dict):
-        raise UserError("no object of data sets by name", where=str(file), required='{"name": {…}, …}')
-    return info, path
+    return read_json(file, INFO, "correct it"), path
 
 
 @dataclass
@@ -161,7 +162,10 @@ def _source(
         if info:
             reading.refuse(asked_by, f"is not in {folder / INFO}", *keys, value=name)
         return None
-    entry = _Entry(reading, name, {"hf_hub_url": name} if info is None else info[name], keys)
+    fields: dict[str, Any] = {"hf_hub_url": name}
+    if info is not None:
+        fields = check_shape(info[name], _ENTRY, folder / INFO, INFO, "correct it", name)
+    entry = _Entry(reading, name, fields, keys)
     for key in set(entry.fields) - KNOWN:
         entry.refuse(key, "is not known", entry.fields[key])
     source = _placed(entry, folder)

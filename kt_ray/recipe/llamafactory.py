@@ -13,6 +13,7 @@ from typing import Any
 
 from kt_ray.config.fields import closest
 from kt_ray.errors import UserError
+from kt_ray.parse import read_yaml_text
 from kt_ray.recipe.datasets import map_data
 from kt_ray.recipe.field_table import field_table
 from kt_ray.recipe.ktransformers import map_kt, merge_kt_config
@@ -38,6 +39,7 @@ HUB = (
     (r"microsoft/Phi-3\.5-MoE.*", "phi_3_5_moe"),
 )
 _EXPERTS = ({"gate_proj", "up_proj", "down_proj"}, {"w1", "w2", "w3"})
+_FIELD = re.compile(r"\$\{[\w.\[\]]+\}")
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 
 
@@ -73,8 +75,6 @@ def read(path: str | Path, devices: int | None = None, accelerate: str | None = 
 
 def _load(path: Path, key: str) -> dict[str, Any]:
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
     if not path.is_file():
         raise UserError(
@@ -83,9 +83,14 @@ def _load(path: Path, key: str) -> dict[str, Any]:
             observed=f"working directory {Path.cwd()}",
             remedy=f"correct {key}",
         )
+    text = read_yaml_text(path, "the recipe", "correct it")
     try:  # OmegaConf, as LLaMA-Factory does: 1e-4 is a number to it
-        given = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (YAMLError, OmegaConfBaseException) as error:
+        config = OmegaConf.create(text)
+        _refuse_resolvers(path, OmegaConf.to_container(config))
+        given = OmegaConf.to_container(config, resolve=True)
+    except UserError:
+        raise
+    except Exception as error:  # of YAML's constructors and of OmegaConf, which raise many kinds
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise UserError(
             "the recipe cannot be read", where=str(path), observed=" ".join(lines[:2]), remedy="correct it"
@@ -93,6 +98,25 @@ def _load(path: Path, key: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise UserError("the recipe is no mapping of fields", where=str(path), required="name: value lines")
     return {str(name): value for name, value in given.items()}
+
+
+def _refuse_resolvers(path: Path, value: Any) -> None:
+    """${oc.env:HOME} in a file from elsewhere would read this machine; ${field} reads the file alone."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            _refuse_resolvers(path, name)
+            _refuse_resolvers(path, part)
+    elif isinstance(value, list):
+        for part in value:
+            _refuse_resolvers(path, part)
+    elif isinstance(value, str) and "${" in _FIELD.sub("", value):
+        raise UserError(
+            "the recipe asks for more than its own fields",
+            where=str(path),
+            observed=value[:80],
+            required="at most ${field}, the value of another field",
+            remedy="write the value itself",
+        )
 
 
 def _table(reading: Reading) -> None:

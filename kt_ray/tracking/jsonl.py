@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kt_ray.disk import write_atomic
+from kt_ray.parse import parse_json
 from kt_ray.tracking.metrics import Value
 
 FILE = "metrics.jsonl"
@@ -25,8 +26,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+            record = parse_json(line)
+        except ValueError:
             continue
         if isinstance(record, dict):
             records.append(record)
