@@ -36,7 +36,9 @@ def stays_inside(name: object) -> bool:
     """Whether a file's name, as another file gives it, can only mean something in the same directory."""
     if not isinstance(name, str) or not name or "\0" in name:
         return False
-    return not os.path.isabs(name) and ".." not in Path(name).parts
+    parts = Path(name).parts
+    short = all(len(part.encode("utf-8", "replace")) <= 255 for part in parts) and len(parts) < 16
+    return short and not os.path.isabs(name) and ".." not in parts
 
 
 def content_of(start: bytes, size: int) -> str:

@@ -37,8 +37,8 @@ class UserError(Exception):
         remedy: str = "",
     ) -> None:
         self.what = what
-        self.where = where
-        self.observed = None if observed is None else str(observed)
+        self.where = _cut(where)
+        self.observed = None if observed is None else _cut(str(observed))
         self.required = None if required is None else str(required)
         self.remedy = remedy
         super().__init__(self.line())
@@ -60,6 +60,11 @@ class UserError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         rest = {name: getattr(self, name) for name in ("where", "observed", "required", "remedy")}
         return functools.partial(type(self), self.what, **rest), ()
+
+
+def _cut(text: str, most: int = 1000) -> str:
+    """What a file holds may be long; a line is read by a person."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
 class BadStep(UserError):

@@ -171,24 +171,25 @@ def check_shape(value: Any, shape: Any, path: Path, what: str, remedy: str, key:
     """The value, if it has the shape.
 
     Args:
-        shape: a type; [shape] for a list of such values; {str: shape} for an object of any keys; else an
-            object of these keys, where "key?" may be absent or null. int and float mean finite numbers, int
-            whole ones, no truth values; int that is no float's.
+        shape: a type; [shape] for a list of such values, (shape, shape) for one of two; {str: shape} for an
+            object of any keys; else an object of these keys, where "key?" may be absent or null. int and
+            float mean finite numbers, int whole ones.
         path, what, remedy: for the message. key: where the value sits in the file.
 
     Raises:
         UserError: names the file and the key.
     """
-    kind = shape if isinstance(shape, type) else type(shape)
-    if not _is(value, kind):
+    kind = shape if isinstance(shape, type) else list if isinstance(shape, tuple) else type(shape)
+    if not _is(value, kind) or (isinstance(shape, tuple) and len(value) != len(shape)):
         observed = "nothing" if value is None else f"{type(value).__name__} {str(value)[:60]}"
         raise UserError(
             f"{what} is damaged", where=f"{path}, {key}" if key else str(path), observed=observed,
-            required=_KINDS[kind], remedy=remedy,
+            required=_KINDS[kind] + (f" of {len(shape)}" if isinstance(shape, tuple) else ""), remedy=remedy,
         )  # fmt: skip
-    if isinstance(shape, list):
+    if isinstance(shape, list | tuple):
         for number, entry in enumerate(value):
-            check_shape(entry, shape[0], path, what, remedy, f"{key}[{number}]")
+            inner = shape[number if isinstance(shape, tuple) else 0]
+            check_shape(entry, inner, path, what, remedy, f"{key}[{number}]")
     elif isinstance(shape, dict):
         dot = f"{key}." if key else ""
         if str in shape:

@@ -159,7 +159,7 @@ class ChatEncoder:
         self.marked = GENERATION.search(self.template) is not None
         self._warned = False
         self._bounded = bounded(self.rendered, self.source)
-        self._check_syntax()
+        self._usual = self._takes_the_simplest()
 
     def _choose(self, template: str | None) -> str:
         if template is not None:
@@ -253,8 +253,8 @@ class ChatEncoder:
         str(text).encode("utf-8")  # raises on half a surrogate pair, which no tokenizer takes
         return str(text)
 
-    def _check_syntax(self) -> None:
-        """Refuse now what renders no conversation at all."""
+    def _takes_the_simplest(self) -> bool:
+        """Whether it renders a plain question and answer. Raises UserError: it is no template at all."""
         from jinja2 import TemplateSyntaxError
 
         try:
@@ -262,14 +262,13 @@ class ChatEncoder:
         except TemplateSyntaxError as error:
             raise broken(self.source, f"line {error.lineno}: {error.message}") from error
         except Exception:  # the template may want other turns than these
-            return
+            return False
+        return True
 
     def _refused(self, where: str, refusal: Exception | None) -> UserError:
         remedy = "correct that row, or give model.chat_template a template that takes it"
         observed = f"{type(refusal).__name__}: {refusal}"
-        try:
-            self._render(_SIMPLEST)
-        except Exception:  # then it is not the row's fault
+        if not self._usual:  # then it is not the row's fault
             observed += f"; the template ({self.source}) refuses a plain question and answer, too"
             remedy = "give model.chat_template a template that works, or name one in data.template"
         return UserError(

@@ -49,7 +49,7 @@ def packing_obstacle(config: Mapping[str, Any]) -> str | None:
     """Why a model of this config.json cannot train packed rows; None = nothing known against it."""
     text = config.get("text_config")
     keys = Keys(text if isinstance(text, Mapping) and text else config, "config.json")
-    for name in (keys.family, config.get("model_type")):
+    for name in (keys.family, str(config.get("model_type"))):
         if name in OBSTACLES:
             return OBSTACLES[name]
     if any(is_linear(keys, layer) for layer in range(num_layers(keys))):

@@ -13,7 +13,7 @@ from typing import Any
 
 from kt_ray.config.fields import closest
 from kt_ray.errors import UserError
-from kt_ray.parse import read_yaml_text
+from kt_ray.parse import check_shape, read_yaml_text
 from kt_ray.recipe.datasets import map_data
 from kt_ray.recipe.field_table import field_table
 from kt_ray.recipe.ktransformers import map_kt, merge_kt_config
@@ -57,6 +57,8 @@ def read(path: str | Path, devices: int | None = None, accelerate: str | None = 
     """
     reading = Reading(Path(path), _load(Path(path), "recipe"))
     launcher = {} if accelerate is None else _load(Path(accelerate), "recipe.accelerate")
+    if accelerate is not None:
+        check_shape(launcher, {"num_processes?": int}, Path(accelerate), "the accelerate file", "correct it")
     merge_kt_config(reading, launcher)
     _table(reading)
     model_dir, option = _model(reading)

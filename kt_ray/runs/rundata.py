@@ -23,6 +23,9 @@ Points = list[tuple[int, float]]
 
 _WHAT = "a file of the run"
 _MOVE = "restore it, or move it away: the report then leaves it out"
+_ENVIRONMENT = {"actors?": [{"layers?": (int, int)}], "argv?": [str]}
+_SCORES = {"metrics?": {str: float}}
+_EVALUATION = {"base?": _SCORES, "adapter?": _SCORES}
 LAST = 10  # steps that a "final" figure is the mean of
 
 
@@ -142,11 +145,11 @@ def read_run(path: Path) -> RunData:
         path=path,
         config=config,
         records=read_jsonl(path / "metrics.jsonl"),
-        environment=_json(path / "env.json"),
+        environment=_json(path / "env.json", _ENVIRONMENT),
         plan=_json(path / "plan.json"),
         load={int(layer): list(load[layer]) for layer in sorted(load, key=int)},
         load_step=load_step,
-        evaluation=_json(evaluation) if evaluation.is_file() else None,
+        evaluation=_json(evaluation, _EVALUATION) if evaluation.is_file() else None,
     )
 
 

@@ -138,5 +138,5 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="dataset_info.json cannot be read"):
         read(recipe(tmp_path, dataset_dir=str(tmp_path)))
     (tmp_path / "dataset_info.json").write_text(json.dumps([]))
-    with pytest.raises(UserError, match="no object of data sets"):
+    with pytest.raises(UserError, match="is not a JSON object"):
         read(recipe(tmp_path, dataset_dir=str(tmp_path)))
