@@ -10,7 +10,7 @@ CPP     = $(shell find kt_ray/native/src tests -name '*.cpp' -o -name '*.h' -o -
 TESTS  ?= tests
 PYTEST ?= -q
 
-.PHONY: help demo test quick check format bench chaos docs clean
+.PHONY: help demo test quick check format bench chaos fuzz docs clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
@@ -54,6 +54,9 @@ chaos: $(STAMP)  ## hours: 200 faults in trainings under Ray, 200 in one process
 	$(PY) benchmarks/chaos.py --faults 200 --minutes 240 --cluster ray --json benchmarks/results/chaos_ray.json
 	$(PY) benchmarks/chaos.py --faults 200 --minutes 120 --cluster local --json benchmarks/results/chaos_local.json
 	$(PY) benchmarks/chaos.py --faults 1000 --inside --json benchmarks/results/chaos_inside.json
+
+fuzz: $(STAMP)  ## ten thousand damaged files: each is read or refused by name
+	$(PY) benchmarks/fuzz.py --mutations 10000 --json benchmarks/results/fuzz.json
 
 docs: $(STAMP)  ## regenerate the references of options and recipes and the predicted figures
 	$(PY) -m docs.options_page > docs/configuration.md

@@ -6,6 +6,16 @@ import contextlib
 import os
 from pathlib import Path
 
+_PACKED = {
+    b"\x1f\x8b": "a gzip archive (gunzip unpacks it)",
+    b"\x28\xb5\x2f\xfd": "a zstd archive (zstd -d unpacks it)",
+    b"\xfd7zXZ\x00": "an xz archive (unxz unpacks it)",
+    b"BZh": "a bzip2 archive (bunzip2 unpacks it)",
+    b"PAR1": "a parquet file",
+    b"ARROW1": "an arrow file",
+    b"%PDF": "a PDF",
+}
+
 
 def write_atomic(path: Path, text: str) -> None:
     """Write beside `path` and rename: a reader, or a crash, sees the old file or the whole new one."""
@@ -22,6 +32,15 @@ def write_atomic(path: Path, text: str) -> None:
         raise
 
 
+def stays_inside(name: object) -> bool:
+    """Whether a file's name, as another file gives it, can only mean something in the same directory."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    parts = Path(name).parts
+    short = all(len(part.encode("utf-8", "replace")) <= 255 for part in parts) and len(parts) < 16
+    return short and not os.path.isabs(name) and ".." not in parts
+
+
 def content_of(start: bytes, size: int) -> str:
     """What a file really is, from its first bytes; "" when they tell nothing."""
     text = start.lstrip().lower()
@@ -35,6 +54,9 @@ def content_of(start: bytes, size: int) -> str:
         return "a zip archive (PyTorch's format)"
     if start.startswith(b"GGUF"):
         return "a GGUF file"
+    for magic, name in _PACKED.items():
+        if start.startswith(magic):
+            return name
     if start and not any(start):
         return "zeros (space that was reserved and never written: an interrupted download)"
     return ""

@@ -38,8 +38,8 @@ class UserError(Exception):
         remedy: str = "",
     ) -> None:
         self.what = what
-        self.where = where
-        self.observed = None if observed is None else str(observed)
+        self.where = _cut(where)
+        self.observed = None if observed is None else _cut(str(observed))
         self.required = None if required is None else str(required)
         self.remedy = remedy
         super().__init__(self.line())
@@ -69,6 +69,11 @@ class TryAgain(UserError):
 
 class Stopped(Exception):
     """A run that a signal ended: its message says what is saved and how to go on."""
+
+
+def _cut(text: str, most: int = 1000) -> str:
+    """What a file holds may be long; a line is read by a person."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
 class BadStep(UserError):

@@ -24,6 +24,7 @@ HEAVY = ("numpy", "torch", "transformers", "ray")
 PACKAGES = """
 errors:
 disk:
+parse: errors disk
 native: [torch]
 batch: [numpy]
 timeline:
@@ -31,18 +32,18 @@ pulse:
 torch_environment:
 gpu: [torch]
 config: errors
-dims: errors disk
-hardware: errors disk config
-placement: errors config dims hardware
+dims: errors parse
+hardware: errors disk parse config
+placement: errors parse config dims hardware
 timing: errors config dims hardware placement
 optim: errors pulse config [torch]
-tracking: disk timeline config
-evaluate: errors
+tracking: disk parse timeline config
+evaluate: errors parse
 generate: errors [numpy torch]
-checkpoint: errors disk pulse native [torch]
-model: errors gpu native batch config placement generate checkpoint [numpy torch]
-adapter: disk config checkpoint [torch]
-data: errors batch config [numpy]
+checkpoint: errors disk pulse parse native [torch]
+model: errors parse gpu native batch config placement generate checkpoint [numpy torch]
+adapter: disk parse config checkpoint [torch]
+data: errors disk parse batch config [numpy]
 experts: errors pulse gpu native config placement optim checkpoint model [torch]
 demo: errors config data
 transport: pulse gpu timeline generate [numpy torch]
@@ -53,7 +54,7 @@ serve: errors generate data [numpy]
 actors/ray: errors torch_environment config hardware placement tracking generate data experts transport train
     actors serve [numpy torch ray]
 measure: gpu native batch config hardware placement timing optim model transport [numpy torch]
-runs: errors disk native batch config dims hardware placement timing tracking evaluate generate
+runs: errors disk parse native batch config dims hardware placement timing tracking evaluate generate
     checkpoint model adapter data demo train actors actors/ray [numpy torch]
 doctor: errors native config dims hardware placement timing checkpoint demo actors actors/ray
     measure runs
@@ -61,10 +62,10 @@ report: errors disk config tracking evaluate runs
 accept: disk config dims hardware placement timing doctor report
 modes: errors disk native timeline config dims hardware placement timing tracking evaluate generate
     checkpoint data demo train actors serve actors/ray runs doctor report accept [numpy torch]
-recipe: errors config data
+recipe: errors parse config dims data
 supervisor: errors config runs
 cli: errors torch_environment config modes recipe supervisor
-tools: errors disk config checkpoint model adapter data demo [numpy torch]
+tools: errors disk parse config checkpoint model adapter data demo [numpy torch]
 """
 
 # Modules that load less than their package: what reads files or plans starts without torch.

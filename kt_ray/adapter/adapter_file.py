@@ -19,12 +19,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import regex
 from torch import Tensor
 
 from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.names import one_expert
-from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_header, read_json, read_tensor
+from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_header, read_tensor
+from kt_ray.parse import check_shape, matches, read_json
 
 _KEY = re.compile(r"^(?P<module>.+)\.lora_(?P<half>[AB])(\.default)?\.weight$")
 _FUSED = re.compile(r"^(?P<prefix>.*\bexperts)(?P<inner>(\.base_layer)*)$")
@@ -35,6 +37,15 @@ _VARIANTS = (
     *("use_dora", "lora_bias", "fan_in_fan_out", "layer_replication", "trainable_token_indices"),
     *("use_qalora", "use_bdlora", "kasa_config", "monteclora_config", "velora_config", "arrow_config"),
 )
+_SHAPE = {
+    "r": int,
+    "lora_alpha": float,
+    "rank_pattern?": {str: int},
+    "alpha_pattern?": {str: float},
+    "peft_type?": str,
+    "base_model_name_or_path?": str,
+    "target_parameters?": [str],
+}
 _REMEDY = "choose a LoRA adapter that PEFT or kt_ray wrote"
 
 
@@ -72,6 +83,17 @@ class Pair:
         """scale * B A, [out, in], float32."""
         a, b = self.factors(expert)
         return self.scale * (b @ a)
+
+
+def _names(pattern: str, module: str, where: str) -> bool:
+    """Whether a pattern of rank_pattern or alpha_pattern means a module, as PEFT compares them."""
+    try:
+        return matches(rf"(.*\.)?({pattern})$", module, where=where)
+    except regex.error as error:
+        fault = "adapter's configuration holds a pattern that is no regular expression"
+        raise damaged(
+            fault, where, f"{pattern!r} ({error})", "a Python regular expression", _REMEDY
+        ) from error
 
 
 @lru_cache(maxsize=8)  # gate_up and down of the layers that several threads are at
@@ -139,7 +161,8 @@ class Lora:
         values = []
         for default, name in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
             patterns: Mapping[str, Any] = self.config.get(name) or {}
-            key = next((k for k in patterns if re.match(rf"(.*\.)?({k})$", module)), None)
+            where = f"{self.path / CONFIG}, {name}"
+            key = next((k for k in patterns if _names(k, module, where)), None)
             values.append(self.config[default] if key is None else patterns[key])
         return int(values[0]), float(values[1])
 
@@ -186,11 +209,12 @@ class Lora:
 
 
 def _check_config(path: Path, config: Mapping[str, Any]) -> None:
+    check_shape(config, _SHAPE, path / CONFIG, CONFIG, _REMEDY)
     init = config.get("init_lora_weights")
     wrong: list[tuple[bool, str]] = [
         (config.get("peft_type") != "LORA", f"peft_type {config.get('peft_type')!r}"),
-        (not isinstance(config.get("r"), int) or config.get("r", 0) < 1, f"r {config.get('r')!r}"),
-        (not isinstance(config.get("lora_alpha"), int | float), f"lora_alpha {config.get('lora_alpha')!r}"),
+        (config["r"] < 1, f"r {config['r']!r}"),
+        *((rank < 1, f"rank_pattern {rank}") for rank in (config.get("rank_pattern") or {}).values()),
         (config.get("bias", "none") != "none", f"bias {config.get('bias')!r}"),
         (bool(config.get("modules_to_save")), f"modules_to_save {config.get('modules_to_save')!r}"),
         (config.get("alora_invocation_tokens") is not None, "alora_invocation_tokens"),

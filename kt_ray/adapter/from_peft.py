@@ -19,8 +19,9 @@ from kt_ray.adapter.fused import FusedLayer
 from kt_ray.adapter.peft_config import CONFIG, WEIGHTS, module_of
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.names import family, is_interleaved, one_expert
-from kt_ray.checkpoint.safetensors_file import damaged, read_json
+from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.config.schema import LoraConfig
+from kt_ray.parse import read_json
 
 _TRAINED = "check that the adapter was trained on this model"
 

@@ -23,10 +23,11 @@ from kt_ray.checkpoint.safetensors_file import (
     TensorInfo,
     damaged,
     read_header,
-    read_json,
     read_tensor,
 )
 from kt_ray.checkpoint.stored import StoredMatrix, find_matrices, is_auxiliary
+from kt_ray.disk import stays_inside
+from kt_ray.parse import read_json
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -171,7 +172,11 @@ def _open_sharded(path: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...], 
     if not isinstance(weight_map, dict) or not weight_map:
         required = 'a "weight_map" from tensor to file'
         raise damaged("checkpoint index has no weight_map", index_file, required=required, remedy=_AGAIN)
-    odd = sorted(name for name, file in weight_map.items() if not _is_file_name(file))
+    odd = sorted(
+        name
+        for name, file in weight_map.items()
+        if not (stays_inside(file) and file.endswith(".safetensors"))
+    )
     if odd:
         raise damaged(
             "checkpoint index names files outside its directory",
@@ -200,12 +205,6 @@ def _size_note(content: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
     if not isinstance(promised, int | float) or promised == size:
         return ()
     return (f"{_INDEX} says total_size {promised:.0f}, its tensors take {size} bytes",)
-
-
-def _is_file_name(file: object) -> bool:
-    if not isinstance(file, str) or not file.endswith(".safetensors"):
-        return False
-    return not os.path.isabs(file) and ".." not in Path(file).parts
 
 
 def _check_present(path: Path, shards: list[str], where: Path) -> None:

@@ -12,14 +12,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kt_ray.checkpoint.safetensors_file import damaged, read_json
+from kt_ray.checkpoint.safetensors_file import damaged
+from kt_ray.disk import stays_inside
 from kt_ray.errors import UserError
+from kt_ray.parse import check_shape, read_json
 
 MANIFEST = "manifest.json"
 VERSION = 1
 _STEP = re.compile(r"^step_(\d{6,})$")
 _CHUNK = 64 << 20
 CHOOSE = "choose another checkpoint (trainer.resume)"
+
+
+_SHAPE = {
+    "step": int,
+    "seed": int,
+    "data": dict,
+    "model": str,
+    "fields": dict,
+    "state?": dict,
+    "shards": [{"file": str, "bytes": int, "crc32": int, "tensors": int}],
+}
 
 
 # A training checkpoint that cannot be resumed from.
@@ -93,11 +106,19 @@ class Manifest:
             remedy = "resume with the version of kt_ray that wrote it"
             observed = f"version {value.get('version')}"
             raise damaged("checkpoint has another format", file, observed, f"version {VERSION}", remedy)
+        check_shape(value, _SHAPE, file, "checkpoint manifest", CHOOSE)
         try:
             shards = tuple(ShardInfo(**shard) for shard in value.pop("shards"))
-            return cls(shards=shards, **value)
-        except (KeyError, TypeError) as error:
+            manifest = cls(shards=shards, **value)
+        except TypeError as error:  # a key that is unknown
             raise unusable("checkpoint manifest is damaged", file, error) from error
+        outside = [shard.file for shard in shards if not stays_inside(shard.file)]
+        if outside:
+            required = "names of files beside it"
+            raise unusable(
+                "checkpoint manifest names files outside its directory", file, outside[0], required
+            )
+        return manifest
 
     def to_json(self) -> str:
         """What `read` parses."""

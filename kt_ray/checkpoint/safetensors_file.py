@@ -15,7 +15,6 @@ import math
 import os
 import struct
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,8 +24,9 @@ from typing import Any
 import torch
 
 from kt_ray.checkpoint.random_values import Fill
-from kt_ray.disk import content_of, content_of_file
+from kt_ray.disk import content_of
 from kt_ray.errors import UserError
+from kt_ray.parse import kind_of_file, parse_json
 from kt_ray.pulse import beat
 
 _TYPES = (
@@ -107,26 +107,6 @@ def writing(what: str, where: Path, size: int | None = None, remedy: str = _SPAC
         raise UserError(fault, where=str(where), observed=error, required=required, remedy=remedy) from error
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"key {key!r} appears twice")
-    return result
-
-
-def read_json(path: Path, what: str, remedy: str) -> dict[str, Any]:
-    """Parse a JSON object; damaged or duplicate keys are the user's error."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
-    except (ValueError, OSError, RecursionError) as error:
-        observed = content_of_file(path) or error
-        raise damaged(f"{what} cannot be read", path, observed, "one JSON object", remedy) from error
-    if not isinstance(value, dict):
-        raise damaged(f"{what} is not a JSON object", path, type(value).__name__, "a JSON object", remedy)
-    return value
-
-
 def read_header(path: Path, *, remedy: str = "download or copy this file again") -> dict[str, TensorInfo]:
     """The tensors of a file by its header, checked against the file's size.
 
@@ -135,10 +115,10 @@ def read_header(path: Path, *, remedy: str = "download or copy this file again")
     """
     size, length, raw = _raw_header(path, remedy)
     try:
-        entries = json.loads(raw, object_pairs_hook=_no_duplicates)
+        entries = parse_json(raw.decode("utf-8"), unique=True)
         entries.pop("__metadata__", None)
         tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         fault = f"no key {error}" if isinstance(error, KeyError) else error
         required_entries = "a JSON object with dtype, shape and data_offsets of every tensor"
         raise damaged("safetensors header is damaged", path, fault, required_entries, remedy) from error
@@ -157,6 +137,8 @@ def read_header(path: Path, *, remedy: str = "download or copy this file again")
 def _raw_header(path: Path, remedy: str) -> tuple[int, int, bytes]:
     """Bytes of the file, bytes of its header, and the header."""
     try:
+        if kind := kind_of_file(path):
+            raise OSError(f"{kind}, no file")
         size = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)

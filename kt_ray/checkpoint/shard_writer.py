@@ -48,6 +48,7 @@ from kt_ray.checkpoint.safetensors_file import (
 )
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
+from kt_ray.parse import check_shape, read_json
 
 SHARD_BYTES = 4 << 30
 _JOB = ".job"
@@ -139,7 +140,10 @@ def write_shards(
                 _write_shard(out, name, layout[name], shards[name], advance, threads)
     total = Notes()
     for name in shards:
-        for key, values in json.loads(_notes_file(out, name).read_text(encoding="utf-8")).items():
+        file, what = _notes_file(out, name), "the record of a shard"
+        notes = read_json(file, what, "remove this directory and begin again")
+        check_shape(notes, {str: [float]}, file, what, "remove this directory and begin again")
+        for key, values in notes.items():
             total.add(key, *values)
     return total
 
@@ -214,7 +218,7 @@ def _begin(out: Path, job: dict[str, Any]) -> Iterator[None]:
         )
     job = json.loads(json.dumps(job))
     if present:
-        begun = json.loads(record.read_text(encoding="utf-8"))
+        begun = read_json(record, "the record of the job", "choose another directory, or remove this one")
         other = sorted(key for key in {*begun, *job} if begun.get(key) != job.get(key))
         if other:
             raise damaged(

@@ -6,7 +6,6 @@ guessed: the wrong guess would train on the wrong text without a word.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -29,6 +28,7 @@ from kt_ray.data.turns import (
     wrong,
 )
 from kt_ray.errors import UserError
+from kt_ray.parse import parse_json
 
 # What a row of each format looks like, for messages and documentation.
 FORMATS: dict[str, str] = {
@@ -45,6 +45,7 @@ COLUMNS = (
     *("instruction", "input", "output", "system", "history", "messages", "conversations", "tools"),
     *("prompt", "completion", "chosen", "rejected", "label", "text", "role", "content"),
 )
+_QUESTIONS = ("prompt", "completion", "text", "chosen", "rejected")
 _LIST_OF = {"messages": "messages", "sharegpt": "conversations"}  # format: key of its turns
 _LISTS = (*_LIST_OF.values(), "history")
 
@@ -105,6 +106,9 @@ class Parser:
                     remedy=f"set data.format={formats[0]} (or {', '.join(formats[1:])})",
                 )
             if self.format == "auto":
+                empty = next((key for key in _QUESTIONS if row.get(key) == ""), None)
+                if not formats and empty is not None:
+                    raise bad_row("the question is empty", f"{where}, {empty}", "''", "text", FILL)
                 if not formats:
                     raise UserError(
                         "unknown data format",
@@ -143,7 +147,7 @@ class Parser:
             value = result.get(name)
             if isinstance(value, str) and value.lstrip().startswith("["):
                 try:
-                    result[name] = json.loads(value)
+                    result[name] = parse_json(value)
                 except ValueError as error:
                     raise wrong(name, value, where, "a list (as JSON)") from error
         if inner:

@@ -16,7 +16,7 @@ from kt_ray.data.held_out_split import same_prompt, split
 from kt_ray.data.pack_rows import pack
 from kt_ray.data.row_types import KINDS, Conversation
 from kt_ray.data.sources import SourceRows, eval_source, read_sources, sources_of, weighted
-from kt_ray.data.template import ChatEncoder, check_vocabulary, dated, load_tokenizer
+from kt_ray.data.template import ChatEncoder, check_vocabulary, dated, load_tokenizer, vocabulary_of
 from kt_ray.data.token_counts import DataReport, SplitReport
 from kt_ray.errors import UserError
 
@@ -96,13 +96,16 @@ def load_data(
         train_rows = pack(train_rows, data.max_length, seed, data.shuffle)
         report.packed_to = len(train_rows)
     report.notes = notes + encoder.notes
-    pad: Any = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    vocabulary = vocabulary_of(model_dir)
+    # Any id fills padding, which is masked, but for one that the embedding does not have.
+    ids = (i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
+    pad: Any = next(i for i in ids if vocabulary is None or i < vocabulary or i == 0)
     return DataBundle(
         train=train_rows,
         eval=eval_rows,
         tokenizer=tokenizer,
         report=report,
-        pad_id=int(pad or 0),
+        pad_id=int(pad),
         kind=kind,
         dated=dated(encoder.template),
     )

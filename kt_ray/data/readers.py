@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.data.turns import keys_of
+from kt_ray.disk import content_of_file, stays_inside
 from kt_ray.errors import UserError
+from kt_ray.parse import check_shape, kind_of_file, parse_json, read_json
 
 HUB = "hf://"
 TABLES = (".parquet", ".arrow")
 SUFFIXES = (".jsonl", ".json", *TABLES, ".csv", ".tsv")
 TEXT_SUFFIXES = (".txt", ".md")
 _KINDS = ", ".join((*SUFFIXES, *TEXT_SUFFIXES))
+_SAVE = "save the data set again with save_to_disk"
 HELD_OUT = "validation or test"  # as a split: see read_rows
 
 
@@ -78,6 +81,14 @@ def files_of(path: Path, key: str = "data.path", split: str | None = None) -> li
         UserError: nothing there that can be read.
     """
     if not path.is_dir():
+        if path.exists() and not path.is_file():
+            raise UserError(
+                "the data file is no regular file",
+                where=f"{key}={path}",
+                observed=kind_of_file(path),
+                required=_KINDS,
+                remedy=f"write its rows into a file, and name that in {key}",
+            )
         if not path.is_file():
             raise UserError(
                 "the data file does not exist",
@@ -108,21 +119,47 @@ def files_of(path: Path, key: str = "data.path", split: str | None = None) -> li
             )
         path = path / chosen
     if (path / "state.json").is_file():
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = read_json(path / "state.json", "state.json of the saved data set", _SAVE)
         if state.get("_indices_files") or not isinstance(state.get("_data_files"), list):
             raise UserError(
                 "the saved data set holds a selection of rows, not the rows",
                 where=f"{key}={path}",
                 remedy="save it again after dataset.flatten_indices()",
             )
-        return [path / entry["filename"] for entry in state["_data_files"]]
+        files, what = state["_data_files"], "state.json of the saved data set"
+        check_shape(files, [{"filename": str}], path / "state.json", what, _SAVE, "_data_files")
+        for name in (entry["filename"] for entry in files):
+            if not stays_inside(name) or not (path / name).is_file():
+                raise UserError(
+                    f"{what} names a file that is not beside it",
+                    where=str(path / "state.json"),
+                    observed=name,
+                    required="arrow files of this directory",
+                    remedy=_SAVE,
+                )
+        return [path / entry["filename"] for entry in files]
     return _of_split(_data_files(path, key), path, split or "train", key)
 
 
 def _saved_splits(path: Path) -> list[str] | None:
     """Names of the splits of a directory that `datasets` saved; None = it has none."""
     file = path / "dataset_dict.json"
-    return json.loads(file.read_text(encoding="utf-8")).get("splits", []) if file.is_file() else None
+    if not file.is_file():
+        return None
+    what = "dataset_dict.json of the saved data set"
+    splits = read_json(file, what, _SAVE).get("splits", [])
+    check_shape(splits, [str], file, what, _SAVE, "splits")
+    outside = next((split for split in splits if not stays_inside(split)), None)
+    if outside is not None:
+        required = "directories beside it"
+        raise UserError(
+            f"{what} names a split elsewhere",
+            where=str(file),
+            observed=outside,
+            required=required,
+            remedy=_SAVE,
+        )
+    return [str(split) for split in splits]
 
 
 def _data_files(path: Path, key: str) -> list[Path]:
@@ -230,12 +267,17 @@ def _read(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
+        byte = f"byte {error.object[error.start]:#04x} at offset {error.start}"
+        content = content_of_file(path)
+        convert = f"convert it: iconv -f <encoding> -t utf-8 {path}"
         raise UserError(
             "the data file is not UTF-8",
             where=str(path),
-            observed=f"byte {error.object[error.start]:#04x} at offset {error.start}",
-            remedy=f"convert it: iconv -f <encoding> -t utf-8 {path}",
+            observed=content or byte,
+            remedy=f"name the file after what it is, or unpack it ({_KINDS})" if content else convert,
         ) from error
+    except OSError as error:
+        raise cannot_be_read(path, error) from error
     # A .json file of one object per line is common enough to be taken for what it is.
     if suffix in TEXT_SUFFIXES:
         if text.strip():
@@ -246,6 +288,13 @@ def _read(path: Path) -> Iterator[tuple[str, Any]]:
         yield from _read_json(path, text)
     else:
         yield from _read_jsonl(path, text)
+
+
+def cannot_be_read(path: Path, error: OSError) -> UserError:
+    """A data file that is there, and gives nothing."""
+    observed = error.strerror or str(error)
+    remedy = "check its permissions and its disk"
+    return UserError("the data file cannot be read", where=str(path), observed=observed, remedy=remedy)
 
 
 def _looks_like_lines(text: str) -> bool:
@@ -261,12 +310,13 @@ def _read_jsonl(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = parse_json(line)
+        except ValueError as error:
+            column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
             raise UserError(
                 "invalid JSON",
-                where=f"{path}, line {number}, column {error.colno}",
-                observed=f"{error.msg}: {clip(line)}",
+                where=f"{path}, line {number}{column}",
+                observed=f"{getattr(error, 'msg', error)}: {clip(line)}",
                 required="one JSON object per line",
                 remedy="correct or delete that line (a JSON list belongs into a .json file)",
             ) from error
@@ -277,12 +327,13 @@ def _read_json(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     if not text.strip():
         return
     try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
+        rows = parse_json(text)
+    except ValueError as error:
+        at = f", line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         raise UserError(
             "invalid JSON",
-            where=f"{path}, line {error.lineno}, column {error.colno}",
-            observed=error.msg,
+            where=f"{path}{at or _row_at_fault(text)}",
+            observed=getattr(error, "msg", error),
             required="a list of objects",
             remedy="correct that line, or name the file .jsonl if it holds one object per line",
         ) from error
@@ -297,6 +348,20 @@ def _read_json(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         )
     for number, row in enumerate(rows, start=1):
         yield f"{path}, row {number}", row
+
+
+def _row_at_fault(text: str) -> str:
+    """Of a list that parses but holds what no file can: ", row 3"; "" where it cannot be told."""
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError):
+        return ""
+    for number, row in enumerate(rows if isinstance(rows, list) else (), start=1):
+        try:
+            parse_json(json.dumps(row))
+        except ValueError:
+            return f", row {number}"
+    return ""
 
 
 def _read_csv(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, Any]]:
@@ -383,21 +448,47 @@ def _read_table(path: Path, kind: str) -> Iterator[tuple[str, Any]]:
                 source.seek(0)
                 if footer:
                     reader = pa.ipc.open_file(source)
-                    batches = map(reader.get_batch, range(reader.num_record_batches))
+                    batches = map(_validated, map(reader.get_batch, range(reader.num_record_batches)))
                 else:
-                    batches = iter(pa.ipc.open_stream(source))
+                    batches = map(_validated, pa.ipc.open_stream(source))
             for batch in batches:
                 for start in range(0, batch.num_rows, 1024):
                     for row in batch.slice(start, 1024).to_pylist():
                         number += 1
                         yield f"{path}, row {number}", row
+    except (pa.ArrowException, OSError, ValueError, OverflowError, TypeError, RecursionError) as error:
+        raise _damaged_table(path, kind, f", after row {number}", error) from error
+
+
+def parquet_rows(path: Path) -> int:
+    """Rows that a parquet file's footer promises.
+
+    Raises:
+        UserError: it has none that can be read.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            return int(file.metadata.num_rows)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise UserError(
-            f"the {kind} file cannot be read",
-            where=f"{path}, after row {number}",
-            observed=clip(str(error)),
-            remedy="write it again, or convert it to .jsonl",
-        ) from error
+        raise _damaged_table(path, "parquet", "", error) from error
+
+
+def _damaged_table(path: Path, kind: str, after: str, error: Exception) -> UserError:
+    return UserError(
+        f"the {kind} file cannot be read",
+        where=f"{path}{after}",
+        observed=clip(str(error)),
+        remedy="write it again, or convert it to .jsonl",
+    )
+
+
+def _validated(batch: Any) -> Any:
+    """A record batch whose offsets stay inside its buffers; a crafted one would end the process."""
+    batch.validate(full=True)
+    return batch
 
 
 def clip(text: str, width: int = 80) -> str:

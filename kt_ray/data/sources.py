@@ -12,7 +12,7 @@ from typing import Any
 from kt_ray.config.files import builtin_data
 from kt_ray.config.schema import DataConfig
 from kt_ray.data.formats import Parser
-from kt_ray.data.readers import HELD_OUT, files_of, is_hub, read_rows
+from kt_ray.data.readers import HELD_OUT, cannot_be_read, files_of, is_hub, parquet_rows, read_rows
 from kt_ray.data.row_types import Conversation
 from kt_ray.errors import UserError
 
@@ -210,10 +210,11 @@ def rows_in(path: str, key: str, split: str | None = None) -> int:
 
 def _count(path: Path, key: str) -> int:
     if path.suffix.lower() == ".parquet":
-        import pyarrow.parquet as parquet
-
-        return int(parquet.ParquetFile(path).metadata.num_rows)
+        return parquet_rows(path)
     if path.suffix.lower() == ".jsonl":
-        with path.open("rb") as file:
-            return sum(1 for line in file if line.strip())
+        try:
+            with path.open("rb") as file:
+                return sum(1 for line in file if line.strip())
+        except OSError as error:
+            raise cannot_be_read(path, error) from error
     return sum(1 for _ in read_rows(path, key))

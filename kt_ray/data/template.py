@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from kt_ray.batch import IGNORE
+from kt_ray.data.bounded_template import bounded, broken
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.errors import UserError
+from kt_ray.parse import read_json, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -42,6 +44,8 @@ TOKENS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "qwen": ("<|im_start|>", "<|im_end|>"),
 }
+# What every template of a chat model renders.
+_SIMPLEST: tuple[Turn, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 _ENDED_BY_EOS = ("mistral", "olmoe", "plain")
 
 
@@ -67,7 +71,12 @@ def load_tokenizer(directory: str, key: str = "model.tokenizer") -> PreTrainedTo
         # Left out, trust_remote_code asks on standard input, and a "yes" there runs code of the directory.
         options = {"local_files_only": True, "trust_remote_code": False}
         tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **options)
-    except Exception as error:  # transformers raises many kinds; each means that nothing usable is there
+        # Settings of the wrong type come to light when they are used.
+        tokenizer("a", return_offsets_mapping=bool(tokenizer.is_fast))
+        _ = tokenizer.all_special_tokens, tokenizer.added_tokens_decoder, tokenizer.special_tokens_map
+    except BaseException as error:  # many kinds, panics of Rust among them: nothing usable is there
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise UserError(
             "no tokenizer can be loaded",
             where=f"{key}={path}",
@@ -154,6 +163,8 @@ class ChatEncoder:
         self.rendered = self.template if date is None else with_date(self.template, date)
         self.marked = GENERATION.search(self.template) is not None
         self._warned = False
+        self._bounded = bounded(self.rendered, self.source)
+        self._usual = self._takes_the_simplest()
 
     def _choose(self, template: str | None) -> str:
         if template is not None:
@@ -165,9 +176,12 @@ class ChatEncoder:
                     remedy="correct model.chat_template, or leave it out for the tokenizer's own template",
                 )
             self.source = f"{path} (model.chat_template)"
-            return path.read_text(encoding="utf-8")
+            return read_text(path, "the chat template file", "correct model.chat_template")
         if self.tokenizer.chat_template:
-            return str(self.tokenizer.get_chat_template())
+            try:
+                return str(self.tokenizer.get_chat_template())
+            except Exception as error:  # of several templates none is the default one, or they are no texts
+                raise broken("the tokenizer's own", error) from error
         if self.tokenizer.eos_token is None:
             raise UserError(
                 "the tokenizer has neither a chat template nor an end-of-sequence token",
@@ -188,9 +202,10 @@ class ChatEncoder:
             UserError: the template refuses the conversation, or no answer can be located in it.
         """
         if conversation.text is not None:
-            return self._encode_text(conversation.text)
+            return self._encode_text(conversation.text, conversation.where)
         text, spans = self._spans(conversation)
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        options = {"add_special_tokens": False, "return_offsets_mapping": True}
+        encoding = self._tokenized(text, conversation.where, **options)
         ids = np.asarray(encoding["input_ids"], dtype=np.int64)
         begin, end = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
         trained = np.zeros(len(ids), dtype=bool)
@@ -202,8 +217,22 @@ class ChatEncoder:
             )
         return ids, np.where(trained, ids, IGNORE)
 
-    def _encode_text(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
+    def _tokenized(self, text: str, where: str, **options: bool) -> Any:
+        try:
+            return self.tokenizer(text, verbose=False, **options)
+        except BaseException as error:  # a panic of Rust is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise UserError(
+                "the tokenizer fails",
+                where=where,
+                observed=f"{type(error).__name__}: {error}",
+                required="a tokenizer that takes every text",
+                remedy="copy the model's tokenizer files again, or point model.tokenizer at them",
+            ) from error
+
+    def _encode_text(self, text: str, where: str) -> tuple[np.ndarray, np.ndarray]:
+        ids = list(self._tokenized(text, where)["input_ids"])
         end = self.tokenizer.eos_token_id
         if end is not None and (not ids or ids[-1] != end):
             ids.append(int(end))
@@ -216,21 +245,57 @@ class ChatEncoder:
         *,
         prompt: bool = False,
         tools: Sequence[dict[str, Any]] | None = None,
+        where: str = "this conversation",
     ) -> str:
-        """The conversation as text; `prompt` adds the header of the answer to come."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                plain_turns(messages),
-                chat_template=self.rendered,
-                tools=list(tools) if tools else None,
-                tokenize=False,
-                add_generation_prompt=prompt,
-            )
+        """The conversation as text; `prompt` adds the header of the answer to come.
+
+        Args:
+            where: whose it is, for the error.
+
+        Raises:
+            UserError: the template refuses it.
+        """
+        try:
+            return self._render(messages, prompt, tools)
+        except Exception as error:  # what a template does, and so what it raises, is anybody's
+            raise self._refused(where, error) from error
+
+    def _render(
+        self, messages: Sequence[Turn], prompt: bool = False, tools: Sequence[dict[str, Any]] | None = None
+    ) -> str:
+        text = self.tokenizer.apply_chat_template(
+            plain_turns(messages),
+            chat_template=self._bounded,
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=prompt,
+        )
+        str(text).encode("utf-8")  # raises on half a surrogate pair, which no tokenizer takes
+        return str(text)
+
+    def _takes_the_simplest(self) -> bool:
+        """Whether it renders a plain question and answer. Raises UserError: it is no template at all."""
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            self._render(_SIMPLEST)
+        except TemplateSyntaxError as error:
+            raise broken(self.source, f"line {error.lineno}: {error.message}") from error
+        except Exception:  # the template may want other turns than these
+            return False
+        return True
+
+    def _refused(self, where: str, refusal: Exception | None) -> UserError:
+        remedy = "correct that row, or give model.chat_template a template that takes it"
+        observed = f"{type(refusal).__name__}: {refusal}"
+        if not self._usual:  # then it is not the row's fault
+            observed += f"; the template ({self.source}) refuses a plain question and answer, too"
+            remedy = "give model.chat_template a template that works, or name one in data.template"
+        return UserError(
+            "the chat template refuses the conversation", where=where, observed=observed, remedy=remedy
         )
 
     def _spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        from jinja2 import TemplateError
-
         spanned = self._marked_spans if self.marked else self._rendered_spans
         forms = [conversation.messages]
         if any(m.get("tool_calls") for m in conversation.messages):
@@ -241,15 +306,12 @@ class ChatEncoder:
             try:
                 text, spans = spanned(replace(conversation, messages=messages))
                 break
-            except (TemplateError, TypeError, KeyError) as error:
+            except UserError:
+                raise
+            except Exception as error:  # what a template does, and so what it raises, is anybody's
                 refusal = refusal or error
         else:
-            raise UserError(
-                "the chat template refuses the conversation",
-                where=conversation.where,
-                observed=f"{type(refusal).__name__}: {refusal}",
-                remedy="correct that row, or give model.chat_template a template that takes it",
-            ) from refusal
+            raise self._refused(conversation.where, refusal) from refusal
         self._check_rendered(conversation, text)
         spans = self._with_end(text, spans)
         if not any(stop > start for start, stop in spans):
@@ -290,7 +352,7 @@ class ChatEncoder:
         rendered: Any = render_jinja_template(
             conversations=[plain_turns(conversation.messages)],
             tools=list(conversation.tools) if conversation.tools else None,
-            chat_template=self.rendered,
+            chat_template=self._bounded,
             return_assistant_tokens_mask=True,
             **names,
         )
@@ -301,14 +363,14 @@ class ChatEncoder:
         """Spans by rendering up to each answer and through it."""
         messages = conversation.messages
         tools = conversation.tools
-        text = self.render(messages, tools=tools)
+        text = self._render(messages, tools=tools)
         spans: list[Span] = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.render(messages[:i], prompt=True, tools=tools)
+            before = self._render(messages[:i], prompt=True, tools=tools)
             last = i == len(messages) - 1
-            through = text if last else self.render(messages[: i + 1], tools=tools)
+            through = text if last else self._render(messages[: i + 1], tools=tools)
             if not (through.startswith(before) and text.startswith(before)):
                 raise self._lost(
                     conversation,
@@ -429,21 +491,25 @@ def arguments_as_text(messages: Sequence[Turn]) -> tuple[Turn, ...]:
     )
 
 
+def vocabulary_of(model_dir: str) -> int | None:
+    """vocab_size of the model's config.json; None = it does not say, or there is none that can be read."""
+    try:
+        config = read_json(Path(model_dir) / "config.json", "the model's config.json", "")
+    except UserError:
+        return None  # the checkpoint reader names what is wrong with it
+    text = config.get("text_config")
+    size = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+    return size if isinstance(size, int) else None
+
+
 def check_vocabulary(largest: int, model_dir: str) -> None:
     """Refuse token ids that the model's embedding does not have.
 
     Raises:
         UserError: `largest` >= vocab_size of the model's config.json (if there is one).
     """
-    path = Path(model_dir) / "config.json"
-    if not path.is_file():
-        return
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return  # the checkpoint reader names what is wrong with it
-    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-    if isinstance(size, int) and largest >= size:
+    size = vocabulary_of(model_dir)
+    if size is not None and largest >= size:
         raise UserError(
             "the tokenizer does not belong to this model",
             where="model.tokenizer",

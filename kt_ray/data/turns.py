@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kt_ray.data.row_types import Turn
 from kt_ray.errors import UserError
+from kt_ray.parse import parse_json
 
 JSON_KINDS = {
     bool: "a boolean",
@@ -227,7 +227,7 @@ def tools_of(given: Any, where: str) -> tuple[dict[str, Any], ...] | None:
 
 def _decoded(text: str, where: str, place: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise bad_row(f"{place} is not valid JSON", where, f"{error}: {text[:60]}", "JSON") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,8 +30,8 @@ from kt_ray.dims.weight_formats import (
     plain_expert_layers,
     plain_storage,
 )
-from kt_ray.disk import content_of_file
 from kt_ray.errors import UserError
+from kt_ray.parse import read_json
 
 _TOP_K = (
     *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k"),
@@ -64,16 +63,7 @@ def dims_from_dir(path: str | Path) -> ModelDims:
             required="a Hugging Face directory with config.json and *.safetensors",
             remedy=remedy,
         )
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            "the model's config.json cannot be read",
-            where=str(file),
-            observed=content_of_file(file) or error,
-            required="a JSON object",
-            remedy="download config.json again",
-        ) from None
+    config = read_json(file, "the model's config.json", "download config.json again")
     return dims_from_config(config, name=str(file))
 
 
@@ -101,6 +91,12 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         )
     layers = num_layers(keys)
     hidden, vocab = keys.size("hidden_size"), keys.size("vocab_size")
+    pad = text.get("pad_token_id")
+    if isinstance(pad, int) and not -vocab <= pad < vocab:
+        raise UserError(
+            "pad_token_id in the model's config.json is no token of the model", where=where, observed=pad,
+            required=f"an id below vocab_size {vocab}, or null", remedy="set it to null in config.json",
+        )  # fmt: skip
     experts, top_k = num_experts(keys), keys.size(*_TOP_K)
     if top_k > experts:
         raise UserError(

@@ -21,6 +21,9 @@ ALIASES = {
     "minimax_m3_vl": "minimax_m3_vl_text",
 }
 
+MOST = 1 << 24  # of a width, a vocabulary, a number of experts
+MOST_LAYERS = 4096
+
 # Families whose counts equal transformers' own, parameter for parameter (tests/dims/test_config_json.py).
 EXACT = frozenset(
     (
@@ -47,20 +50,21 @@ class Keys:
         """Whether counts equal transformers' own, parameter for parameter."""
         return self.family in EXACT and not any(self.config.get(key) for key in _BEYOND)
 
-    def size(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """The first of `names` that is present and not null, as an integer of at least `least`."""
+    def size(self, *names: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
+        """The first of `names` that is present and not null, as an integer of `least` to `most`."""
         for name in names:
             value = self.config.get(name)
             if isinstance(value, list | tuple) and value:  # one value per modality (ernie): text comes first
                 value = value[0]
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise UserError(
                     f"{name} in the model's config.json is not usable",
                     where=self.where,
-                    observed=repr(value),
-                    required=f"an integer of at least {least}",
+                    observed=repr(value)[:80],
+                    required=f"an integer of at least {least}"
+                    + (f", at most {most}" if isinstance(value, int) and value > most else ""),
                     remedy="download config.json again, or correct the key",
                 )
             return value

@@ -9,7 +9,7 @@ estimates.
 from __future__ import annotations
 
 from kt_ray.dims.attention_params import attention, grouped_query
-from kt_ray.dims.config_keys import Keys, LayerParts
+from kt_ray.dims.config_keys import MOST_LAYERS, Keys, LayerParts
 from kt_ray.dims.model_dims import CacheWidth
 
 # Families whose experts the engine does not compute, whatever their activation is called.
@@ -72,8 +72,8 @@ def is_moe_layer(keys: Keys, layer: int) -> bool:
         offset = keys.size("expert_layer_offset", default=0, least=0)
         return layer % keys.size("expert_layer_period") == offset
     if "moe_layer_start_index" in keys.config:  # ernie4_5_moe
-        end = keys.config.get("moe_layer_end_index")
-        last = num_layers(keys) - 1 if end in (None, -1) else int(end)
+        end = keys.size("moe_layer_end_index", default=-1, least=-1)
+        last = num_layers(keys) - 1 if end == -1 else end
         start = keys.size("moe_layer_start_index", least=0)
         return start <= layer <= last and (layer + 1) % keys.size("moe_layer_interval", default=1) == 0
     if layer < keys.size("first_k_dense_replace", "num_dense_layers", default=0, least=0):
@@ -88,7 +88,9 @@ def is_moe_layer(keys: Keys, layer: int) -> bool:
 def num_layers(keys: Keys) -> int:
     """Decoder layers; Nemotron-H's blocks count as one each."""
     blocks = _blocks(keys)
-    return len(blocks) if blocks else keys.size("num_hidden_layers", "num_layers")
+    if blocks:
+        keys = Keys({"num_hidden_layers": len(blocks)}, f"{keys.where} (hybrid_override_pattern)")
+    return keys.size("num_hidden_layers", "num_layers", most=MOST_LAYERS)
 
 
 def _blocks(keys: Keys) -> list[str] | None:

@@ -8,7 +8,6 @@ attention (DeepSeek-V3.2, GLM-5) is none of these: its index is masked before it
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from kt_ray.dims.attention_params import is_linear
 from kt_ray.dims.config_keys import Keys
 from kt_ray.dims.layer_params import num_layers
 from kt_ray.errors import UserError
+from kt_ray.parse import read_json
 
 _STATE = "layers that carry a state from token to token"
 _GROUPS = "attention over groups of neighbouring tokens"
@@ -49,7 +49,7 @@ def packing_obstacle(config: Mapping[str, Any]) -> str | None:
     """Why a model of this config.json cannot train packed rows; None = nothing known against it."""
     text = config.get("text_config")
     keys = Keys(text if isinstance(text, Mapping) and text else config, "config.json")
-    for name in (keys.family, config.get("model_type")):
+    for name in (keys.family, str(config.get("model_type"))):
         if name in OBSTACLES:
             return OBSTACLES[name]
     if any(is_linear(keys, layer) for layer in range(num_layers(keys))):
@@ -66,7 +66,7 @@ def check_packing_family(model_dir: str) -> None:
     file = Path(model_dir) / "config.json"
     if not file.is_file():
         return
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_json(file, "the model's config.json", "download config.json again")
     obstacle = packing_obstacle(config)
     if obstacle is not None:
         raise UserError(

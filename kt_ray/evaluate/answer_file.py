@@ -17,7 +17,6 @@ predictions.json ("answers": ["base"]) that its answers are the base's.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -26,6 +25,7 @@ from typing import Any
 
 from kt_ray.errors import UserError
 from kt_ray.evaluate.loss_sums import LossSum
+from kt_ray.parse import parse_json, read_json, read_text
 
 ADAPTER_FILE, BASE_FILE, SETTINGS_FILE = "predictions.jsonl", "predictions_base.jsonl", "predictions.json"
 _WEIGHTS = "adapter_model.safetensors"  # as in kt_ray.adapter.adapter_dir, which imports torch
@@ -111,10 +111,9 @@ def _read_both(file: Path) -> tuple[AnswerFile | None, AnswerFile | None]:
 def _settings(file: Path) -> dict[str, Any]:
     """predictions.json beside predictions.jsonl; {} = there is none, or it is another program's."""
     try:
-        settings = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(file.with_suffix(".json"), "predictions.json", _REMEDY)
+    except UserError:
         return {}
-    return settings if isinstance(settings, dict) else {}
 
 
 def missing_answers(file: Path) -> int:
@@ -175,13 +174,7 @@ def read_answers(file: Path) -> AnswerFile:
 
 def _rows(file: Path) -> list[tuple[dict[str, Any], str]]:
     """JSON objects with file and line."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            "predictions cannot be read", where=str(file), observed=reason, remedy=_REMEDY
-        ) from error
+    text = read_text(file, "the predictions file", _REMEDY)
     rows = [
         (_object(line, f"{file}:{number}"), f"{file}:{number}")
         for number, line in enumerate(text.split("\n"), 1)  # splitlines would cut at U+2028 inside a text
@@ -222,8 +215,8 @@ def check_same_questions(base: AnswerFile, adapter: AnswerFile) -> None:
 
 def _object(line: str, where: str) -> dict[str, Any]:
     try:
-        value: Any = json.loads(line)
-    except json.JSONDecodeError:
+        value: Any = parse_json(line)
+    except ValueError:
         value = None
     if isinstance(value, dict):
         return value

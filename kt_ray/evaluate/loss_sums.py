@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kt_ray.errors import UserError
+from kt_ray.parse import check_shape, read_json
+
+_SUM = {"nats": float, "tokens": int}
 LOSSES_FILE = "losses.json"  # beside predictions.jsonl; kt_ray.runs.held_out_loss says what is in it
 
 
@@ -45,10 +48,10 @@ def read_losses(directory: Path) -> dict[str, LossSum]:
 def losses_file(file: Path) -> dict[str, Any]:
     """Its content; {} = there is none, or none that can be read: the losses can be measured again."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(file, LOSSES_FILE, "")
+        return check_shape(content, {"base?": _SUM, "adapter?": _SUM}, file, LOSSES_FILE, "")
+    except UserError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def sums(content: dict[str, Any]) -> dict[str, LossSum]:
@@ -56,5 +59,5 @@ def sums(content: dict[str, Any]) -> dict[str, LossSum]:
     return {
         side: LossSum(float(content[side]["nats"]), int(content[side]["tokens"]))
         for side in ("base", "adapter")
-        if side in content
+        if content.get(side) is not None and content[side]["tokens"] >= 0
     }

@@ -20,6 +20,7 @@ from kt_ray.hardware.describe import cpu_name
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.hardware.rates import Curve, Figure, Rates
+from kt_ray.parse import read_json
 
 NOMINAL = "nominal"  # plan.rates: nothing measured
 VERSION = 1  # of the file's layout; another one is refused
@@ -119,13 +120,10 @@ def read_rates(path: str | Path) -> Rates:
         UserError: missing, no JSON, another version, or a figure is missing, no number or not above 0.
     """
     file = Path(path).expanduser()
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise _fault(file, "the rates file does not exist", None, "a JSON file of mode=doctor") from None
-    except (OSError, ValueError) as error:
-        raise _fault(file, "the rates file cannot be read", error, "JSON") from None
-    version = data.get("version") if isinstance(data, Mapping) else None
+    if not file.exists():
+        raise _fault(file, "the rates file does not exist", None, "a JSON file of mode=doctor")
+    data = read_json(file, "the rates file", _REMEDY)
+    version = data.get("version")
     if version != VERSION:
         raise _fault(file, "the rates file is of another version", version, VERSION)
     return typing.cast(Rates, _decode(Rates, {k: v for k, v in data.items() if k != "version"}, "", file))

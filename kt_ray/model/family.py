@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kt_ray.checkpoint.safetensors_file import read_json
 from kt_ray.errors import UserError
 from kt_ray.model import layer_calls
+from kt_ray.parse import read_json
 
 # model_type in released files -> the same architecture's in transformers.
 ALIASES = {
@@ -104,7 +104,7 @@ def build_causal(
                 attn_implementation=attn_implementation,
                 experts_implementation=layer_calls.NAME,
             )
-    except (ValueError, ImportError, KeyError, AttributeError, TypeError, RuntimeError) as error:
+    except Exception as error:  # of whichever family's code met the value that it did not expect
         raise UserError(
             f"transformers cannot build {family.label} for text generation",
             where="config.json",

@@ -14,9 +14,11 @@ from typing import Any
 
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
+from kt_ray.parse import check_shape, read_json
 
 FILE = "expert_load.json"
 VERSION = 1
+_WHAT = "histogram of tokens per expert"
 _OTHER = "name a checkpoint of this model (rule.experts.load or trainer.resume)"
 
 
@@ -61,14 +63,10 @@ def read_load(checkpoint: Path, dims: ModelDims) -> ExpertLoad | None:
         UserError: a file that cannot be read, or one of a model with other layers or experts.
     """
     file = checkpoint / FILE
-    try:
-        value: Any = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.exists():
         return None
-    except (OSError, ValueError) as error:
-        raise _damaged(file, error) from error
-    if not isinstance(value, dict) or not isinstance(value.get("steps"), int):
-        raise _damaged(file, "no number of steps")
+    value = read_json(file, _WHAT, _OTHER)
+    check_shape(value, {"steps": int}, file, _WHAT, _OTHER)
     if value.get("version") != VERSION:
         raise _damaged(file, f"version {value.get('version')}")
     slots = _table(file, value, "slots")
@@ -95,7 +93,7 @@ def _table(file: Path, value: Mapping[str, Any], name: str) -> dict[int, tuple[i
         # bool is an int, but no count.
         fine = isinstance(counts, list) and all(type(count) is int and count >= 0 for count in counts)
         if not fine or not layer.isdecimal():
-            raise _damaged(file, f"{name} of layer {layer} are no counts")
+            raise _damaged(file, f"{name} of layer {layer[:20]} are no counts")
         by_layer[int(layer)] = tuple(counts)
     return by_layer
 
@@ -107,7 +105,7 @@ def _shape(layers: Sequence[int], experts: set[int]) -> str:
 
 def _damaged(file: Path, observed: object) -> UserError:
     return UserError(
-        "histogram of tokens per expert cannot be read",
+        f"{_WHAT} cannot be read",
         where=str(file),
         observed=observed,
         required=f"a file {FILE} as mode=train writes it, version {VERSION}",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kt_ray.errors import UserError
+from kt_ray.parse import check_shape, read_json
 from kt_ray.recipe.reading import Reading
 
 INFO = "dataset_info.json"
@@ -45,6 +46,13 @@ TAGS = {
     "observation_tag": ("observation", ("tool", "observation", "function_response", "ipython")),
     "function_tag": ("function_call", ("function_call",)),
     "system_tag": ("system", ("system", "developer")),
+}
+
+_ENTRY = {
+    **dict.fromkeys(("file_name?", "hf_hub_url?", "revision?", "subset?", "split?", "formatting?"), str),
+    "num_samples?": int,
+    "columns?": {f"{name}?": str for name in (*ALPACA, *SHARED, "messages")},
+    "tags?": {f"{name}?": str for name in ("role_tag", "content_tag", *TAGS)},
 }
 
 
@@ -119,13 +127,7 @@ def _info(reading: Reading) -> tuple[dict[str, Any] | None, Path]:
     if not file.is_file():
         reading.refuse("dataset_dir", f"holds no {INFO}", *_NAMED, value=folder)
         return {}, path
-    try:
-        info = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError("invalid JSON", where=str(file), observed=error, remedy="correct it") from error
-    if not isinstance(info, dict):
-        raise UserError("no object of data sets by name", where=str(file), required='{"name": {…}, …}')
-    return info, path
+    return read_json(file, INFO, "correct it"), path
 
 
 @dataclass
@@ -161,7 +163,10 @@ def _source(
         if info:
             reading.refuse(asked_by, f"is not in {folder / INFO}", *keys, value=name)
         return None
-    entry = _Entry(reading, name, {"hf_hub_url": name} if info is None else info[name], keys)
+    fields: dict[str, Any] = {"hf_hub_url": name}
+    if info is not None:
+        fields = check_shape(info[name], _ENTRY, folder / INFO, INFO, "correct it", name)
+    entry = _Entry(reading, name, fields, keys)
     for key in set(entry.fields) - KNOWN:
         entry.refuse(key, "is not known", entry.fields[key])
     source = _placed(entry, folder)
@@ -170,8 +175,10 @@ def _source(
         entry.refuse("formatting", "is none of alpaca, sharegpt, openai", format)
     if source is None or entry.failed():
         return None
-    limits = [n for n in (entry.fields.get("num_samples"), reading.get("max_samples")) if n is not None]
-    source.limit = min(map(int, limits)) if limits else None
+    limits = [entry.fields["num_samples"]] if entry.fields.get("num_samples") is not None else []
+    if reading.given("max_samples"):
+        limits.append(reading.integer("max_samples", 1, *keys))
+    source.limit = min(limits, default=None)
     for key in set(entry.columns) - {*SHARED, *(ALPACA if format == "alpaca" else ("messages",))}:
         entry.refuse(f"columns.{key}", "is not read: only text is trained", entry.columns[key])
     ranking = bool(entry.fields.get("ranking"))
@@ -288,8 +295,11 @@ def _weights(reading: Reading, sources: list[Source]) -> list[float]:
         if reading.given("interleave_probs"):
             reading.refuse("interleave_probs", "has no meaning with mix_strategy: concat", "data.sources")
         return even
-    shares = [float(p) for p in reading.names("interleave_probs")] or [1 / len(sources)] * len(sources)
-    if len(shares) != len(sources) or not all(p > 0 for p in shares):
+    try:
+        shares = [float(p) for p in reading.names("interleave_probs")] or [1 / len(sources)] * len(sources)
+    except ValueError:
+        shares = []
+    if len(shares) != len(sources) or not all(0 < p < math.inf for p in shares):
         reading.refuse("interleave_probs", f"must be {len(sources)} numbers above 0", "data.sources")
         return even
     counts = []

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import regex
 import yaml
 
 from kt_ray.config.files import conf_dir
-from kt_ray.errors import UserError
+from kt_ray.dims.config_keys import MOST_LAYERS
+from kt_ray.parse import check_shape, finds, read_json, read_yaml
 from kt_ray.recipe.field_table import field_table
 from kt_ray.recipe.reading import Reading
 
@@ -115,14 +116,16 @@ def _activations(reading: Reading) -> None:
 def _layers_of(model_dir: Path | None, option: str | None) -> int | None:
     """The model's number of layers, where it can be known without loading anything."""
     if model_dir is not None and (model_dir / "config.json").is_file():
-        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        file = model_dir / "config.json"
+        config = read_json(file, "the model's config.json", "download config.json again")
     elif option is not None:
         file = conf_dir() / "model" / f"{option}.yaml"
         config = yaml.safe_load(file.read_text(encoding="utf-8")).get("config") or {}
     else:
         return None
-    layers = (config.get("text_config") or config).get("num_hidden_layers")
-    return layers if isinstance(layers, int) else None
+    text = config.get("text_config")
+    layers = (text if isinstance(text, Mapping) else config).get("num_hidden_layers")
+    return layers if isinstance(layers, int) and 0 < layers <= MOST_LAYERS else None
 
 
 def _rule_file(reading: Reading, layers: int | None) -> str | None:
@@ -130,13 +133,12 @@ def _rule_file(reading: Reading, layers: int | None) -> str | None:
     path = reading.existing(str(reading.fields["kt_optimize_rule"]))
     if not path.is_file():
         return _by_name(reading, path)
-    try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise UserError("malformed YAML", where=str(path), observed=str(error).splitlines()[0]) from error
+    entries = read_yaml(path, "the optimize rule", "correct kt_optimize_rule")
     if not isinstance(entries, list) or not all(isinstance(e, Mapping) for e in entries):
         reading.refuse("kt_optimize_rule", "is no list of match and replace", *_PLACEMENT)
         return None
+    shape = {"match?": {"name?": str}, "replace?": {"class?": str, "kwargs?": dict}}
+    check_shape(entries, [shape], path, "the optimize rule", "correct kt_optimize_rule")
     backends = set()
     for entry in entries:
         replace = entry.get("replace") or {}
@@ -166,17 +168,19 @@ def _by_name(reading: Reading, path: Path) -> str | None:
 
 def _devices(reading: Reading, entries: list[Any], layers: int | None) -> None:
     """Layers per device, as the first pattern says that a layer's attention matches."""
-    rules: list[tuple[re.Pattern[str], str]] = []
+    rules: list[tuple[str, str]] = []
+    where = f"kt_optimize_rule={reading.fields['kt_optimize_rule']}"
     for entry in entries:
         match = entry.get("match") or {}
         kwargs = (entry.get("replace") or {}).get("kwargs") or {}
         device = kwargs.get("generate_device")
         if match.get("name") and device and "class" not in match:
             try:
-                rules.append((re.compile(match["name"]), str(device)))
-            except re.error as error:
+                finds(match["name"], "", where=where)
+            except regex.error as error:
                 reading.refuse("kt_optimize_rule", f"has the pattern {match['name']}: {error}", *_PLACEMENT)
                 return
+            rules.append((match["name"], str(device)))
     rules = [(pattern, device) for pattern, device in rules if device.startswith("cuda")]
     named = sorted({device for _, device in rules})
     if len(named) <= 1:
@@ -192,7 +196,7 @@ def _devices(reading: Reading, entries: list[Any], layers: int | None) -> None:
     devices: list[str | None] = []
     for layer in range(layers):
         name = f"model.layers.{layer}.self_attn"
-        devices.append(next((device for pattern, device in rules if pattern.search(name)), None))
+        devices.append(next((d for pattern, d in rules if finds(pattern, name, where=where)), None))
     starts = [i for i in range(layers) if i == 0 or devices[i] != devices[i - 1]]
     if None in devices or len({devices[i] for i in starts}) != len(starts):
         reading.refuse("kt_optimize_rule", "does not give each device one run of layers", *_PLACEMENT)

@@ -13,6 +13,7 @@ from typing import Any
 
 from kt_ray.config.fields import closest
 from kt_ray.errors import UserError
+from kt_ray.parse import check_shape, read_yaml_text
 from kt_ray.recipe.datasets import map_data
 from kt_ray.recipe.field_table import field_table
 from kt_ray.recipe.ktransformers import map_kt, merge_kt_config
@@ -38,6 +39,7 @@ HUB = (
     (r"microsoft/Phi-3\.5-MoE.*", "phi_3_5_moe"),
 )
 _EXPERTS = ({"gate_proj", "up_proj", "down_proj"}, {"w1", "w2", "w3"})
+_FIELD = re.compile(r"\$\{[\w.\[\]]+\}")
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 
 
@@ -55,6 +57,8 @@ def read(path: str | Path, devices: int | None = None, accelerate: str | None = 
     """
     reading = Reading(Path(path), _load(Path(path), "recipe"))
     launcher = {} if accelerate is None else _load(Path(accelerate), "recipe.accelerate")
+    if accelerate is not None:
+        check_shape(launcher, {"num_processes?": int}, Path(accelerate), "the accelerate file", "correct it")
     merge_kt_config(reading, launcher)
     _table(reading)
     model_dir, option = _model(reading)
@@ -73,8 +77,6 @@ def read(path: str | Path, devices: int | None = None, accelerate: str | None = 
 
 def _load(path: Path, key: str) -> dict[str, Any]:
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
     if not path.is_file():
         raise UserError(
@@ -83,16 +85,41 @@ def _load(path: Path, key: str) -> dict[str, Any]:
             observed=f"working directory {Path.cwd()}",
             remedy=f"correct {key}",
         )
+    text = read_yaml_text(path, "the recipe", "correct it")
     try:  # OmegaConf, as LLaMA-Factory does: 1e-4 is a number to it
-        given = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (YAMLError, OmegaConfBaseException) as error:
+        config = OmegaConf.create(text)
+        _refuse_resolvers(path, OmegaConf.to_container(config))
+        given = OmegaConf.to_container(config, resolve=True)
+    except UserError:
+        raise
+    except Exception as error:  # of YAML's constructors and of OmegaConf, which raise many kinds
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        lines = lines or [f"{type(error).__name__}: no mapping of fields"]
         raise UserError(
             "the recipe cannot be read", where=str(path), observed=" ".join(lines[:2]), remedy="correct it"
         ) from error
     if not isinstance(given, dict):
         raise UserError("the recipe is no mapping of fields", where=str(path), required="name: value lines")
     return {str(name): value for name, value in given.items()}
+
+
+def _refuse_resolvers(path: Path, value: Any) -> None:
+    """${oc.env:HOME} in a file from elsewhere would read this machine; ${field} reads the file alone."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            _refuse_resolvers(path, name)
+            _refuse_resolvers(path, part)
+    elif isinstance(value, list):
+        for part in value:
+            _refuse_resolvers(path, part)
+    elif isinstance(value, str) and "${" in _FIELD.sub("", value):
+        raise UserError(
+            "the recipe asks for more than its own fields",
+            where=str(path),
+            observed=value[:80],
+            required="at most ${field}, the value of another field",
+            remedy="write the value itself",
+        )
 
 
 def _table(reading: Reading) -> None:
@@ -284,7 +311,7 @@ def _schedule(reading: Reading) -> None:
     if schedule in ("cosine", "wsd"):
         rate = reading.number("learning_rate", 5e-5)
         keys |= {
-            "min_lr": ("optim.min_lr_ratio", lambda value: float(value) / rate),
+            "min_lr": ("optim.min_lr_ratio", lambda value: value / rate if rate else value),
             "min_lr_rate": ("optim.min_lr_ratio", float),
             "min_lr_ratio": ("optim.min_lr_ratio", float),
         }
@@ -296,7 +323,12 @@ def _schedule(reading: Reading) -> None:
     for key, value in kwargs.items():
         if key in keys:
             option, convert = keys[key]
-            reading.set(option, convert(value), "lr_scheduler_kwargs")
+            if convert is not str:
+                value = Reading(reading.path, {key: value}).number(key, math.nan)
+            if value != value:
+                reading.refuse("lr_scheduler_kwargs", f"has no number as {key}", "optim.schedule")
+            else:
+                reading.set(option, convert(value), "lr_scheduler_kwargs")
         else:
             reading.refuse(f"lr_scheduler_kwargs.{key}", "is not mapped", "optim.schedule", value=value)
 

@@ -26,6 +26,7 @@ from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 from kt_ray.evaluate.answer_file import ADAPTER_FILE, SETTINGS_FILE, adapter_mark
 from kt_ray.generate.generator import Answer, Generator, Piece
+from kt_ray.parse import parse_json, read_json, read_text
 from kt_ray.runs.generation import PreparedGeneration
 from kt_ray.runs.questions import Question
 from kt_ray.tracking.console import say
@@ -133,7 +134,8 @@ def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int
     """Make the directory ready; ids of the rows that it has already."""
     answers, settings_file = directory / ADAPTER_FILE, directory / SETTINGS_FILE
     if settings_file.is_file() and not overwrite:
-        before = json.loads(settings_file.read_text(encoding="utf-8"))
+        remedy = "set another run.name, or run.overwrite=true to begin anew"
+        before = read_json(settings_file, "the settings of the predictions", remedy)
         name = next((name for name in sorted(settings) if before.get(name) != settings[name]), None)
         if name is not None:
             raise UserError(
@@ -141,7 +143,7 @@ def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int
                 where=str(settings_file),
                 observed=f"{name}={before.get(name)}",
                 required=f"{name}={settings[name]}",
-                remedy="set another run.name, or run.overwrite=true to begin anew",
+                remedy=remedy,
             )
         # Rows that ended with an error are asked again, and so is a line that the last run's end cut off.
         rows = {id: row for id, row in _read_rows(answers).items() if "error" not in row}
@@ -166,8 +168,21 @@ def _read_rows(file: Path) -> dict[int, dict[str, Any]]:
     """Rows by id; an unfinished last line is left out."""
     if not file.is_file():
         return {}
-    rows = map(json.loads, file.read_text(encoding="utf-8").split("\n")[:-1])
-    return {int(row["id"]): row for row in rows}
+    remedy, rows = "set another run.name, or run.overwrite=true to begin anew", {}
+    lines = read_text(file, "the predictions file", remedy).split("\n")[:-1]
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = parse_json(line)
+            rows[int(row["id"])] = row
+        except (ValueError, TypeError, LookupError, OverflowError) as error:
+            raise UserError(
+                "a line of the predictions is none of mode=predict",
+                where=f"{file}:{number}",
+                observed=line[:60],
+                required="a JSON object with an id",
+                remedy=remedy,
+            ) from error
+    return rows
 
 
 def _answer(job: AnswerJob, generator: Generator) -> int:

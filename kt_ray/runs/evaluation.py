@@ -31,7 +31,7 @@ from kt_ray.evaluate.loss_sums import perplexity, read_losses
 from kt_ray.evaluate.scores import score
 from kt_ray.evaluate.table import Comparison, compare
 from kt_ray.runs.rundir import plain, settings_of
-from kt_ray.tracking import WandbTracker, read_jsonl
+from kt_ray.tracking import WandbTracker, read_jsonl, series
 
 JSON_FILE, MARKDOWN_FILE = "eval.json", "eval.md"
 
@@ -209,12 +209,9 @@ def losses_of_run(directory: Path) -> dict[str, dict[str, float]]:
     config = settings_of(directory)
     if not config or config.get("trainer.stage", "sft") not in ("sft", "pt"):
         return {}  # a preference loss is not in nats per token
-    steps = [r for r in read_jsonl(directory / "metrics.jsonl") if isinstance(r.get("step"), int)]
-    # Of steps repeated after a resume the last record counts.
-    evaluated = {
-        r["step"]: float(r["eval_loss"]) for r in steps if isinstance(r.get("eval_loss"), int | float)
-    }
-    step = steps[-1]["step"] if steps else None
+    records = read_jsonl(directory / "metrics.jsonl")
+    evaluated = dict(series(records, "eval_loss"))
+    step = next((r["step"] for r in reversed(records) if isinstance(r.get("step"), int)), None)
     if config.get("trainer.save_best"):
         from kt_ray.checkpoint.housekeeping import best_step  # its package imports torch
 

@@ -6,7 +6,6 @@ mode=predict, eval, chat and serve begin here; a training run that answers quest
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from kt_ray.generate.generator import Generator
 from kt_ray.generate.requests import Request, Sampling
 from kt_ray.model.caches import can_join
 from kt_ray.model.family import read_family
+from kt_ray.parse import check_shape, read_json
 from kt_ray.placement.generation_memory import room
 from kt_ray.runs.prepare import PreparedModel, model_directory, prepare_model
 from kt_ray.runs.start_cluster import started
@@ -55,10 +55,13 @@ class PreparedGeneration(PreparedModel):
         return room(self.plan.dims, self.config)
 
     def prompt(
-        self, messages: tuple[Turn, ...], tools: tuple[dict[str, Any], ...] | None = None
+        self,
+        messages: tuple[Turn, ...],
+        tools: tuple[dict[str, Any], ...] | None = None,
+        where: str = "this conversation",
     ) -> tuple[int, ...]:
-        """Token ids of a conversation with the header of the answer to come."""
-        text = self.encoder.render(messages, prompt=True, tools=tools)
+        """Token ids of a conversation with the header of the answer to come; `where` is for the error."""
+        text = self.encoder.render(messages, prompt=True, tools=tools, where=where)
         return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def request(self, prompt: tuple[int, ...], where: str, *, adapter: bool, seed: int) -> Request:
@@ -157,8 +160,10 @@ def _end_tokens(model_dir: str, encoder: ChatEncoder) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         path = Path(model_dir) / name
         if path.is_file():
-            stated = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            tokens.update(stated if isinstance(stated, list) else [stated] if isinstance(stated, int) else [])
+            remedy = f"download {name} again, or delete its eos_token_id"
+            stated = read_json(path, name, remedy).get("eos_token_id")
+            listed = stated if isinstance(stated, list) else [] if stated is None else [stated]
+            tokens.update(check_shape(listed, [int], path, name, remedy, "eos_token_id"))
     if encoder.tokenizer.eos_token_id is not None:
         tokens.add(int(encoder.tokenizer.eos_token_id))
     messages: tuple[Turn, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
+from kt_ray.parse import read_json
 from kt_ray.placement.expert_load import FILE, ExpertLoad, read_load
 from kt_ray.placement.plan_types import Choice
 from kt_ray.runs.rundir import checkpoint_to_resume, find_checkpoints
@@ -59,7 +59,7 @@ def resumed_choice(config: Config) -> Choice | None:
     if checkpoint is None:
         return None
     try:
-        plan = json.loads((checkpoint.parent.parent / "plan.json").read_text(encoding="utf-8"))
+        plan = read_json(checkpoint.parent.parent / "plan.json", "plan.json", "")
         return Choice(
             stages=int(plan["stages"]),
             replicas=int(plan["replicas"]),
@@ -68,5 +68,5 @@ def resumed_choice(config: Config) -> Choice | None:
             activations=str(plan["experts"][0]["activations"]),
             seconds=0.0,
         )
-    except (OSError, ValueError, LookupError, TypeError):
+    except (UserError, ValueError, LookupError, TypeError, OverflowError):
         return None

@@ -96,7 +96,7 @@ def held_out_rows(config: Config) -> list[Conversation]:
 
 def _question(generation: PreparedGeneration, row: Conversation, options: Options | None) -> Question:
     messages = row.messages[:-1]
-    ids = generation.prompt(messages, row.tools)
+    ids = generation.prompt(messages, row.tools, row.where)
     generation.request(ids, row.where, adapter=False, seed=0)  # refused now, not after hours
     prompt = generation.encoder.render(messages, prompt=True, tools=row.tools)
     return Question(row.sample_id, prompt, messages, _label(row), ids, row.where, options)

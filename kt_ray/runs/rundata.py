@@ -6,23 +6,26 @@ directory that is no run, or a damaged file, is refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kt_ray.config.fields import fields
 from kt_ray.config.mapping import REMOVED
 from kt_ray.errors import UserError
-from kt_ray.runs.rundir import find_checkpoints, flatten, is_run, plain
+from kt_ray.parse import check_shape, read_json
+from kt_ray.runs.rundir import find_checkpoints, flatten, is_run, plain, read_config
 from kt_ray.tracking.jsonl import read_jsonl, series
 
 Points = list[tuple[int, float]]
 """(step, value), in order of steps."""
 
+_WHAT = "a file of the run"
+_MOVE = "restore it, or move it away: the report then leaves it out"
+_ENVIRONMENT = {"actors?": [{"layers?": (int, int)}], "argv?": [str]}
+_SCORES = {"metrics?": {str: float}}
+_EVALUATION = {"base?": _SCORES, "adapter?": _SCORES}
 LAST = 10  # steps that a "final" figure is the mean of
 
 
@@ -132,24 +135,21 @@ def read_run(path: Path) -> RunData:
             required="a directory that mode=train wrote",
             remedy="name one below run.root, for example run.name=<name>",
         )
-    try:
-        config = yaml.safe_load(config_file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise _damaged(config_file, error) from error
-    if not isinstance(config, dict):
-        raise _damaged(config_file, "no mapping")
+    config = read_config(config_file)
     load_file, load_step = _newest_load(path)
-    load = _json(load_file).get("slots", {}) if load_file else {}
+    load = _json(load_file, {"slots?": {str: [int]}}).get("slots", {}) if load_file else {}
+    if not all(layer.isdecimal() and len(layer) < 9 for layer in load):
+        raise _damaged(load_file, "slots of something that is no layer")
     evaluation = path / "eval.json"
     return RunData(
         path=path,
         config=config,
         records=read_jsonl(path / "metrics.jsonl"),
-        environment=_json(path / "env.json"),
+        environment=_json(path / "env.json", _ENVIRONMENT),
         plan=_json(path / "plan.json"),
         load={int(layer): list(load[layer]) for layer in sorted(load, key=int)},
         load_step=load_step,
-        evaluation=_json(evaluation) if evaluation.is_file() else None,
+        evaluation=_json(evaluation, _EVALUATION) if evaluation.is_file() else None,
     )
 
 
@@ -166,21 +166,13 @@ def _newest_load(path: Path) -> tuple[Path | None, int | None]:
     return None, None
 
 
-def _json(file: Path) -> dict[str, Any]:
-    """A JSON object; {} when the file is not there."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+def _json(file: Path, shape: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A JSON object of a shape; {} when the file is not there."""
+    if not file.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise _damaged(file, error) from error
-    if not isinstance(value, dict):
-        raise _damaged(file, "no JSON object")
-    return value
+    value = read_json(file, _WHAT, _MOVE)
+    return check_shape(value, shape or {}, file, _WHAT, _MOVE)
 
 
-def _damaged(file: Path, reason: object) -> UserError:
-    remedy = "restore it, or move it away: the report then leaves it out"
-    if file.name == "config.yaml":
-        remedy = "restore it from train.log or the command line in env.json"
-    return UserError("a file of the run cannot be read", where=str(file), observed=reason, remedy=remedy)
+def _damaged(file: Path | None, reason: object) -> UserError:
+    return UserError(f"{_WHAT} cannot be read", where=str(file), observed=reason, remedy=_MOVE)

@@ -24,6 +24,7 @@ from kt_ray.config.mapping import dated_name
 from kt_ray.config.schema import Config
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
+from kt_ray.parse import check_shape, read_yaml
 from kt_ray.runs.run_lock import FILE as LOCK
 from kt_ray.runs.run_lock import RunLock, require_free
 
@@ -197,9 +198,20 @@ def runs_in(root: Path) -> list[Path]:
 def settings_of(run: Path) -> dict[str, Any]:
     """The run's configuration by command-line key; {} = it has none that can be read."""
     try:
-        return flatten(yaml.safe_load((run / _CONFIG).read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
+        return flatten(read_config(run / _CONFIG))
+    except UserError:
         return {}  # some other tool's file
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """A run's config.yaml, nested.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    remedy = "restore it from train.log or the command line in env.json"
+    config = read_yaml(file, "a file of the run", remedy)
+    return check_shape(config, {str: object}, file, "a file of the run", remedy)
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

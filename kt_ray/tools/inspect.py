@@ -20,9 +20,10 @@ from kt_ray.checkpoint.expert_groups import ExpertGroup, expert_groups
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.names import expert_name, family, part_of
-from kt_ray.checkpoint.safetensors_file import read_json, read_tensor
+from kt_ray.checkpoint.safetensors_file import read_tensor
 from kt_ray.checkpoint.stored import StoredMatrix
 from kt_ray.errors import UserError
+from kt_ray.parse import read_json
 
 _UNTESTED = "by its documented key names (untested)"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kt_ray.config.schema import TrackingConfig
-from kt_ray.tracking.jsonl import JsonlTracker, read_jsonl
+from kt_ray.tracking.jsonl import JsonlTracker, read_jsonl, series
 from kt_ray.tracking.metrics import METRICS, StepMetrics
 from kt_ray.tracking.tracker import MultiTracker, Tracker
 from kt_ray.tracking.wandb_tracker import WandbTracker
@@ -19,6 +19,7 @@ __all__ = [
     "WandbTracker",
     "make_tracker",
     "read_jsonl",
+    "series",
 ]
 
 

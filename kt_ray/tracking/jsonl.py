@@ -7,9 +7,10 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 from kt_ray.disk import write_atomic
+from kt_ray.parse import parse_json
 from kt_ray.tracking.metrics import Value
 
 FILE = "metrics.jsonl"
@@ -27,8 +28,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+            record = parse_json(line)
+        except ValueError:
             continue
         if isinstance(record, dict):
             records.append(record)
@@ -40,9 +41,14 @@ def series(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, fl
     points: dict[int, float] = {}
     for record in records:
         step, value = record.get("step"), record.get(key)
-        if isinstance(step, int) and isinstance(value, int | float) and not isinstance(value, bool):
+        if _is_figure(step) and isinstance(step, int) and _is_figure(value):
             points[step] = float(value)
     return sorted(points.items())
+
+
+def _is_figure(value: Any) -> TypeGuard[float]:
+    """A finite number that a plot can hold; files that others wrote may have any."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def encode(step: int, metrics: Mapping[str, Value]) -> str:

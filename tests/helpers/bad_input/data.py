@@ -241,7 +241,7 @@ DATA: list[Case] = [
     Case(
         "chat template broken",
         TINY + " model.chat_template={dir}/t.jinja",
-        ["refuses the conversation", "TemplateSyntaxError", "give model.chat_template a template"],
+        ["the chat template is broken", "{dir}/t.jinja", "line 1", "data.template"],
         lambda p: p.write("t.jinja", "{% for m in messages %}"),
     ),
     Case(

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from kt_ray.checkpoint.safetensors_file import read_json
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.native import quantize
+from kt_ray.parse import read_json
 from tests.helpers.hf_reference import build_checkpoint
 
 INDEX = "model.safetensors.index.json"

@@ -1,0 +1,75 @@
+"""A chat template that counts its own steps: nested loops over a short text would run for years.
+
+The count is written into the template's source, behind the head of every loop and macro, so that whoever
+renders it keeps to it. The rendering of a template that stays within its steps does not change.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from kt_ray.errors import UserError
+
+STEPS = 100_000  # turns of loops and calls of macros in one rendering; long chats need thousands
+_NAME = f"steps_{secrets.token_hex(8)}"  # no template can know it, and set it back
+_COUNT = (
+    f"%}}{{% set {_NAME}.n = {_NAME}.n + 1 %}}{{% if {_NAME}.n > {STEPS} %}}"
+    f"{{{{ raise_exception('the chat template takes more than {STEPS} steps') }}}}{{% endif "
+)
+_START = f"{{% set {_NAME} = namespace(n=0) %}}"
+
+
+def bounded(template: str, source: str) -> str:
+    """The template, refusing to go beyond STEPS.
+
+    Args:
+        source: where it comes from, for the message.
+
+    Raises:
+        UserError: it is no Jinja template, or holds a power (9 ** 9 ** 9), which no bound could end.
+    """
+    from jinja2 import Environment, TemplateSyntaxError
+
+    parts: list[str] = []
+    head, before, counted = "", "", False
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    try:
+        # (line, kind, text), whose texts make up the whole source
+        for _, kind, text in environment.lex(template):
+            parts.append(text)
+            if kind == "block_begin":
+                head = "?"
+            elif head == "?" and kind == "name":
+                head = text
+            elif kind == "block_end":
+                if head in ("for", "macro"):
+                    counted = True
+                    parts[-1] = _COUNT + text  # a dash that eats the whitespace behind stays the last
+                head = ""
+            elif text == "**" and before not in ("(", ","):
+                raise UserError(
+                    "the chat template computes a power",
+                    where=source,
+                    observed="**",
+                    required="text, loops and conditions",
+                    remedy="write the number itself, or choose another template",
+                )
+            if kind != "whitespace":
+                before = text
+    except TemplateSyntaxError as error:
+        raise broken(source, f"line {error.lineno}: {error.message}") from error
+    if not counted:
+        return template
+    # A line break behind a block is the block's; the template's own first one must stay.
+    return _START + ("\n" if template.startswith("\n") else "") + "".join(parts)
+
+
+def broken(source: str, observed: object) -> UserError:
+    """A template that renders nothing, whatever it is given."""
+    return UserError(
+        "the chat template is broken",
+        where=source,
+        observed=observed,
+        required="a Jinja template that renders a question and an answer",
+        remedy="correct it, name a template in data.template, or give model.chat_template another file",
+    )
