@@ -11,7 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from kt_ray.actors.ray.ray_address import address_file, answers, running_cluster
+from kt_ray.actors.ray.ray_access import MODE, check_open_dashboard, token_off, token_readers
+from kt_ray.actors.ray.ray_address import address_file, answers, running_cluster, started_here
 from kt_ray.config.schema import ClusterConfig, Config, ModelConfig, RuleConfig
 from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.dims.weight_formats import TRAINABLE_FORMATS
@@ -159,11 +160,29 @@ def ray_cluster(cluster: ClusterConfig, file: Path | None = None) -> Check:
             return passed("Ray cluster", f"{named} answers")
         remedy = "start it (ray start --head), or set cluster.address=local"
         return failed("Ray cluster", f"{named} does not answer", remedy)
-    file = address_file() if file is None else file
-    address = file.read_text().strip() if file.is_file() else ""
-    if address and answers(address):
-        return passed("Ray cluster", f"a cluster runs at {address} and will be joined")
+    found = started_here(address_file() if file is None else file)
+    if isinstance(found, str):
+        remedy = "set cluster.address=HOST:PORT if that cluster is yours, or cluster.address=local"
+        return warned("Ray cluster", f"{found}; a local one will be started", remedy)
+    if found is not None:
+        return passed("Ray cluster", f"a cluster runs at {found.address} and will be joined")
     return passed("Ray cluster", "none running: a local one will be started")
+
+
+def ray_access(cluster: ClusterConfig) -> Check:
+    """Who else could run programs in this user's cluster: its token, and whether it asks for one."""
+    if cluster.name != "ray":
+        return passed("Ray access", f"not used (cluster={cluster.name})")
+    try:
+        check_open_dashboard(cluster)
+    except UserError as error:
+        return failed("Ray access", f"{error.what} ({error.observed})", error.remedy)
+    if token_off():
+        observed = f"{MODE}=disabled: every user of this host can run programs as this one"
+        return warned("Ray access", observed, f"unset {MODE}")
+    if open_file := token_readers():
+        return warned("Ray access", open_file, "chmod 600 the file; delete it if others may have read it")
+    return passed("Ray access", "only with the token, which only this user reads")
 
 
 def hosts(cluster: ClusterConfig, rule: RuleConfig) -> Check:

@@ -98,6 +98,7 @@ def examine(config: Config) -> list[Check]:
         software.threads_environment,
         machine.open_files,
         lambda: software.ray_cluster(config.cluster),
+        lambda: software.ray_access(config.cluster),
         lambda: software.hosts(config.cluster, config.rule),
         lambda: machine.disk(config, plan),
         lambda: software.model(config.model),
