@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 
 from kt_ray.config.schema import Config
+from kt_ray.config.secret_values import remember
 from kt_ray.generate.generator import Generator
 from kt_ray.runs.generation import (
     PreparedGeneration,
@@ -31,6 +32,8 @@ def run(config: Config) -> int:
     # Neither Ray's processes nor what they start need the key; this one keeps a digest.
     stated = os.environ.pop(VARIABLE, None)
     key = (serve.api_key or stated or "").strip() or None
+    if key is not None:
+        remember(key)
     check_address(serve.host, key)
     check_port(serve.host, serve.port)
     # The plan counts caches for generate.batch_size rows.

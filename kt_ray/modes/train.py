@@ -12,6 +12,7 @@ from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.checkpoint.training import best_checkpoint, mark_best
 from kt_ray.config.schema import Config
+from kt_ray.config.secret_values import without_secrets
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import socket_name
 from kt_ray.hardware.rate_files import rates_for
@@ -73,7 +74,9 @@ def run(config: Config) -> int:
                 for line in go_on_from(resume, rundir):
                     say(line)
                 say(f"resumed from {resume.directory} after step {first_step}")
-            tracker.start(rundir.path, plain(config), first_step=first_step + 1 if first_step else 0)
+            tracker.start(
+                rundir.path, without_secrets(plain(config)), first_step=first_step + 1 if first_step else 0
+            )
             summary = _train(prepared, rundir, cluster, tracker, resume, began)
             if final is not None:
                 _answer(*final, rundir, cluster, tracker)

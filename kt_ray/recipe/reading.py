@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.config.fields import show
+from kt_ray.config.secret_values import MASK, is_secret
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,4 @@ class Reading:
 
 def masked(name: str, value: Any) -> str:
     """A value in a message; secrets are not shown."""
-    if any(part in name for part in ("token", "api_key", "secret", "webhook")) and isinstance(value, str):
-        return "…"
-    return show(value)
+    return MASK if is_secret(name) and isinstance(value, str) else show(value)

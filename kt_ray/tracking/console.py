@@ -9,6 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kt_ray.config.secret_values import hide
+
 
 @cache
 def console() -> Console:
@@ -37,6 +39,13 @@ class ConsoleHandler(logging.Handler):
             self.handleError(record)
 
 
+class _Discreet(logging.Formatter):
+    """Without secrets: others' errors quote what they were given."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hide(super().format(record))
+
+
 def setup_logging(log_file: Path) -> Callable[[], None]:
     """Send every logger's INFO and above to `log_file`, with timestamps; keep the console clean.
 
@@ -52,10 +61,10 @@ def setup_logging(log_file: Path) -> Callable[[], None]:
     root, ours = logging.getLogger(), logging.getLogger("kt_ray")
     file = logging.FileHandler(log_file, encoding="utf-8")
     file.setLevel(logging.INFO)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    file.setFormatter(_Discreet("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     screen = ConsoleHandler()
     screen.setLevel(logging.WARNING)
-    screen.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    screen.setFormatter(_Discreet("%(levelname)s: %(message)s"))
     level = ours.level
     ours.setLevel(logging.INFO)
     root.addHandler(file)
