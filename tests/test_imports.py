@@ -22,7 +22,8 @@ HEAVY = ("numpy", "torch", "transformers", "ray")
 
 # package: packages that it imports [heavy libraries that it loads]
 PACKAGES = """
-errors:
+terminal:
+errors: terminal
 disk:
 native: [torch]
 batch: [numpy]
@@ -35,10 +36,10 @@ hardware: errors disk config
 placement: errors config dims hardware
 timing: errors config dims hardware placement
 optim: errors config [torch]
-tracking: disk timeline config
+tracking: terminal disk timeline config
 evaluate: errors
 generate: errors [numpy torch]
-checkpoint: errors disk native [torch]
+checkpoint: terminal errors disk native [torch]
 model: errors gpu native batch config placement generate checkpoint [numpy torch]
 adapter: disk config checkpoint [torch]
 data: errors batch config [numpy]
@@ -58,11 +59,11 @@ doctor: errors native config dims hardware placement timing checkpoint demo acto
     measure runs
 report: errors disk config tracking evaluate runs
 accept: disk config dims hardware placement timing doctor report
-modes: errors disk native timeline config dims hardware placement timing tracking evaluate generate
+modes: terminal errors disk native timeline config dims hardware placement timing tracking evaluate generate
     checkpoint data demo train actors serve actors/ray runs doctor report accept [numpy torch]
-recipe: errors config data
+recipe: terminal errors config data
 cli: errors torch_environment config modes recipe
-tools: errors disk config checkpoint model adapter data demo [numpy torch]
+tools: terminal errors disk config checkpoint model adapter data demo [numpy torch]
 """
 
 # Modules that load less than their package: what reads files or plans starts without torch.

@@ -10,12 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from kt_ray.config.secret_values import hide
+from kt_ray.terminal import screen_console
 
 
 @cache
 def console() -> Console:
     """Standard output as rich sees it. Built on first use, so that redirection at start is honoured."""
-    return Console(highlight=False)
+    return screen_console(highlight=False)
 
 
 def say(line: str) -> None:
@@ -28,7 +29,7 @@ class ConsoleHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._stderr = Console(stderr=True, highlight=False)
+        self._stderr = screen_console(stderr=True, highlight=False)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
