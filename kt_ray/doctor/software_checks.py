@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import sys
@@ -23,7 +25,10 @@ from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.render import billions, counted, gib
 
 # Packages whose versions matter to results or to starting at all; ranges come from the package metadata.
-SHOWN = ("torch", "transformers", "peft", "ray", "hydra-core", "wandb", "safetensors", "numpy")
+SHOWN = (
+    *("torch", "transformers", "peft", "ray", "hydra-core", "wandb", "safetensors", "numpy"),
+    *("jinja2", "fastapi", "starlette", "datasets"),  # older ones let others in
+)
 
 
 def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Check:
@@ -36,16 +41,19 @@ def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Check:
 
 
 def requirements() -> dict[str, str]:
-    """Package -> supported range, from the installed metadata or the source tree's pyproject.toml."""
-    try:
-        lines = importlib.metadata.requires("kt_ray") or []
-    except importlib.metadata.PackageNotFoundError:
-        file = Path(__file__).resolve().parents[2] / "pyproject.toml"
-        lines = tomllib.loads(file.read_text())["project"]["dependencies"] if file.is_file() else []
+    """Package -> supported range, from the source tree's pyproject.toml or the installed metadata."""
+    lines: list[str] = []
+    file = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    if file.is_file():  # what is installed in place may have been written for an older one
+        project = tomllib.loads(file.read_text())["project"]
+        lines = [*project["dependencies"], *project["optional-dependencies"]["hub"]]
+    else:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            lines = importlib.metadata.requires("kt_ray") or []
     ranges: dict[str, str] = {}
     for line in lines:
         match = re.match(r"([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?\s*([^;]*)(;.*extra.*)?$", line)
-        if match and not match[3]:
+        if match and (not match[3] or "hub" in match[3]):
             ranges[match[1].lower()] = match[2].strip()
     return ranges
 
@@ -55,7 +63,9 @@ def packages(config: Config) -> list[Callable[[], Check]]:
     ranges = requirements()
     unused = {"ray"} if config.cluster.name == "local" else set()
     unused |= set() if config.tracking.name == "wandb" else {"wandb"}
-    return [partial(package, name, ranges.get(name, ""), needed=name not in unused) for name in SHOWN]
+    # An extra: what is not there lets nobody in, and hf:// itself says that it is missing.
+    shown = [name for name in SHOWN if name != "datasets" or importlib.util.find_spec(name)]
+    return [partial(package, name, ranges.get(name, ""), needed=name not in unused) for name in shown]
 
 
 def package(name: str, wanted: str, installed: str | None = None, *, needed: bool = True) -> Check:
