@@ -65,8 +65,9 @@ def load_tokenizer(directory: str, key: str = "model.tokenizer") -> PreTrainedTo
         )
     try:
         # Left out, trust_remote_code asks on standard input, and a "yes" there runs code of the directory.
-        options = {"local_files_only": True, "trust_remote_code": False}
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **options)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers raises many kinds; each means that nothing usable is there
         raise UserError(
             "no tokenizer can be loaded",
