@@ -19,7 +19,7 @@ from kt_ray.generate.requests import Request, Sampling
 from kt_ray.serve.api_errors import ApiError, engine_stopped, of_user_error, shutting_down, what_stopped
 from kt_ray.serve.schemas import ChatMessage, ChatRequest, CompletionRequest
 
-FAREWELL = 3.0  # seconds that running answers get when the server is stopped
+FAREWELL = 2.0  # seconds that running answers get when the server is stopped
 THREADS = 4  # that parse, render and tokenize, so that the event loop never does
 T = TypeVar("T")
 _COMPLETION_TOKENS = 16  # of a completion that names no limit, as in OpenAI's API

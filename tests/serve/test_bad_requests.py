@@ -18,6 +18,7 @@ import pytest
 from kt_ray.data.template import ChatEncoder
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
+from kt_ray.errors import UserError
 from kt_ray.serve import access, header_timeout
 from kt_ray.serve.completions import CompletionService
 from kt_ray.serve.run import Server
@@ -381,3 +382,50 @@ def test_a_wrong_body_makes_one_error_and_not_millions(server: Running) -> None:
         with pytest.raises(ValidationError) as error:
             kind.model_validate_json(body)
         assert error.value.error_count() < 10
+
+
+def test_generation_that_ends_is_begun_again() -> None:
+    """By the server that runs, which says meanwhile what happened; it ends when that cannot be done."""
+    encoder = ChatEncoder(train_tokenizer(persona_path(), 320))
+    first, second = Scripted(encoder.tokenizer), Scripted(encoder.tokenizer, "four five six")
+    service = CompletionService(served(), encoder, first)  # type: ignore[arg-type]
+    (port,) = free_ports(1)
+    ready, asked_for, go = threading.Event(), threading.Event(), threading.Event()
+    seen: list[BaseException] = []
+
+    def revive(error: BaseException) -> Any:
+        seen.append(error)
+        if len(seen) > 1:
+            raise UserError("all recoveries are used up")
+        asked_for.set()
+        assert go.wait(20)
+        return second
+
+    server = Server(service, "127.0.0.1", port, ready.set, revive)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    running = Running(port, service, first, [])
+    try:
+        assert ready.wait(30)
+        assert running.post("/health", b"", {}, "GET") == (200, {"status": "ok"})
+        first.error = UserError("expert actor 1 died")
+        assert asked_for.wait(20)
+        status, health = running.post("/health", b"", {}, "GET")
+        assert (status, health) == (503, {"status": "recovering", "reason": "expert actor 1 died"})
+        status, answer = running.post(P, asked(PLAIN))
+        assert status == 503 and answer["error"]["code"] == "engine_stopped"
+        assert "expert actor 1 died" in answer["error"]["message"]
+        go.set()
+        deadline = time.monotonic() + 20
+        while running.post("/health", b"", {}, "GET")[0] != 200 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        status, answer = running.post(P, asked(PLAIN, max_tokens=16))
+        assert status == 200 and "four" in answer["choices"][0]["text"] and service.outstanding == 0
+        second.error = RuntimeError("again")
+        thread.join(30)
+        assert not thread.is_alive() and isinstance(server.error, UserError)
+    finally:
+        go.set()
+        server.should_exit = True
+        thread.join(30)
+    assert len(seen) == 2
