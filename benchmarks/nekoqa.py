@@ -125,8 +125,8 @@ def answer(base: str, adapter: str | None, data: Path, out: Path, tokens: int) -
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
-    tokenizer: Any = AutoTokenizer.from_pretrained(base)
-    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, trust_remote_code=False)
     if adapter is not None:
         from peft import PeftModel
 

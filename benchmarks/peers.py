@@ -127,6 +127,7 @@ def load_peer(impl: str, config: Config, model_dir: str) -> nn.Module:
     ALL_EXPERTS_FUNCTIONS.register("factored", factored_experts)
     model: Any = AutoModelForCausalLM.from_pretrained(
         model_dir,
+        trust_remote_code=False,
         dtype="auto",
         attn_implementation=config.model.attn_implementation,
         experts_implementation="factored" if impl == "hf_factored" else "grouped_mm",

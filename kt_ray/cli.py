@@ -90,6 +90,7 @@ def _run_hydra(arguments: list[str]) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from kt_ray.config.compose import HYDRA_VERSION_BASE, conf_dir, expand, register_resolvers, translate
+    from kt_ray.config.secret_values import hidden_arguments
     from kt_ray.recipe import with_recipe
 
     _check_flags(arguments)
@@ -103,6 +104,7 @@ def _run_hydra(arguments: list[str]) -> int:
 
     # Hydra prints lines of its own about exceptions that leave a job; none does.
     def job(composed: Any) -> None:
+        sys.argv = hidden_arguments(sys.argv)  # W&B keeps it as well; Hydra has read it
         codes.append(exit_code(lambda: _run_job(composed)))
 
     entry = hydra.main(str(conf_dir()), "config", HYDRA_VERSION_BASE)(job)

@@ -13,6 +13,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from kt_ray.terminal import visible
+
 # Exit codes. STOPPED is EX_TEMPFAIL of sysexits.h: the same command may be run again.
 OK, BUG, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
 
@@ -100,18 +102,18 @@ def exit_code(action: Callable[[], int]) -> int:
     try:
         return action()
     except Stopped as stopped:
-        print(stopped, file=sys.stderr)
+        print(visible(str(stopped)), file=sys.stderr)
         return STOPPED
     except UserError as error:
         if os.environ.get("KT_RAY_DEBUG") == "1":
-            traceback.print_exc()
-        print(f"error: {error.line()}", file=sys.stderr)
+            print(visible(traceback.format_exc()), file=sys.stderr)
+        print(f"error: {visible(error.line())}", file=sys.stderr)
         return STOPPED if isinstance(error, TryAgain) else BAD_INPUT
     except BrokenPipeError:  # `… | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BUG
     except Exception as error:
-        traceback.print_exc()
+        print(visible(traceback.format_exc()), file=sys.stderr)
         print(
             f"error: {type(error).__name__}: this is a bug in kt_ray, not in your input; "
             "please report it with the traceback above and the output of mode=doctor",

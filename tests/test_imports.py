@@ -22,7 +22,8 @@ HEAVY = ("numpy", "torch", "transformers", "ray")
 
 # package: packages that it imports [heavy libraries that it loads]
 PACKAGES = """
-errors:
+terminal:
+errors: terminal
 disk:
 parse: errors disk
 native: [torch]
@@ -37,10 +38,10 @@ hardware: errors disk parse config
 placement: errors parse config dims hardware
 timing: errors config dims hardware placement
 optim: errors pulse config [torch]
-tracking: disk parse timeline config
+tracking: terminal disk parse timeline config
 evaluate: errors parse
 generate: errors [numpy torch]
-checkpoint: errors disk pulse parse native [torch]
+checkpoint: terminal errors disk pulse parse native [torch]
 model: errors parse gpu native batch config placement generate checkpoint [numpy torch]
 adapter: disk parse config checkpoint [torch]
 data: errors disk parse batch config [numpy]
@@ -60,12 +61,12 @@ doctor: errors native config dims hardware placement timing checkpoint demo acto
     measure runs
 report: errors disk config tracking evaluate runs
 accept: disk config dims hardware placement timing doctor report
-modes: errors disk native timeline config dims hardware placement timing tracking evaluate generate
+modes: terminal errors disk native timeline config dims hardware placement timing tracking evaluate generate
     checkpoint data demo train actors serve actors/ray runs doctor report accept [numpy torch]
-recipe: errors parse config dims data
+recipe: terminal errors parse config dims data
 supervisor: errors config runs
 cli: errors torch_environment config modes recipe supervisor
-tools: errors disk parse config checkpoint model adapter data demo [numpy torch]
+tools: terminal errors disk parse config checkpoint model adapter data demo [numpy torch]
 """
 
 # Modules that load less than their package: what reads files or plans starts without torch.

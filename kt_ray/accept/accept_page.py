@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.accept.items import CUT, FAIL, PASS, REPO, SHARES, SKIP, WARN, Result
+from kt_ray.config.secret_values import hide
 from kt_ray.disk import write_atomic
 from kt_ray.placement.render import counted
 from kt_ray.report.html import card, page, section, table
@@ -153,7 +154,8 @@ def write_archive(path: Path) -> Path:
 
 
 def anonymous(text: str, path: Path) -> str:
-    """`text` without the host's and the user's name, home and working directories, and addresses."""
+    """`text` without secrets, the host's and the user's name, home and working directories, and addresses."""
+    text = hide(text)
     places = {
         str(path.resolve()): "ACCEPTANCE",
         str(REPO): "CHECKOUT",

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from kt_ray.config.secret_values import hidden_arguments
 from kt_ray.disk import write_atomic
 from kt_ray.doctor.check import FAIL, PASS, WARN
 
@@ -215,7 +216,7 @@ def run_program(
             os.sched_setaffinity(0, cpus)
 
     with log.open("ab") as out:
-        out.write(f"$ {' '.join(command)}\n".encode())
+        out.write(f"$ {' '.join(hidden_arguments(command))}\n".encode())
         out.flush()
         process = subprocess.Popen(
             command,

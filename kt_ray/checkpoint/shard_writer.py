@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -49,6 +48,7 @@ from kt_ray.checkpoint.safetensors_file import (
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, read_json
+from kt_ray.terminal import screen_console
 
 SHARD_BYTES = 4 << 30
 _JOB = ".job"
@@ -319,7 +319,7 @@ def _write_shard(
 @contextmanager
 def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
+    console = screen_console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=total)
         yield lambda count: bar.advance(task, count)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import sys
@@ -11,7 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from kt_ray.actors.ray.ray_address import address_file, answers, running_cluster
+from kt_ray.actors.ray.ray_access import MODE, check_open_dashboard, token_off, token_readers
+from kt_ray.actors.ray.ray_address import address_file, answers, running_cluster, started_here
 from kt_ray.config.schema import ClusterConfig, Config, ModelConfig, RuleConfig
 from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.dims.weight_formats import TRAINABLE_FORMATS
@@ -22,7 +25,10 @@ from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.render import billions, counted, gib
 
 # Packages whose versions matter to results or to starting at all; ranges come from the package metadata.
-SHOWN = ("torch", "transformers", "peft", "ray", "hydra-core", "wandb", "safetensors", "numpy")
+SHOWN = (
+    *("torch", "transformers", "peft", "ray", "hydra-core", "wandb", "safetensors", "numpy"),
+    *("jinja2", "fastapi", "starlette", "datasets"),  # older ones let others in
+)
 
 
 def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Check:
@@ -35,16 +41,19 @@ def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Check:
 
 
 def requirements() -> dict[str, str]:
-    """Package -> supported range, from the installed metadata or the source tree's pyproject.toml."""
-    try:
-        lines = importlib.metadata.requires("kt_ray") or []
-    except importlib.metadata.PackageNotFoundError:
-        file = Path(__file__).resolve().parents[2] / "pyproject.toml"
-        lines = tomllib.loads(file.read_text())["project"]["dependencies"] if file.is_file() else []
+    """Package -> supported range, from the source tree's pyproject.toml or the installed metadata."""
+    lines: list[str] = []
+    file = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    if file.is_file():  # what is installed in place may have been written for an older one
+        project = tomllib.loads(file.read_text())["project"]
+        lines = [*project["dependencies"], *project["optional-dependencies"]["hub"]]
+    else:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            lines = importlib.metadata.requires("kt_ray") or []
     ranges: dict[str, str] = {}
     for line in lines:
         match = re.match(r"([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?\s*([^;]*)(;.*extra.*)?$", line)
-        if match and not match[3]:
+        if match and (not match[3] or "hub" in match[3]):
             ranges[match[1].lower()] = match[2].strip()
     return ranges
 
@@ -54,7 +63,9 @@ def packages(config: Config) -> list[Callable[[], Check]]:
     ranges = requirements()
     unused = {"ray"} if config.cluster.name == "local" else set()
     unused |= set() if config.tracking.name == "wandb" else {"wandb"}
-    return [partial(package, name, ranges.get(name, ""), needed=name not in unused) for name in SHOWN]
+    # An extra: what is not there lets nobody in, and hf:// itself says that it is missing.
+    shown = [name for name in SHOWN if name != "datasets" or importlib.util.find_spec(name)]
+    return [partial(package, name, ranges.get(name, ""), needed=name not in unused) for name in shown]
 
 
 def package(name: str, wanted: str, installed: str | None = None, *, needed: bool = True) -> Check:
@@ -159,11 +170,29 @@ def ray_cluster(cluster: ClusterConfig, file: Path | None = None) -> Check:
             return passed("Ray cluster", f"{named} answers")
         remedy = "start it (ray start --head), or set cluster.address=local"
         return failed("Ray cluster", f"{named} does not answer", remedy)
-    file = address_file() if file is None else file
-    address = file.read_text().strip() if file.is_file() else ""
-    if address and answers(address):
-        return passed("Ray cluster", f"a cluster runs at {address} and will be joined")
+    found = started_here(address_file() if file is None else file)
+    if isinstance(found, str):
+        remedy = "set cluster.address=HOST:PORT if that cluster is yours, or cluster.address=local"
+        return warned("Ray cluster", f"{found}; a local one will be started", remedy)
+    if found is not None:
+        return passed("Ray cluster", f"a cluster runs at {found.address} and will be joined")
     return passed("Ray cluster", "none running: a local one will be started")
+
+
+def ray_access(cluster: ClusterConfig) -> Check:
+    """Who else could run programs in this user's cluster: its token, and whether it asks for one."""
+    if cluster.name != "ray":
+        return passed("Ray access", f"not used (cluster={cluster.name})")
+    try:
+        check_open_dashboard(cluster)
+    except UserError as error:
+        return failed("Ray access", f"{error.what} ({error.observed})", error.remedy)
+    if token_off():
+        observed = f"{MODE}=disabled: every user of this host can run programs as this one"
+        return warned("Ray access", observed, f"unset {MODE}")
+    if open_file := token_readers():
+        return warned("Ray access", open_file, "chmod 600 the file; delete it if others may have read it")
+    return passed("Ray access", "only with the token, which only this user reads")
 
 
 def hosts(cluster: ClusterConfig, rule: RuleConfig) -> Check:

@@ -100,6 +100,7 @@ def build_causal(
         with torch.device(device):
             causal = auto.from_config(
                 config,
+                trust_remote_code=False,
                 dtype=dtype,
                 attn_implementation=attn_implementation,
                 experts_implementation=layer_calls.NAME,

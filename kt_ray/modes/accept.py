@@ -25,6 +25,7 @@ from kt_ray.hardware.describe import memory_free, this_host
 from kt_ray.hardware.machine import Hardware
 from kt_ray.modes.doctor import examine
 from kt_ray.runs.environment import environment
+from kt_ray.terminal import screen_console
 
 LATEST = "latest"
 
@@ -38,7 +39,7 @@ def run(config: Config) -> int:
     _check(config)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is ended, what is there is kept
     directory, hardware = Directory(_directory(config)), this_host()
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console = screen_console(file=sys.stdout, highlight=False, soft_wrap=True)
     console.print(f"acceptance {directory.path}", markup=False)
     about = _about(directory.path, hardware)
     _run_all(config, list(planned(config, hardware)), directory, about, console)

@@ -17,6 +17,7 @@ from kt_ray.data.row_types import Turn
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Generator
 from kt_ray.runs.generation import PreparedGeneration, generating, prepare_generation
+from kt_ray.terminal import visible
 
 HELP = "/adapter on|off, /reset, /exit (Ctrl-C ends an answer)"
 
@@ -117,7 +118,7 @@ class Chat:
         try:
             for piece in answer:
                 first = first or time.monotonic() - start
-                self.out.write(piece.text)
+                self.out.write(visible(piece.text))
                 self.out.flush()
         except KeyboardInterrupt:
             answer.cancel()
@@ -135,5 +136,5 @@ class Chat:
         return f"adapter {self.generation.adapter}" if self.adapter else "the base model"
 
     def _say(self, line: str) -> None:
-        self.out.write(line + "\n")
+        self.out.write(visible(line) + "\n")
         self.out.flush()

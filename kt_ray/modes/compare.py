@@ -15,6 +15,7 @@ from kt_ray.config.schema import Config
 from kt_ray.report.comparison import RunComparison, compare_runs, find_runs
 from kt_ray.report.comparison_page import compare_page
 from kt_ray.report.html import write_page
+from kt_ray.terminal import screen_console
 
 
 def run(config: Config) -> int:
@@ -33,7 +34,7 @@ def run(config: Config) -> int:
     }
     for name, text in texts.items():
         write_page(out / name, text, "compare.out")
-    show(comparison, Console(file=sys.stdout, highlight=False))
+    show(comparison, screen_console(file=sys.stdout, highlight=False))
     print("written: " + ", ".join(str(out / name) for name in texts))
     return 0
 

@@ -27,6 +27,7 @@ from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import shortage
 from kt_ray.placement.render import counted
 from kt_ray.runs.known_load import known_load
+from kt_ray.terminal import screen_console
 from kt_ray.timing.choose import choose_plan
 
 _STYLES = {PASS: "green", WARN: "yellow", FAIL: "red"}
@@ -39,7 +40,7 @@ def run(config: Config) -> int:
     Nothing is measured with plan.rates=nominal. Returns 1 when a check fails, else 0.
     """
     checks = examine(config)
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = screen_console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     table = Table("", "check", "found", "what to do", box=SIMPLE_HEAD, pad_edge=False)
     for check in checks:
         table.add_row(f"[{_STYLES[check.status]}]{check.status}[/]", *map(escape, check[1:]))
@@ -98,6 +99,7 @@ def examine(config: Config) -> list[Check]:
         software.threads_environment,
         machine.open_files,
         lambda: software.ray_cluster(config.cluster),
+        lambda: software.ray_access(config.cluster),
         lambda: software.hosts(config.cluster, config.rule),
         lambda: machine.disk(config, plan),
         lambda: software.model(config.model),

@@ -8,8 +8,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from kt_ray.config.schema import Config
 from kt_ray.evaluate.answer_file import find_answers
 from kt_ray.runs.evaluation import (
@@ -22,6 +20,7 @@ from kt_ray.runs.evaluation import (
     to_wandb,
     write,
 )
+from kt_ray.terminal import screen_console
 
 
 def run(config: Config) -> int:
@@ -43,7 +42,7 @@ def run(config: Config) -> int:
     result = evaluate(config, base, adapter, home, notes)
     out = Path(config.eval.out) if config.eval.out else home
     write(result, out)
-    show(result, Console(file=sys.stdout, highlight=False))
+    show(result, screen_console(file=sys.stdout, highlight=False))
     print(f"written: {out / MARKDOWN_FILE}, {out / JSON_FILE}")
     if config.tracking.name == "wandb":
         to_wandb(config, result, home)

@@ -34,6 +34,7 @@ from kt_ray.placement.render import (
 )
 from kt_ray.runs.known_load import known_load, resumed_choice
 from kt_ray.runs.plan_time import show_time, titled_table
+from kt_ray.terminal import screen_console
 from kt_ray.timing.choose import choose_plan
 
 FITS, DOES_NOT_FIT = 0, 1
@@ -46,7 +47,7 @@ def run(config: Config) -> int:
     Raises:
         UserError: the model is no MoE model, or the rule cannot be laid out at all.
     """
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = screen_console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     hardware = hardware_for(config)
     dims = model_dims(config.model)
     load = known_load(config, dims)

@@ -14,6 +14,7 @@ from kt_ray.hardware.describe import hardware_for
 from kt_ray.modes.plan import model_dims
 from kt_ray.placement.render import LAYOUT, layout_line
 from kt_ray.runs.known_load import known_load, resumed_choice
+from kt_ray.terminal import screen_console
 from kt_ray.timing.choose import choose_plan
 
 
@@ -22,7 +23,6 @@ def run(config: Config) -> int:
 
     Rows of every kind are shown: answers, raw text, preference pairs and verdicts.
     """
-    from rich.console import Console
 
     # With a tokenizer named, the checkpoint itself need not be here yet.
     model = config.model
@@ -31,7 +31,7 @@ def run(config: Config) -> int:
     if config.data.packing:
         check_packing_family(directory)
     bundle = load_data(config, directory, config.seed, KINDS)
-    console = Console(file=sys.stdout)
+    console = screen_console(file=sys.stdout)
     count = config.trainer.preview or 3
     if bundle.kind == "pairs":
         print_preview(preview_pairs(bundle.train, bundle.tokenizer, count), console)

@@ -8,10 +8,19 @@ import time
 from dataclasses import replace
 
 from kt_ray.config.schema import Config
-from kt_ray.runs.generation import PreparedGeneration, generator_on, load_adapters, prepare_generation
+from kt_ray.config.secret_values import remember
+from kt_ray.generate.generator import Generator
+from kt_ray.runs.generation import (
+    PreparedGeneration,
+    Revivals,
+    generator_on,
+    load_adapters,
+    prepare_generation,
+)
 from kt_ray.runs.start_cluster import started
 from kt_ray.serve.access import VARIABLE, bare, check_address, digest
 from kt_ray.serve.completions import Served
+from kt_ray.serve.header_timeout import INSTALL, PROXY_VARIABLE
 from kt_ray.serve.run import check_port, make_service, run_server
 from kt_ray.tracking.console import say
 
@@ -20,7 +29,11 @@ def run(config: Config) -> int:
     """Until Ctrl-C. Returns the exit code."""
     serve = replace(config.serve, host=bare(config.serve.host))
     config = replace(config, serve=serve)
-    key = (serve.api_key or os.environ.get(VARIABLE) or "").strip() or None
+    # Neither Ray's processes nor what they start need the key; this one keeps a digest.
+    stated = os.environ.pop(VARIABLE, None)
+    key = (serve.api_key or stated or "").strip() or None
+    if key is not None:
+        remember(key)
     check_address(serve.host, key)
     check_port(serve.host, serve.port)
     # The plan counts caches for generate.batch_size rows.
@@ -35,6 +48,7 @@ def run(config: Config) -> int:
 
     local = config.cluster.name == "local"
     if not local:
+        os.environ.setdefault(PROXY_VARIABLE, INSTALL)  # a local cluster's processes inherit it
         from kt_ray.actors.ray.ray_cluster import RayCluster
         from kt_ray.actors.ray.serve_app import refuse_company, run_on_serve
 
@@ -43,12 +57,18 @@ def run(config: Config) -> int:
         started(generation, f"{config.model.name}-serve", None if local else refuse_company) as cluster,
     ):
         load_adapters(generation, cluster)
+        revivals = Revivals(generation, cluster)
         if local:
-            with generator_on(generation, cluster) as generator:
-                run_server(make_service(served, generator), serve.host, serve.port, ready)
+
+            def revive(error: BaseException) -> Generator:
+                revivals.bring_back(error)
+                return generator_on(generation, cluster)
+
+            service = make_service(served, generator_on(generation, cluster))
+            run_server(service, serve.host, serve.port, ready, revive)
         else:
             assert isinstance(cluster, RayCluster)
-            run_on_serve(cluster, served, serve.host, serve.port, ready)
+            run_on_serve(cluster, served, serve.host, serve.port, ready, revivals.bring_back)
     say("the server has ended")
     return 0
 

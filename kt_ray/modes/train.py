@@ -14,6 +14,7 @@ from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.checkpoint.housekeeping import best_checkpoint, mark_best
 from kt_ray.config.resume_line import resume_line
 from kt_ray.config.schema import Config
+from kt_ray.config.secret_values import without_secrets
 from kt_ray.errors import Stopped, UserError
 from kt_ray.hardware.machine import socket_name
 from kt_ray.hardware.rate_files import rates_for
@@ -115,7 +116,9 @@ def _run(
                 for line in go_on_from(resume, rundir):
                     say(line)
                 say(f"resumed from {resume.directory} after step {first_step}")
-            tracker.start(rundir.path, plain(config), first_step=first_step + 1 if first_step else 0)
+            tracker.start(
+                rundir.path, without_secrets(plain(config)), first_step=first_step + 1 if first_step else 0
+            )
             summary = _train(prepared, rundir, cluster, tracker, resume, began)
             if final is not None:
                 _answer(*final, rundir, cluster, tracker)

@@ -12,6 +12,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from kt_ray.errors import UserError
 from kt_ray.recipe.llamafactory import read
 from kt_ray.recipe.reading import Override, Reading
+from kt_ray.terminal import visible
 
 _PLAIN = re.compile(r"[A-Za-z_./][\w./-]*")
 _WORDS = ("null", "true", "false", "nan", "inf")
@@ -154,7 +155,7 @@ def _print(reading: Reading, chosen: list[Override], overruled: list[Override], 
         for field, reason in reading.ignored:
             by_reason.setdefault(reason, []).append(field)
         lines += [f"  {', '.join(fields)}: {reason}" for reason, fields in by_reason.items()]
-    print("\n".join(lines), file=out, flush=True)
+    print(visible("\n".join(lines)), file=out, flush=True)
 
 
 def override(key: str, value: Any) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.config.fields import show
+from kt_ray.config.secret_values import MASK, is_secret
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Reading:
 
 def masked(name: str, value: Any) -> str:
     """A value in a message; secrets are not shown."""
-    if any(part in name for part in ("token", "api_key", "secret", "webhook")) and isinstance(value, str):
-        return "…"
+    if is_secret(name) and isinstance(value, str):
+        return MASK
     text = show(value)
     return text if len(text) <= 200 else f"{text[:200]}…"

@@ -6,6 +6,8 @@ mode=predict, eval, chat and serve begin here; a training run that answers quest
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +28,11 @@ from kt_ray.placement.generation_memory import room
 from kt_ray.runs.prepare import PreparedModel, model_directory, prepare_model
 from kt_ray.runs.start_cluster import started
 from kt_ray.tracking.console import say
+from kt_ray.train.cluster_protocol import ActorLost
 
+logger = logging.getLogger(__name__)
+
+_HOUR = 3600.0  # seconds
 NO_LORA = LoraConfig(target_modules="none", experts=False)
 
 
@@ -204,6 +210,60 @@ def load_adapters(generation: PreparedGeneration, cluster: ActorCluster) -> None
 
     for line in cluster.at_start(load):
         say(line)
+
+
+class Revivals:
+    """Brings a cluster that serves back after an actor died: `trainer.recoveries` times an hour at most."""
+
+    def __init__(self, generation: PreparedGeneration, cluster: ActorCluster) -> None:
+        self._generation = generation
+        self._cluster = cluster
+        self._limit = generation.config.trainer.recoveries
+        self._begun: list[float] = []  # of those in the last hour, on the monotonic clock
+
+    def bring_back(self, error: BaseException) -> None:
+        """After a session of generation that an error ended: all actors run, with what requests name.
+
+        Raises:
+            UserError: it cannot be done, or was done too often.
+        """
+        begin = time.monotonic()
+        while True:
+            self._begun = [before for before in self._begun if before > time.monotonic() - _HOUR]
+            if len(self._begun) >= self._limit:
+                raise self._given_up(error) from error
+            self._begun.append(time.monotonic())
+            logger.warning("generation has ended", exc_info=error)
+            number = f"recovery {len(self._begun)} of {self._limit} in an hour"
+            say(f"{_what(error)}: starting it again ({number})")
+            try:
+                self._bring_back(error)
+            except ActorLost as another:
+                error = another
+                continue
+            say(f"back after {time.monotonic() - begin:.1f} s")
+            return
+
+    def _bring_back(self, error: BaseException) -> None:
+        if not isinstance(error, ActorLost):
+            self._cluster.discard()  # what the session left in the actors' mailboxes
+            return
+        self._cluster.recover()
+        self._cluster.restart()  # a new actor's LoRA may be any; adapters follow
+        load_adapters(self._generation, self._cluster)
+
+    def _given_up(self, error: BaseException) -> UserError:
+        return UserError(
+            f"{_what(error)}, and all recoveries are used up",
+            observed=error.observed if isinstance(error, UserError) else error,
+            required=f"at most {self._limit} an hour (trainer.recoveries)",
+            remedy="look for the kernel's out-of-memory killer (dmesg) and at the actors' logs, compare "
+            "mode=plan with the memory that is free, then start the server again",
+        )
+
+
+def _what(error: BaseException) -> str:
+    return error.what if isinstance(error, UserError) else f"generation has ended: {type(error).__name__}"
 
 
 def generator_on(generation: PreparedGeneration, cluster: ActorCluster) -> Generator:

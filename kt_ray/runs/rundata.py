@@ -13,6 +13,7 @@ from typing import Any
 
 from kt_ray.config.fields import fields
 from kt_ray.config.mapping import REMOVED
+from kt_ray.config.secret_values import without_secrets
 from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, read_json
 from kt_ray.runs.rundir import find_checkpoints, flatten, is_run, plain, read_config
@@ -143,9 +144,9 @@ def read_run(path: Path) -> RunData:
     evaluation = path / "eval.json"
     return RunData(
         path=path,
-        config=config,
+        config=without_secrets(config),
         records=read_jsonl(path / "metrics.jsonl"),
-        environment=_json(path / "env.json", _ENVIRONMENT),
+        environment=without_secrets(_json(path / "env.json", _ENVIRONMENT)),
         plan=_json(path / "plan.json"),
         load={int(layer): list(load[layer]) for layer in sorted(load, key=int)},
         load_step=load_step,

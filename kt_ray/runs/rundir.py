@@ -22,6 +22,7 @@ import yaml
 
 from kt_ray.config.mapping import dated_name
 from kt_ray.config.schema import Config
+from kt_ray.config.secret_values import without_secrets
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, read_yaml
@@ -103,7 +104,7 @@ class RunDir:
 
     def write_config(self, config: Config) -> None:
         """config.yaml, the resolved configuration."""
-        text = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(without_secrets(plain(config)), sort_keys=False, allow_unicode=True)
         write_atomic(self.path / _CONFIG, text)
 
     def write_plan(self, plan: Any) -> None:
@@ -112,7 +113,8 @@ class RunDir:
 
     def write_env(self, environment: Mapping[str, Any]) -> None:
         """env.json: see `kt_ray.runs.environment`, and what the cluster adds to it."""
-        write_atomic(self.path / "env.json", json.dumps(plain(environment), indent=2) + "\n")
+        text = json.dumps(without_secrets(plain(environment)), indent=2)
+        write_atomic(self.path / "env.json", text + "\n")
 
     def remove_results(self) -> list[Path]:
         """Remove answers, losses, scores and the report: the adapter that they are about will change.

@@ -1,14 +1,14 @@
-"""Access control as ASGI middleware: the API key, the Host header, the size of a body."""
+"""Access control as ASGI middleware: the API key, the Host header, the size and the pace of a body."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from kt_ray.errors import UserError
@@ -16,6 +16,7 @@ from kt_ray.serve.api_errors import ApiError
 
 VARIABLE = "KT_RAY_API_KEY"
 OPEN = ("/health",)  # paths that need no key
+BODY_TIMEOUT = 30.0  # seconds that a body may take to arrive
 
 
 def bare(host: str) -> str:
@@ -80,11 +81,9 @@ class Gate:
                         self._check_host(headers)
                     else:
                         self._check_key(headers, self._key)
-                receive = await self._read(headers, scope, receive)
+                receive = self._limited(headers, receive)
             except ApiError as error:
                 await error.response()(scope, receive, send)
-                return
-            except ClientDisconnect:
                 return
         await self._app(scope, receive, send)
 
@@ -116,27 +115,42 @@ class Gate:
                 headers={"www-authenticate": "Bearer"},
             )
 
-    async def _read(self, headers: Headers, scope: Scope, receive: Receive) -> Receive:
-        """Read the body, as far as it may go; what follows it is left to the application.
+    def _limited(self, headers: Headers, receive: Receive) -> Receive:
+        """`receive` that ends a body which is too large, or too slow, with an error for who reads it.
 
         Raises:
-            ClientDisconnect: the client left before its end.
+            ApiError: the request says itself that it is too large.
         """
         message = f"the request is larger than {self._max_body} bytes (serve.max_body)"
         too_large = ApiError(413, message, code="request_too_large")
-        stated, body = headers.get("content-length", ""), bytearray()
-        if stated.isdecimal() and int(stated) > self._max_body:
+        # Some clients send the length of a body and then wait: they are answered before it comes.
+        stated = headers.get("content-length", "")
+        if stated.isdecimal() and (len(stated) > 18 or int(stated) > self._max_body):
             raise too_large
-        async for part in Request(scope, receive).stream():
-            body += part
-            if len(body) > self._max_body:
-                raise too_large
-        waiting: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        size, deadline = 0, 0.0  # from the first question on; infinite once the body has come
 
-        async def replay() -> Message:
-            return waiting.pop() if waiting else await receive()
+        async def limited() -> Message:
+            nonlocal size, deadline
+            loop = asyncio.get_running_loop()
+            deadline = deadline or loop.time() + BODY_TIMEOUT
+            try:
+                async with asyncio.timeout_at(None if deadline == float("inf") else deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(
+                    408,
+                    f"the request's body did not come within {BODY_TIMEOUT:.0f} s",
+                    code="request_timeout",
+                ) from None
+            if message["type"] == "http.request":
+                size += len(message.get("body", b""))
+                if size > self._max_body:
+                    raise too_large
+                if not message.get("more_body", False):
+                    deadline = float("inf")
+            return message
 
-        return replay
+        return limited
 
 
 def _without_port(host: str) -> str:

@@ -56,10 +56,15 @@ def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
-def engine_stopped(error: BaseException) -> ApiError:
+def what_stopped(error: BaseException) -> str:
     """For clients: what happened, and no more; addresses and processes are the operator's."""
-    what = error.what if isinstance(error, UserError) else "a fault in it"
-    return ApiError(503, f"generation has stopped: {what}", code="engine_stopped")
+    return error.what if isinstance(error, UserError) else "a fault in it"
+
+
+def engine_stopped(error: BaseException) -> ApiError:
+    """Of a request that runs, or comes, while generation has stopped: it is brought back if it can be."""
+    message = f"generation has stopped: {what_stopped(error)}"
+    return ApiError(503, message, code="engine_stopped", headers={"retry-after": "5"})
 
 
 def of_validation(errors: Sequence[Any]) -> ApiError:
@@ -67,15 +72,14 @@ def of_validation(errors: Sequence[Any]) -> ApiError:
     first = errors[0]
     if str(first.get("type")).endswith("_type"):
         # Of a union, such as text or list of texts, the branch of another type fails first: not the cause.
-        same = (e for e in errors if e["loc"][:2] == first["loc"][:2] and not e["type"].endswith("_type"))
+        same = (e for e in errors if e["loc"][:1] == first["loc"][:1] and not e["type"].endswith("_type"))
         first = next(same, first)
     kind, context = str(first.get("type")), first.get("ctx") or {}
     if kind == "json_invalid":
         return ApiError(400, f"the body is not JSON: {context.get('error', first['msg'])}")
     if "param" in context:  # a check of our own
         return ApiError(400, str(first["msg"]), param=context["param"], code=kind)
-    place = [part for part in first["loc"] if part != "body"]
-    name = _name(place)
+    name = _name(first["loc"])
     if not name:
         return ApiError(400, "the body must be a JSON object, sent as application/json")
     if kind == "extra_forbidden":

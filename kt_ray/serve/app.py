@@ -6,35 +6,36 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kt_ray.errors import UserError
 from kt_ray.serve.access import Gate
 from kt_ray.serve.api_errors import ApiError, of_user_error, of_validation
-from kt_ray.serve.completions import CompletionService, Job
+from kt_ray.serve.completions import CompletionService, Job, Room
 from kt_ray.serve.replies import ChatReplies, Choice, CompletionReplies, Replies
 from kt_ray.serve.schemas import ChatRequest, CompletionRequest
+
+BodyT = TypeVar("BodyT", ChatRequest, CompletionRequest)
 
 
 def make_app(service: CompletionService) -> FastAPI:
     """The application of one service."""
     served = service.served
-    app = FastAPI(title="kt_ray", docs_url=None, redoc_url=None)
+    app = FastAPI(title="kt_ray", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Gate, key=served.key, max_body=served.max_body)
     _add_errors(app)
 
     @app.get("/health")
     async def health() -> Response:
-        return JSONResponse(
-            {"status": "ok" if service.healthy else "stopped"}, 200 if service.healthy else 503
-        )
+        found = service.health
+        return JSONResponse(found, 200 if found["status"] == "ok" else 503)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -46,20 +47,39 @@ def make_app(service: CompletionService) -> FastAPI:
         return JSONResponse(_model(service, name))
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        service.adapter_of(body.model)
-        service.check_room(body.n)
-        prompts = [await service.chat_prompt(body.messages)]
-        return await _respond(service, body, prompts, ChatReplies(service, body, prompts), request)
+    async def chat(request: Request) -> Response:
+        with Room(service) as room:
+            body = await _body(service, request, ChatRequest)
+            service.adapter_of(body.model)
+            room.take(body.n)
+            prompts = [await service.work(service.chat_prompt, body.messages)]
+            job = service.start(service.requests(body, prompts), room)
+        return await _respond(service, body, job, ChatReplies(service, body, prompts), request)
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        service.adapter_of(body.model)
-        service.check_room(len(body.prompts) * body.n)
-        prompts = [await service.completion_prompt(prompt) for prompt in body.prompts]
-        return await _respond(service, body, prompts, CompletionReplies(service, body, prompts), request)
+    async def completions(request: Request) -> Response:
+        with Room(service) as room:
+            body = await _body(service, request, CompletionRequest)
+            service.adapter_of(body.model)
+            room.take(len(body.prompts) * body.n)
+            prompts = [await service.work(service.completion_prompt, prompt) for prompt in body.prompts]
+            job = service.start(service.requests(body, prompts), room)
+        return await _respond(service, body, job, CompletionReplies(service, body, prompts), request)
 
     return app
+
+
+async def _body(service: CompletionService, request: Request, kind: type[BodyT]) -> BodyT:
+    """The request's body, checked.
+
+    Raises:
+        ApiError: it is too large or too slow, or no JSON by what it says of itself. ValidationError:
+            it is not what `kind` wants. ClientDisconnect.
+    """
+    # A web page can send what claims to be text anywhere, without its reader being asked first.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(400, "the body must be a JSON object, sent as application/json")
+    return await service.work(kind.model_validate_json, await request.body())
 
 
 def _model(service: CompletionService, name: str) -> dict[str, Any]:
@@ -77,11 +97,10 @@ def _model(service: CompletionService, name: str) -> dict[str, Any]:
 async def _respond(
     service: CompletionService,
     body: ChatRequest | CompletionRequest,
-    prompts: list[tuple[int, ...]],
+    job: Job,
     replies: Replies,
     request: Request,
 ) -> Response:
-    job = service.start(service.requests(body, prompts))
     choices = [Choice(service.served.eos) for _ in job.answers]
     if body.stream:
         return EventStream(_events(_chunks(job, choices, replies, body.include_usage)), job)
@@ -167,9 +186,13 @@ def _add_errors(app: FastAPI) -> None:
     async def user(request: Request, error: UserError) -> Response:
         return of_user_error(error).response()
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return of_validation(error.errors()).response()
+    @app.exception_handler(ValidationError)
+    async def invalid(request: Request, error: ValidationError) -> Response:
+        return of_validation(error.errors(include_url=False, include_input=False)).response()
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:

@@ -6,20 +6,22 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kt_ray.data.row_types import Turn
 from kt_ray.data.template import ChatEncoder
 from kt_ray.errors import UserError
 from kt_ray.generate.generator import Answer, Generator, Piece
 from kt_ray.generate.requests import Request, Sampling
-from kt_ray.serve.api_errors import ApiError, engine_stopped, of_user_error, shutting_down
+from kt_ray.serve.api_errors import ApiError, engine_stopped, of_user_error, shutting_down, what_stopped
 from kt_ray.serve.schemas import ChatMessage, ChatRequest, CompletionRequest
 
-FAREWELL = 5.0  # seconds that running answers get when the server is stopped
-_LONG = 20_000  # characters from which on tokenizing does not hold the event loop up
+FAREWELL = 2.0  # seconds that running answers get when the server is stopped
+THREADS = 4  # that parse, render and tokenize, so that the event loop never does
+T = TypeVar("T")
 _COMPLETION_TOKENS = 16  # of a completion that names no limit, as in OpenAI's API
 
 
@@ -81,11 +83,39 @@ class Job:
                 answer.cancel()
 
 
+class Room:
+    """The places of one HTTP request's answers, taken before anything is done for it. Use it in a `with`."""
+
+    def __init__(self, service: CompletionService) -> None:
+        self._service = service
+        self._answers = 0
+
+    def __enter__(self) -> Room:
+        self.take(1)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._service.give_back(self._answers)
+
+    def take(self, answers: int) -> None:
+        """So many places altogether.
+
+        Raises:
+            ApiError: see `CompletionService.reserve`.
+        """
+        self._service.reserve(answers, self._answers)
+        self._answers = answers
+
+    def hand_over(self) -> None:
+        """From now on every answer gives its place back when it ends."""
+        self._answers = 0
+
+
 class CompletionService:
     """Checks requests and hands them to a generator.
 
     Attributes:
-        outstanding: answers that run or wait.
+        outstanding: answers that run, wait, or are being prepared.
     """
 
     def __init__(self, served: Served, encoder: ChatEncoder, generator: Generator) -> None:
@@ -93,6 +123,9 @@ class CompletionService:
         self.encoder = encoder
         self.generator = generator
         self.vocabulary = len(encoder.tokenizer)
+        # Longer texts have more tokens than the context, whatever they say: they are not even tokenized.
+        self.longest_text = served.context * max(map(len, encoder.tokenizer.get_vocab()), default=1)
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kt-prompts")
         self._adapters: dict[str, bool | str] = {served.name: False, **{n: n for n in served.adapters}}
         self.outstanding = 0
         self._lock = threading.Lock()
@@ -104,8 +137,20 @@ class CompletionService:
         return tuple(self._adapters)
 
     @property
-    def healthy(self) -> bool:
-        return self.generator.error is None and not self._stopping
+    def health(self) -> dict[str, str]:
+        """The status, and the reason where it is not "ok"."""
+        error = self.generator.error
+        if self._stopping:
+            return {"status": "stopping"}
+        return {"status": "ok"} if error is None else {"status": "recovering", "reason": what_stopped(error)}
+
+    def fault(self) -> Exception | None:
+        """What ended generation, if anything did. Blocks until nothing of that session runs."""
+        error = self.generator.error
+        if error is None:
+            return None
+        self.generator.close()
+        return error if isinstance(error, Exception) else RuntimeError(repr(error))
 
     def adapter_of(self, model: str) -> bool | str:
         """Raises ApiError: there is no such model."""
@@ -129,11 +174,19 @@ class CompletionService:
         while self.outstanding and time.monotonic() < deadline:
             time.sleep(0.05)
         self.generator.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def work(self, action: Callable[..., T], *args: Any) -> T:
+        """The result of something that takes time, which would hold all other requests up on the loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, action, *args)
 
     # -- prompts ----------------------------------------------------------------------------
 
-    async def chat_prompt(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        """Token ids of a conversation with the header of the answer to come."""
+    def chat_prompt(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+        """Token ids of a conversation with the header of the answer to come. Takes time: see `work`."""
+        if len(messages) > self.served.context:
+            raise self._too_long(f"{len(messages)} messages", "messages")
+        self._check_length(sum(len(message.text) for message in messages), "messages")
         roles = {"developer": "system"}
         turns: list[Turn] = [{"role": roles.get(m.role, m.role), "content": m.text} for m in messages]
         try:
@@ -144,12 +197,14 @@ class CompletionService:
             raise ApiError(
                 400, f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
-        return await self._tokens(text, special=False)
+        return self._tokens(text, "messages", special=False)
 
-    async def completion_prompt(self, prompt: str | list[int]) -> tuple[int, ...]:
-        """Token ids of a text, with the special tokens that the tokenizer begins texts with."""
+    def completion_prompt(self, prompt: str | list[int]) -> tuple[int, ...]:
+        """Token ids of a text, with the special tokens that the tokenizer begins texts with. Takes time."""
         if isinstance(prompt, str):
-            ids = await self._tokens(prompt, special=True)
+            ids = self._tokens(prompt, "prompt", special=True)
+        elif len(prompt) > self.served.context:
+            raise self._too_long(f"{len(prompt)} tokens", "prompt")
         else:
             ids = tuple(prompt)
             wrong = next((i for i in ids if not 0 <= i < self.vocabulary), None)
@@ -161,12 +216,23 @@ class CompletionService:
             raise ApiError(400, "the prompt has no tokens", param="prompt")
         return ids
 
-    async def _tokens(self, text: str, *, special: bool) -> tuple[int, ...]:
-        def encode() -> tuple[int, ...]:
-            encoding = self.encoder.tokenizer(text, add_special_tokens=special, verbose=False)
-            return tuple(encoding["input_ids"])
+    def _tokens(self, text: str, field: str, *, special: bool) -> tuple[int, ...]:
+        self._check_length(len(text), field)
+        encoding = self.encoder.tokenizer(text, add_special_tokens=special, verbose=False)
+        return tuple(encoding["input_ids"])
 
-        return encode() if len(text) < _LONG else await asyncio.to_thread(encode)
+    def _check_length(self, characters: int, field: str) -> None:
+        if characters > self.longest_text:
+            raise self._too_long(f"{characters} characters (at most {self.longest_text} can fit)", field)
+
+    def _too_long(self, what: str, field: str) -> ApiError:
+        return ApiError(
+            400,
+            f"this model's maximum context length is {self.served.context} tokens, but the {field} "
+            f"{'has' if field == 'prompt' else 'have'} {what}; shorten the {field}",
+            param=field,
+            code="context_length_exceeded",
+        )
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -221,8 +287,11 @@ class CompletionService:
             )
         return asked
 
-    def check_room(self, answers: int) -> None:
-        """Before work is put into a request for so many answers: refuse it if it could not be taken now.
+    def reserve(self, answers: int, had: int = 0) -> None:
+        """Places for so many answers of one request, before work is put into it.
+
+        Args:
+            had: places that it has already.
 
         Raises:
             ApiError: too many wait already, or there are never so many (429); generation has stopped (503).
@@ -232,34 +301,42 @@ class CompletionService:
         if self.generator.error is not None:
             raise engine_stopped(self.generator.error)
         most = self.served.running + self.served.max_queue
-        if self.outstanding + answers > most:
-            raise ApiError(
-                429,
-                f"too many requests: {self.outstanding} answers are running or waiting, {most} can"
-                + (f"; this request asks for {answers}" if answers > 1 else ""),
-                code="queue_full",
-                headers={"retry-after": "1"},
-            )
+        with self._lock:
+            others = self.outstanding - had
+            if others + answers <= most:
+                self.outstanding = others + answers
+                return
+        raise ApiError(
+            429,
+            f"too many requests: {others} answers are running or waiting, {most} can"
+            + (f"; this request asks for {answers}" if answers > 1 else ""),
+            code="queue_full",
+            headers={"retry-after": "1"},
+        )
+
+    def give_back(self, answers: int) -> None:
+        """Places of answers that have ended, or that nothing came of."""
+        with self._lock:
+            self.outstanding -= answers
 
     # -- running ----------------------------------------------------------------------------
 
-    def start(self, requests: Sequence[Request]) -> Job:
+    def start(self, requests: Sequence[Request], room: Room) -> Job:
         """Hand requests in, all or none. On the event loop that will read the answers.
 
+        Args:
+            room: places for just so many.
+
         Raises:
-            ApiError: too many wait already (429), the generator refuses one (400), or the service has
-                stopped (503).
+            ApiError: the generator refuses one (400), or the service has stopped (503).
         """
-        with self._lock:
-            self.check_room(len(requests))
-            self.outstanding += len(requests)
         job, loop = Job(), asyncio.get_running_loop()
+        room.hand_over()
         try:
             for number, request in enumerate(requests):
                 job.answers.append(self.generator.submit(request, self._listener(job, loop, number)))
         except BaseException as error:
-            with self._lock:
-                self.outstanding -= len(requests) - len(job.answers)
+            self.give_back(len(requests) - len(job.answers))
             job.cancel()
             if not isinstance(error, UserError):
                 raise
@@ -270,8 +347,7 @@ class CompletionService:
     def _listener(self, job: Job, loop: asyncio.AbstractEventLoop, number: int) -> Any:
         def take(piece: Piece | BaseException) -> None:
             if isinstance(piece, BaseException) or piece.token.finish:
-                with self._lock:
-                    self.outstanding -= 1
+                self.give_back(1)
             if not loop.is_closed():
                 loop.call_soon_threadsafe(job.put, number, piece)
 

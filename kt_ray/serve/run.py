@@ -16,6 +16,9 @@ from kt_ray.generate.generator import Generator
 from kt_ray.serve.access import bare
 from kt_ray.serve.app import make_app
 from kt_ray.serve.completions import FAREWELL, CompletionService, Served
+from kt_ray.serve.header_timeout import TimedProtocol
+
+Revive = Callable[[BaseException], Generator]  # a generator after one that an error ended; or raises
 
 
 def make_service(served: Served, generator: Generator) -> CompletionService:
@@ -43,20 +46,51 @@ def check_port(host: str, port: int) -> None:
             ) from error
 
 
-class _Server(uvicorn.Server):
-    """Ends with the service, and ends it beside its connections: streams end with an event, not midway."""
+class Server(uvicorn.Server):
+    """Ends with the service, and ends it beside its connections: streams end with an event, not midway.
 
-    def __init__(self, config: uvicorn.Config, service: CompletionService, ready: Callable[[], None]) -> None:
+    Attributes:
+        error: why generation could not be brought back.
+    """
+
+    def __init__(
+        self, service: CompletionService, host: str, port: int, ready: Callable[[], None], revive: Revive
+    ) -> None:
+        config = uvicorn.Config(
+            make_app(service),
+            host=bare(host),
+            port=port,
+            http=TimedProtocol,
+            ws="none",
+            log_level=logging.ERROR,  # what clients do wrong is no news
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=int(FAREWELL) + 1,  # clients that do not read what they are sent
+        )
         super().__init__(config)
+        self.error: BaseException | None = None
         self._service = service
         self._ready = ready
+        self._revive = revive
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
 
     async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self._service.generator.error is not None
+        if await super().on_tick(counter):
+            return True
+        if self._service.generator.error is not None:
+            try:
+                await asyncio.to_thread(self._renew)
+            except Exception as error:
+                self.error = error
+        return self.error is not None
+
+    def _renew(self) -> None:
+        fault = self._service.fault()
+        if fault is not None:
+            self._service.generator = self._revive(fault)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.ensure_future(asyncio.to_thread(self._service.close))
@@ -64,22 +98,16 @@ class _Server(uvicorn.Server):
         await ending
 
 
-def run_server(service: CompletionService, host: str, port: int, ready: Callable[[], None]) -> None:
+def run_server(
+    service: CompletionService, host: str, port: int, ready: Callable[[], None], revive: Revive
+) -> None:
     """Serve until Ctrl-C, SIGTERM or the service's end; `ready` is called once requests are answered.
 
     Raises:
-        BaseException: what ended the service.
+        Exception: what `revive` raised.
     """
-    config = uvicorn.Config(
-        make_app(service),
-        host=bare(host),
-        port=port,
-        log_level=logging.WARNING,
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=int(2 * FAREWELL),  # clients that do not read what they are sent
-    )
+    server = Server(service, host, port, ready, revive)
     with contextlib.suppress(KeyboardInterrupt):
-        _Server(config, service, ready).run()  # uvicorn takes the signals, ends, and raises them again
-    if service.generator.error is not None:
-        raise service.generator.error
+        server.run()  # uvicorn takes the signals, ends, and raises them again
+    if server.error is not None:
+        raise server.error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -42,8 +42,13 @@ MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "name": (),
 }
 
+T = TypeVar("T")
+# Its first wrong entry is enough to refuse a list: a megabyte of wrong ones would make a gigabyte of errors.
+Items = Annotated[list[T], Field(fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1)]
-Stops = Annotated[list[Stop], Field(max_length=16)]
+Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=16)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+MAX_FIELDS = 100  # of one JSON object; each unknown one is an error of its own
 
 
 def unsupported(name: str, why: str = "is not supported by this server; leave it out") -> PydanticCustomError:
@@ -65,6 +70,9 @@ class Body(BaseModel):
         """Drop what asks for nothing, a null in the place of a default included."""
         if not isinstance(given, dict):
             return given
+        if len(given) > MAX_FIELDS:
+            text = f"an object of the request has {len(given)} fields, more than {MAX_FIELDS}"
+            raise PydanticCustomError("too_many_fields", "{text}", {"param": None, "text": text})
         optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
         kept = {}
         for name, value in given.items():
@@ -87,7 +95,7 @@ class ChatMessage(Body):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = MESSAGE_NEUTRAL
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
 
     @property
     def text(self) -> str:
@@ -108,13 +116,13 @@ class Common(Body):
     labels: ClassVar[tuple[str, ...]] = LABELS
 
     model: str
-    max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int = Field(0, ge=0)
+    max_tokens: Count | None = None
+    min_tokens: int = Field(0, ge=0, lt=2**31)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, lt=2**31)
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)  # beyond, logits are no longer finite
     n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop | Stops = []
@@ -141,8 +149,8 @@ class ChatRequest(Common):
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = CHAT_NEUTRAL
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    messages: Items[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -170,7 +178,7 @@ class CompletionRequest(Common):
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NEUTRAL, "suffix": ("",)}
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = None

@@ -11,9 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from kt_ray.errors import guard
+from kt_ray.terminal import screen_console
 
 _GB = 1 << 30
 RANDOM_FORMATS = ("bf16", "fp8", "int4", "int8", "mxfp4")  # kt_ray.tools.random_formats makes them
@@ -92,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    console = Console()
+    console = screen_console()
     command = arguments.command
     if command == "convert":
         from kt_ray.tools.convert import Options, convert

@@ -170,7 +170,8 @@ def released(config: dict[str, Any]) -> tuple[list[tuple[str, tuple[int, ...]]],
     plain = {k: v for k, v in config.items() if k not in ("quantization_config", "model_type")}
     kind = str(config["model_type"])
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(ALIASES.get(kind, kind), **plain))
+        built = AutoConfig.for_model(ALIASES.get(kind, kind), **plain)
+        model = AutoModelForCausalLM.from_config(built, trust_remote_code=False)
     state = revert_weight_conversion(model, model.state_dict())
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.get("tie_word_embeddings") else ()
     names = sorted((name for name in state if name not in tied), key=_place)

@@ -10,11 +10,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kt_ray.config.secret_values import hide
+from kt_ray.terminal import screen_console
+
 
 @cache
 def console() -> Console:
     """Standard output as rich sees it. Built on first use, so that redirection at start is honoured."""
-    return Console(highlight=False)
+    return screen_console(highlight=False)
 
 
 def say(line: str) -> None:
@@ -27,7 +30,7 @@ class ConsoleHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._stderr = Console(stderr=True, highlight=False)
+        self._stderr = screen_console(stderr=True, highlight=False)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -52,6 +55,13 @@ class _LogFile(logging.FileHandler):
             print(f"WARNING: {self.baseFilename} cannot be written: {error}", file=sys.stderr)
 
 
+class _Discreet(logging.Formatter):
+    """Without secrets: others' errors quote what they were given."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hide(super().format(record))
+
+
 def setup_logging(log_file: Path) -> Callable[[], None]:
     """Send every logger's INFO and above to `log_file`, with timestamps; keep the console clean.
 
@@ -67,10 +77,10 @@ def setup_logging(log_file: Path) -> Callable[[], None]:
     root, ours = logging.getLogger(), logging.getLogger("kt_ray")
     file = _LogFile(log_file, encoding="utf-8")
     file.setLevel(logging.INFO)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    file.setFormatter(_Discreet("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     screen = ConsoleHandler()
     screen.setLevel(logging.WARNING)
-    screen.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    screen.setFormatter(_Discreet("%(levelname)s: %(message)s"))
     level = ours.level
     ours.setLevel(logging.INFO)
     root.addHandler(file)

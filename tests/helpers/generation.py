@@ -26,7 +26,11 @@ def hugging_face(
 ) -> list[list[int]]:
     """New tokens of each prompt alone, by transformers' `generate` (greedy unless told otherwise)."""
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, experts_implementation="eager", attn_implementation=attention
+        path,
+        trust_remote_code=False,
+        dtype=torch.float32,
+        experts_implementation="eager",
+        attn_implementation=attention,
     ).eval()
     answers = []
     for prompt in prompts:

@@ -61,7 +61,9 @@ def released(directory: Path, config: dict[str, Any]) -> Iterator[Entry]:
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
     model_config = AutoConfig.for_model(**plain)
     with torch.device("meta"):
-        state = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16).state_dict()
+        state = AutoModelForCausalLM.from_config(
+            model_config, trust_remote_code=False, dtype=torch.bfloat16
+        ).state_dict()
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     last = f"model.layers.{layers - 1}."
     for name, tensor in state.items():

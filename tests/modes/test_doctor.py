@@ -164,6 +164,33 @@ def test_packages() -> None:
     verdict(software.package("no-such-package-here", ">=1", needed=False), WARN, "not installed")
 
 
+# The newest version that lets others in, and the first that does not.
+@pytest.mark.parametrize(
+    ("name", "open_to_others", "mended"),
+    [
+        ("ray", "2.53.0", "2.54.0"),
+        ("jinja2", "3.1.5", "3.1.6"),
+        ("datasets", "3.6.0", "4.0.0"),
+        ("starlette", "0.49.0", "0.49.1"),
+    ],
+)
+def test_versions_that_let_others_in(name: str, open_to_others: str, mended: str) -> None:
+    assert name in software.SHOWN
+    wanted = software.requirements()[name]
+    verdict(software.package(name, wanted, open_to_others), FAIL, f"pip install '{name}{wanted}'")
+    verdict(software.package(name, wanted, mended), PASS)
+
+
+def test_what_was_tested_together_is_in_range() -> None:
+    lines = (Path(__file__).resolve().parents[2] / "constraints.txt").read_text().splitlines()
+    tested = {name.lower(): version for name, _, version in (line.partition("==") for line in lines)}
+    for name, wanted in software.requirements().items():
+        if name.replace("-", "_") in tested or name in tested:
+            version = tested.get(name) or tested[name.replace("-", "_")]
+            verdict(software.package(name, wanted, version), PASS)
+    assert {"ray", "jinja2", "datasets", "fastapi", "starlette"} <= set(tested)
+
+
 def test_native() -> None:
     present = software.native(make_hardware(isa="reference"), AUTO)
     verdict(present, PASS, "chosen")

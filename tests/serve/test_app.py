@@ -20,73 +20,18 @@ from kt_ray.generate.requests import Request, Token
 from kt_ray.serve.access import bare, check_address, digest, is_loopback
 from kt_ray.serve.api_errors import ApiError
 from kt_ray.serve.app import make_app
-from kt_ray.serve.completions import CompletionService, Served
+from kt_ray.serve.completions import CompletionService, Room
 from kt_ray.serve.replies import spell
 from kt_ray.serve.run import check_port
 from kt_ray.serve.schemas import CompletionRequest
+from tests.helpers.scripted_generator import CONTEXT, KEY, Scripted, served
 
-KEY = "a key"
-CONTEXT = 64
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
 def encoder() -> ChatEncoder:
     return ChatEncoder(train_tokenizer(persona_path(), 320))
-
-
-class Scripted:
-    """A generator whose answers come when the test says so.
-
-    Attributes:
-        asked: requests so far. cancelled: their numbers.
-    """
-
-    def __init__(self, tokenizer: Any, says: str = "one two three") -> None:
-        self.tokenizer = tokenizer
-        self.says = tokenizer(says, add_special_tokens=False)["input_ids"]
-        self.error: BaseException | None = None
-        self.asked: list[Request] = []
-        self.answers: list[Answer] = []
-        self.cancelled: list[int] = []
-        self.waits = False  # answers stop before their last token
-
-    def submit(self, request: Request, listener: Any = None) -> Answer:
-        number = len(self.asked)
-        self.asked.append(request)
-        answer = Answer(number, request, self.tokenizer, lambda: self._cancel(number), listener)
-        self.answers.append(answer)
-        ids = self.says[: request.sampling.max_new_tokens]
-        for place, token in enumerate(ids):
-            last = place == len(ids) - 1
-            if not (last and self.waits):
-                answer.take(Token(number, token, -0.5, ((token, -0.5),), "length" if last else ""))
-        return answer
-
-    def _cancel(self, number: int) -> None:
-        self.cancelled.append(number)
-        self.answers[number].take(Token(number, -1, finish="cancelled"))
-
-
-def served(**changes: Any) -> Served:
-    settings: dict[str, Any] = {
-        "name": "base",
-        "adapters": ("neko",),
-        "tokenizer": "",
-        "template": None,
-        "template_name": None,
-        "eos": (1,),
-        "context": CONTEXT,
-        "max_tokens": None,
-        "running": 2,
-        "max_queue": 1,
-        "session": {},
-        "max_body": 2000,
-        "key": digest(KEY),
-        "fingerprint": "0123456789abcdef",
-        "created": 7,
-    }
-    return Served(**{**settings, **changes})
 
 
 class Bench:
@@ -129,7 +74,7 @@ PLAIN = {"model": "base", "prompt": "hello"}
         ("chat/completions", {"messages": HELLO}, 400, "model", "missing_required_parameter", "missing"),
         ("chat/completions", {**CHAT, "model": "other"}, 404, "model", "model_not_found", "base, neko"),
         ("chat/completions", {**CHAT, "messages": []}, 400, "messages", "invalid_value", "at least 1"),
-        ("chat/completions", {**CHAT, "messages": "hi"}, 400, "messages", "invalid_value", "list"),
+        ("chat/completions", {**CHAT, "messages": "hi"}, 400, "messages", "invalid_value", "array"),
         (
             "chat/completions",
             {**CHAT, "messages": [{"role": "robot", "content": "a"}]},
@@ -355,7 +300,9 @@ def test_a_body_without_a_length_is_measured(encoder: ChatEncoder) -> None:
 
         made = Bench(encoder)
         response = await made.http.post(
-            "/v1/completions", content=parts(), headers={"authorization": f"Bearer {KEY}"}
+            "/v1/completions",
+            content=parts(),
+            headers={"authorization": f"Bearer {KEY}", "content-type": "application/json"},
         )
         assert response.status_code == 413 and response.json()["error"]["code"] == "request_too_large"
 
@@ -484,8 +431,8 @@ def test_a_request_that_the_generator_refuses(encoder: ChatEncoder) -> None:
             raise UserError("this session of generation has ended")
 
         made.generator.submit = ends  # type: ignore[method-assign]
-        with pytest.raises(ApiError, match="generation has stopped") as stopped:
-            made.service.start(made.service.requests(CompletionRequest(**PLAIN), [(1, 2)]))
+        with Room(made.service) as room, pytest.raises(ApiError, match="generation has stopped") as stopped:
+            made.service.start(made.service.requests(CompletionRequest(**PLAIN), [(1, 2)]), room)
         assert stopped.value.status == 503
 
     run(bench)

@@ -1,19 +1,23 @@
 """Which Ray cluster `cluster.address` means on this host, and where its dashboard is.
 
-Nothing here loads Ray when it is imported, so that doctor can ask, too.
+Nothing here loads Ray when it is imported, so that doctor can ask, too. Who may be believed is in ray_access.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kt_ray.actors.ray.ray_access import distrust, token_file
 from kt_ray.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 PORTS_TRIED = 50
 
@@ -52,9 +56,26 @@ def running_cluster(address: str) -> Running | None:
                 remedy="start it with 'ray start --head', or set cluster.address=local",
             )
         return Running(address, source)
-    file = address_file()
-    started = file.read_text().strip() if file.is_file() else ""
-    return Running(started, "ray start") if started and answers(started) else None
+    started = started_here(address_file())
+    if isinstance(started, str):
+        logger.warning("%s; set cluster.address=HOST:PORT to join a cluster all the same", started)
+        return None
+    return started
+
+
+def started_here(file: Path) -> Running | str | None:
+    """The cluster of the last `ray start` on this host; or why what the file says is not believed.
+
+    None = there is none, or it does not answer any more.
+    """
+    try:
+        address = file.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return None
+    if not address or not answers(address):
+        return None
+    doubt = distrust(file, address)
+    return doubt or Running(address, "ray start")
 
 
 def address_file() -> Path:
@@ -112,8 +133,7 @@ def _token_hint() -> str:
         return ""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return " (asks for a token: the value of RAY_AUTH_TOKEN)"
-    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
-    return f" (asks for a token: 'ray get-auth-token' prints it, from {path})"
+    return f" (asks for a token: 'ray get-auth-token' prints it, from {token_file()})"
 
 
 def dashboard_url(context: Any = None) -> str | None:

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kt_ray import torch_environment
 from kt_ray.actors.cluster import NOTICE, ActorCluster, Handle, LoadNote
+from kt_ray.actors.ray.ray_access import check_open_dashboard, guard_token, token_to_join, token_to_start
 from kt_ray.actors.ray.ray_actor import Peer, RemoteActor
 from kt_ray.actors.ray.ray_address import Running, dashboard_hint, dashboard_url, free_port, running_cluster
 from kt_ray.actors.ray.ray_guard import RayGuard
@@ -122,7 +123,8 @@ class RayCluster(ActorCluster):
         """Join a running cluster or start a local one; says which, and where the dashboard is.
 
         Raises:
-            UserError: the cluster named does not answer or refuses, or the dashboard has no port.
+            UserError: the cluster named does not answer or refuses, or the dashboard has no port or would be
+                open to everybody.
         """
         if ray.is_initialized():
             self.dashboard_url = dashboard_url()
@@ -145,6 +147,8 @@ class RayCluster(ActorCluster):
                 remedy="start it with 'ray start --head' here and 'ray start --address=HOST:PORT' on the "
                 "others (docs/multi_node.md), or set rule.nodes=1",
             )
+        check_open_dashboard(self.config)
+        notes = token_to_start()
         # Named here only when it is shown: without a dashboard the port must not matter.
         port = (
             free_port(self.config.dashboard_host, self.config.dashboard_port)
@@ -168,15 +172,19 @@ class RayCluster(ActorCluster):
                 dashboard_port=port,
             )
         self.dashboard_url = dashboard_url(context) if self.config.dashboard else None
+        notes += guard_token()
         why = "no running cluster found, started" if self.config.address == "auto" else "started"
-        return [f"Ray: {why} a local one, which ends with this run{dashboard_hint(self.dashboard_url)}"]
+        return [
+            f"Ray: {why} a local one, which ends with this run{dashboard_hint(self.dashboard_url)}",
+            *notes,
+        ]
 
     def _join(self, running: Running) -> None:
-        # Ray looks for this user's token only when it finds the cluster itself; with a named one
-        # RAY_AUTH_MODE decides.
-        address = "auto" if running.source == "ray start" else running.address
+        # Not Ray's own "auto", which looks for a cluster again, and may find another.
+        for note in token_to_join(found=running.source == "ray start"):
+            logger.warning("%s", note)
         try:
-            context = self._init(address=address)
+            context = self._init(address=running.address)
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             raise UserError(
                 "the Ray cluster cannot be joined",

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 import torch
 
+from kt_ray.actors.ray.ray_access import token_to_join, token_to_start
 from kt_ray.actors.ray.ray_actor import INLINE_BYTES, Packed, Peer, RayPort
 from kt_ray.actors.ray.ray_address import running_cluster
 from kt_ray.actors.ray.ray_guard import RayGuard
@@ -127,9 +128,13 @@ def measure_ray(address: str, arena_bytes: float = float("inf")) -> dict[str, Fi
     running = running_cluster(address)
     os.environ.setdefault("RAY_worker_niceness", "0")
     how: dict[str, Any] = {"address": "local", "include_dashboard": False}
-    if running is not None:
-        how = {"address": "auto" if running.source == "ray start" else running.address}
-    guard = RayGuard() if running is None else None
+    guard: RayGuard | None = None
+    if running is None:
+        token_to_start()
+        guard = RayGuard()
+    else:
+        token_to_join(found=running.source == "ray start")
+        how = {"address": running.address}
     try:
         with guard.own_ray() if guard is not None else contextlib.nullcontext():
             ray.init(namespace="kt_ray-rates", log_to_driver=False, logging_level=logging.ERROR, **how)

@@ -1,20 +1,27 @@
 """The server on Ray Serve: one deployment holds the session of generation, Serve's proxy the port.
 
 The deployment finds the actors by their names. It asks for no CPU: the placement group of the actors has
-them all. When it dies the session is lost, and the server ends: the actors still hold half of it.
+them all. When an actor dies the driver replaces it, and the deployment begins another session. When the
+deployment dies its session is lost, and the server ends: the actors still hold half of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import pickle
+import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray import serve
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from kt_ray.actors.ray.ray_cluster import RayCluster, RayHandle
 from kt_ray.actors.specs import ActorSpecs
@@ -29,8 +36,8 @@ from kt_ray.serve.run import make_service
 from kt_ray.transport.messages import Address
 
 APPLICATION = "kt_ray"
-LOOK = 2.0  # seconds between looks at the deployment
-PATIENCE = 60.0  # seconds that it gets to answer one
+LOOK = 1.0  # seconds between the deployment's reports, and the driver's looks at them
+PATIENCE = 60.0  # seconds after which a deployment that reports nothing is gone
 ONGOING = 100_000  # requests inside the deployment: the service counts and refuses by itself
 QUIET: dict[str, Any] = {"log_level": "WARNING", "enable_access_log": False}
 
@@ -48,6 +55,7 @@ class AttachedCluster(RayCluster):
         names: Mapping[Address, str],
     ) -> None:
         super().__init__(plan, specs, config, rule, "serve")
+        self.namespace = namespace
         self._instructions = ThreadPoolExecutor(1, thread_name_prefix="kt-instructions")
         for address in sorted(names):
             actor = ray.get_actor(names[address], namespace=namespace)
@@ -59,6 +67,13 @@ class AttachedCluster(RayCluster):
         c = cluster
         return c.plan, c.specs, c.config, c.rule, c.namespace, c.names()
 
+    def detach(self) -> None:
+        """Give up what this process has of the cluster, after its session has ended."""
+        self._settle_aborts()  # one that arrives later would end the next session
+        self._instructions.shutdown(wait=False)
+        if self._inbox is not None:
+            self._inbox.close()
+
     def instruct(
         self, rank: int, kind: str, session: int, number: int = -1, request: Request | None = None
     ) -> None:
@@ -67,30 +82,78 @@ class AttachedCluster(RayCluster):
         self._instructions.submit(super().instruct, rank, kind, session, number, request)
 
 
+@dataclass(frozen=True)
+class Report:
+    """What the deployment says of itself, through the cluster's own key-value store.
+
+    Not through Serve: its questions wait behind the users' on their event loop.
+    """
+
+    replica: str  # which process; Serve replaces one that died
+    number: int  # grows
+    error: Exception | None  # what ended the session of generation; None while it runs
+
+    @staticmethod
+    def key(namespace: str) -> str:
+        return f"kt_ray_serve/{namespace}"
+
+    def publish(self, namespace: str) -> None:
+        try:
+            value = pickle.dumps(self)
+        except Exception:  # of the error
+            plain = RuntimeError(f"{type(self.error).__name__}: {self.error}")
+            value = pickle.dumps(replace(self, error=plain))
+        _internal_kv_put(self.key(namespace), value)
+
+    @staticmethod
+    def last(namespace: str) -> Report | None:
+        value = _internal_kv_get(Report.key(namespace))
+        found: Report | None = pickle.loads(value) if value else None
+        return found
+
+
 class Server:
     """The deployment."""
 
     service: CompletionService | None = None  # of this process: there is one replica in it
 
     def __init__(self, cluster: tuple[Any, ...], served: Served) -> None:
+        self._served = served
+        self._replica, self._numbers = secrets.token_hex(8), itertools.count()
+        self._reporting = threading.Lock()
+        self._cluster = AttachedCluster(*cluster)
+        Server.service = make_service(served, self._generator())
+        threading.Thread(target=self._keep_reporting, name="kt-report", daemon=True).start()
+
+    def _generator(self) -> Generator:
         from kt_ray.data.template import load_tokenizer
 
-        self.generator = Generator(
-            AttachedCluster(*cluster), load_tokenizer(served.tokenizer), **served.session
-        )
-        Server.service = make_service(served, self.generator)
+        return Generator(self._cluster, load_tokenizer(self._served.tokenizer), **self._served.session)
 
-    def look(self) -> UserError | None:
-        """What ended the service; None while it runs."""
-        error = self.generator.error
-        if error is None or isinstance(error, UserError):
-            return error
-        return UserError("generation has ended", observed=f"{type(error).__name__}: {error}")
+    def renew(self, cluster: tuple[Any, ...]) -> None:
+        """Begin another session, after the driver has brought the actors back."""
+        assert Server.service is not None
+        self._cluster.detach()
+        self._cluster = AttachedCluster(*cluster)
+        Server.service.generator = self._generator()
+        self._report()
 
     def stop(self) -> None:
         """Refuse new requests, give running ones a moment, end the session."""
         assert Server.service is not None
         Server.service.close()
+
+    def _report(self) -> None:
+        assert Server.service is not None
+        with self._reporting:  # in order
+            report = Report(self._replica, next(self._numbers), Server.service.fault())
+            report.publish(self._cluster.namespace)
+
+    def _keep_reporting(self) -> None:
+        while True:
+            with contextlib.suppress(Exception):  # a store that is away for a moment; the driver has patience
+                self._report()
+            time.sleep(LOOK)
 
 
 def _build() -> Any:
@@ -100,16 +163,22 @@ def _build() -> Any:
 
 
 def run_on_serve(
-    cluster: RayCluster, served: Served, host: str, port: int, ready: Callable[[], None]
+    cluster: RayCluster,
+    served: Served,
+    host: str,
+    port: int,
+    ready: Callable[[], None],
+    bring_back: Callable[[BaseException], None],
 ) -> None:
     """Serve until an interrupt (which passes), or until the service ends.
 
     Args:
         host, port: where Serve's proxy listens, on the cluster's head node.
         ready: called once requests are answered.
+        bring_back: has all actors run again after an error, or raises.
 
     Raises:
-        UserError: the deployment did not start, or the service ended.
+        UserError: the deployment did not start or is gone, or the service could not be brought back.
     """
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -147,12 +216,14 @@ def run_on_serve(
             ) from error
         ready()
         try:
-            _watch(handle)
+            _watch(handle, cluster, bring_back)
         except KeyboardInterrupt:
             with contextlib.suppress(Exception):
                 handle.stop.remote().result(timeout_s=2 * FAREWELL)
             raise
     finally:
+        with contextlib.suppress(Exception):
+            _internal_kv_del(Report.key(cluster.namespace))
         if cluster.joined:  # one of our own ends as a whole
             with contextlib.suppress(Exception):
                 serve.shutdown()
@@ -178,23 +249,33 @@ def refuse_company() -> None:
     )
 
 
-def _watch(handle: Any) -> None:
-    """Until the service ends or the deployment does not answer."""
+def _watch(handle: Any, cluster: RayCluster, bring_back: Callable[[BaseException], None]) -> None:
+    """Until the service ends and cannot be brought back, or the deployment is gone."""
+    replica, number, since = "", -1, time.monotonic()
     while True:
         time.sleep(LOOK)
+        report = Report.last(cluster.namespace)
+        if report is not None and not replica:
+            replica = report.replica
+        if report is not None and report.replica == replica and report.number != number:
+            number, since = report.number, time.monotonic()
+        elif time.monotonic() - since > PATIENCE or (report is not None and report.replica != replica):
+            raise _gone("it has been replaced" if report and report.replica != replica else "no report")
+        if report is None or report.error is None:
+            continue
+        bring_back(report.error)
         try:
-            fault = handle.look.remote().result(timeout_s=PATIENCE)
+            handle.renew.remote(AttachedCluster.parts(cluster)).result(timeout_s=PATIENCE)
         except Exception as error:
-            raise UserError(
-                "the server's deployment on Ray Serve is gone",
-                observed=f"{type(error).__name__}: {error}",
-                remedy="look for the kernel's out-of-memory killer (dmesg), then start the server again",
-            ) from error
-        if fault is not None:
-            raise UserError(
-                fault.what,
-                where=fault.where,
-                observed=fault.observed,
-                remedy="look for the kernel's out-of-memory killer (dmesg) and at the actors' logs, then "
-                "start the server again",
-            )
+            raise _gone(error) from error
+        since = time.monotonic()
+
+
+def _gone(observed: object) -> UserError:
+    if isinstance(observed, Exception):
+        observed = f"{type(observed).__name__}: {observed}"
+    return UserError(
+        "the server's deployment on Ray Serve is gone",
+        observed=observed,
+        remedy="look for the kernel's out-of-memory killer (dmesg), then start the server again",
+    )

@@ -36,7 +36,7 @@ def build_checkpoint(
     """
     config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES.get(family, {}), **overrides})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if "norm" in name and tensor.dim() == 1:

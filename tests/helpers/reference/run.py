@@ -73,7 +73,12 @@ class Reference:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # transformers' own, about mixed checkpoint types
             self.model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, experts_implementation="eager", attn_implementation="eager", **load
+                path,
+                trust_remote_code=False,
+                dtype=dtype,
+                experts_implementation="eager",
+                attn_implementation="eager",
+                **load,
             )
         self.model.requires_grad_(False).eval()
         self.layers: list[nn.Module] = list(self.model.model.layers)

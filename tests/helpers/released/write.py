@@ -204,7 +204,7 @@ def _random_state(path: Path, text: Config, seed: int, residual: float) -> dict[
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             _fill(name, tensor, residual)

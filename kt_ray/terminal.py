@@ -1,0 +1,50 @@
+"""What a terminal gets to see: text of data, models and errors cannot steer it.
+
+An escape sequence in a row, in a file's name or in a model's answer could set the window's title, change what
+was printed before, or write to the clipboard. Files keep text as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# C0 without newline and tab, DEL, C1; and halves of surrogate pairs, which no terminal's encoding has.
+_SHOWN = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+_SHOWN |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
+
+
+def visible(text: str) -> str:
+    """Text with control characters spelled out; newlines and tabs stay."""
+    return text.replace("\r\n", "\n").translate(_SHOWN)
+
+
+def screen_console(**options: Any) -> Console:
+    """A rich console that prints all text as `visible` has it, whatever carries it.
+
+    Args:
+        options: rich.console.Console's.
+    """
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderHook
+    from rich.segment import Segment
+
+    class Shown:
+        """Something printable, its text visible; colours are rich's own, and not text."""
+
+        def __init__(self, inside: RenderableType) -> None:
+            self.inside = inside
+
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+            for text, style, control in console.render(self.inside, options):
+                yield Segment(text if control else visible(text), style, control)
+
+    class Filter(RenderHook):
+        def process_renderables(self, renderables: Iterable[Any]) -> list[Any]:
+            return [Shown(renderable) for renderable in renderables]
+
+    console = Console(**options)
+    console.push_render_hook(Filter())
+    return console
