@@ -29,6 +29,7 @@ from kt_ray.adapter.peft_config import (
     adapter_config,
     adapter_form,
     adapter_readme,
+    stored_name,
 )
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.names import is_interleaved
@@ -56,12 +57,17 @@ class AdapterLayout:
     size: int  # bytes of the file
 
 
-def adapter_layout(shapes: Mapping[str, Iterable[int]]) -> AdapterLayout:
-    """Lay the file out: parameter name ("model.layers.3.self_attn.q_proj.lora_A.weight") -> shape."""
+def adapter_layout(shapes: Mapping[str, Iterable[int]], model_type: str = "") -> AdapterLayout:
+    """Lay the file out: parameter name ("model.layers.3.self_attn.q_proj.lora_A.weight") -> shape.
+
+    Args:
+        model_type: see AdapterInfo.
+    """
     # Layer by layer and expert by expert in natural order, so that one actor's ranges lie together.
     sizes = {name: tuple(shapes[name]) for name in sorted(shapes, key=_natural)}
-    header, ranges, size = build_header((PREFIX + name, "F32", shape) for name, shape in sizes.items())
-    return AdapterLayout(header, {n: ranges[PREFIX + n] for n in sizes}, sizes, size)
+    keys = {name: PREFIX + stored_name(name, model_type) for name in sizes}
+    header, ranges, size = build_header((keys[name], "F32", shape) for name, shape in sizes.items())
+    return AdapterLayout(header, {name: ranges[key] for name, key in keys.items()}, sizes, size)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -2,8 +2,8 @@
 
 No remote code: a released model_type that transformers knows under another name is translated here, and
 one that it does not know is refused by name. Of a multimodal checkpoint the text part is trained: as the
-family's text-only class where transformers has one, else inside the multimodal class, whose other towers
-are never given weights.
+family's text-only class where transformers loads that from the same files, else inside the multimodal class,
+whose other towers are never given weights.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ def build_causal(
     layer_calls.register()
     candidates = [(AutoModelForCausalLM, family.config), (AutoModelForImageTextToText, family.config)]
     if family.whole is not None:
-        candidates.append((AutoModelForImageTextToText, family.whole))
+        inside = (AutoModelForImageTextToText, family.whole)
+        # The text class only where transformers loads it from the same files: the adapter has its names.
+        alone = type(family.whole) in AutoModelForCausalLM._model_mapping
+        candidates = [*candidates, inside] if alone or not _generates(*inside) else [inside]
     chosen = next((c for c in candidates if _generates(*c)), None)
     if chosen is None:
         raise UserError(

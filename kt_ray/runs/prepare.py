@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from kt_ray.adapter.peft_config import AdapterInfo, load_limits
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_content, check_non_experts
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.safetensors_file import damaged
@@ -24,7 +25,8 @@ from kt_ray.dims.packable import check_packing_family
 from kt_ray.dims.weight_formats import plain_storage
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import this_host
-from kt_ray.model.build import build_on_meta
+from kt_ray.model.build import StageModel, build_on_meta
+from kt_ray.model.family import read_family
 from kt_ray.model.lora import resolve_targets
 from kt_ray.model.routing import router_recorder
 from kt_ray.model.stage_spec import StageSpec
@@ -49,7 +51,8 @@ class PreparedModel:
     plan: Plan  # who does what
     formulas: Mapping[int, ExpertFormula]  # MoE layer -> what its experts compute
     root: str  # module name of the language model
-    module_names: tuple[str, ...]  # the model's linear modules outside the routed experts
+    module_names: tuple[str, ...]  # the linear modules of its layers outside the routed experts
+    other_names: tuple[str, ...]  # its linear modules outside its layers: head, other towers
     notes: tuple[str, ...]  # what the checkpoint holds that training ignores, one line each
 
 
@@ -119,6 +122,8 @@ def prepare_model(config: Config, *, training: bool) -> PreparedModel:
     notes = [*index.notes, *(() if gguf is None else gguf.notes)]
     if ignored := check_non_experts(index, whole.causal, layout=layout).ignored:
         notes.append(f"checkpoint tensors that training ignores (as the family does): {some(ignored, 4)}")
+    if training:
+        notes += _adapter_limits(config, model_dir, layout, whole)
     check_content(index)
     return PreparedModel(
         config=config,
@@ -128,7 +133,35 @@ def prepare_model(config: Config, *, training: bool) -> PreparedModel:
         formulas=whole.formulas,
         root=whole.root,
         module_names=tuple(whole.lora_names),
+        other_names=tuple(whole.other_names),
         notes=tuple(notes),
+    )
+
+
+def _adapter_limits(config: Config, model_dir: str, layout: ExpertLayout, whole: StageModel) -> list[str]:
+    """Where the adapter to come will not load."""
+    names = list(resolve_targets(config.lora.target_modules, whole.lora_names))
+    if config.lora.experts:
+        names += [
+            name for layer in layout.moe_layers[:1] for name in layout.names(layer, 0, whole.root).values()
+        ]
+    return [f"adapter: {line}" for line in load_limits(names, adapter_info(config, model_dir))]
+
+
+def adapter_info(config: Config, model_dir: str, notes: tuple[str, ...] = ()) -> AdapterInfo:
+    """What the adapter's files will say of this run."""
+    lora, family = config.lora, read_family(model_dir)
+    wider = 2 if lora.init.startswith("pissa") else 1  # relative to the weights as they are in the checkpoint
+    return AdapterInfo(
+        base_model=model_dir,
+        model_type=family.text_type,
+        rank=wider * lora.rank,
+        # With rsLoRA the scale falls with the root of the rank.
+        alpha=(wider**0.5 if lora.rslora else wider) * lora.alpha,
+        rslora=lora.rslora,
+        dropout=lora.dropout,
+        notes=notes,
+        whole_type="" if family.whole is None else family.model_type,
     )
 
 

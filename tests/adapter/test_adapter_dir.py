@@ -338,6 +338,5 @@ def test_target_names() -> None:
     config = adapter_config(names, AdapterInfo("base", "qwen2_moe", RANK, ALPHA))
     assert config["target_modules"] == sorted(attention)
     assert config["target_parameters"] == [f"{shared}.weight", "experts.gate_up_proj", "experts.down_proj"]
-    assert config["rank_pattern"] == {r".*\.gate_up_proj": 8} and config["alpha_pattern"] == {
-        r".*\.gate_up_proj": 16
-    }
+    assert config["rank_pattern"] == {r".*\.experts\.gate_up_proj": 8}
+    assert config["alpha_pattern"] == {r".*\.experts\.gate_up_proj": 16}
