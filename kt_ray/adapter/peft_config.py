@@ -55,6 +55,7 @@ class AdapterInfo:
     dropout: float = 0.0
     notes: tuple[str, ...] = ()  # lines added to the README (data, steps, loss, ...)
     whole_type: str = ""  # model_type of the multimodal model around it, or ""
+    auto: str = "AutoModelForCausalLM"  # class of transformers that loads the base with the trained names
 
     @property
     def plain_alpha(self) -> float | int:
@@ -250,8 +251,6 @@ def adapter_readme(names: Iterable[str], info: AdapterInfo) -> str:
     form = adapter_form(names, info.model_type)
     scale = "alpha / sqrt(r), folded into lora_alpha" if info.rslora else "alpha / r"
     leaves = sorted({module_of(name).rpartition(".")[2] for name in names})
-    whole = any("language_model." in name for name in names)  # trained inside the multimodal model
-    auto = "AutoModelForImageTextToText" if whole else "AutoModelForCausalLM"
     notes = "".join(f"- {line}\n" for line in info.notes)
     limits = "".join(f"- {line}\n" for line in load_limits(names, info))
     limits = f"\n## Will not load\n{limits}" if limits else ""
@@ -273,9 +272,9 @@ tags: [lora, mixture-of-experts]
 ## PEFT ({tested})
 ```python
 from peft import PeftModel
-from transformers import {auto}
+from transformers import {info.auto}
 
-model = {auto}.from_pretrained("{info.base_model}")
+model = {info.auto}.from_pretrained("{info.base_model}")
 model = PeftModel.from_pretrained(model, "<this directory>")
 ```
 Needs transformers v5 and PEFT 0.21. Its warning that `rank_pattern` or `alpha_pattern` keys

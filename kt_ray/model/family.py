@@ -45,6 +45,14 @@ class Family:
             self.model_type if self.text_type == self.model_type else f"{self.model_type} ({self.text_type})"
         )
 
+    @property
+    def auto(self) -> str:
+        """Name of the auto class of transformers that loads the checkpoint's directory."""
+        from transformers import AutoModelForCausalLM
+
+        alone = type(self.whole or self.config) in AutoModelForCausalLM._model_mapping
+        return "AutoModelForCausalLM" if alone else "AutoModelForImageTextToText"
+
 
 def read_family(model_dir: str | Path) -> Family:
     """The family of a checkpoint directory.
@@ -86,7 +94,7 @@ def build_causal(
     if family.whole is not None:
         inside = (AutoModelForImageTextToText, family.whole)
         # The text class only where transformers loads it from the same files: the adapter has its names.
-        alone = type(family.whole) in AutoModelForCausalLM._model_mapping
+        alone = family.auto == "AutoModelForCausalLM"
         candidates = [*candidates, inside] if alone or not _generates(*inside) else [inside]
     chosen = next((c for c in candidates if _generates(*c)), None)
     if chosen is None:

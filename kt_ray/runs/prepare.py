@@ -162,6 +162,7 @@ def adapter_info(config: Config, model_dir: str, notes: tuple[str, ...] = ()) ->
         dropout=lora.dropout,
         notes=notes,
         whole_type="" if family.whole is None else family.model_type,
+        auto=family.auto,
     )
 
 

@@ -192,7 +192,7 @@ def test_minimax_text_01_generates(tmp_path: Path, stages: int) -> None:
     """Lightning attention first, as released, so that layer 0 has no keys; rows of unequal length."""
     kinds = ["linear_attention", "full_attention"] * 2
     base = write_config(tmp_path / "base", "minimax", layer_types=kinds)
-    save_whole(base)
+    save_whole(base, buffers=False)  # lightning attention stores its decays
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     expected = []
     for prompt in PROMPTS:

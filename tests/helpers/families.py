@@ -197,8 +197,8 @@ def write_config(directory: Path, model_type: str, **overrides: Any) -> Path:
     return directory
 
 
-def randomise(model: torch.nn.Module, seed: int = 0) -> None:
-    """Every parameter and stored buffer off its initial value."""
+def randomise(model: torch.nn.Module, seed: int = 0, *, buffers: bool = True) -> None:
+    """Every parameter and (unless they are tables of constants) stored buffer off its initial value."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -207,18 +207,18 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
             else:
                 parameter.normal_(0.0, 0.15)
         for name, buffer in model.state_dict().items():
-            if name not in dict(model.named_parameters()) and buffer.is_floating_point():
+            if buffers and name not in dict(model.named_parameters()) and buffer.is_floating_point():
                 buffer.normal_(0.0, 0.1)
 
 
-def save_whole(directory: Path) -> None:
+def save_whole(directory: Path, *, buffers: bool = True) -> None:
     """Random weights for a directory with config.json alone, of its own class: other towers included."""
     config = AutoConfig.from_pretrained(directory)
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
         if type(config) in auto._model_mapping:
             torch.manual_seed(0)
             model = auto.from_config(config)
-            randomise(model)
+            randomise(model, buffers=buffers)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 model.save_pretrained(directory)
