@@ -103,7 +103,8 @@ def write_tensors(
 
     Raises:
         ValueError: a name or shape that the layout does not have.
-        UserError: the run directory is not the one the driver made (nodes without a shared disk).
+        UserError: the run directory is not the one the driver made (nodes without a shared disk); values that
+            are not finite.
     """
     for name, tensor in tensors.items():
         if layout.shapes.get(name) != tuple(tensor.shape):
@@ -122,6 +123,10 @@ def write_tensors(
     try:
         for name, tensor in tensors.items():
             value = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
+            if not bool(torch.isfinite(value).all()):
+                what = "adapter to be written holds values that are not finite"
+                remedy = "resume from an earlier checkpoint: trainer.resume=PATH"
+                raise damaged(what, directory, name, "finite values", remedy)
             write_from(fd, tensor_bytes(value), layout.ranges[name][0])
         os.fsync(fd)
     finally:

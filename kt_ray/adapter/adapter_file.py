@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS, module_name
@@ -124,6 +125,18 @@ class Lora:
         for prefix, wrappers in wrapped.items():
             lora._add_fused(prefix, wrappers)
         return lora
+
+    def check_finite(self) -> None:
+        """Read every value once.
+
+        Raises:
+            UserError: some are NaN or infinite.
+        """
+        for pair in self.pairs():
+            for info in (pair.a, pair.b):
+                if not bool(torch.isfinite(read_tensor(info)).all()):
+                    what = "adapter holds values that are not finite"
+                    raise damaged(what, info.place, "NaN or infinite values", "finite values", _REMEDY)
 
     @property
     def base(self) -> str:

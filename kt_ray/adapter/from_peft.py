@@ -71,6 +71,12 @@ class AdapterReader:
         self._layers: dict[str, FusedLayer] = {}
 
     @property
+    def checked(self) -> AdapterReader:
+        """The same, after `Lora.check_finite`."""
+        self.lora.check_finite()
+        return self
+
+    @property
     def config(self) -> LoraConfig:
         """LoRA settings under which a model has all parameters of this adapter."""
         return settings_of([self])

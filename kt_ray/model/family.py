@@ -120,7 +120,9 @@ def build_causal(
             f"transformers cannot build {family.label} for text generation",
             where="config.json",
             observed=first_line(error),
-            remedy="set model.attn_implementation=eager, or choose another model",
+            remedy="set model.attn_implementation=eager, or choose another model"
+            if "attention" in str(error).lower() or attn_implementation in str(error)
+            else "correct config.json (take it from the model's release), or choose another model",
         ) from error
     prefix = causal.base_model_prefix if config is family.config else _decoder(causal)
     base = dict(causal.named_modules()).get(prefix) if prefix else None

@@ -35,10 +35,10 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised; decoupled weight decay. State: "momentum", set by the owner.
 
-    A matrix whose gradient is zero (an expert without tokens in a step) is decayed, and its momentum fades, but
-    takes no step: an orthogonalised update has its full size however old and small the momentum is, so an expert
-    that no token reaches any more would go on in its last direction for ever. AdamW's steps fade with its
-    moments, and are torch's.
+    A matrix whose gradient is zero (an expert without tokens in a step) is decayed, and its momentum fades,
+    but takes no step: an orthogonalised update has its full size however old and small the momentum is, so
+    an expert that no token reaches any more would go on in its last direction for ever. AdamW's steps fade
+    with its moments, and are torch's.
 
     Args:
         params: parameters [.., rows, columns], or groups of them.

@@ -88,6 +88,7 @@ def export(
     source = _base(lora, base)
     config = {} if source is None else source.config
     lora = Lora.open(adapter, family(config))
+    lora.check_finite()
     linear = [_item(pair) for pair in lora.linear.values()]
 
     def named(items: list[Item]) -> list[Item]:

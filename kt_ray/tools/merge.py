@@ -71,6 +71,7 @@ def merge(
     lora = Lora.open(adapter, family(index.config))
     check_directories(index, target)
     plan = _Plan(index, lora)
+    lora.check_finite()
     units = plan.units(bf16)
     job = {
         "tool": "merge",
