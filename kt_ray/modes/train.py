@@ -20,7 +20,7 @@ from kt_ray.runs.before_after import before_and_after, final_questions
 from kt_ray.runs.environment import environment
 from kt_ray.runs.generation import PreparedGeneration
 from kt_ray.runs.plan_time import predicted_run, run_line
-from kt_ray.runs.prepare import Prepared, prepare
+from kt_ray.runs.prepare import Prepared, prepare, without_padding
 from kt_ray.runs.questions import Question
 from kt_ray.runs.rundir import RunDir, dated_as_before, plain
 from kt_ray.runs.saving import (
@@ -61,8 +61,13 @@ def run(config: Config) -> int:
     rundir.write_plan({**plan_to_dict(prepared.plan), "prediction": prediction.to_dict()})
     rundir.write_env(environment())
     with started(prepared, rundir.path.name, run_dir=str(rundir.path)) as cluster:
-        for line in (note for actor in _write_env(rundir, cluster) for note in actor.get("notes", ())):
+        facts = _write_env(rundir, cluster)
+        for line in (note for actor in facts for note in actor.get("notes", ())):
             say(line)
+        if moves := next(filter(None, (actor.get("padding_moves") for actor in facts)), ""):
+            prepared, line = without_padding(prepared, moves)
+            say(line)
+            logger.info("%s", line)
         tracker = make_tracker(config.tracking, extra=_ray_exporter(cluster))
         status = "failed"
         try:

@@ -37,7 +37,7 @@ from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.runs.known_load import known_load, resumed_choice, resumed_load
 from kt_ray.timing.choose import choose_plan
-from kt_ray.train.preference_steps import check_units
+from kt_ray.train.preference_steps import STAGES, check_units
 from kt_ray.train.trainer import StepBatches
 
 
@@ -308,7 +308,22 @@ def for_stage(stage: str, data: DataBundle) -> DataBundle:
     return replace(data, train=train, eval=held_out)
 
 
-def _batches(config: Config, plan: Plan, data: DataBundle) -> StepBatches:
+def without_padding(prepared: Prepared, moves: str) -> tuple[Prepared, str]:
+    """The same run with rows of one length only in each micro-batch, and a line for the user.
+
+    Pairs stay in one micro-batch, so their rows are padded to the longer one.
+
+    Args:
+        moves: the layer that padding moves, see `Stage.padding_moves`.
+    """
+    if prepared.config.trainer.stage in STAGES:
+        return prepared, f"padding moves this model ({moves}): so do losses of pairs of unequal length"
+    batches = _batches(prepared.config, prepared.plan, prepared.data, unpadded=True)
+    line = f"padding moves this model ({moves}): micro-batches hold rows of one length only"
+    return replace(prepared, batches=batches), line
+
+
+def _batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool = False) -> StepBatches:
     trainer = config.trainer
     sizes = (trainer.batch_size, trainer.micro_batch_size, plan.replicas, plan.groups)
     batches = Batches(
@@ -320,12 +335,15 @@ def _batches(config: Config, plan: Plan, data: DataBundle) -> StepBatches:
         largest_wave=plan.wave,
         multiple=config.data.pad_to_multiple_of,
         group_by_length=config.data.group_by_length,
+        unpadded=unpadded,
     )
     total = trainer.max_steps
     if total is None:
         total = max(1, math.ceil(trainer.epochs * batches.steps_per_epoch))
     multiple = config.data.pad_to_multiple_of
-    held_out = eval_waves(data.eval, *sizes, data.pad_id, largest=plan.wave, multiple=multiple)
+    held_out = eval_waves(
+        data.eval, *sizes, data.pad_id, largest=plan.wave, multiple=multiple, unpadded=unpadded
+    )
     return StepBatches(
         total_steps=total,
         steps_per_epoch=batches.steps_per_epoch,
