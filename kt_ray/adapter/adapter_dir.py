@@ -155,7 +155,7 @@ def finish_adapter(
     if len(written) != len(set(written)):
         twice = sorted(name for name, count in Counter(written).items() if count > 1)
         raise ValueError(f"adapter tensors that two actors wrote: {some(twice)}")
-    if adapter_form(layout.shapes, info.model_type) == "fused":
+    if adapter_form(layout.shapes, info) == "fused":
         source = {n.removeprefix(PREFIX): t for n, t in read_header(path / _PARTIAL).items()}
         write_fused(source, path / f"{_PARTIAL}.fused", PREFIX, interleaved=is_interleaved(info.model_type))
         os.replace(path / f"{_PARTIAL}.fused", path / _PARTIAL)

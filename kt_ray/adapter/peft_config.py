@@ -106,14 +106,17 @@ def converts_keys(model_type: str) -> bool:
     )
 
 
-def adapter_form(names: Iterable[str], model_type: str) -> str:
+def adapter_form(names: Iterable[str], info: AdapterInfo) -> str:
     """How experts are written and named: "none", "modules", "parameters" or "fused" (see the module)."""
+    names = list(names)
     leaves = {expert.leaf for expert in map(one_expert, {module_of(n) for n in names}) if expert}
     if not leaves:
         return "none"
-    if not converts_keys(model_type):
+    if not converts_keys(info.model_type):
         return "fused"
-    return "modules" if leaves <= peft_expert_leaves(model_type) else "parameters"
+    # PEFT rewrites the configuration by the type of the model that it is given.
+    given = info.whole_type if any("language_model." in name for name in names) else info.model_type
+    return "modules" if leaves <= peft_expert_leaves(given) else "parameters"
 
 
 def adapter_config(
@@ -134,7 +137,7 @@ def adapter_config(
     as_parameters = {m for m in others if m.rpartition(".")[2] in _AMBIGUOUS}
     targets = _shortened(others - as_parameters, modules)
     parameters = [f"{m}.weight" for m in sorted(as_parameters)]
-    form = adapter_form(names, info.model_type)
+    form = adapter_form(names, info)
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -228,7 +231,7 @@ def load_limits(names: Iterable[str], info: AdapterInfo) -> list[str]:
             f"PEFT: only in AutoModelForCausalLM; in the class of {info.whole_type}, which servers "
             "build, its names are others and it has no effect: merge it"
         )
-    if adapter_form(names, info.model_type) == "fused":
+    if adapter_form(names, info) == "fused":
         lines.append(
             "vLLM and SGLang: not as it is, they read routed experts one by one "
             "(python -m kt_ray.tools export --form peft-per-expert)"
@@ -248,7 +251,7 @@ _HOW_EXPERTS = {
 def adapter_readme(names: Iterable[str], info: AdapterInfo) -> str:
     """README.md of the adapter's directory."""
     names = list(names)
-    form = adapter_form(names, info.model_type)
+    form = adapter_form(names, info)
     scale = "alpha / sqrt(r), folded into lora_alpha" if info.rslora else "alpha / r"
     leaves = sorted({module_of(name).rpartition(".")[2] for name in names})
     notes = "".join(f"- {line}\n" for line in info.notes)

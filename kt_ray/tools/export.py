@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ def export(
     experts = _single_items(lora, source)
     if form == "peft-per-expert":
         items = [*linear, *experts]
-        _write(target, named(items), dtype, PREFIX, _single_config(lora, linear, experts, family(config)))
+        _write(target, named(items), dtype, PREFIX, _single_config(lora, linear, experts, config))
         return {str(target): len(items)}
     written = {}
     for name, part in (("sglang", linear), ("kt", experts)):
@@ -254,12 +254,14 @@ def _below(own: str, released: str) -> str:
     return own[: own.index("layers.")] + released[released.index("layers.") :]
 
 
-def _single_config(lora: Lora, linear: list[Item], experts: list[Item], model_type: str) -> dict[str, Any]:
+def _single_config(
+    lora: Lora, linear: list[Item], experts: list[Item], base: Mapping[str, Any]
+) -> dict[str, Any]:
     if not experts:
         return _plain_config(lora, linear, _common(linear))
     what, required = "adapter's experts have several ranks or scales", "one, as PEFT merges per-expert keys"
     rank, scale = _one(lora, experts, what, required, "train with one rank for all experts")
-    info = AdapterInfo(lora.base, model_type, rank, rank * scale)
+    info = AdapterInfo(lora.base, family(base), rank, rank * scale, whole_type=str(base.get("model_type")))
     names = [f"{i.module}.lora_{half}.weight" for i in (*linear, *experts) for half in "AB"]
     config = adapter_config(names, info)
     _add_own_settings(config, linear, (rank, scale))

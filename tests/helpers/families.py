@@ -155,7 +155,8 @@ def tiny_config(model_type: str, **overrides: Any) -> dict[str, Any]:
     parts = kind.sub_configs
     if "text_config" in parts:
         towers = {n: _tower(part) for n, part in parts.items() if n != "text_config" and _is_class(part)}
-        text = tiny_config(parts["text_config"].model_type, **overrides)
+        # Kimi-K2.5's is any: DeepSeek-V3 as released.
+        text = tiny_config(getattr(parts["text_config"], "model_type", "deepseek_v3"), **overrides)
         if model_type == "dots3_note":
             small = {**_TOWER, "downsample_hidden_size": 8, "adapter_input_size": 32, "adapter_out_dim": 32}
             small |= {"adapter_in_dim": 32}
