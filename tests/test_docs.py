@@ -132,4 +132,4 @@ def test_keys_are_options(page):
     unknown -= {k for k in unknown if k.startswith("model.config.")}  # the model's own config.json
     unknown -= {k for k in unknown if k.endswith(".md")}  # pages: data.md
     # A file of the tree; the beginning of a module's name in transformers.
-    assert not unknown - {"optim.py", "model.layers", "model.language_model.layers"}
+    assert not unknown - {"optim.py", "model.layers", "model.language_model.layers", "model.llm.layers"}

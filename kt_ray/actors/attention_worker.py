@@ -120,6 +120,7 @@ class AttentionWorker(PlainActor):
             "trainable_parameters": sum(p.numel() for p in self.stage.parameters.values()),
             "load_seconds": self._load_seconds,
             "affine_scale": self.stage.scales,
+            "padding_moves": self.stage.padding_moves,
         }
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ from kt_ray.adapter.peft_config import (
     adapter_config,
     adapter_form,
     adapter_readme,
+    stored_name,
 )
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.names import is_interleaved
@@ -56,12 +57,17 @@ class AdapterLayout:
     size: int  # bytes of the file
 
 
-def adapter_layout(shapes: Mapping[str, Iterable[int]]) -> AdapterLayout:
-    """Lay the file out: parameter name ("model.layers.3.self_attn.q_proj.lora_A.weight") -> shape."""
+def adapter_layout(shapes: Mapping[str, Iterable[int]], model_type: str = "") -> AdapterLayout:
+    """Lay the file out: parameter name ("model.layers.3.self_attn.q_proj.lora_A.weight") -> shape.
+
+    Args:
+        model_type: see AdapterInfo.
+    """
     # Layer by layer and expert by expert in natural order, so that one actor's ranges lie together.
     sizes = {name: tuple(shapes[name]) for name in sorted(shapes, key=_natural)}
-    header, ranges, size = build_header((PREFIX + name, "F32", shape) for name, shape in sizes.items())
-    return AdapterLayout(header, {n: ranges[PREFIX + n] for n in sizes}, sizes, size)
+    keys = {name: PREFIX + stored_name(name, model_type) for name in sizes}
+    header, ranges, size = build_header((keys[name], "F32", shape) for name, shape in sizes.items())
+    return AdapterLayout(header, {name: ranges[key] for name, key in keys.items()}, sizes, size)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
@@ -97,7 +103,8 @@ def write_tensors(
 
     Raises:
         ValueError: a name or shape that the layout does not have.
-        UserError: the run directory is not the one the driver made (nodes without a shared disk).
+        UserError: the run directory is not the one the driver made (nodes without a shared disk); values that
+            are not finite.
     """
     for name, tensor in tensors.items():
         if layout.shapes.get(name) != tuple(tensor.shape):
@@ -116,6 +123,10 @@ def write_tensors(
     try:
         for name, tensor in tensors.items():
             value = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
+            if not bool(torch.isfinite(value).all()):
+                what = "adapter to be written holds values that are not finite"
+                remedy = "resume from an earlier checkpoint: trainer.resume=PATH"
+                raise damaged(what, directory, name, "finite values", remedy)
             write_from(fd, tensor_bytes(value), layout.ranges[name][0])
         os.fsync(fd)
     finally:
@@ -144,7 +155,7 @@ def finish_adapter(
     if len(written) != len(set(written)):
         twice = sorted(name for name, count in Counter(written).items() if count > 1)
         raise ValueError(f"adapter tensors that two actors wrote: {some(twice)}")
-    if adapter_form(layout.shapes, info.model_type) == "fused":
+    if adapter_form(layout.shapes, info) == "fused":
         source = {n.removeprefix(PREFIX): t for n, t in read_header(path / _PARTIAL).items()}
         write_fused(source, path / f"{_PARTIAL}.fused", PREFIX, interleaved=is_interleaved(info.model_type))
         os.replace(path / f"{_PARTIAL}.fused", path / _PARTIAL)

@@ -4,6 +4,7 @@
     ...experts.5.gate_proj.lora_A.weight [r, in], lora_B [out, r]          one expert
     ...experts.base_layer.lora_A.weight [E*r', H], lora_B [2I, r'*E]       fused gate and up
     ...experts.lora_A.weight [E*r, I], lora_B [H, r*E]                     fused down
+    ...experts.base_layer.lora_A.weight [E*r, H], lora_B [I, r*E]          fused up of experts without a gate
 
 Nothing is read before it is asked for; an adapter of DeepSeek-V3 has 13 GB.
 Legend: E experts, r rank, H hidden size, I intermediate size of one expert.
@@ -20,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import regex
+import torch
 from torch import Tensor
 
-from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS
+from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS, module_name
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.names import one_expert
 from kt_ray.checkpoint.safetensors_file import TensorInfo, damaged, read_header, read_tensor
@@ -110,11 +112,15 @@ class Lora:
     linear: dict[str, Pair] = field(default_factory=dict)  # by module
     # by prefix "...experts", expert, "gate" | "up" | "down"
     experts: dict[tuple[str, int, str], Pair] = field(default_factory=dict)
-    fused: dict[tuple[str, str], Pair] = field(default_factory=dict)  # by prefix, "gate_up" | "down"
+    # by prefix, "gate_up" | "up" | "down"
+    fused: dict[tuple[str, str], Pair] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, directory: str | Path) -> Lora:
+    def open(cls, directory: str | Path, model_type: str = "") -> Lora:
         """Read the headers and the configuration.
+
+        Args:
+            model_type: of the base's language model; without it modules have their names in the file.
 
         Raises:
             UserError: not an adapter; not LoRA, or a variant that is not W + scale * B A; keys or shapes
@@ -126,7 +132,7 @@ class Lora:
                 raise damaged("not an adapter directory", path, f"no {name}", remedy=_REMEDY)
         config = read_json(path / CONFIG, CONFIG, _REMEDY)
         _check_config(path, config)
-        pairs = _pairs(path, read_header(path / WEIGHTS, remedy=_REMEDY))
+        pairs = _pairs(path, read_header(path / WEIGHTS, remedy=_REMEDY), model_type)
         lora = cls(path, config)
         wrapped: dict[str, dict[str, tuple[TensorInfo, TensorInfo]]] = {}
         for module, (a, b) in pairs.items():
@@ -141,6 +147,18 @@ class Lora:
         for prefix, wrappers in wrapped.items():
             lora._add_fused(prefix, wrappers)
         return lora
+
+    def check_finite(self) -> None:
+        """Read every value once.
+
+        Raises:
+            UserError: some are NaN or infinite.
+        """
+        for pair in self.pairs():
+            for info in (pair.a, pair.b):
+                if not bool(torch.isfinite(read_tensor(info)).all()):
+                    what = "adapter holds values that are not finite"
+                    raise damaged(what, info.place, "NaN or infinite values", "finite values", _REMEDY)
 
     @property
     def base(self) -> str:
@@ -188,22 +206,25 @@ class Lora:
             self.fused[prefix, role] = self._pair(module, a, b, named, count)
 
     def _roles(self, prefix: str, wrappers: dict[str, tuple[TensorInfo, TensorInfo]]) -> dict[str, str]:
-        """Which wrapper adapts gate_up and which down: by shapes, or by the only one that is configured."""
+        """Which wrapper adapts gate_up (or up) and which down: by shapes, or the only one configured."""
         if len(wrappers) == 2:
-            for up, down in (sorted(wrappers, reverse=True), sorted(wrappers)):
-                (a, b), (a2, b2) = wrappers[up], wrappers[down]
-                if a.shape[1] == b2.shape[0] and b.shape[0] == 2 * a2.shape[1]:
-                    return {"gate_up": up, "down": down}
+            for first, down in (sorted(wrappers, reverse=True), sorted(wrappers)):
+                (a, b), (a2, b2) = wrappers[first], wrappers[down]
+                inner = {2 * a2.shape[1]: "gate_up", a2.shape[1]: "up"}.get(b.shape[0])
+                if a.shape[1] == b2.shape[0] and inner is not None:
+                    return {inner: first, "down": down}
         elif len(wrappers) == 1:
-            targets = self.config.get("target_parameters") or []
-            named = {r for r in ("gate_up", "down") if any(str(t).endswith(f"{r}_proj") for t in targets)}
+            targets = [str(t) for t in self.config.get("target_parameters") or []]
+            named = {
+                r for r in ("gate_up", "up", "down") if any(t.endswith(f"experts.{r}_proj") for t in targets)
+            }
             if len(named) == 1:
                 return {named.pop(): next(iter(wrappers))}
         raise damaged(
-            "adapter's fused expert matrices fit neither gate_up_proj nor down_proj",
+            "adapter's fused expert matrices fit neither gate_up_proj or up_proj nor down_proj",
             f"{self.path}, {prefix}",
             "; ".join(f"{m} A {list(a.shape)}, B {list(b.shape)}" for m, (a, b) in wrappers.items()),
-            "A [E*r, H], B [2I, r*E] and A [E*r, I], B [H, r*E]",
+            "A [E*r, H], B [2I or I, r*E] and A [E*r, I], B [H, r*E]",
             _REMEDY,
         )
 
@@ -231,7 +252,9 @@ def _check_config(path: Path, config: Mapping[str, Any]) -> None:
         raise damaged("adapter is not plain LoRA", path / CONFIG, ", ".join(faults), required, remedy)
 
 
-def _pairs(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[TensorInfo, TensorInfo]]:
+def _pairs(
+    path: Path, tensors: Mapping[str, TensorInfo], model_type: str
+) -> dict[str, tuple[TensorInfo, TensorInfo]]:
     halves: dict[str, dict[str, TensorInfo]] = {}
     other: list[str] = []
     for key, info in tensors.items():
@@ -239,7 +262,7 @@ def _pairs(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[Ten
         if match is None:
             other.append(key)
         else:
-            halves.setdefault(match["module"], {})[match["half"]] = info
+            halves.setdefault(module_name(match["module"], model_type), {})[match["half"]] = info
     single = [f"{m}.lora_{next(iter(pair))}.weight" for m, pair in halves.items() if len(pair) < 2]
     for names, what in (
         (other, "adapter holds tensors that are not LoRA matrices"),

@@ -8,7 +8,6 @@ patterns work.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -60,16 +59,23 @@ class AdapterReader:
 
     Args:
         directory: of adapter_config.json and adapter_model.safetensors.
-        model_dir: of the model that it is for; tells the family (fused adapters only).
+        model_dir: of the model that it is for; tells the family.
 
     Raises:
         UserError: not an adapter, or no plain LoRA.
     """
 
     def __init__(self, directory: str, model_dir: str) -> None:
-        self.lora = Lora.open(directory)
-        self._model_dir = Path(model_dir)
+        file = Path(model_dir) / "config.json"
+        self._family = family(read_json(file, file.name, "set model.path to a model's directory"))
+        self.lora = Lora.open(directory, self._family)
         self._layers: dict[str, FusedLayer] = {}
+
+    @property
+    def checked(self) -> AdapterReader:
+        """The same, after `Lora.check_finite`."""
+        self.lora.check_finite()
+        return self
 
     @property
     def config(self) -> LoraConfig:
@@ -82,14 +88,9 @@ class AdapterReader:
         single = [pair.rank for pair in (*self.lora.linear.values(), *self.lora.experts.values())]
         return max([*single, *(self._fused(prefix).rank for prefix, _ in self.lora.fused)])
 
-    @cached_property
-    def _interleaved(self) -> bool:
-        file = self._model_dir / "config.json"
-        return is_interleaved(family(read_json(file, file.name, "set model.path to a model's directory")))
-
     def _fused(self, prefix: str) -> FusedLayer:
         if prefix not in self._layers:
-            self._layers[prefix] = FusedLayer.of(self.lora, prefix, self._interleaved)
+            self._layers[prefix] = FusedLayer.of(self.lora, prefix, is_interleaved(self._family))
         return self._layers[prefix]
 
     def read_into(
@@ -141,8 +142,8 @@ class AdapterReader:
         pair, expert = self.lora.linear.get(module), one_expert(module)
         if pair is None and expert is not None and expert.expert is not None:
             pair = self.lora.experts.get((expert.prefix, expert.expert, expert.role))
-            role = "down" if expert.role == "down" else "gate_up"
-            if pair is None and (expert.prefix, role) in self.lora.fused:
+            roles = ("down",) if expert.role == "down" else ("gate_up", "up")
+            if pair is None and any((expert.prefix, role) in self.lora.fused for role in roles):
                 return self._fused(expert.prefix).split(expert.expert, expert.role)
         return None if pair is None else (*pair.factors(), pair.scale)
 

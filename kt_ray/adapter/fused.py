@@ -105,8 +105,9 @@ class FusedLayer:
     """
 
     prefix: str  # "...experts"
-    gate_up: Pair | None
+    inner: Pair | None  # of gate and up, or of up alone
     down: Pair | None
+    gated: bool  # whether experts have a gate
     halves: bool  # gate and up have half of gate_up's rank each
     interleaved: bool  # rows of gate and up alternate
 
@@ -114,15 +115,15 @@ class FusedLayer:
     def of(cls, lora: Lora, prefix: str, interleaved: bool) -> FusedLayer:
         """The layer of an adapter; reads B to see whether gate and up are apart."""
         both, down = lora.fused.get((prefix, "gate_up")), lora.fused.get((prefix, "down"))
-        halves = False
+        up, halves = lora.fused.get((prefix, "up")), False
         if both is not None and both.rank % 2 == 0:
             half = both.rank // 2
-            gate, up = split_rows(both.stacked_b(), interleaved)
-            halves = not bool(gate[:, half:].any()) and not bool(up[:, :half].any())
-        return cls(prefix, both, down, halves, interleaved)
+            rows = split_rows(both.stacked_b(), interleaved)
+            halves = not bool(rows[0][:, half:].any()) and not bool(rows[1][:, :half].any())
+        return cls(prefix, both or up, down, up is None, halves, interleaved)
 
     def _pair(self, projection: str) -> Pair:
-        pair = self.down if projection == "down" else self.gate_up
+        pair = self.down if projection == "down" else self.inner
         assert pair is not None, projection
         return pair
 
@@ -134,12 +135,13 @@ class FusedLayer:
     @property
     def projections(self) -> tuple[str, ...]:
         """Those that are adapted."""
-        return (*(("gate", "up") if self.gate_up else ()), *(("down",) if self.down else ()))
+        inner = ("gate", "up") if self.gated else ("up",)
+        return (*(inner if self.inner else ()), *(("down",) if self.down else ()))
 
     @property
     def rank(self) -> int:
         """Smallest rank that holds every projection."""
-        own = 0 if self.gate_up is None else self.gate_up.rank // (2 if self.halves else 1)
+        own = 0 if self.inner is None else self.inner.rank // (2 if self.halves else 1)
         return max(own, 0 if self.down is None else self.down.rank)
 
     @property
@@ -150,13 +152,13 @@ class FusedLayer:
     def shape(self, projection: str) -> tuple[int, int]:
         """[out, in]."""
         pair = self._pair(projection)
-        return pair.out_features // (1 if projection == "down" else 2), pair.in_features
+        return pair.out_features // (2 if self.gated and projection != "down" else 1), pair.in_features
 
     def split(self, expert: int, projection: str) -> tuple[Tensor, Tensor, float]:
         """A [r, in], B [out, r] and scale of one expert's projection, at its own rank."""
         pair = self._pair(projection)
         a, b = pair.factors(expert)
-        if projection != "down":
+        if self.gated and projection != "down":
             b = split_rows(b, self.interleaved)[projection == "up"]
             if self.halves:
                 half = pair.rank // 2

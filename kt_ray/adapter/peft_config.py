@@ -13,6 +13,9 @@ against PEFT itself:
   parameters are named under `target_parameters`, with the doubled rank of gate beside up.
 
 Families whose keys PEFT cannot convert get the fused form (fused.py).
+
+PEFT also renames keys as transformers renames a checkpoint's. Where that changes a module's own name, the
+file has the released name, from which it is made (`stored_name`).
 """
 
 from __future__ import annotations
@@ -31,6 +34,13 @@ _SUFFIX = re.compile(r"\.lora_[AB]\.weight$")
 # Leaf names that PEFT may take for the experts' or the router's.
 _AMBIGUOUS = frozenset({"gate"}.union(*(leaves.values() for leaves in ONE_BY_ONE)))
 _GATE_UP, _UP, _DOWN = "experts.gate_up_proj", "experts.up_proj", "experts.down_proj"
+# family -> beginnings of modules' names (regular expressions), and of the same names as released
+_INSIDE = (r"^model\.language_model\.", "model.", r"^model\.(?!language_model\.)", "model.language_model.")
+_RENAMED: dict[str, tuple[str, str, str, str]] = {
+    "deepseek_ocr2": _INSIDE,
+    "laguna": (r"\.shared_experts\.", ".shared_expert.", r"\.shared_expert\.", ".shared_experts."),
+    "unlimited_ocr": _INSIDE,
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,8 @@ class AdapterInfo:
     rslora: bool = False
     dropout: float = 0.0
     notes: tuple[str, ...] = ()  # lines added to the README (data, steps, loss, ...)
+    whole_type: str = ""  # model_type of the multimodal model around it, or ""
+    auto: str = "AutoModelForCausalLM"  # class of transformers that loads the base with the trained names
 
     @property
     def plain_alpha(self) -> float | int:
@@ -55,6 +67,18 @@ class AdapterInfo:
 def module_of(name: str) -> str:
     """The module that a LoRA tensor adapts: "...q_proj.lora_A.weight" -> "...q_proj"."""
     return _SUFFIX.sub("", name)
+
+
+def stored_name(name: str, model_type: str) -> str:
+    """A tensor's name in the file, out of its module's name (both without "base_model.model.")."""
+    own, released, _, _ = _RENAMED.get(model_type.removesuffix("_text"), ("^", "", "", ""))
+    return re.sub(own, released, name, count=1)
+
+
+def module_name(stored: str, model_type: str) -> str:
+    """The reverse of `stored_name`; a name that is a module's own already stays as it is."""
+    _, _, released, own = _RENAMED.get(model_type.removesuffix("_text"), ("", "", "^", ""))
+    return re.sub(released, own, stored, count=1)
 
 
 def peft_expert_leaves(model_type: str) -> frozenset[str]:
@@ -82,14 +106,17 @@ def converts_keys(model_type: str) -> bool:
     )
 
 
-def adapter_form(names: Iterable[str], model_type: str) -> str:
+def adapter_form(names: Iterable[str], info: AdapterInfo) -> str:
     """How experts are written and named: "none", "modules", "parameters" or "fused" (see the module)."""
+    names = list(names)
     leaves = {expert.leaf for expert in map(one_expert, {module_of(n) for n in names}) if expert}
     if not leaves:
         return "none"
-    if not converts_keys(model_type):
+    if not converts_keys(info.model_type):
         return "fused"
-    return "modules" if leaves <= peft_expert_leaves(model_type) else "parameters"
+    # PEFT rewrites the configuration by the type of the model that it is given.
+    given = info.whole_type if any("language_model." in name for name in names) else info.model_type
+    return "modules" if leaves <= peft_expert_leaves(given) else "parameters"
 
 
 def adapter_config(
@@ -110,7 +137,7 @@ def adapter_config(
     as_parameters = {m for m in others if m.rpartition(".")[2] in _AMBIGUOUS}
     targets = _shortened(others - as_parameters, modules)
     parameters = [f"{m}.weight" for m in sorted(as_parameters)]
-    form = adapter_form(names, info.model_type)
+    form = adapter_form(names, info)
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -134,8 +161,9 @@ def adapter_config(
         gated = any(expert.role == "gate" for expert in experts.values())
         parameters += [_GATE_UP if gated else _UP, _DOWN]
         if gated:
-            config["rank_pattern"] = {r".*\.gate_up_proj": 2 * info.rank}
-            config["alpha_pattern"] = {r".*\.gate_up_proj": 2 * info.plain_alpha}
+            # Not of every gate_up_proj: MiniMax-M3's dense layers and shared experts have one, too.
+            config["rank_pattern"] = {r".*\.experts\.gate_up_proj": 2 * info.rank}
+            config["alpha_pattern"] = {r".*\.experts\.gate_up_proj": 2 * info.plain_alpha}
     return config | {"target_modules": targets, "target_parameters": parameters or None}
 
 
@@ -153,6 +181,64 @@ def _shortened(modules: set[str], everything: Iterable[str] | None) -> list[str]
     return sorted(result)
 
 
+# Families (model_type of the language model) whose adapters the tests load with PEFT, compare with kt_ray's
+# logits, merge and export: tests/adapter/test_every_family.py.
+TESTED = frozenset(
+    (
+        *(
+            "afmoe",
+            "aria_text",
+            "axk1",
+            "axk2",
+            "bailing_hybrid",
+            "beam",
+            "cohere2_moe",
+            "deepseek_ocr2_text",
+        ),
+        *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "dots3_note_text"),
+        *("ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text"),
+        *("glm5_next_text", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
+        *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "inkling_text", "jamba", "kimi_linear", "kolibri1"),
+        *("laguna", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text"),
+        *(
+            "mistral4",
+            "mixtral",
+            "nemotron_h",
+            "olmoe",
+            "phimoe",
+            "qwen2_moe",
+            "qwen3_5_moe_text",
+            "qwen3_moe",
+        ),
+        *("qwen3_next", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "solar_open", "unlimited_ocr_text"),
+    )
+)
+
+
+def load_limits(names: Iterable[str], info: AdapterInfo) -> list[str]:
+    """Where the adapter will not load as it is written, one line each.
+
+    Args:
+        names: of trained tensors or modules; one layer's are enough.
+    """
+    names = list(names)
+    lines = []
+    if info.model_type not in TESTED:
+        lines.append(f"PEFT: not tested with {info.model_type}; compare a few answers with kt_ray's")
+    inside = any("language_model." in name for name in names)
+    if info.whole_type and not inside:
+        lines.append(
+            f"PEFT: only in AutoModelForCausalLM; in the class of {info.whole_type}, which servers "
+            "build, its names are others and it has no effect: merge it"
+        )
+    if adapter_form(names, info) == "fused":
+        lines.append(
+            "vLLM and SGLang: not as it is, they read routed experts one by one "
+            "(python -m kt_ray.tools export --form peft-per-expert)"
+        )
+    return lines
+
+
 _ONE_BY_ONE = "Routed experts are stored one by one under the family's released names; PEFT merges them."
 _HOW_EXPERTS = {
     "none": "No routed expert is adapted.",
@@ -165,12 +251,13 @@ _HOW_EXPERTS = {
 def adapter_readme(names: Iterable[str], info: AdapterInfo) -> str:
     """README.md of the adapter's directory."""
     names = list(names)
-    form = adapter_form(names, info.model_type)
+    form = adapter_form(names, info)
     scale = "alpha / sqrt(r), folded into lora_alpha" if info.rslora else "alpha / r"
     leaves = sorted({module_of(name).rpartition(".")[2] for name in names})
-    whole = any("language_model." in name for name in names)  # trained inside the multimodal model
-    auto = "AutoModelForImageTextToText" if whole else "AutoModelForCausalLM"
     notes = "".join(f"- {line}\n" for line in info.notes)
+    limits = "".join(f"- {line}\n" for line in load_limits(names, info))
+    limits = f"\n## Will not load\n{limits}" if limits else ""
+    tested = f"tested with tiny models of {info.model_type}" if info.model_type in TESTED else "untested here"
     return f"""---
 base_model: {info.base_model}
 library_name: peft
@@ -184,16 +271,16 @@ tags: [lora, mixture-of-experts]
 - {len(names)} tensors on: {", ".join(leaves)}
 {notes}
 {_HOW_EXPERTS[form]}
-
-## PEFT (tested)
+{limits}
+## PEFT ({tested})
 ```python
 from peft import PeftModel
-from transformers import {auto}
+from transformers import {info.auto}
 
-model = {auto}.from_pretrained("{info.base_model}")
+model = {info.auto}.from_pretrained("{info.base_model}")
 model = PeftModel.from_pretrained(model, "<this directory>")
 ```
-Needs transformers v5; tested with PEFT 0.21. Its warning that `rank_pattern` or `alpha_pattern` keys
+Needs transformers v5 and PEFT 0.21. Its warning that `rank_pattern` or `alpha_pattern` keys
 "did not match any targeted module" is harmless here: the tensors are loaded.
 
 ## vLLM (untested: written after its documented key names)

@@ -1,7 +1,8 @@
 """Which tensor of a model each key of a checkpoint becomes, by transformers' own conversion mapping.
 
 Keys of a multimodal checkpoint are also tried under the names that its language model has on its own; the
-prefix of its experts tells where the language model is.
+prefix of its experts tells where the language model is, and modules that the loader emptied where the other
+towers are.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex
-from kt_ray.checkpoint.names import is_mtp, layer_of
+from kt_ray.checkpoint.names import is_mtp, is_other_modality, layer_of
 
 if TYPE_CHECKING:  # expert actors import this package and need no transformers
     from transformers import PreTrainedModel
@@ -85,6 +86,7 @@ class KeyNames:
     """
 
     def __init__(self, module: PreTrainedModel, prefixes: Iterable[str]) -> None:
+        from torch import nn
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
@@ -94,6 +96,7 @@ class KeyNames:
         self.by_pattern = {pattern: c for c in self.converters for pattern in c.source_patterns}
         self.state = module.state_dict()
         self.prefix = module.base_model_prefix
+        self.emptied = tuple(f"{name}." for name, child in module.named_modules() if type(child) is nn.Module)
         # "model.language_model." of "model.language_model.layers.3.mlp.experts"; "" of "layers.3.ffn.experts"
         self.root = next((p[: p.find("layers.")] for p in prefixes if "layers." in p), "")
         self.outer = self.root.removesuffix("model.")
@@ -111,6 +114,11 @@ class KeyNames:
 
     def other_tower(self, key: str) -> bool:
         """Whether a key lies outside a multimodal checkpoint's language model."""
+        renamed = self._renamed(key)[0]
+        if is_other_modality(key):
+            return True
+        if renamed.startswith(self.emptied) or f"{self.prefix}.{renamed}".startswith(self.emptied):
+            return True
         return self.root not in ("", f"{self.prefix}.") and not key.startswith(self.root)
 
     def _in_language_model(self, key: str) -> list[str]:

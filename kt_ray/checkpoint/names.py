@@ -166,6 +166,11 @@ def is_mtp(name: str, layers: int | None) -> bool:
     return _MTP.search(name) is not None or (layer is not None and layers is not None and layer >= layers)
 
 
+def is_other_modality(name: str) -> bool:
+    """Whether a parameter's name says that it serves pictures or sound."""
+    return _OTHER_MODALITY.search(name) is not None
+
+
 def is_linear(name: str, shape: tuple[int, ...]) -> bool:
     """Weights that servers quantise with `--all-linear`: projections, not routers, embeddings or heads."""
     leaf = name.removesuffix(".weight").rpartition(".")[2]
@@ -180,7 +185,7 @@ def part_of(name: str, layers: int | None) -> str:
     """The part of the model that a parameter belongs to, for tables."""
     module = name.removesuffix(".weight").removesuffix(".bias")
     leaf = module.rpartition(".")[2]
-    if _OTHER_MODALITY.search(name):
+    if is_other_modality(name):
         return "other modalities"
     if is_mtp(name, layers):
         return "multi-token prediction"

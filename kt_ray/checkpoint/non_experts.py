@@ -22,7 +22,7 @@ import torch
 from kt_ray.checkpoint.expert_layout import ExpertLayout
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.key_map import LoadReport, map_keys, tensors_made
-from kt_ray.checkpoint.names import expert_name, layer_of
+from kt_ray.checkpoint.names import expert_name, is_other_modality, layer_of
 from kt_ray.checkpoint.quantized_linear import QuantizedLinear, dequantized
 from kt_ray.checkpoint.safetensors_file import damaged
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:  # expert actors import this package and need no transformers
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter
 
-_PLAIN = {"F32", "BF16", "F16", "F64", "I64", "I32", "I16", "I8", "U8", "BOOL"}
+_FLOATING = {"F32", "BF16", "F16", "F64"}
+_PLAIN = _FLOATING | {"I64", "I32", "I16", "I8", "U8", "BOOL"}
 
 
 def load_non_experts(
@@ -104,13 +105,17 @@ def check_non_experts(
     """
     layout = layout or ExpertLayout.detect(index)
     _check_biases(index, module, layout)
+    _check_layer_count(index)
     everything = (0, sys.maxsize)
     targets, tied, sources = _targets(module, everything, True, True)
     present: set[str] = set()
     mapping, report = map_keys(index, module, layout, sources, everything)
     for target, (converter, keys) in mapping.items():
         _check_formats(index, keys)
-        present |= tensors_made(target, converter)
+        made = tensors_made(target, converter)
+        present |= made
+        if any(name in targets and targets[name].is_floating_point() for name in made):
+            _check_floating(index, keys)
         if converter is None and target in targets:
             _check_shape(index, target, index.shape(keys[-1][0]), targets[target].shape)
     _check_complete(index, targets, {n for n in targets if n in present or tied.get(n) in present})
@@ -156,6 +161,53 @@ def _check_formats(index: CheckpointIndex, keys: Iterable[tuple[str, str]]) -> N
                 "BF16, F16, F32, or a quantised format with its scales",
                 "use a bfloat16 or float32 checkpoint of this model",
             )
+
+
+def _check_floating(index: CheckpointIndex, keys: Iterable[tuple[str, str]]) -> None:
+    """Integers without scales would be taken for the weights' values."""
+    for key, _ in keys:
+        if key not in index.matrices and index.tensors[key].dtype not in _FLOATING:
+            raise damaged(
+                "weights outside the experts are stored as integers without scales",
+                index.tensors[key].place,
+                index.tensors[key].dtype,
+                "BF16, F16, F32, or a quantised format with its scales",
+                "use a bfloat16 or float32 checkpoint of this model",
+            )
+
+
+# Parts of a layer of multi-token prediction that no other layer has.
+_MTP_PARTS = ("eh_proj", "enorm", "hnorm", "shared_head", "mtp", "nextn")
+_MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules", "num_mtp_layers", "mtp_num_hidden_layers")
+
+
+def _check_layer_count(index: CheckpointIndex) -> None:
+    """Refuse a config.json that cuts decoder layers off; layers of multi-token prediction may lie beyond."""
+    count = index.layer_count
+    if count is None:
+        return
+    beyond: dict[int, list[str]] = {}
+    for name in index.names:
+        layer = layer_of(name)
+        if layer is not None and layer >= count and not is_other_modality(name):
+            beyond.setdefault(layer, []).append(name)
+    own = [n for n, names in beyond.items() if not any(part in key for key in names for part in _MTP_PARTS)]
+    own = [n for n in own if any(f"layers.{count - 1}." in key for key in _alike(index, beyond[n], n, count))]
+    stated = max([0, *(v for key in _MTP_LAYERS if isinstance(v := index.text_config.get(key), int))])
+    if len(own) > stated:
+        raise damaged(
+            "config.json has fewer layers than the checkpoint",
+            index.path / "config.json",
+            f"num_hidden_layers {count}, and weights of layers up to {max(own)}",
+            f"num_hidden_layers {1 + max(own)}",
+            "take config.json from the model's release",
+        )
+
+
+def _alike(index: CheckpointIndex, names: list[str], layer: int, count: int) -> list[str]:
+    """The last counted layer's tensors that correspond to those of a layer beyond."""
+    renamed = (name.replace(f"layers.{layer}.", f"layers.{count - 1}.", 1) for name in names)
+    return [name for name in renamed if name in index.names]
 
 
 def _check_shape(index: CheckpointIndex, name: str, observed: Sequence[int], required: Sequence[int]) -> None:

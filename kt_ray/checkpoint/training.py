@@ -99,7 +99,8 @@ def read_named_into(checkpoint: str | os.PathLike[str], targets: Mapping[str, to
     it, and a network file system asks its server at each opening.
 
     Raises:
-        UserError: the checkpoint does not hold some of them, holds one twice, or in another shape.
+        UserError: the checkpoint does not hold some of them, holds one twice, in another shape, or with
+            values that are not finite.
     """
     places = _locate(Path(checkpoint), list(targets))
     for name, info in places.items():
@@ -122,6 +123,9 @@ def read_named_into(checkpoint: str | os.PathLike[str], targets: Mapping[str, to
                     read_into(shard.fileno(), tensor_bytes(target), info)
                 else:
                     target.copy_(read_tensor(info))
+                if not bool(torch.isfinite(target).all()):
+                    what = "checkpoint holds values that are not finite"
+                    raise damaged(what, info.file, name, "finite values", CHOOSE)
 
 
 def _locate(path: Path, names: list[str]) -> dict[str, TensorInfo]:

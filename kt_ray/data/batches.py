@@ -113,6 +113,7 @@ def wave(
     groups: int = 1,
     pad_id: int = 0,
     multiple: int = 1,
+    unpadded: bool = False,
 ) -> Wave:
     """The micro-batches of one pass as PassSpec wants them.
 
@@ -122,6 +123,9 @@ def wave(
     trained. The rest as in `Batches`.
     """
     parts = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
+    if unpadded:
+        alike = (itertools.groupby(part, key=lambda row: len(row.input_ids)) for part in parts)
+        parts, multiple = [list(group) for runs in alike for _, group in runs], 1
     micro = [micro_batch(part, pad_id, multiple) for part in parts]
 
     def grouped(share: Sequence[MicroBatch]) -> tuple[tuple[MicroBatch, ...], ...]:
@@ -140,6 +144,7 @@ def step_waves(
     largest: int | None = None,
     pad_id: int = 0,
     multiple: int = 1,
+    unpadded: bool = False,
 ) -> list[Wave]:
     """The passes of a step: as few waves as `largest` allows, all but the last of the same size.
 
@@ -152,7 +157,7 @@ def step_waves(
     waves = math.ceil(micro / (largest or micro))
     count = math.ceil(micro / waves) * micro_batch_size * replicas
     parts = [rows[i : i + count] for i in range(0, len(rows), count)]
-    return [wave(part, micro_batch_size, replicas, groups, pad_id, multiple) for part in parts]
+    return [wave(part, micro_batch_size, replicas, groups, pad_id, multiple, unpadded) for part in parts]
 
 
 def eval_waves(
@@ -164,13 +169,16 @@ def eval_waves(
     pad_id: int = 0,
     largest: int | None = None,
     multiple: int = 1,
+    unpadded: bool = False,
 ) -> list[Wave]:
     """All rows once, in source order, as passes of `batch_size` rows, or of what `largest` allows."""
     parts = [flat(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
     return [
         w
         for part, unit in parts
-        for w in step_waves(part, unit * micro_batch_size, replicas, groups, largest, pad_id, multiple)
+        for w in step_waves(
+            part, unit * micro_batch_size, replicas, groups, largest, pad_id, multiple, unpadded
+        )
     ]
 
 
@@ -194,6 +202,8 @@ class Batches:
     largest_wave: int | None = None
     multiple: int = 1  # widths of micro-batches are multiples of this
     group_by_length: bool = False  # batches of rows of similar length, see `grouped_order`
+    # micro-batches of rows of one length: for models that padding moves
+    unpadded: bool = False
     # The latest epoch and its order.
     _epoch: tuple[int, np.ndarray] | None = field(default=None, init=False)
 
@@ -227,5 +237,12 @@ class Batches:
         """Passes over any rows, cut as those of a step; `unit` rows are never parted."""
         size = unit * self.micro_batch_size
         return step_waves(
-            rows, size, self.replicas, self.groups, self.largest_wave, self.pad_id, self.multiple
+            rows,
+            size,
+            self.replicas,
+            self.groups,
+            self.largest_wave,
+            self.pad_id,
+            self.multiple,
+            self.unpadded,
         )

@@ -121,7 +121,7 @@ def _nemotron_block(keys: Keys, layer: int, parts: LayerParts) -> None:
         convolved = inner + 2 * groups * keys.size("ssm_state_size")
         kernel = keys.size("conv_kernel", "mamba_d_conv", default=4)
         parts.project("mixer.in_proj", hidden, inner + convolved + heads)
-        parts.project("mixer.out_proj", inner, hidden)
+        parts.attention += inner * hidden  # out_proj, which no adapter reaches: kt_ray/model/lora.py
         bias = convolved if keys.flag("use_conv_bias", True) else 0
         parts.attention += convolved * kernel + bias + 3 * heads + inner  # dt_bias, A_log, D; norm
         parts.width = inner + convolved

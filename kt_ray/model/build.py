@@ -41,6 +41,7 @@ class StageModel:
     formulas: dict[int, ExpertFormula]  # what the experts of each MoE layer of the whole model compute
     capture: LayerCallCapture  # gives the layers' call arguments
     lora_names: list[str]  # linear modules of the whole model that LoRA may adapt (all layers)
+    other_names: list[str]  # linear modules outside the decoder layers: head, other towers
     device: torch.device
     dtype: torch.dtype  # compute type
     num_experts: int  # routed experts per MoE layer
@@ -118,6 +119,11 @@ def build_on_meta(spec: StageSpec) -> StageModel:
         )
     prefix = f"{root}.layers"
     contexts, formulas = _check_experts(layers, prefix, family)
+    others = [
+        name
+        for name, module in causal.named_modules()
+        if isinstance(module, nn.Linear) and not name.startswith(f"{prefix}.")
+    ]
     drop_towers(causal, root)
     names = [f"{prefix}.{index}" for index in range(len(layers))]
     own = range(start, stop)
@@ -130,7 +136,8 @@ def build_on_meta(spec: StageSpec) -> StageModel:
         experts={index: context for index, context in contexts.items() if index in own},
         formulas=formulas,
         capture=LayerCallCapture(causal, base, list(layers)),
-        lora_names=linear_names(dict(zip(names, layers, strict=True))),
+        lora_names=linear_names(dict(zip(names, layers, strict=True)), family.text_type),
+        other_names=others,
         device=torch.device(spec.device),
         dtype=dtype,
         num_experts=max(context.num_experts for context in contexts.values()),

@@ -27,19 +27,36 @@ def new_cache(config: Any, layers: Iterable[int]) -> Any:
     """
     from transformers.cache_utils import DynamicCache
 
+    own = list(layers)
     try:
-        cache = DynamicCache(config=config)
+        minimax = config.model_type == "minimax"
+        cache = _minimax_cache(config, own) if minimax else DynamicCache(config=config)
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise UserError(
             f"{config.model_type} cannot generate: transformers makes no cache for its layers",
             observed=f"{type(error).__name__}: {error}",
             remedy="serve it elsewhere, or choose another model family",
         ) from error
-    own = list(layers)
     for index, layer in enumerate(cache.layers):
         if index not in own:
             alike = (cache.layers[n] for n in own if _kind(cache.layers[n]) == _kind(layer))
             cache.layers[index] = next(alike, layer)
+    return cache
+
+
+def _minimax_cache(config: Any, own: Sequence[int]) -> Any:
+    """MiniMax-Text-01 takes its own class only; states of its lightning attention lie in a second list."""
+    from transformers.cache_utils import DynamicLayer
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    cache: Any = MiniMaxCache()
+    cache.linear_cache = [None] * config.num_hidden_layers
+    attends = [kind == "full_attention" for kind in config.layer_types]
+    # Masks are made for layer 0, whatever it is: layers without keys show the length of one that has them.
+    shown, first = DynamicLayer(), next((index for index in own if attends[index]), None)
+    cache.layers = [
+        DynamicLayer() if full and index != first else shown for index, full in enumerate(attends)
+    ]
     return cache
 
 
@@ -58,6 +75,9 @@ def can_join(config: Any) -> bool:
 def join(caches: Sequence[Any], columns: int, layers: Iterable[int]) -> Any:
     """All rows in the first cache, one cache after another; `columns` of the widest, padding included."""
     for index in layers:
+        if _state(caches[0], index) is not None:
+            caches[0].linear_cache[index] = torch.cat([_state(cache, index) for cache in caches])
+            continue
         parts = [cache.layers[index] for cache in caches]
         target = parts[0]
         if hasattr(target, "conv_states"):
@@ -85,12 +105,21 @@ def select(cache: Any, rows: Sequence[int], padding: int, columns: int, layers: 
     for index in layers:
         layer = cache.layers[index]
         chosen = torch.tensor(rows, dtype=torch.int64)
+        if (state := _state(cache, index)) is not None:
+            cache.linear_cache[index] = state[chosen.to(state.device)]
+            continue
         layer.reorder_cache(chosen)
         if padding and hasattr(layer, "keys"):
             keep = _kept(layer, columns - padding)
             layer.keys, layer.values = layer.keys[..., -keep:, :], layer.values[..., -keep:, :]
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = columns - padding
+
+
+def _state(cache: Any, index: int) -> Any:
+    """What a layer of lightning attention keeps in MiniMax's own cache; None = another layer."""
+    states = getattr(cache, "linear_cache", None)
+    return None if states is None else states[index]
 
 
 def _kept(layer: Any, columns: int) -> int:

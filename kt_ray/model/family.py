@@ -2,8 +2,8 @@
 
 No remote code: a released model_type that transformers knows under another name is translated here, and
 one that it does not know is refused by name. Of a multimodal checkpoint the text part is trained: as the
-family's text-only class where transformers has one, else inside the multimodal class, whose other towers
-are never given weights.
+family's text-only class where transformers loads that from the same files, else inside the multimodal class,
+whose other towers are never given weights.
 """
 
 from __future__ import annotations
@@ -45,6 +45,14 @@ class Family:
             self.model_type if self.text_type == self.model_type else f"{self.model_type} ({self.text_type})"
         )
 
+    @property
+    def auto(self) -> str:
+        """Name of the auto class of transformers that loads the checkpoint's directory."""
+        from transformers import AutoModelForCausalLM
+
+        alone = type(self.whole or self.config) in AutoModelForCausalLM._model_mapping
+        return "AutoModelForCausalLM" if alone else "AutoModelForImageTextToText"
+
 
 def read_family(model_dir: str | Path) -> Family:
     """The family of a checkpoint directory.
@@ -84,7 +92,10 @@ def build_causal(
     layer_calls.register()
     candidates = [(AutoModelForCausalLM, family.config), (AutoModelForImageTextToText, family.config)]
     if family.whole is not None:
-        candidates.append((AutoModelForImageTextToText, family.whole))
+        inside = (AutoModelForImageTextToText, family.whole)
+        # The text class only where transformers loads it from the same files: the adapter has its names.
+        alone = family.auto == "AutoModelForCausalLM"
+        candidates = [*candidates, inside] if alone or not _generates(*inside) else [inside]
     chosen = next((c for c in candidates if _generates(*c)), None)
     if chosen is None:
         raise UserError(
@@ -110,7 +121,9 @@ def build_causal(
             f"transformers cannot build {family.label} for text generation",
             where="config.json",
             observed=first_line(error),
-            remedy="set model.attn_implementation=eager, or choose another model",
+            remedy="set model.attn_implementation=eager, or choose another model"
+            if "attention" in str(error).lower() or attn_implementation in str(error)
+            else "correct config.json (take it from the model's release), or choose another model",
         ) from error
     prefix = causal.base_model_prefix if config is family.config else _decoder(causal)
     base = dict(causal.named_modules()).get(prefix) if prefix else None

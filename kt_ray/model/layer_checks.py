@@ -4,6 +4,7 @@
 - `probe_layer`: is a layer's output affine in the experts' output y? Where h_out = h_partial + c·y with a
   constant c, a recomputed layer does not need y, and the experts' backward can start before it. A norm after
   the experts, or hyper-connections, make it non-affine.
+- `padding_moves`: do rows change with the padding beside them? Selections among ties and windows of keys do.
 - `check_packing`: do layers keep packed documents apart? transformers builds block-diagonal masks from
   position ids that restart. A layer that carries a state from token to token (linear attention, Mamba), or
   groups neighbouring tokens (compressed keys), has no use for the mask and would mix documents without a
@@ -13,7 +14,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +30,8 @@ from kt_ray.model.layer_calls import LayerCallCapture, LayerContext, RecordedCal
 # Of float32 layers at the probe's magnitudes; a norm or a gate is off by orders more.
 _AFFINE_TOLERANCE = 1e-5
 _DOCUMENTS = (5, 9, 3)  # tokens of each: no multiples of each other, of 4 or of 8
+_ROWS = (43, 30, 5)  # tokens of padded rows
+_CHOSEN = 4
 _PACKING_TOLERANCE = 1e-4  # relative, of float32 layers; documents that see each other are off by far more
 
 
@@ -221,6 +225,61 @@ def check_packing(capture: LayerCallCapture, layers: Mapping[int, nn.Module], de
                 required="layers that keep documents apart",
                 remedy="set data.packing=false (data.group_by_length=true saves padding too)",
             )
+
+
+def padding_moves(capture: LayerCallCapture, layers: Mapping[int, nn.Module], device: torch.device) -> str:
+    """Run a layer of each kind on padded rows and on each alone. The caller answers for the experts.
+
+    An index that chooses a few positions breaks ties by the width of the row; compressed keys are made of
+    whole windows. An index is made to choose few, as no probe is as long as it chooses.
+
+    Returns:
+        The first layer that padding moves, and by how much; "" = none.
+    """
+    kinds: dict[tuple[object, ...], int] = {}
+    for index, layer in layers.items():
+        kinds.setdefault((type(layer), *_parts(layer)), index)
+    rates = getattr(capture.causal.config.get_text_config(), "compress_rates", None) or {}
+    window = max((rate for rate in rates.values() if isinstance(rate, int)), default=0)
+    lengths = [n + 2 * window for n in _ROWS]
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64, device=device)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        mask[row, :length] = 1
+    generator = torch.Generator().manual_seed(0)
+    shape = (*ids.shape, *capture.state_shape)
+    hidden = torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
+    padded = capture.record({"input_ids": ids}, mask)
+    alone = [capture.record({"input_ids": ids[:1, :length]}, None) for length in lengths]
+    for index in kinds.values():
+        layer = _in_float(layers[index])
+        with _few_chosen(layer), torch.no_grad():
+            together = _float_call(padded[index]).run(layer, hidden)
+            for row, length in enumerate(lengths):
+                own = _float_call(alone[row][index]).run(layer, hidden[row : row + 1, :length])
+                error = float((together[row : row + 1, :length] - own).abs().max())
+                if not error <= _PACKING_TOLERANCE * max(1.0, float(own.abs().max())):
+                    return f"layer {index}, {_attention_name(layer)}, by {error:.2g}"
+    return ""
+
+
+def _parts(layer: nn.Module) -> list[type]:
+    """Classes of a layer's modules, without routed experts' and projections' own."""
+    return sorted({type(module) for module in layer.modules()}, key=lambda kind: kind.__name__)
+
+
+@contextmanager
+def _few_chosen(layer: nn.Module) -> Iterator[None]:
+    """Indexers choose `_CHOSEN` positions at the most."""
+    modules: list[Any] = [m for m in layer.modules() if isinstance(getattr(m, "index_topk", None), int)]
+    changed = [(module, int(module.index_topk)) for module in modules]
+    try:
+        for module, count in changed:
+            module.index_topk = min(_CHOSEN, count)
+        yield
+    finally:
+        for module, count in changed:
+            module.index_topk = count
 
 
 def _in_float(layer: nn.Module) -> nn.Module:

@@ -567,5 +567,8 @@ def _not_finite(total: float, state: GroupState, group: int, step: int) -> BadSt
         where=f"{origin}, group {group}, micro-batch {bad}, {rows}",
         required="a finite number",
         remedy="lower optim.lr or optim.max_grad_norm and continue from the last checkpoint with "
-        "trainer.resume=latest; if it is the first step, look at these rows with mode=preview",
+        "trainer.resume=latest; or look at these rows with mode=preview"
+        if step
+        else "compare the checkpoint's files with its release (download them again); or look at these rows "
+        "with mode=preview",
     )

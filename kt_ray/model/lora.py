@@ -23,6 +23,8 @@ from kt_ray.model.pissa import take_principal
 ADAPTER = "default"  # PEFT's name of the one adapter
 # Linear modules whose weight Mamba layers multiply with by themselves: an adapter would never be called.
 _BYPASSED = frozenset({"dt_proj"})
+# PEFT refuses an adapter of these (Mamba kernels multiply with their weight by themselves).
+_REFUSED = {"nemotron_h": frozenset({"out_proj"})}
 # Sparse attention's indexer only chooses positions: no gradient passes through a choice.
 _GATES = re.compile(r"(^|\.)(gate|router|indexer|[a-z0-9_]*_gate|router_[a-z0-9_]+)(\.|$)")
 
@@ -100,19 +102,20 @@ def resolve_targets(target_modules: str | Sequence[str], names: Sequence[str]) -
     return chosen
 
 
-def linear_names(layers: Mapping[str, nn.Module]) -> list[str]:
+def linear_names(layers: Mapping[str, nn.Module], model_type: str = "") -> list[str]:
     """Names of every linear module inside these decoder layers (name of the layer -> layer).
 
     Only modules that compute x Wᵀ + b: subclasses with a forward of their own (DeepSeek-V4's grouped
-    output) are none, nor modules whose forward is never called.
+    output) are none, nor modules whose forward is never called, or whose adapter PEFT would refuse.
     """
+    without = _BYPASSED | _REFUSED.get(model_type, frozenset())
     return [
         f"{prefix}.{name}"
         for prefix, layer in layers.items()
         for name, module in layer.named_modules()
         if isinstance(module, nn.Linear)
         and type(module).forward in (nn.Linear.forward, QuantizedLinear.forward)
-        and name.rpartition(".")[2] not in _BYPASSED
+        and name.rpartition(".")[2] not in without
     ]
 
 

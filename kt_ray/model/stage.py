@@ -17,7 +17,7 @@ from kt_ray.gpu import choose_attention_kernels
 from kt_ray.model.build import StageModel, build_stage_model
 from kt_ray.model.clock import Clock
 from kt_ray.model.dropout import DropoutContext
-from kt_ray.model.layer_checks import check_carry, check_family, check_packing, probe_layer
+from kt_ray.model.layer_checks import check_carry, check_family, check_packing, padding_moves, probe_layer
 from kt_ray.model.layer_loop import ExpertExchange, LayerLoop, StageExchange
 from kt_ray.model.lora import AdapterSwitch, initial_lora, inject_lora, resolve_targets
 from kt_ray.model.pissa import relative_to_weights
@@ -42,6 +42,8 @@ class Stage:
         principal: PiSSA: the parameters' initial values, on the CPU; else empty.
         state_shape: of the hidden state between layers after [b, s]: (H,), or (streams, H).
         dtype: of the hidden state.
+        padding_moves: the first layer whose rows change with the padding beside them, or "" (not looked at
+            unless `spec.padded`).
         scales: MoE layer -> c of h_out = h_partial + c·y, or None where the layer is not affine in y.
         dropout: which rows the next layer call holds.
         head: of the last stage.
@@ -77,6 +79,7 @@ class Stage:
             if spec.lora.init.startswith("pissa")
         }
         self.scales = self._probe()
+        self.padding_moves = self._padding_moves() if spec.padded else ""
         self.head = Head(model, spec.loss_chunk) if self.last else None
         self._watch: RouterWatch | None = None
         self._packing_checked = False
@@ -116,6 +119,10 @@ class Stage:
             layer: probe_layer(model.layers[layer], calls[layer], context, shape, numbers, seed=layer)
             for layer, context in sorted(model.experts.items())
         }
+
+    def _padding_moves(self) -> str:
+        with self._zero_experts():
+            return padding_moves(self.model.capture, self.model.layers, self.device)
 
     @contextmanager
     def _zero_experts(self) -> Iterator[None]:

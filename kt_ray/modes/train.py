@@ -25,7 +25,7 @@ from kt_ray.runs.disk_room import check_room, disk_need
 from kt_ray.runs.environment import environment
 from kt_ray.runs.generation import PreparedGeneration
 from kt_ray.runs.plan_time import predicted_run, run_line
-from kt_ray.runs.prepare import Prepared, prepare
+from kt_ray.runs.prepare import Prepared, prepare, without_padding
 from kt_ray.runs.questions import Question
 from kt_ray.runs.rundir import RunDir, dated_as_before, plain, refuse_if_held
 from kt_ray.runs.saving import (
@@ -105,8 +105,13 @@ def _run(
                 cluster.restore(str(resume.directory), resume.manifest.step)
             return _write_env(rundir, cluster)
 
-        for line in (note for actor in cluster.at_start(begin) for note in actor.get("notes", ())):
+        facts = cluster.at_start(begin)
+        for line in (note for actor in facts for note in actor.get("notes", ())):
             say(line)
+        if moves := next(filter(None, (actor.get("padding_moves") for actor in facts)), ""):
+            prepared, line = without_padding(prepared, moves)
+            say(line)
+            logger.info("%s", line)
         tracker = make_tracker(config.tracking, extra=_ray_exporter(cluster))
         status = "failed"
         try:
@@ -126,9 +131,7 @@ def _run(
             if config.tracking.upload_adapter:
                 tracker.artifact(rundir.adapter)
             if config.tracking.plot:
-                from kt_ray.tracking.plot import plot_loss
-
-                plot_loss(rundir.path / "metrics.jsonl", rundir.path / "loss.png")
+                _plot(rundir)
             show_summary(summary)
             return 0
         except Stopped as stopped:
@@ -139,6 +142,15 @@ def _run(
             raise
         finally:
             tracker.finish(status)
+
+
+def _plot(rundir: RunDir) -> None:
+    from kt_ray.tracking.plot import plot_loss
+
+    try:
+        plot_loss(rundir.path / "metrics.jsonl", rundir.path / "loss.png")
+    except Exception as error:  # the adapter is there
+        logger.warning("loss.png was not drawn: %s", error)
 
 
 def _announce(prepared: Prepared, rundir: RunDir) -> None:

@@ -35,6 +35,11 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised; decoupled weight decay. State: "momentum", set by the owner.
 
+    A matrix whose gradient is zero (an expert without tokens in a step) is decayed, and its momentum fades,
+    but takes no step: an orthogonalised update has its full size however old and small the momentum is, so
+    an expert that no token reaches any more would go on in its last direction for ever. AdamW's steps fade
+    with its moments, and are torch's.
+
     Args:
         params: parameters [.., rows, columns], or groups of them.
         momentum: share of the old momentum that is kept.
@@ -62,4 +67,5 @@ class Muon(torch.optim.Optimizer):
         for values, grad, average in zip(*stacks, strict=True):
             average.lerp_(grad, 1 - group["momentum"])
             update = orthogonalised(grad.lerp(average, group["momentum"]))
+            update *= grad.flatten(1).any(dim=1)[:, None, None]
             values.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-size)

@@ -122,10 +122,10 @@ def prepare_generation(config: Config, adapters: Mapping[str, str] | None = None
     adapter, lora = None, NO_LORA
     if config.generate.adapter is not None:
         adapter = adapter_directory(config.generate.adapter)
-        lora = AdapterReader(adapter, model_dir).config
+        lora = AdapterReader(adapter, model_dir).checked.config
     directories = {name: adapter_directory(path, "serve.adapters") for name, path in (adapters or {}).items()}
     if directories:
-        lora = settings_of([AdapterReader(directory, model_dir) for directory in directories.values()])
+        lora = settings_of([AdapterReader(path, model_dir).checked for path in directories.values()])
     model = prepare_model(replace(config, lora=lora), training=False)
     tokenizer = load_tokenizer(
         config.model.tokenizer or model_dir, "model.tokenizer" if config.model.tokenizer else "model.path"

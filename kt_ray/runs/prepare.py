@@ -15,6 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
+from kt_ray.adapter.peft_config import AdapterInfo, load_limits
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_content, check_non_experts
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.safetensors_file import damaged
@@ -28,7 +29,8 @@ from kt_ray.dims.packable import check_packing_family
 from kt_ray.dims.weight_formats import plain_storage
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import this_host
-from kt_ray.model.build import build_on_meta
+from kt_ray.model.build import StageModel, build_on_meta
+from kt_ray.model.family import read_family
 from kt_ray.model.lora import resolve_targets
 from kt_ray.model.routing import router_recorder
 from kt_ray.model.stage_spec import StageSpec
@@ -39,7 +41,7 @@ from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.runs.known_load import known_load, resumed_choice, resumed_load
 from kt_ray.timing.choose import choose_plan
-from kt_ray.train.preference_steps import check_units
+from kt_ray.train.preference_steps import STAGES, check_units
 from kt_ray.train.trainer import StepBatches
 
 
@@ -53,7 +55,8 @@ class PreparedModel:
     plan: Plan  # who does what
     formulas: Mapping[int, ExpertFormula]  # MoE layer -> what its experts compute
     root: str  # module name of the language model
-    module_names: tuple[str, ...]  # the model's linear modules outside the routed experts
+    module_names: tuple[str, ...]  # the linear modules of its layers outside the routed experts
+    other_names: tuple[str, ...]  # its linear modules outside its layers: head, other towers
     notes: tuple[str, ...]  # what the checkpoint holds that training ignores, one line each
 
 
@@ -137,6 +140,8 @@ def prepare_model(config: Config, *, training: bool) -> PreparedModel:
     notes = [*index.notes, *(() if gguf is None else gguf.notes)]
     if ignored := check_non_experts(index, whole.causal, layout=layout).ignored:
         notes.append(f"checkpoint tensors that training ignores (as the family does): {some(ignored, 4)}")
+    if training:
+        notes += _adapter_limits(config, model_dir, layout, whole)
     check_content(index)
     return PreparedModel(
         config=config,
@@ -146,7 +151,36 @@ def prepare_model(config: Config, *, training: bool) -> PreparedModel:
         formulas=whole.formulas,
         root=whole.root,
         module_names=tuple(whole.lora_names),
+        other_names=tuple(whole.other_names),
         notes=tuple(notes),
+    )
+
+
+def _adapter_limits(config: Config, model_dir: str, layout: ExpertLayout, whole: StageModel) -> list[str]:
+    """Where the adapter to come will not load."""
+    names = list(resolve_targets(config.lora.target_modules, whole.lora_names))
+    if config.lora.experts:
+        names += [
+            name for layer in layout.moe_layers[:1] for name in layout.names(layer, 0, whole.root).values()
+        ]
+    return [f"adapter: {line}" for line in load_limits(names, adapter_info(config, model_dir))]
+
+
+def adapter_info(config: Config, model_dir: str, notes: tuple[str, ...] = ()) -> AdapterInfo:
+    """What the adapter's files will say of this run."""
+    lora, family = config.lora, read_family(model_dir)
+    wider = 2 if lora.init.startswith("pissa") else 1  # relative to the weights as they are in the checkpoint
+    return AdapterInfo(
+        base_model=model_dir,
+        model_type=family.text_type,
+        rank=wider * lora.rank,
+        # With rsLoRA the scale falls with the root of the rank.
+        alpha=(wider**0.5 if lora.rslora else wider) * lora.alpha,
+        rslora=lora.rslora,
+        dropout=lora.dropout,
+        notes=notes,
+        whole_type="" if family.whole is None else family.model_type,
+        auto=family.auto,
     )
 
 
@@ -292,7 +326,22 @@ def for_stage(stage: str, data: DataBundle) -> DataBundle:
     return replace(data, train=train, eval=held_out)
 
 
-def _batches(config: Config, plan: Plan, data: DataBundle) -> StepBatches:
+def without_padding(prepared: Prepared, moves: str) -> tuple[Prepared, str]:
+    """The same run with rows of one length only in each micro-batch, and a line for the user.
+
+    Pairs stay in one micro-batch, so their rows are padded to the longer one.
+
+    Args:
+        moves: the layer that padding moves, see `Stage.padding_moves`.
+    """
+    if prepared.config.trainer.stage in STAGES:
+        return prepared, f"padding moves this model ({moves}): so do losses of pairs of unequal length"
+    batches = _batches(prepared.config, prepared.plan, prepared.data, unpadded=True)
+    line = f"padding moves this model ({moves}): micro-batches hold rows of one length only"
+    return replace(prepared, batches=batches), line
+
+
+def _batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool = False) -> StepBatches:
     trainer = config.trainer
     sizes = (trainer.batch_size, trainer.micro_batch_size, plan.replicas, plan.groups)
     batches = Batches(
@@ -304,12 +353,15 @@ def _batches(config: Config, plan: Plan, data: DataBundle) -> StepBatches:
         largest_wave=plan.wave,
         multiple=config.data.pad_to_multiple_of,
         group_by_length=config.data.group_by_length,
+        unpadded=unpadded,
     )
     total = trainer.max_steps
     if total is None:
         total = max(1, math.ceil(trainer.epochs * batches.steps_per_epoch))
     multiple = config.data.pad_to_multiple_of
-    held_out = eval_waves(data.eval, *sizes, data.pad_id, largest=plan.wave, multiple=multiple)
+    held_out = eval_waves(
+        data.eval, *sizes, data.pad_id, largest=plan.wave, multiple=multiple, unpadded=unpadded
+    )
     return StepBatches(
         total_steps=total,
         steps_per_epoch=batches.steps_per_epoch,

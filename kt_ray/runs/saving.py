@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.adapter.adapter_dir import adapter_layout, create_adapter, finish_adapter
-from kt_ray.adapter.peft_config import AdapterInfo
 from kt_ray.checkpoint.housekeeping import best_checkpoint, prune_checkpoints, set_aside_later
 from kt_ray.checkpoint.manifest import Manifest, ShardInfo, step_name
 from kt_ray.checkpoint.safetensors_file import writing
@@ -19,14 +18,13 @@ from kt_ray.config.schema import Config
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
-from kt_ray.model.family import read_family
 from kt_ray.model.pissa import doubled_shape
 from kt_ray.placement.balance import owners_of
 from kt_ray.placement.expert_load import FILE as LOAD_FILE
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.memory import checkpoint_bytes
 from kt_ray.runs.disk_room import check_next
-from kt_ray.runs.prepare import Prepared
+from kt_ray.runs.prepare import Prepared, PreparedModel, adapter_info
 from kt_ray.runs.rundir import RunDir, checkpoint_to_resume, find_checkpoints
 from kt_ray.train.cluster_protocol import ActorLost, Cluster
 from kt_ray.train.preference_steps import STAGES
@@ -155,27 +153,21 @@ def go_on_from(resume: ResumePoint, rundir: RunDir) -> list[str]:
     return lines + ([f"removed: {', '.join(results)} (of the adapter so far)"] if results else [])
 
 
-def write_adapter(prepared: Prepared, directory: Path, cluster: Cluster, notes: tuple[str, ...] = ()) -> Path:
+def write_adapter(
+    prepared: PreparedModel, directory: Path, cluster: Cluster, notes: tuple[str, ...] = ()
+) -> Path:
     """The PEFT directory: laid out by the driver, filled by every actor, then published."""
-    lora = prepared.config.lora
-    shapes, wider = cluster.parameter_shapes(), 1
-    if lora.init.startswith("pissa"):  # relative to the weights as they are in the checkpoint
-        shapes, wider = {name: doubled_shape(name, shape) for name, shape in shapes.items()}, 2
-    layout = adapter_layout(shapes)
-    info = AdapterInfo(
-        base_model=prepared.model_dir,
-        model_type=read_family(prepared.model_dir).text_type,
-        rank=wider * lora.rank,
-        # With rsLoRA the scale falls with the root of the rank.
-        alpha=(wider**0.5 if lora.rslora else wider) * lora.alpha,
-        rslora=lora.rslora,
-        dropout=lora.dropout,
-        notes=notes,
-    )
+    shapes = cluster.parameter_shapes()
+    if prepared.config.lora.init.startswith("pissa"):
+        shapes = {name: doubled_shape(name, shape) for name, shape in shapes.items()}
+    info = adapter_info(prepared.config, prepared.model_dir, notes)
+    layout = adapter_layout(shapes, info.model_type)
     with writing("adapter", directory, layout.size):
         create_adapter(directory, layout)
         cluster.write_adapter(str(directory), layout)
-        return finish_adapter(directory, layout, info, modules=prepared.module_names)
+        return finish_adapter(
+            directory, layout, info, modules=(*prepared.module_names, *prepared.other_names)
+        )
 
 
 def _fields(prepared: Prepared) -> dict[str, Any]:

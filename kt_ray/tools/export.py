@@ -16,8 +16,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,15 @@ import torch
 
 from kt_ray.adapter.adapter_file import Lora, Pair
 from kt_ray.adapter.fused import Factors, FusedLayer, fuse_down, fuse_gate_up
-from kt_ray.adapter.peft_config import CONFIG, PREFIX, WEIGHTS, AdapterInfo, adapter_config
+from kt_ray.adapter.peft_config import (
+    CONFIG,
+    PREFIX,
+    WEIGHTS,
+    AdapterInfo,
+    adapter_config,
+    converts_keys,
+    stored_name,
+)
 from kt_ray.checkpoint.index import CheckpointIndex, some
 from kt_ray.checkpoint.names import LEAVES, PROJECTIONS, family, is_interleaved, is_mtp, layer_of, one_expert
 from kt_ray.checkpoint.safetensors_file import (
@@ -78,23 +86,36 @@ def export(
     if target.exists() and any(target.iterdir()):
         raise UserError("output directory is not empty", where=str(out), remedy="choose another directory")
     source = _base(lora, base)
-    linear = [_item(pair) for pair in lora.linear.values()]
     config = {} if source is None else source.config
+    lora = Lora.open(adapter, family(config))
+    lora.check_finite()
+    linear = [_item(pair) for pair in lora.linear.values()]
+
+    def named(items: list[Item]) -> list[Item]:
+        return [replace(item, module=stored_name(item.module, family(config))) for item in items]
+
     if form == "peft-fused":
         experts = _fused_items(lora, family(config))
-        _write(target, [*linear, *experts], dtype, PREFIX, _fused_config(lora, linear, experts))
+        _write(target, named([*linear, *experts]), dtype, PREFIX, _fused_config(lora, linear, experts))
         return {str(target): len(linear) + len(experts)}
     experts = _single_items(lora, source)
     if form == "peft-per-expert":
         items = [*linear, *experts]
-        _write(target, items, dtype, PREFIX, _single_config(lora, linear, experts, family(config)))
+        _write(target, named(items), dtype, PREFIX, _single_config(lora, linear, experts, config))
         return {str(target): len(items)}
     written = {}
     for name, part in (("sglang", linear), ("kt", experts)):
         if part:
-            _write(target / name, part, dtype, "", _server_config(lora, part))
+            _write(target / name, named(part), dtype, "", _server_config(lora, part))
             written[str(target / name)] = len(part)
     return written
+
+
+def merged_by_peft(adapter: str | Path, base: str | Path | None = None) -> bool:
+    """Whether PEFT makes fused parameters of an adapter's single experts, if it has any."""
+    lora = Lora.open(adapter)
+    source = _base(lora, base) if lora.experts else None
+    return source is None or converts_keys(family(source.config))
 
 
 def _item(pair: Pair, module: str = "", pattern: str = "") -> Item:
@@ -105,11 +126,11 @@ def _item(pair: Pair, module: str = "", pattern: str = "") -> Item:
 
 
 def _base(lora: Lora, base: str | Path | None) -> CheckpointIndex | None:
-    """The base model, which knows the order of gate and up rows and the experts' released names."""
-    if base is None and not (lora.experts or lora.fused):
-        return None
+    """The base model, which knows the order of gate and up rows and the released names of modules."""
     path = Path(base or lora.base)
-    if base is None and not (path / "config.json").is_file():
+    if base is None and not (lora.base and (path / "config.json").is_file()):
+        if not (lora.experts or lora.fused):
+            return None
         observed, required = f"base_model_name_or_path {lora.base!r}", "a directory with config.json"
         what = "the adapter's base model is not here"
         raise damaged(what, lora.path / CONFIG, observed, required, "name it: --base DIR")
@@ -122,7 +143,7 @@ def _base(lora: Lora, base: str | Path | None) -> CheckpointIndex | None:
 def _fused_items(lora: Lora, model_type: str) -> list[Item]:
     items: list[Item] = []
     for (prefix, role), pair in lora.fused.items():
-        module = f"{prefix}.base_layer" if role == "gate_up" and (prefix, "down") in lora.fused else prefix
+        module = f"{prefix}.base_layer" if role != "down" and (prefix, "down") in lora.fused else prefix
         items.append(_item(pair, module, f"{prefix}.{role}_proj"))
     for prefix in dict.fromkeys(p for p, _, _ in lora.experts):
         items += _fuse(lora, prefix, is_interleaved(model_type))
@@ -131,7 +152,8 @@ def _fused_items(lora: Lora, model_type: str) -> list[Item]:
 
 def _fuse(lora: Lora, prefix: str, interleaved: bool) -> list[Item]:
     count = 1 + max(e for p, e, _ in lora.experts if p == prefix)
-    keys = [(prefix, e, p) for e in range(count) for p in PROJECTIONS]
+    gated = any(p == prefix and role == "gate" for p, _, role in lora.experts)
+    keys = [(prefix, e, p) for e in range(count) for p in (PROJECTIONS if gated else PROJECTIONS[1:])]
     missing = [f"{prefix}.{e}.{LEAVES[p]}" for _, e, p in keys if (prefix, e, p) not in lora.experts]
     settings = {(lora.experts[k].rank, lora.experts[k].scale) for k in keys if k in lora.experts}
     if missing or len(settings) > 1:
@@ -139,22 +161,24 @@ def _fuse(lora: Lora, prefix: str, interleaved: bool) -> list[Item]:
             "adapter's experts cannot be fused",
             f"{lora.path}, {prefix}",
             f"missing: {some(missing)}" if missing else f"ranks and scales {sorted(settings)}",
-            "gate, up and down of every expert, of one rank and scale",
+            "every projection of every expert, of one rank and scale",
             "export it as peft-per-expert",
         )
     rank, scale = settings.pop()
-    gate = lora.experts[prefix, 0, "gate"]
-    H, I = gate.in_features, gate.out_features
+    up = lora.experts[prefix, 0, "up"]
+    H, I, wide = up.in_features, up.out_features, 2 if gated else 1
 
     def pairs(projection: str) -> list[Factors]:
         return [lora.experts[prefix, e, projection].factors() for e in range(count)]
 
-    def both() -> Factors:
+    def inner() -> Factors:
+        if not gated:
+            return fuse_down(pairs("up"))
         return fuse_gate_up(pairs("gate"), pairs("up"), interleaved=interleaved)
 
-    a, b, base = (count * 2 * rank, H), (2 * I, 2 * rank * count), f"{prefix}.base_layer"
+    a, b, base = (count * wide * rank, H), (wide * I, wide * rank * count), f"{prefix}.base_layer"
     return [
-        Item(base, 2 * rank, scale, a, b, both, f"{prefix}.gate_up_proj"),
+        Item(base, wide * rank, scale, a, b, inner, f"{prefix}.{'gate_up' if gated else 'up'}_proj"),
         Item(
             prefix,
             rank,
@@ -177,7 +201,7 @@ def _fused_config(lora: Lora, linear: list[Item], experts: list[Item]) -> dict[s
             own = [i for i in experts if i.pattern.endswith(f".{role}")]
             usual = _common(own)
             if usual != default:
-                _add_pattern(config, rf".*\.{role}", usual)
+                _add_pattern(config, rf".*\.experts\.{role}", usual)
             for item in own:
                 if (item.rank, item.scale) != usual:  # before the general pattern: the first match counts
                     for key, value in (
@@ -230,12 +254,14 @@ def _below(own: str, released: str) -> str:
     return own[: own.index("layers.")] + released[released.index("layers.") :]
 
 
-def _single_config(lora: Lora, linear: list[Item], experts: list[Item], model_type: str) -> dict[str, Any]:
+def _single_config(
+    lora: Lora, linear: list[Item], experts: list[Item], base: Mapping[str, Any]
+) -> dict[str, Any]:
     if not experts:
         return _plain_config(lora, linear, _common(linear))
     what, required = "adapter's experts have several ranks or scales", "one, as PEFT merges per-expert keys"
     rank, scale = _one(lora, experts, what, required, "train with one rank for all experts")
-    info = AdapterInfo(lora.base, model_type, rank, rank * scale)
+    info = AdapterInfo(lora.base, family(base), rank, rank * scale, whole_type=str(base.get("model_type")))
     names = [f"{i.module}.lora_{half}.weight" for i in (*linear, *experts) for half in "AB"]
     config = adapter_config(names, info)
     _add_own_settings(config, linear, (rank, scale))

@@ -67,9 +67,11 @@ def merge(
         UserError: an unreadable base or adapter, keys or shapes that fit no weight of the base, a directory
             of another job.
     """
-    index, lora, target = CheckpointIndex.open(base), Lora.open(adapter), Path(out)
+    index, target = CheckpointIndex.open(base), Path(out)
+    lora = Lora.open(adapter, family(index.config))
     check_directories(index, target)
     plan = _Plan(index, lora)
+    lora.check_finite()
     units = plan.units(bf16)
     job = {
         "tool": "merge",
@@ -102,7 +104,7 @@ class _Plan:
     """Which pair changes which parameter of the base.
 
     Attributes:
-        linear: parameter -> pair, outside the routed experts.
+        linear: parameter -> (pair, first row of its update), outside the routed experts.
         experts: (prefix in the base, expert, "gate" | "up" | "down") -> (pair, expert within the pair,
             rows of the pair's update).
         touched: parameters that change.
@@ -110,7 +112,7 @@ class _Plan:
 
     def __init__(self, index: CheckpointIndex, lora: Lora) -> None:
         self.index, self.lora = index, lora
-        self.linear: dict[str, Pair] = {}
+        self.linear: dict[str, tuple[Pair, int]] = {}
         self.experts: dict[tuple[str, int, str], list[Callable[[], Tensor]]] = {}
         # Without experts in the adapter the base may be any model.
         routed = lora.experts or lora.fused or any(expert_name(name) for name in index.names)
@@ -162,14 +164,19 @@ class _Plan:
         self.reason = names.reason
         for module, pair in self.lora.linear.items():
             name = names.parameters.get(module)
-            if name is None:
+            parts = [name] if name else names.stacked.get(module, [])
+            if not parts:
                 joined = names.joined.get(module)
                 self.unknown.append(
                     f"{module} (part of {joined}, which transformers splits or joins)" if joined else module
                 )
                 continue
-            self._fits(pair, self.index.shape(name))
-            self.linear[name] = pair
+            shapes = [self.index.shape(part) for part in parts]
+            self._fits(pair, (sum(shape[0] for shape in shapes), *shapes[0][1:]))
+            first = 0
+            for part, shape in zip(parts, shapes, strict=True):
+                self.linear[part] = (pair, first)
+                first += shape[0]
 
     def _match_experts(self) -> None:
         for (prefix, expert, projection), pair in self.lora.experts.items():
@@ -181,13 +188,13 @@ class _Plan:
             self._add(group, expert, projection, pair.delta)
         for (prefix, role), pair in self.lora.fused.items():
             group = self._group(prefix)
-            if group is None or (role == "gate_up" and not group.gated):
+            if group is None or role not in group.roles:
                 self.unknown.append(pair.module)
                 continue
             self._fits(pair, group.shape(role), group.count)
             for expert in range(group.count):
-                if role == "down":
-                    self._add(group, expert, "down", partial(pair.delta, expert))
+                if role != "gate_up":
+                    self._add(group, expert, role, partial(pair.delta, expert))
                     continue
                 for half, projection in enumerate(("gate", "up")):
                     self._add(group, expert, projection, _half(pair, expert, half, group.interleaved))
@@ -219,9 +226,9 @@ class _Plan:
 
     def _change(self, name: str, group: ExpertGroup | None) -> Change:
         if group is None:
-            pair = self.linear[name]
+            pair, start = self.linear[name]
             plain = name not in self.index.matrices
-            return lambda value, first: _add_rows(value, pair, first if plain else 0)
+            return lambda value, first: _add_rows(value, pair, start + (first if plain else 0))
         parts = expert_name(name)
         assert parts is not None
         if parts.expert is not None:
@@ -287,6 +294,8 @@ class ModuleNames:
     parameters: dict[str, str]  # module as transformers or the checkpoint names it -> parameter
     # modules whose weight is a part of, or made from, other tensors of the checkpoint
     joined: dict[str, str] = field(default_factory=dict)
+    # modules whose weight is several tensors of the checkpoint, one below the other -> these, in order
+    stacked: dict[str, list[str]] = field(default_factory=dict)
     reason: str = ""  # why transformers' names are not known
 
 
@@ -300,12 +309,24 @@ def module_names(index: CheckpointIndex, prefixes: Iterable[str]) -> ModuleNames
             warnings.simplefilter("ignore")  # of configurations: nothing is computed with this model
             model, _, _ = build_causal(read_family(index.path), torch.bfloat16, "eager")
     except UserError as error:
-        return ModuleNames(parameters, {}, error.line())
+        return ModuleNames(parameters, reason=error.line())
     modules = ModuleNames(parameters)
     keys = KeyNames(model, prefixes)
+    order: dict[str, int] = {}  # of a tensor among those that are stacked with it
     for name in names:
-        renamed, converter, _ = keys.target(name)
+        renamed, converter, pattern = keys.target(name)
+        if converter is not None and _stacks(converter):
+            order[name] = converter.source_patterns.index(str(pattern))
+            module = renamed.removesuffix(".weight")
+            parts = [*modules.stacked.get(module, []), name]
+            modules.stacked[module] = sorted(parts, key=order.__getitem__)
         for target in tensors_made(renamed, converter):
             place = modules.parameters if converter is None else modules.joined
             place[target.removesuffix(".weight")] = name
     return modules
+
+
+def _stacks(converter: Any) -> bool:
+    """Whether a converter of transformers only puts tensors one below the other."""
+    operations = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
+    return operations == [("Concatenate", 0)] and len(converter.target_patterns) == 1

@@ -17,10 +17,13 @@ ENOUGH = 4  # steps that must be known before any is called a spike
 # The loss of dpo and kto approaches zero in good training (hinge: is zero; robust: may be negative).
 POSITIVE = ("sft", "pt", "orpo")
 
+_ROWS = "look at these rows with mode=preview; trainer.bad_steps=skip passes such steps over"
 _REMEDY = (
     "lower optim.lr or optim.max_grad_norm and continue from the last checkpoint with trainer.resume=latest; "
-    "or look at these rows with mode=preview; trainer.bad_steps=skip passes such steps over"
+    f"or {_ROWS}"
 )
+# Before the first update no learning rate has had an effect.
+_FIRST = "compare the checkpoint's files with its release (download them again); or " + _ROWS
 
 
 def judge(
@@ -59,7 +62,7 @@ def judge(
                 where="; ".join(filter(None, (_worst_rows(waves, report), _worst_gradient(cluster)))),
                 required="a finite number"
                 + (f" of at most trainer.spike={spike:g} times the median" if spike else ""),
-                remedy=_REMEDY,
+                remedy=_REMEDY if step else _FIRST,
             )
             bad.finite = math.isfinite(value)
             return bad

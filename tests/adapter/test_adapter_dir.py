@@ -338,6 +338,15 @@ def test_target_names() -> None:
     config = adapter_config(names, AdapterInfo("base", "qwen2_moe", RANK, ALPHA))
     assert config["target_modules"] == sorted(attention)
     assert config["target_parameters"] == [f"{shared}.weight", "experts.gate_up_proj", "experts.down_proj"]
-    assert config["rank_pattern"] == {r".*\.gate_up_proj": 8} and config["alpha_pattern"] == {
-        r".*\.gate_up_proj": 16
-    }
+    assert config["rank_pattern"] == {r".*\.experts\.gate_up_proj": 8}
+    assert config["alpha_pattern"] == {r".*\.experts\.gate_up_proj": 16}
+
+
+def test_values_that_are_not_finite_are_not_published(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.lora_B.weight"
+    values = {name.replace("_B", "_A"): torch.ones(4, 8), name: torch.ones(8, 4)}
+    values[name][3, 1] = float("nan")
+    with pytest.raises(UserError, match="not finite") as caught:
+        write(tmp_path / "adapter", values, INFO)
+    assert caught.value.observed == name
+    assert not (tmp_path / "adapter" / "adapter_model.safetensors").exists()

@@ -10,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kt_ray import cli
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.adapter.adapter_dir import adapter_layout, create_adapter, finish_adapter
 from kt_ray.adapter.from_peft import AdapterReader, adapter_directory
 from kt_ray.adapter.peft_config import AdapterInfo
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
+from kt_ray.tools import __main__ as tools
 from tests.helpers.hf_reference import FAMILIES, build_checkpoint
 from tests.helpers.runs import config_for, local_cluster
 from tests.helpers.tiny_families import tiny_family
@@ -116,3 +118,35 @@ def test_adapters_that_do_not_fit_are_refused(adapter: tuple[Path, Path], tmp_pa
     shutil.rmtree(directory)
     with pytest.raises(UserError, match="no such directory"):
         adapter_directory(str(directory))
+
+
+def test_an_adapter_that_is_not_finite_is_used_by_nobody(
+    adapter: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, directory = adapter
+    file = directory / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = max(tensors)
+    tensors[name][0, 0] = float("inf")
+    save_file(tensors, file)
+    common = ["cluster=local", f"model.path={base}", f"run.root={tmp_path}/runs"]
+    commands = [
+        lambda: tools.main(["merge", str(base), str(directory), str(tmp_path / "merged")]),
+        lambda: tools.main(
+            ["export", str(directory), str(tmp_path / "out"), "--form", "peft-fused", "--base", str(base)]
+        ),
+        *(
+            (
+                lambda mode=mode: cli.main(
+                    [f"mode={mode}", f"generate.adapter={directory}", "data=demo", *common]
+                )
+            )
+            for mode in ("predict", "eval", "chat")
+        ),
+        lambda: cli.main(["mode=serve", f"serve.adapters={{a: {directory}}}", *common]),
+    ]
+    for command in commands:
+        assert command() == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and "not finite" in err and name in err, err
+    assert not (tmp_path / "merged").exists() and not (tmp_path / "out").exists()

@@ -134,6 +134,7 @@ def test_what_the_family_ignores_is_reported(
 ) -> None:
     """A layer for multi-token prediction, and an index whose total size is not that of its tensors."""
     folder = bases["bf16"].copy(place / "mtp")
+    folder.config(num_nextn_predict_layers=1)
     last = "model.layers.2."
     folder.weights(
         lambda t: t.update({n.replace(last, "model.layers.3."): v.clone() for n, v in t.items() if last in n})

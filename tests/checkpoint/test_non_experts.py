@@ -225,9 +225,9 @@ def test_experts_without_a_gate(tmp_path: Path) -> None:
         whole = AutoModelForCausalLM.from_config(config)
     layout = ExpertLayout.detect(index)
     assert check_non_experts(index, whole, layout=layout).unexpected == []
-    assert layout.names(0, 3) == {
-        "up": "model.layers.0.mixer.experts.3.up_proj",
-        "down": "model.layers.0.mixer.experts.3.down_proj",
+    assert layout.names(1, 3) == {
+        "up": "model.layers.1.mixer.experts.3.up_proj",
+        "down": "model.layers.1.mixer.experts.3.down_proj",
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kt_ray.checkpoint.manifest import Manifest, ShardInfo, list_checkpoints
 from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint, read_named_into, write_shard
@@ -177,6 +178,18 @@ def test_missing_and_double_parameters(tmp_path: Path) -> None:
     write_shard(path, "worker-1.safetensors", tensors_of(10, 0))
     with pytest.raises(UserError, match="holds a parameter twice"):
         read_named_into(path, {"param/absent": torch.empty(1)})
+
+
+def test_values_that_are_not_finite_are_not_restored(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 1)
+    name = "exp_avg/model.layers.1.x.lora_B.weight"
+    (file,) = [f for f in checkpoint.glob("*.safetensors") if name in load_file(f)]
+    tensors = load_file(file)
+    tensors[name][-1, -1] = float("nan")
+    save_file(tensors, file)
+    with pytest.raises(UserError, match="not finite") as caught:
+        read_named_into(checkpoint, {n: torch.zeros_like(t) for n, t in tensors.items()})
+    assert caught.value.where == str(file) and caught.value.observed == name
 
 
 def test_manifest_is_plain_json(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_exact_families_are_all_tested() -> None:
 def test_counts_equal_transformers(family: str) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from kt_ray.model.lora import is_gate
+    from kt_ray.model.lora import is_gate, linear_names
 
     config = transformers.AutoConfig.for_model(**SMALL[family])
     with torch.device("meta"):
@@ -87,10 +87,11 @@ def test_counts_equal_transformers(family: str) -> None:
         assert routed == (dims.num_experts * dims.expert_params if routed else 0)
         rest = sum(p.numel() for p in layer.parameters()) - routed
         assert dims.attention_params[i] + dims.dense_params[i] == rest
+        adapted = linear_names({"layer": layer}, family)
         linear = {
             (name, module.in_features, module.out_features)
             for name, module in layer.named_modules()
-            if type(module) is torch.nn.Linear and not is_gate(name)
+            if f"layer.{name}" in adapted and not is_gate(name)
         }
         assert set(dims.lora_in_out[i]) == linear
 

@@ -10,11 +10,12 @@ import dataclasses
 import importlib.util
 import inspect
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 LAYERS = 4
 SIZES: dict[str, Any] = {
@@ -119,7 +120,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
     "granitemoehybrid": {"layer_types": _HYBRID},
-    "nemotron_h": {"layers_block_type": ["moe", "attention", "moe", "attention"], "num_hidden_layers": None},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "attention", "moe"],
+        "num_hidden_layers": None,
+        "n_groups": 1,
+    },
     "dots3_note_text": {"per_layer_config": {"2": _DOTS3_LAYER, "3": _DOTS3_LAYER}},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -150,9 +155,15 @@ def tiny_config(model_type: str, **overrides: Any) -> dict[str, Any]:
     parts = kind.sub_configs
     if "text_config" in parts:
         towers = {n: _tower(part) for n, part in parts.items() if n != "text_config" and _is_class(part)}
-        text = tiny_config(parts["text_config"].model_type, **overrides)
+        # Kimi-K2.5's is any: DeepSeek-V3 as released.
+        text = tiny_config(getattr(parts["text_config"], "model_type", "deepseek_v3"), **overrides)
         if model_type == "dots3_note":
-            towers = {n: {"adapter_out_dim": SIZES["hidden_size"]} for n in ("vision_config", "audio_config")}
+            small = {**_TOWER, "downsample_hidden_size": 8, "adapter_input_size": 32, "adapter_out_dim": 32}
+            small |= {"adapter_in_dim": 32}
+            small |= {"moe_intermediate_size": 16, "num_key_value_heads": None, "per_layer_config": {}}
+            towers = dict.fromkeys(("vision_config", "audio_config"), small)
+        elif model_type in ("inkling_mm_model", "inkling2"):
+            towers["vision_config"]["num_hidden_layers"] = 8  # with fewer it needs scipy
         elif parts.get("vision_config") is not None and "vision_config" not in towers:
             towers["vision_config"] = _tower(CONFIG_MAPPING["pixtral"])  # Mistral-Large-4's
         return {"model_type": model_type, "text_config": text} | towers
@@ -187,8 +198,8 @@ def write_config(directory: Path, model_type: str, **overrides: Any) -> Path:
     return directory
 
 
-def randomise(model: torch.nn.Module, seed: int = 0) -> None:
-    """Every parameter and stored buffer off its initial value."""
+def randomise(model: torch.nn.Module, seed: int = 0, *, buffers: bool = True) -> None:
+    """Every parameter and (unless they are tables of constants) stored buffer off its initial value."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -197,5 +208,20 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
             else:
                 parameter.normal_(0.0, 0.15)
         for name, buffer in model.state_dict().items():
-            if name not in dict(model.named_parameters()) and buffer.is_floating_point():
+            if buffers and name not in dict(model.named_parameters()) and buffer.is_floating_point():
                 buffer.normal_(0.0, 0.1)
+
+
+def save_whole(directory: Path, *, buffers: bool = True) -> None:
+    """Random weights for a directory with config.json alone, of its own class: other towers included."""
+    config = AutoConfig.from_pretrained(directory)
+    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
+        if type(config) in auto._model_mapping:
+            torch.manual_seed(0)
+            model = auto.from_config(config)
+            randomise(model, buffers=buffers)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model.save_pretrained(directory)
+            return
+    raise ValueError(f"no class for {config.model_type}")

@@ -59,11 +59,12 @@ def local_cluster(model_dir: Path, config: Config) -> Iterator[ActorCluster]:
         cluster.shutdown()
 
 
-def waves_of(rows: Sequence[Row], config: Config, plan: Plan) -> Wave:
+def waves_of(rows: Sequence[Row], config: Config, plan: Plan, *, unpadded: bool = False) -> Wave:
     """The rows of one step, for PassSpec."""
     data = [DataRow(np.array(r.ids), np.array(r.labels), r.sample) for r in rows]
     multiple = config.data.pad_to_multiple_of
-    return wave(data, config.trainer.micro_batch_size, plan.replicas, plan.groups, multiple=multiple)
+    size = config.trainer.micro_batch_size
+    return wave(data, size, plan.replicas, plan.groups, multiple=multiple, unpadded=unpadded)
 
 
 def one_pass(

@@ -24,7 +24,7 @@ from kt_ray.model.family import build_causal, read_family
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
 from tests.helpers.eager_experts import Eager, EagerExchange
-from tests.helpers.families import LAYERS, dispatched, randomise, write_config
+from tests.helpers.families import LAYERS, dispatched, randomise, save_whole, write_config
 from tests.helpers.hf_reference import random_rows
 from tests.helpers.stages import backward, forward, pass_spec
 
@@ -42,10 +42,11 @@ speed, templates, adapters, and traps.
 
 ## All of them
 
-Every MoE family whose experts transformers {version} dispatches. A test builds and loads each at a tiny size,
-runs it forward and backward through the layer loop, and compares it with transformers' own class (loss,
-and the gradient of every LoRA matrix outside the experts). kt_ray refuses a family by name before it
-reads any weight.
+Every MoE family whose experts transformers {version} dispatches. A test has transformers save each at a tiny
+size, other towers included, loads it, runs it forward and backward through the layer loop, and compares it
+with transformers' own class (loss, and the gradient of every LoRA matrix outside the experts). Another reads
+each adapter back, loads it with PEFT, merges and exports it ([adapter.md](adapter.md)). kt_ray refuses
+a family by name before it reads any weight.
 
 "y kept" marks families whose layers are not affine in the experts' output, which is therefore kept for the
 recomputation. A multimodal name trains its text part. `python -m tests.model.test_families` writes this
@@ -128,7 +129,8 @@ def try_family(root: Path, model_type: str) -> tuple[str, str]:
     """("trains", class and what is special) or ("refused", reason); numbers are asserted."""
     path = write_config(root / model_type, model_type)
     try:
-        build(path)
+        build_causal(read_family(path), torch.float32, "eager")
+        save_whole(path)
         (stage,) = make_stages(path, (0, LAYERS))
     except UserError as error:
         return "refused", error.what if not error.observed else f"{error.what}: {error.observed}"

@@ -111,7 +111,7 @@ def test_without_a_text_class(tmp_path: Path, model_type: str) -> None:
 
 
 def test_unknown_around_a_known_text_model(tmp_path: Path) -> None:
-    """Kimi-K2.5's names: kimi_k25 around kimi_k2, "language_model.model." before every key."""
+    """As Kimi-K2.5 is: kimi_k2 inside, "language_model.model." before every key."""
     text = tiny_config("deepseek_v3")
     plain = write_config(tmp_path / "plain", "deepseek_v3")
     causal, _, _ = build_causal(read_family(plain), torch.float32, "eager", device="cpu")
@@ -120,13 +120,13 @@ def test_unknown_around_a_known_text_model(tmp_path: Path) -> None:
     path.mkdir()
     (path / "model.safetensors").write_bytes((plain / "model.safetensors").read_bytes())
     nested = text | {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_x.X"}}
-    (path / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": nested}))
+    (path / "config.json").write_text(json.dumps({"model_type": "kimi_k99", "text_config": nested}))
     tower = {
         "vision_tower.encoder.blocks.0.wo.weight": torch.ones(4, 4),
         "mm_projector.pre_norm.bias": torch.ones(4),
     }
     edit(path, lambda k: "language_model." + k, tower)
-    assert read_family(path).label == "kimi_k25 (deepseek_v3)"
+    assert read_family(path).label == "kimi_k99 (deepseek_v3)"
     stage = assert_trains(path, plain)
     assert all(name.startswith("model.layers.") for name in stage.parameters)
     assert report_of(path) == (sorted(tower), [])
@@ -155,7 +155,7 @@ RELEASED = {
     "DeepSeek-V2-Lite": "DeepseekV2ForCausalLM",
     "DeepSeek-V4-Flash-FP8": "DeepseekV4ForCausalLM",
     "Kimi-K2-Instruct": "DeepseekV3ForCausalLM",
-    "Kimi-K2.5": "DeepseekV3ForCausalLM",
+    "Kimi-K2.5": "Kimi_K25ForConditionalGeneration",
     "MiniMax-M3": "MiniMaxM3VLForCausalLM",
     "Qwen3-VL-30B-A3B-Instruct": "Qwen3VLMoeForConditionalGeneration",
     "Qwen3.5-35B-A3B": "Qwen3_5MoeForCausalLM",

@@ -191,6 +191,67 @@ def test_muon_is_torchs_up_to_its_bfloat16() -> None:
     assert float((mine.detach() - expected).norm() / (expected - start).norm()) < 0.02
 
 
+def _muon_in_float64(
+    value: torch.Tensor, grads: list[torch.Tensor], lr: float, keep: float, decay: float
+) -> torch.Tensor:
+    """One matrix by the rule of muon.py, alone."""
+    value, average = value.double(), torch.zeros_like(value, dtype=torch.float64)
+    for grad in (g.double() for g in grads):
+        average = keep * average + (1 - keep) * grad
+        value = value * (1 - lr * decay)
+        if grad.any():
+            update = orthogonalised((1 - keep) * grad + keep * average)
+            value = value - lr * 0.2 * max(value.shape) ** 0.5 * update
+    return value
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_muon_leaves_an_expert_without_tokens_where_it_is(decay: float) -> None:
+    """Three experts: one with tokens in the first steps only, one with tokens now and then, one in all."""
+    torch.manual_seed(0)
+    lr, steps = 1e-2, 120
+    optim = dataclasses.replace(BASE, name="muon", betas=(0.95, 0.0), weight_decay=decay)
+    start = torch.randn(3, 4, 24)
+    grads = torch.randn(steps, 3, 4, 24)
+    grads[3:, 0] = 0.0
+    grads[1::7, 1] = 0.0
+    parameter = torch.nn.Parameter(start.clone())
+    optimizer = LoraOptimizer([parameter], optim)
+    at_rest = torch.zeros(())
+    for step, grad in enumerate(grads):
+        optimizer.gradients()[0].copy_(grad)
+        optimizer.apply(lr, 1.0)
+        if step == 2:
+            at_rest = parameter.detach()[0].clone()
+    for expert in range(3):
+        want = _muon_in_float64(start[expert], list(grads[:, expert]), lr, 0.95, decay)
+        torch.testing.assert_close(parameter.detach()[expert].double(), want, rtol=0, atol=2e-4)
+    if not decay:
+        assert torch.equal(parameter.detach()[0], at_rest)
+    else:
+        torch.testing.assert_close(parameter.detach()[0], at_rest * (1 - lr * decay) ** (steps - 3))
+
+
+def test_adamw_fades_without_gradients() -> None:
+    """As torch: after the last gradient all further steps together are a few learning rates."""
+    torch.manual_seed(0)
+    optim = dataclasses.replace(BASE, betas=(0.9, 0.999), weight_decay=0.0)
+    parameter = torch.nn.Parameter(torch.zeros(64))
+    optimizer = LoraOptimizer([parameter], optim)
+    optimizer.gradients()[0].copy_(torch.randn(64))
+    optimizer.apply(1e-2, 1.0)
+    first = parameter.detach().clone()
+    for _ in range(400):
+        optimizer.apply(1e-2, 1.0)
+    moved = (parameter.detach() - first).abs().max() / first.abs().max()
+    # float64: after t zero gradients one step is 0.1 0.9^t / (1 - 0.9^(t+1)) / sqrt(that of 0.999).
+    ratios = [
+        0.1 * 0.9**t / (1 - 0.9 ** (t + 1)) / (0.001 * 0.999**t / (1 - 0.999 ** (t + 1))) ** 0.5
+        for t in range(1, 401)
+    ]
+    assert float(moved) == pytest.approx(sum(ratios), rel=1e-4) and sum(ratios) < 7
+
+
 def test_masters_as_matrices_step_as_the_flat_vector() -> None:
     shapes = [{"x.lora_A.weight": (2, 5), "x.lora_B.weight": (3, 2)}, {}, {"y.lora_A.weight": (2, 4)}]
     flats = [torch.randn(16), torch.randn(0), torch.randn(8)]

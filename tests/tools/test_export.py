@@ -167,3 +167,14 @@ def test_peft_reads_every_form(tmp_path: Path, family: str) -> None:
     assert float((logits[0] - before).abs().max()) > 0.05
     for other in logits[1:]:
         torch.testing.assert_close(other, logits[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "merged"), [("gpt_oss", False), ("qwen3_moe", True)])
+def test_says_where_peft_does_not_merge_single_experts(
+    tmp_path: Path, family: str, merged: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tiny_family(tmp_path / "base", family)
+    config = {"base_model_name_or_path": str(base)}
+    path = save_adapter(tmp_path / "adapter", lora(expert_modules()), **config)
+    assert main(["export", str(path), str(tmp_path / "out"), "--form", "peft-per-expert"]) == 0
+    assert ("would leave the experts out" in capsys.readouterr().out) is not merged

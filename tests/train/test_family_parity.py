@@ -107,7 +107,10 @@ def _write_adapter(cluster: ActorCluster, config: Config, built: Built, director
     whole = build_on_meta(StageSpec(str(built.released), (0, layers), layers, dtype="float32"))
     # What `write_adapter` reads of it: no data, no schedule.
     prepared = SimpleNamespace(
-        config=config, model_dir=str(built.released), plan=cluster.plan, module_names=tuple(whole.lora_names)
+        config=config,
+        model_dir=str(built.released),
+        module_names=tuple(whole.lora_names),
+        other_names=tuple(whole.other_names),
     )
     return write_adapter(cast(Prepared, prepared), directory, cluster)
 

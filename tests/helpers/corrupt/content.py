@@ -32,6 +32,10 @@ def _infinite(scales: torch.Tensor) -> torch.Tensor:
     return scales
 
 
+def _last_infinite(values: torch.Tensor) -> torch.Tensor:
+    return torch.cat((values[:-1], torch.full_like(values[-1:], float("inf"))))
+
+
 def _every_scale(folder: Folder, value: float) -> None:
     folder.weights(
         lambda t: t.update({n: torch.full_like(s, value) for n, s in t.items() if n.endswith("_scale_inv")})
@@ -48,6 +52,42 @@ CONTENT: list[Case] = [
             lambda t: t.update({n: v * float("nan") for n, v in t.items() if ".experts." in n})
         ),
         ["weights are not finite", "tensor model.layers"],
+    ),
+    Case(
+        "a router's correction not a number",
+        "bf16",
+        lambda f: f.tensor("model.layers.2.mlp.gate.e_score_correction_bias", lambda t: t * float("nan")),
+        ["weights are not finite", "tensor model.layers.2.mlp.gate.e_score_correction_bias"],
+    ),
+    Case(
+        "the last value of a norm infinite",
+        "bf16",
+        lambda f: f.tensor("model.norm.weight", _last_infinite),
+        ["weights are not finite", "tensor model.norm.weight", "1 of 64"],
+    ),
+    Case(
+        "attention stored as integers",
+        "bf16",
+        lambda f: f.tensor("model.layers.1.self_attn.o_proj.weight", lambda t: (t * 100).to(torch.int16)),
+        ["stored as integers without scales", "model.layers.1.self_attn.o_proj.weight", "I16"],
+    ),
+    Case(
+        "a norm stored as truth values",
+        "bf16",
+        lambda f: f.tensor("model.norm.weight", lambda t: t > 0),
+        ["stored as integers without scales", "model.norm.weight", "BOOL"],
+    ),
+    Case(
+        "config with fewer layers",
+        "fused",
+        lambda f: f.config(num_hidden_layers=f.read_config()["num_hidden_layers"] - 1),
+        ["fewer layers than the checkpoint", "num_hidden_layers"],
+    ),
+    Case(
+        "config with an unknown kind of rotary embedding",
+        "fused",
+        lambda f: f.config(rope_parameters={"rope_type": "nonsense", "rope_theta": 1e4}),
+        ["nonsense", "To fix: correct config.json"],
     ),
     Case(
         "scales infinite",
