@@ -200,7 +200,7 @@ class ActorCluster(ABC):
             ActorLost: all wait for a message that does not come. UserError: and none can be replaced.
         """
         try:
-            found = watch.look(working)
+            return watch.look(working)
         except Standstill as error:
             self._abort("a message was lost")
             raise ActorLost(
@@ -208,9 +208,6 @@ class ActorCluster(ABC):
                 observed=str(error),
                 remedy="report this: each actor waits for a message of another, so one was lost",
             ) from error
-        for _, death in found:
-            logger.info("%s: %s", death.how, death)
-        return found
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         return self._call(self.handles, method, *args)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from kt_ray.actors.ray.ray_guard import VARIABLE, RayGuard, guarded
-from tests.helpers.ray_place import REPO, Place, ray_place, until
+from tests.helpers.ray_place import REPO, Place, free_ports, ray_place, until
 
 DRIVER = """
 import subprocess, sys, time
@@ -96,7 +96,8 @@ def test_nothing_of_a_killed_run_stays(place: Place, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     run = place.path / "runs" / "a"
     arguments = ["data.limit=40", "run.name=a", "trainer.max_steps=2000", "eval.after_training=0"]
-    process = place.launch(*arguments, "trainer.eval_every=0", log=tmp_path / "output")
+    arguments += ["trainer.eval_every=0", f"cluster.dashboard_port={free_ports(1)[0]}"]
+    process = place.launch(*arguments, log=tmp_path / "output")
 
     def stepped() -> bool:
         assert process.poll() is None, (tmp_path / "output").read_text()
