@@ -122,6 +122,7 @@ def targets(root: Path) -> dict[str, Target]:
     from kt_ray.demo.tokenizer import train_tokenizer
     from kt_ray.dims.config_json import dims_from_dir
     from kt_ray.dims.packable import check_packing_family
+    from kt_ray.errors import UserError
     from kt_ray.evaluate.answer_file import find_answers
     from kt_ray.evaluate.loss_sums import read_losses
     from kt_ray.hardware.describe import hardware_from_file, this_host
@@ -172,7 +173,8 @@ def targets(root: Path) -> dict[str, Target]:
 
     def plan(place: Path) -> object:
         directory = place / "model"
-        check_packing_family(str(directory))
+        with contextlib.suppress(UserError):  # some families cannot
+            check_packing_family(str(directory))
         return make_plan(dims_from_dir(directory), composed_config, hardware)
 
     def template(place: Path) -> object:
@@ -216,6 +218,7 @@ def targets(root: Path) -> dict[str, Target]:
             files_in(model, "model/"),
             ["model/config.json"],
             lambda p: prepare_model(config(p), training=True),
+            3,
         ),
         "weights": Target(files_in(model, "model/"), ["model/model.safetensors"], checkpoint, 3),
         "index": Target(_sharded(model), ["model/model.safetensors.index.json"], checkpoint, 3),

@@ -194,6 +194,7 @@ def check_shape(value: Any, shape: Any, path: Path, what: str, remedy: str, key:
         dot = f"{key}." if key else ""
         if str in shape:
             for name, entry in value.items():
+                check_shape(name, str, path, what, remedy, f"{dot}{name}")
                 check_shape(entry, shape[str], path, what, remedy, dot + name)
             return value
         for name, inner in shape.items():

@@ -21,6 +21,8 @@ from kt_ray.config.compose import compose
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
 from kt_ray.errors import BAD_INPUT
+from kt_ray.recipe.command import with_recipe
+from kt_ray.tools import __main__ as tools
 from tests.helpers.bad_input import CASES, RESUME, ROWS, VOCAB, Case, Place
 from tests.helpers.hf_reference import build_checkpoint
 
@@ -71,6 +73,12 @@ def _arguments(text: str, place: Place) -> list[str]:
     return root + shlex.split(_filled(text, place))
 
 
+def _dispatch(case: Case, arguments: list[str]) -> int:
+    if case.arguments.startswith("tools "):
+        return tools.main(arguments[arguments.index("tools") + 1 :])
+    return cli.dispatch(compose(with_recipe(arguments)))
+
+
 def _contents(root: Path) -> dict[str, str]:
     """Files below a directory and what is in them."""
     found = {}
@@ -81,7 +89,7 @@ def _contents(root: Path) -> dict[str, str]:
 
 
 def test_the_table_is_long_enough() -> None:
-    assert len(CASES) >= 100 and len({case.name for case in CASES}) == len(CASES)
+    assert len(CASES) >= 250 and len({case.name for case in CASES}) == len(CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -94,7 +102,7 @@ def test_bad_input(case: Case, place: Place, capfd: pytest.CaptureFixture[str]) 
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     capfd.readouterr()
     # The command line for one of them, the functions that it calls for the others.
-    code = cli.main(arguments) if case is CASES[0] else cli.guard(lambda: cli.dispatch(compose(arguments)))
+    code = cli.main(arguments) if case is CASES[0] else cli.guard(lambda: _dispatch(case, arguments))
     err = capfd.readouterr().err
     assert code == BAD_INPUT, err
     assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err, err

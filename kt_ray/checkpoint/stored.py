@@ -251,5 +251,6 @@ def _block_sizes(quantization: Mapping[str, Any]) -> list[tuple[int, int]]:
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         named.append(weights.get("block_structure") if isinstance(weights, Mapping) else None)
-    sizes = [(int(n[0]), int(n[1])) for n in named if isinstance(n, list | tuple) and len(n) == 2]
+    pairs = [n for n in named if isinstance(n, list | tuple) and len(n) == 2]
+    sizes = [(n[0], n[1]) for n in pairs if all(type(size) is int and size > 0 for size in n)]
     return sizes or [(128, 128)]

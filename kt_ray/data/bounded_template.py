@@ -10,7 +10,7 @@ import secrets
 
 from kt_ray.errors import UserError
 
-STEPS = 300_000  # turns of loops and calls of macros in one rendering; long chats need thousands
+STEPS = 100_000  # turns of loops and calls of macros in one rendering; long chats need thousands
 _NAME = f"steps_{secrets.token_hex(8)}"  # no template can know it, and set it back
 _COUNT = (
     f"%}}{{% set {_NAME}.n = {_NAME}.n + 1 %}}{{% if {_NAME}.n > {STEPS} %}}"

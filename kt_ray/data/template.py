@@ -71,6 +71,9 @@ def load_tokenizer(directory: str, key: str = "model.tokenizer") -> PreTrainedTo
         # Left out, trust_remote_code asks on standard input, and a "yes" there runs code of the directory.
         options = {"local_files_only": True, "trust_remote_code": False}
         tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **options)
+        # Settings of the wrong type come to light when they are used.
+        tokenizer("a", return_offsets_mapping=bool(tokenizer.is_fast))
+        _ = tokenizer.all_special_tokens, tokenizer.added_tokens_decoder, tokenizer.special_tokens_map
     except Exception as error:  # transformers raises many kinds; each means that nothing usable is there
         raise UserError(
             "no tokenizer can be loaded",

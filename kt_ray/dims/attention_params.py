@@ -167,7 +167,8 @@ def _compression(keys: Keys, layer: int) -> tuple[int, bool]:
     """
     ratios, types = keys.listed("compress_ratios"), keys.listed("layer_types")
     if ratios is not None or types is None:
-        ratio = int(ratios[layer]) if ratios and layer < len(ratios) else 0
+        given = ratios[layer] if ratios and layer < len(ratios) else 0
+        ratio = Keys({"compress_ratios": given}, keys.where).size("compress_ratios", default=0, least=0)
         return ratio, ratio == 4
     kind = str(types[layer]) if layer < len(types) else ""
     fine = kind == "compressed_sparse_attention"
@@ -179,7 +180,9 @@ def _compression(keys: Keys, layer: int) -> tuple[int, bool]:
 def is_linear(keys: Keys, layer: int) -> bool:
     """Whether this layer's attention is a linear one (gated delta, Kimi delta, lightning, mamba)."""
     linear = keys.config.get("linear_attn_config")
-    if isinstance(linear, Mapping) and linear.get("kda_layers"):  # kimi_linear counts layers from 1
+    if isinstance(linear, Mapping) and isinstance(
+        linear.get("kda_layers"), list
+    ):  # kimi_linear counts layers from 1
         return layer + 1 in linear["kda_layers"]
     types = keys.listed("layer_types")
     if types is not None:

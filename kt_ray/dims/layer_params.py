@@ -72,8 +72,8 @@ def is_moe_layer(keys: Keys, layer: int) -> bool:
         offset = keys.size("expert_layer_offset", default=0, least=0)
         return layer % keys.size("expert_layer_period") == offset
     if "moe_layer_start_index" in keys.config:  # ernie4_5_moe
-        end = keys.config.get("moe_layer_end_index")
-        last = num_layers(keys) - 1 if end in (None, -1) else int(end)
+        end = keys.size("moe_layer_end_index", default=-1, least=-1)
+        last = num_layers(keys) - 1 if end == -1 else end
         start = keys.size("moe_layer_start_index", least=0)
         return start <= layer <= last and (layer + 1) % keys.size("moe_layer_interval", default=1) == 0
     if layer < keys.size("first_k_dense_replace", "num_dense_layers", default=0, least=0):

@@ -13,6 +13,7 @@ from typing import Any
 
 import regex
 
+from kt_ray.errors import UserError
 from kt_ray.parse import matches
 
 # What expert actors read from checkpoints, and so train. "fp8_block" is the engine's fp8 with blocks.
@@ -56,6 +57,7 @@ class Storage:
         return replace(self, block=(self.block[0], wide))
 
 
+_MOST = 1 << 24  # rows or columns that share a scale
 MXFP4 = Storage("mxfp4", (1, 32), 1)
 # Experts quantised while they stream in.
 BACKEND_STORAGE = {"AMXINT8": Storage("int8", (1, 0), 2), "AMXINT4": Storage("int4", (1, 128), 2)}
@@ -163,8 +165,8 @@ def _storage(config: Mapping[str, Any], dtype: str, names: list[str]) -> Storage
     if method == "bitsandbytes":
         return Storage("nf4", (1, 64), 4) if quantization.get("load_in_4bit") else Storage("int8", (1, 0), 4)
     if method in ("gptq", "awq", "auto-round"):
-        bits = int(quantization.get("bits") or quantization.get("w_bit") or 4)
-        columns = max(0, int(quantization.get("group_size") or quantization.get("q_group_size") or 128))
+        bits = _whole(quantization, "bits", "w_bit", default=4)
+        columns = max(0, _whole(quantization, "group_size", "q_group_size", default=128))
         return Storage("int4" if bits <= 4 else "int8", (1, columns), 2 + bits / 8)
     algorithm = str(quantization.get("quant_algo", "")).lower()
     return Storage("nvfp4", (1, 16), 1) if "nvfp4" in (method, algorithm) else Storage(method)
@@ -174,8 +176,8 @@ def _compressed_tensors(quantization: Mapping[str, Any], group: Mapping[str, Any
     if group is None:
         return Storage("compressed-tensors")
     weights = group["weights"]
-    bits, packing = int(weights.get("num_bits", 8)), _packing(quantization, group)
-    columns = int(weights.get("group_size") or 0)
+    bits, packing = _whole(weights, "num_bits", default=8), _packing(quantization, group)
+    columns = _whole(weights, "group_size", default=0)
     if str(weights.get("type")) == "float" and bits == 4:
         return Storage("nvfp4", (1, 16), 1) if "nvfp4" in packing or columns == 16 else MXFP4
     strategy = str(weights.get("strategy") or ("group" if columns > 0 else "channel"))
@@ -246,5 +248,33 @@ def _matches(pattern: str, name: str) -> bool:
 
 def _pair(value: Any) -> tuple[int, int]:
     """[128, 128] or "128x128" as (rows, columns)."""
-    parts = re.split(r"\D+", value) if isinstance(value, str) else list(value)
-    return int(parts[0]), int(parts[1])
+    parts = re.split(r"\D+", value) if isinstance(value, str) else value
+    try:
+        rows, columns = (int(part) for part in parts)
+    except (TypeError, ValueError, OverflowError):
+        rows = columns = 0
+    if not (0 < rows <= _MOST and 0 < columns <= _MOST):
+        raise _unusable("a block size", value, "[rows, columns]")
+    return rows, columns
+
+
+def _whole(mapping: Mapping[str, Any], *names: str, default: int) -> int:
+    """The first of `names` that is there and not null or 0."""
+    for name in names:
+        value = mapping.get(name)
+        if not value:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _MOST:
+            raise _unusable(name, value, "a whole number")
+        return value
+    return default
+
+
+def _unusable(what: str, value: Any, required: str) -> UserError:
+    return UserError(
+        f"{what} in the model's quantization_config is not usable",
+        where="config.json",
+        observed=repr(value),
+        required=required,
+        remedy="download config.json again, or correct the key",
+    )

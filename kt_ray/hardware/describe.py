@@ -19,6 +19,8 @@ GIB = 1 << 30
 ISAS = ("reference", "avx2", "avx512", "avx512_bf16", "amx")  # best last; names as in kt_ray.native
 
 # What each needs, as /proc/cpuinfo calls it; the same that the engine asks CPUID (cpu_features.cpp).
+# What a described machine has at most.
+_MOST = {"cores": 4096, "memory_gib": 1 << 20, "count": 1024, "hosts": 4096}
 _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 _FLAGS: dict[str, set[str]] = {
@@ -81,7 +83,7 @@ def hardware_from_file(path: str | Path) -> Hardware:
     if not sockets:
         raise file_fault(file, "the hardware file names no socket", None, "sockets")
     hosts = 1 if data.get("hosts") is None else data["hosts"]
-    if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
+    if isinstance(hosts, bool) or not isinstance(hosts, int) or not 1 <= hosts <= _MOST["hosts"]:
         required = "an integer of at least 1: hosts with these sockets (the GPUs are the first host's)"
         raise file_fault(file, "hosts in the hardware file is not a number of hosts", hosts, required)
     gpus: list[Gpu] = []
@@ -334,7 +336,9 @@ def _entries(data: Mapping[str, Any], key: str, file: Path) -> list[Mapping[str,
 
 def _figure(entry: Mapping[str, Any], key: str, file: Path, default: float | None = None) -> float:
     value = entry.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        what = f"{key} in the hardware file is not a positive number"
-        raise file_fault(file, what, value, "a number above 0")
+    most = _MOST[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+        large = isinstance(value, int | float) and value > most
+        what = f"{key} in the hardware file is " + ("too large" if large else "not a positive number")
+        raise file_fault(file, what, value, f"a number above 0, at most {most}")
     return value

@@ -104,7 +104,7 @@ def build_causal(
                 attn_implementation=attn_implementation,
                 experts_implementation=layer_calls.NAME,
             )
-    except (ValueError, ImportError, KeyError, AttributeError, TypeError, RuntimeError) as error:
+    except Exception as error:  # of whichever family's code met the value that it did not expect
         raise UserError(
             f"transformers cannot build {family.label} for text generation",
             where="config.json",

@@ -174,8 +174,10 @@ def _source(
         entry.refuse("formatting", "is none of alpaca, sharegpt, openai", format)
     if source is None or entry.failed():
         return None
-    limits = [n for n in (entry.fields.get("num_samples"), reading.get("max_samples")) if n is not None]
-    source.limit = min(map(int, limits)) if limits else None
+    limits = [entry.fields["num_samples"]] if entry.fields.get("num_samples") is not None else []
+    if reading.given("max_samples"):
+        limits.append(reading.integer("max_samples", 1, *keys))
+    source.limit = min(limits, default=None)
     for key in set(entry.columns) - {*SHARED, *(ALPACA if format == "alpaca" else ("messages",))}:
         entry.refuse(f"columns.{key}", "is not read: only text is trained", entry.columns[key])
     ranking = bool(entry.fields.get("ranking"))
@@ -292,8 +294,11 @@ def _weights(reading: Reading, sources: list[Source]) -> list[float]:
         if reading.given("interleave_probs"):
             reading.refuse("interleave_probs", "has no meaning with mix_strategy: concat", "data.sources")
         return even
-    shares = [float(p) for p in reading.names("interleave_probs")] or [1 / len(sources)] * len(sources)
-    if len(shares) != len(sources) or not all(p > 0 for p in shares):
+    try:
+        shares = [float(p) for p in reading.names("interleave_probs")] or [1 / len(sources)] * len(sources)
+    except ValueError:
+        shares = []
+    if len(shares) != len(sources) or not all(0 < p < math.inf for p in shares):
         reading.refuse("interleave_probs", f"must be {len(sources)} numbers above 0", "data.sources")
         return even
     counts = []

@@ -310,7 +310,7 @@ def _schedule(reading: Reading) -> None:
     if schedule in ("cosine", "wsd"):
         rate = reading.number("learning_rate", 5e-5)
         keys |= {
-            "min_lr": ("optim.min_lr_ratio", lambda value: float(value) / rate),
+            "min_lr": ("optim.min_lr_ratio", lambda value: value / rate if rate else value),
             "min_lr_rate": ("optim.min_lr_ratio", float),
             "min_lr_ratio": ("optim.min_lr_ratio", float),
         }
@@ -322,7 +322,12 @@ def _schedule(reading: Reading) -> None:
     for key, value in kwargs.items():
         if key in keys:
             option, convert = keys[key]
-            reading.set(option, convert(value), "lr_scheduler_kwargs")
+            if convert is not str:
+                value = Reading(reading.path, {key: value}).number(key, math.nan)
+            if value != value:
+                reading.refuse("lr_scheduler_kwargs", f"has no number as {key}", "optim.schedule")
+            else:
+                reading.set(option, convert(value), "lr_scheduler_kwargs")
         else:
             reading.refuse(f"lr_scheduler_kwargs.{key}", "is not mapped", "optim.schedule", value=value)
 

@@ -68,10 +68,11 @@ class Reading:
         value = self.get(name, default)
         if isinstance(value, str):
             try:
-                return float(value)
+                value = float(value)
             except ValueError:
                 pass
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not abs(value) < 1e15:  # nor NaN
             self.refuse(name, "is no number", *keys)
             return default
         return value
@@ -117,4 +118,5 @@ def masked(name: str, value: Any) -> str:
     """A value in a message; secrets are not shown."""
     if any(part in name for part in ("token", "api_key", "secret", "webhook")) and isinstance(value, str):
         return "…"
-    return show(value)
+    text = show(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
