@@ -10,7 +10,7 @@ CPP     = $(shell find kt_ray/native/src tests -name '*.cpp' -o -name '*.h' -o -
 TESTS  ?= tests
 PYTEST ?= -q
 
-.PHONY: help demo test quick check format bench docs clean
+.PHONY: help demo test quick check format bench fuzz docs clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
@@ -49,6 +49,9 @@ format: $(STAMP)  ## write the formatting that `make check` wants
 bench: $(STAMP)  ## the short benchmarks, JSON into benchmarks/results/
 	$(PY) benchmarks/moe_layer.py --shape deepseek_v2_lite --tokens 512 --rank 8 --threads 2 --json benchmarks/results/moe_layer.json
 	$(PY) benchmarks/train_step.py --against hf,peft --json benchmarks/results/train_step.json
+
+fuzz: $(STAMP)  ## ten thousand damaged files: each is read or refused by name
+	$(PY) benchmarks/fuzz.py --mutations 10000 --json benchmarks/results/fuzz.json
 
 docs: $(STAMP)  ## regenerate the references of options and recipes and the predicted figures
 	$(PY) -m docs.options_page > docs/configuration.md

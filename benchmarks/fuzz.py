@@ -5,8 +5,8 @@
 
 Good files of every kind that kt_ray reads, or has read for it, are damaged in one place each: bits flip, ends
 go, fields change their type, numbers grow, lists nest, encodings change. What reads them must succeed or raise
-one `UserError` of one line. Anything else (another exception, a signal, more than SECONDS, more than MEMORY) is
-a fault and printed with the number that repeats it; the exit code is then 1.
+one short `UserError`. Anything else (another exception, a signal, more than SECONDS, more than MEMORY) is a
+fault and printed with the number that repeats it; the exit code is then 1.
 
 Mutations run in a forked child, one after the other; a child that dies or hangs is replaced.
 """
@@ -395,7 +395,7 @@ _ANSWERS: Files = {
         for i in range(4)
     ).encode(),
     "predictions.json": b'{"answers": ["adapter", "base"], "count": 4, "adapter": null}',
-    "losses.json": b'{"settings": {}, "base": {"nats": 9.5, "tokens": 4}, "adapter": {"nats": 4.5, "tokens": 4}}',
+    "losses.json": b'{"base": {"nats": 9.5, "tokens": 4}, "adapter": {"nats": 4.5, "tokens": 4}}',
 }
 _HARDWARE = """
 sockets: [{cores: 8, memory_gib: 64, count: 2}]
@@ -434,7 +434,7 @@ val_size: 0.1
 - match: {name: "^model\\\\.layers\\\\.(0|[1-9]|1[0-9])\\\\."}
   replace: {class: default, kwargs: {generate_device: "cuda:0"}}
 - match: {name: "^model\\\\.layers\\\\."}
-  replace: {class: ktransformers.operators.experts.KTransformersExperts, kwargs: {backend: AMXBF16, generate_device: cpu}}
+  replace: {class: operators.KTransformersExperts, kwargs: {backend: AMXBF16, generate_device: cpu}}
 """,
     "data/dataset_info.json": json.dumps(
         {"a": {"file_name": "a.jsonl", "columns": {"prompt": "instruction", "response": "output"}}}

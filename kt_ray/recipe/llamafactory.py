@@ -94,6 +94,7 @@ def _load(path: Path, key: str) -> dict[str, Any]:
         raise
     except Exception as error:  # of YAML's constructors and of OmegaConf, which raise many kinds
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        lines = lines or [f"{type(error).__name__}: no mapping of fields"]
         raise UserError(
             "the recipe cannot be read", where=str(path), observed=" ".join(lines[:2]), remedy="correct it"
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,10 +68,8 @@ class Reading:
         """A field that must be a number."""
         value = self.get(name, default)
         if isinstance(value, str):
-            try:
+            with contextlib.suppress(ValueError):
                 value = float(value)
-            except ValueError:
-                pass
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not abs(value) < 1e15:  # nor NaN
             self.refuse(name, "is no number", *keys)

@@ -135,7 +135,7 @@ def test_words_for_roles_are_those_of_the_readers() -> None:
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text("{")
-    with pytest.raises(UserError, match="dataset_info.json cannot be read"):
+    with pytest.raises(UserError, match=r"dataset_info\.json cannot be read"):
         read(recipe(tmp_path, dataset_dir=str(tmp_path)))
     (tmp_path / "dataset_info.json").write_text(json.dumps([]))
     with pytest.raises(UserError, match="is not a JSON object"):

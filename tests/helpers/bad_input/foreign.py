@@ -461,7 +461,8 @@ def _recipe(name: str, text: str | bytes, *expected: str, **files: str) -> Case:
     return Case(f"recipe: {name}", "recipe={dir}/r.yaml", list(expected), spoil)
 
 
-_BASE = "model_name_or_path: Qwen/Qwen3-30B-A3B\nstage: sft\nfinetuning_type: lora\ndataset: a\ndataset_dir: data\n"
+_BASE = "model_name_or_path: Qwen/Qwen3-30B-A3B\nstage: sft\nfinetuning_type: lora\n"
+_BASE += "dataset: a\ndataset_dir: data\n"
 
 
 def _info(name: str, entry: str, *expected: str) -> Case:
@@ -482,7 +483,7 @@ RECIPE = [
     _recipe("an alias in itself", "a: &a [*a]\n", "too large with its aliases", "inside of what it names"),
     _recipe("a Python object", "a: !!python/object/apply:os.getcwd []\n", "recipe cannot be read", "r.yaml"),
     _recipe("a number that is none", "a: !!int x\n", "recipe cannot be read", "r.yaml"),
-    _recipe("a date that is none", "a: 2024-13-45\n", "recipe cannot be read", "r.yaml"),
+    _recipe("neither true nor false", "a: !!bool x\n", "recipe cannot be read", "r.yaml"),
     _recipe("a tab", "a:\n\t- b\n", "recipe cannot be read", "r.yaml"),
     _recipe("lists in lists", "a: " + "[" * 20_000, "recipe cannot be read", "r.yaml"),
     _recipe("a number", "5\n", "no mapping", "r.yaml"),
@@ -588,7 +589,7 @@ RUNS = [
     ),
     Case(
         "answers of a stopped job that are no JSON",
-        "mode=predict model.path={model} data.path={dir}/rows.jsonl run.name=done data.eval_fraction=0.5",
+        "mode=predict model.path={model} data.path={dir}/rows.jsonl run.name=done data.eval_fraction=0.5 generate.max_new_tokens=8",
         ["settings of the predictions", "predictions.json"],
         _written("runs/done/predictions.json", "{"),
     ),
