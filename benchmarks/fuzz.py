@@ -4,9 +4,9 @@
     python benchmarks/fuzz.py --only recipe:17                       # one mutation again, with its traceback
 
 Good files of every kind that kt_ray reads, or has read for it, are damaged in one place each: bits flip, ends
-go, fields change their type, numbers grow, lists nest, encodings change. What reads them must succeed or raise
-one short `UserError`. Anything else (another exception, a signal, more than SECONDS, more than MEMORY) is a
-fault and printed with the number that repeats it; the exit code is then 1.
+go, fields change their type, numbers grow, lists nest, encodings change. What reads them must succeed or
+raise one short `UserError`. Anything else (another exception, a signal, more than SECONDS, more than MEMORY)
+is a fault and printed with the number that repeats it; the exit code is then 1.
 
 Mutations run in a forked child, one after the other; a child that dies or hangs is replaced.
 """

@@ -74,7 +74,9 @@ def load_tokenizer(directory: str, key: str = "model.tokenizer") -> PreTrainedTo
         # Settings of the wrong type come to light when they are used.
         tokenizer("a", return_offsets_mapping=bool(tokenizer.is_fast))
         _ = tokenizer.all_special_tokens, tokenizer.added_tokens_decoder, tokenizer.special_tokens_map
-    except Exception as error:  # transformers raises many kinds; each means that nothing usable is there
+    except BaseException as error:  # many kinds, panics of Rust among them: nothing usable is there
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise UserError(
             "no tokenizer can be loaded",
             where=f"{key}={path}",
@@ -200,9 +202,10 @@ class ChatEncoder:
             UserError: the template refuses the conversation, or no answer can be located in it.
         """
         if conversation.text is not None:
-            return self._encode_text(conversation.text)
+            return self._encode_text(conversation.text, conversation.where)
         text, spans = self._spans(conversation)
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        options = {"add_special_tokens": False, "return_offsets_mapping": True}
+        encoding = self._tokenized(text, conversation.where, **options)
         ids = np.asarray(encoding["input_ids"], dtype=np.int64)
         begin, end = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
         trained = np.zeros(len(ids), dtype=bool)
@@ -214,8 +217,22 @@ class ChatEncoder:
             )
         return ids, np.where(trained, ids, IGNORE)
 
-    def _encode_text(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
+    def _tokenized(self, text: str, where: str, **options: bool) -> Any:
+        try:
+            return self.tokenizer(text, verbose=False, **options)
+        except BaseException as error:  # a panic of Rust is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise UserError(
+                "the tokenizer fails",
+                where=where,
+                observed=f"{type(error).__name__}: {error}",
+                required="a tokenizer that takes every text",
+                remedy="copy the model's tokenizer files again, or point model.tokenizer at them",
+            ) from error
+
+    def _encode_text(self, text: str, where: str) -> tuple[np.ndarray, np.ndarray]:
+        ids = list(self._tokenized(text, where)["input_ids"])
         end = self.tokenizer.eos_token_id
         if end is not None and (not ids or ids[-1] != end):
             ids.append(int(end))

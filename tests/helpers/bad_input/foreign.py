@@ -589,7 +589,8 @@ RUNS = [
     ),
     Case(
         "answers of a stopped job that are no JSON",
-        "mode=predict model.path={model} data.path={dir}/rows.jsonl run.name=done data.eval_fraction=0.5 generate.max_new_tokens=8",
+        "mode=predict model.path={model} data.path={dir}/rows.jsonl run.name=done data.eval_fraction=0.5 "
+        "generate.max_new_tokens=8",
         ["settings of the predictions", "predictions.json"],
         _written("runs/done/predictions.json", "{"),
     ),
