@@ -207,7 +207,7 @@ def check_shape(value: Any, shape: Any, path: Path, what: str, remedy: str, key:
 def _is(value: Any, kind: type) -> bool:
     if kind in (int, float):
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and math.isfinite(value) and (kind is float or isinstance(value, int))
+        return number and abs(value) < 1e300 and (kind is float or isinstance(value, int))  # nor NaN
     return kind is object or isinstance(value, kind)
 
 

@@ -102,6 +102,7 @@ _GOOD = {"n": 1, "names": ["a"], "by": {"z": {"k": True, "more": 5}}, "unknown":
         ({"n": 1.0}, "n", "a whole number"),
         ({"n": None}, "n", "a whole number"),
         ({"x": math.nan}, "x", "a number"),
+        ({"x": 10**400}, "x", "a number"),
         ({"names": "a"}, "names", "a list"),
         ({"names": ["a", 1]}, "names[1]", "a text"),
         ({"pair": [1]}, "pair", "a list of 2"),

@@ -59,5 +59,5 @@ def sums(content: dict[str, Any]) -> dict[str, LossSum]:
     return {
         side: LossSum(float(content[side]["nats"]), int(content[side]["tokens"]))
         for side in ("base", "adapter")
-        if content.get(side) is not None
+        if content.get(side) is not None and content[side]["tokens"] >= 0
     }
