@@ -35,6 +35,9 @@ from, before anything starts. Fields of KTransformers, old (`kt_optimize_rule`, 
 - Everything else ends the command with one error that names every such field. Where kt_ray has an option for
   the purpose, giving it on the command line lifts the refusal (`data.template=null` for an unknown template).
 
+A recipe may refer to its own fields (`${output_dir}`); anything else that YAML tools resolve, such as
+`${oc.env:HOME}`, is refused: a recipe comes from elsewhere.
+
 Relative paths count from the current directory; what is not there is looked for beside the recipe.
 A group's option on the command line takes the place of the recipe's choice of files in that group
 (`data=demo`), `rule=...` of all that the recipe says about the rule. `recipe=` and `experiment=` exclude each
