@@ -37,10 +37,12 @@ from pathlib import Path
 from typing import Any
 
 import common
+import psutil
 
 sys.path.insert(0, str(common.REPO))
 
-SECONDS = 20.0  # that one mutation may take; a good file takes well under one
+SECONDS = 10.0  # of a core that one mutation may take; a good file takes well under one
+WAIT = 120.0  # seconds by the clock: what only waits takes no core
 MEMORY = 4 << 30  # bytes of address space beyond what the child begins with
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 1.5, -0.0, 1e308, math.nan, math.inf, 10**7, 10**30, -(10**30)),
@@ -609,6 +611,21 @@ def _child(found: dict[str, Target], jobs: list[tuple[str, int]], seed: int, pip
     pipe.close()
 
 
+def _answers_in_time(pipe: Any, pid: int) -> bool:
+    def used() -> float:
+        try:
+            times = psutil.Process(pid).cpu_times()
+        except psutil.Error:
+            return 0.0  # it has ended, and the pipe says so
+        return float(times.user + times.system)
+
+    begun, before = time.monotonic(), used()
+    while not pipe.poll(0.5):
+        if used() - before > SECONDS or time.monotonic() - begun > WAIT:
+            return False
+    return True
+
+
 def run(
     found: dict[str, Target], mutations: int, seed: int, root: Path
 ) -> Iterator[tuple[str, int, str, str]]:
@@ -627,8 +644,8 @@ def run(
         theirs.close()
         try:
             while jobs:
-                if not ours.poll(SECONDS):
-                    outcome = "fault", f"no end after {SECONDS:g} s"
+                if not _answers_in_time(ours, child.pid):
+                    outcome = "fault", f"no end after {SECONDS:g} s of a core, or {WAIT:g} s"
                 else:
                     outcome = ours.recv()
                 (name, number), jobs = jobs[0], jobs[1:]

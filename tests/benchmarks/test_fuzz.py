@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import signal
 import time
@@ -45,7 +46,8 @@ def test_the_same_seed_damages_the_same_places(fuzz: Any) -> None:
 
 def test_what_the_fuzzer_calls_a_fault(fuzz: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another exception, a signal, and no end; the child is replaced, and the others go on."""
-    monkeypatch.setattr(fuzz, "SECONDS", 1.0)
+    monkeypatch.setattr(fuzz, "SECONDS", 2.0)
+    monkeypatch.setattr(fuzz, "WAIT", 15.0)
 
     def refuse(place: Path) -> None:
         raise UserError("no good", where=str(place))
@@ -55,7 +57,8 @@ def test_what_the_fuzzer_calls_a_fault(fuzz: Any, tmp_path: Path, monkeypatch: p
         "refused": refuse,
         "raises": lambda place: {}["x"],
         "dies": lambda place: os.kill(os.getpid(), signal.SIGKILL),
-        "hangs": lambda place: time.sleep(60),
+        "hangs": lambda place: time.sleep(600),
+        "turns": lambda place: sum(1 for _ in itertools.count()),
         "eats": lambda place: bytearray(8 << 30),
         "last": lambda place: None,
     }
@@ -72,6 +75,7 @@ def test_what_the_fuzzer_calls_a_fault(fuzz: Any, tmp_path: Path, monkeypatch: p
         ("raises", "KeyError"),
         ("dies", "SIGKILL"),
         ("hangs", "no end"),
+        ("turns", "no end"),
         ("eats", "MemoryError"),
     ):
         assert what in results[name][1]
