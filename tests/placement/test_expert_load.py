@@ -81,4 +81,4 @@ def test_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(UserError, match=message) as caught:
         read_load(tmp_path, DIMS)
-    assert caught.value.where == str(tmp_path / FILE) and "rule.experts.load" in caught.value.remedy
+    assert caught.value.where.startswith(str(tmp_path / FILE)) and "rule.experts.load" in caught.value.remedy
