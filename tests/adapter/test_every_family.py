@@ -43,9 +43,7 @@ FAMILIES = ["kimi_k25", *sorted(name for name, (status, _) in documented().items
 ROWS = random_rows(4, lengths=(43, 30, 5, 5))  # one micro-batch: padded, unless that moves the model
 # With few index heads scores tie, and which of them is chosen depends on the row's width; compressed keys are
 # made of whole windows.
-MOVED_BY_PADDING = {
-    *("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm5_next", "glm_moe_dsa")
-}
+MOVED_BY_PADDING = {*("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm_moe_dsa")}
 PROMPTS = random_prompts((5, 9, 3))
 SCALE = 2.0  # lora.alpha / lora.rank of config_for
 
