@@ -242,7 +242,7 @@ class LayerLoop:
         for value in state.losses:  # not sum(), which compensates from Python 3.12 on
             total += value
         if not math.isfinite(total):
-            raise _not_finite(total, state, group, spec.step)
+            raise _not_finite(total, state, group, spec)
         state.hidden = None
         state.grads = grads if self.train else None
         state.logits = logits if spec.return_logits else None
@@ -552,7 +552,7 @@ def require(tensors: list[Tensor] | None, op: str, layer: int, group: int) -> li
     return tensors
 
 
-def _not_finite(total: float, state: GroupState, group: int, step: int) -> BadStep:
+def _not_finite(total: float, state: GroupState, group: int, spec: PassSpec) -> BadStep:
     """The error of a group whose loss is not finite, with the first layer whose kept input is not."""
     origin = "the head or the last layer"
     for layer in sorted(state.layer_inputs):
@@ -562,8 +562,10 @@ def _not_finite(total: float, state: GroupState, group: int, step: int) -> BadSt
     bad = next((i for i, value in enumerate(state.losses) if not math.isfinite(value)), 0)
     samples = [int(s) for s in state.micro[bad].batch.sample_ids]
     rows = f"rows {samples[:8]}" + (", ..." if len(samples) > 8 else "")
+    step = spec.step
+    what = f"the loss of step {step + 1} is {total}; the step was not applied"
     return BadStep(
-        f"the loss of step {step + 1} is {total}; the step was not applied",
+        what if spec.kind == "train" else f"the loss of a forward pass is {total}",
         where=f"{origin}, group {group}, micro-batch {bad}, {rows}",
         required="a finite number",
         remedy="lower optim.lr or optim.max_grad_norm and continue from the last checkpoint with "

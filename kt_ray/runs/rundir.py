@@ -109,12 +109,19 @@ class RunDir:
 
     def write_plan(self, plan: Any) -> None:
         """plan.json: a `kt_ray.placement` plan, or any tree of dataclasses, mappings and lists."""
-        write_atomic(self.path / "plan.json", json.dumps(plain(plan), indent=1) + "\n")
+        self._note("plan.json", json.dumps(plain(plan), indent=1) + "\n")
 
     def write_env(self, environment: Mapping[str, Any]) -> None:
         """env.json: see `kt_ray.runs.environment`, and what the cluster adds to it."""
         text = json.dumps(without_secrets(plain(environment)), indent=2)
-        write_atomic(self.path / "env.json", text + "\n")
+        self._note("env.json", text + "\n")
+
+    def _note(self, name: str, text: str) -> None:
+        """A file that people read: a full disk is no reason to end a run."""
+        try:
+            write_atomic(self.path / name, text)
+        except OSError as error:
+            log.warning("%s cannot be written: %s", self.path / name, error)
 
     def remove_results(self) -> list[Path]:
         """Remove answers, losses, scores and the report: the adapter that they are about will change.

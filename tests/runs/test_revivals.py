@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,9 @@ class Cluster:
 
     def restart(self) -> None:
         self.calls.append("restart")
+
+    def at_start(self, work: Callable[[], Any]) -> Any:
+        return work()
 
     def discard(self) -> None:
         self.calls.append("discard")

@@ -171,3 +171,15 @@ def test_plan_and_env(tmp_path, make_config):
     env = json.loads((run.path / "env.json").read_text())
     assert env["pid"] == os.getpid() and env["memory_bytes"] > 0 and env["cpu"]
     assert env["packages"]["torch"] and env["packages"]["ray"] and env["python"].startswith("3.")
+
+
+def test_a_full_disk_costs_notes_and_not_the_run(tmp_path, make_config, monkeypatch, caplog):
+    run = RunDir.create(make_config(tmp_path, name="a"))
+
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kt_ray.runs.rundir.write_atomic", full)
+    run.write_plan({"a": 1})
+    run.write_env({"b": 2})
+    assert caplog.text.count("cannot be written: [Errno 28]") == 2

@@ -41,7 +41,7 @@ from kt_ray.actors.ray.ray_placement import (
 from kt_ray.actors.specs import ActorSpecs
 from kt_ray.actors.watch import ActorDied
 from kt_ray.config.schema import ClusterConfig, RayRule
-from kt_ray.errors import UserError
+from kt_ray.errors import TryAgain, UserError
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.transports import several_nodes
 from kt_ray.train.cluster_protocol import ActorLost
@@ -50,6 +50,8 @@ from kt_ray.transport.inbox import Inbox
 from kt_ray.transport.messages import Address
 
 logger = logging.getLogger(__name__)
+
+START_ATTEMPTS = 3
 
 # Settings of the driver's environment that actors must see as well.
 PASSED_ON = ("KT_RAY_ISA", "KT_RAY_DEBUG", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM")
@@ -149,12 +151,6 @@ class RayCluster(ActorCluster):
             )
         check_open_dashboard(self.config)
         notes = token_to_start()
-        # Named here only when it is shown: without a dashboard the port must not matter.
-        port = (
-            free_port(self.config.dashboard_host, self.config.dashboard_port)
-            if self.config.dashboard
-            else None
-        )
         # Ray kills workers at 95 % of the host's memory; the plan has already counted every byte against
         # its capacity, and 5 % of a terabyte is much. A value of the user's stays.
         os.environ.setdefault("RAY_memory_usage_threshold", "0.99")
@@ -164,13 +160,7 @@ class RayCluster(ActorCluster):
         os.environ.setdefault("RAY_worker_niceness", "0")
         torch_environment.apply()
         self._guard = RayGuard()
-        with self._guard.own_ray():
-            context = self._init(
-                address="local",
-                include_dashboard=self.config.dashboard,
-                dashboard_host=self.config.dashboard_host,
-                dashboard_port=port,
-            )
+        context = self._start_local(self._guard)
         self.dashboard_url = dashboard_url(context) if self.config.dashboard else None
         notes += guard_token()
         why = "no running cluster found, started" if self.config.address == "auto" else "started"
@@ -178,6 +168,34 @@ class RayCluster(ActorCluster):
             f"Ray: {why} a local one, which ends with this run{dashboard_hint(self.dashboard_url)}",
             *notes,
         ]
+
+    def _start_local(self, guard: RayGuard) -> Any:
+        """A Ray of this run's own. Another run may take the dashboard's port between our look and Ray's."""
+        for attempt in range(1, START_ATTEMPTS + 1):
+            # Named here only when it is shown: without a dashboard the port must not matter.
+            port = (
+                free_port(self.config.dashboard_host, self.config.dashboard_port)
+                if self.config.dashboard
+                else None
+            )
+            try:
+                with guard.own_ray():
+                    return self._init(
+                        address="local",
+                        include_dashboard=self.config.dashboard,
+                        dashboard_host=self.config.dashboard_host,
+                        dashboard_port=port,
+                    )
+            except (OSError, RuntimeError, ValueError, RayError) as error:
+                ray.shutdown()
+                if attempt == START_ATTEMPTS:
+                    raise TryAgain(
+                        "Ray cannot be started on this host",
+                        observed=error,
+                        remedy="look into /tmp/ray/session_latest/logs, or set cluster=local (no Ray)",
+                    ) from error
+                logger.warning("Ray did not start, once more: %s", " ".join(str(error).split()))
+        raise AssertionError("unreachable")
 
     def _join(self, running: Running) -> None:
         # Not Ray's own "auto", which looks for a cluster again, and may find another.

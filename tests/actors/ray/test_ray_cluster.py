@@ -1,20 +1,24 @@
 """The same actors under Ray: bit-identical to one process, errors and deaths reported, a clean end."""
 
+import contextlib
 import os
 import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
 
+import kt_ray.actors.ray.ray_cluster as ray_cluster_module
 from kt_ray.actors.cluster import ActorCluster
 from kt_ray.actors.local_cluster import LocalCluster
 from kt_ray.actors.ray.ray_cluster import RayCluster
 from kt_ray.actors.specs import actor_specs
-from kt_ray.config.schema import Config
-from kt_ray.errors import UserError
+from kt_ray.config.schema import ClusterConfig, Config
+from kt_ray.errors import TryAgain, UserError
 from kt_ray.model.stage import Stage
 from kt_ray.model.stage_spec import StageSpec
 from tests.helpers.hf_reference import build_checkpoint, random_rows
@@ -205,3 +209,31 @@ def test_an_actor_that_cannot_load_names_the_fault(checkpoint: Path) -> None:
             cluster.start()
     finally:
         cluster.shutdown()
+
+
+@pytest.mark.parametrize("failures", [0, 2, 3])
+def test_a_dashboard_port_that_another_run_takes_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failures: int
+) -> None:
+    """Between our look at the port and Ray's there is time for another run."""
+    cluster = RayCluster.__new__(RayCluster)
+    cluster.config = ClusterConfig(dashboard_port=9000)
+    asked: list[int] = []
+    monkeypatch.setattr(ray_cluster_module, "free_port", lambda host, first: first + len(asked))
+    monkeypatch.setattr(ray_cluster_module.ray, "shutdown", lambda: None)
+
+    def init(**how: Any) -> str:
+        asked.append(how["dashboard_port"])
+        if len(asked) <= failures:
+            raise ValueError("the port is in use")
+        return "context"
+
+    monkeypatch.setattr(cluster, "_init", init)
+    guard: Any = SimpleNamespace(own_ray=contextlib.nullcontext)
+    if failures == 3:
+        with pytest.raises(TryAgain, match=r"Ray cannot be started on this host.*the port is in use"):
+            cluster._start_local(guard)
+    else:
+        assert cluster._start_local(guard) == "context"
+    assert asked == [9000, 9001, 9002][: failures + 1]
+    assert caplog.text.count("Ray did not start, once more") == min(failures, 2)
