@@ -215,7 +215,11 @@ class Campaign:
         if not self._processes(run, "driver"):
             return ""
         process = self._start(run.name, "run.overwrite=true", "trainer.restarts=0", log="second")
-        code = process.wait()
+        try:
+            code = process.wait(60)
+        except subprocess.TimeoutExpired:  # the first one had just ended, and this one holds the run now
+            process.terminate()
+            return f"took over, ended with {process.wait()}"
         text = (self.work / "second.log").read_text()
         if code != 2 or "another run writes this directory" not in text:
             self.problems.append(f"a second driver ended with {code}")
@@ -224,7 +228,8 @@ class Campaign:
     def _processes(self, run: Path, target: str) -> list[psutil.Process]:
         if target == "driver":
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, psutil.NoSuchProcess):
-                return [psutil.Process(int(json.loads((run / ".lock").read_text())["pid"]))]
+                driver = psutil.Process(int(json.loads((run / ".lock").read_text())["pid"]))
+                return [driver] if self._is_ours(driver) else []
             return []
         marks = {
             "actor": ("ray::RayActor", "ray::worker", "ray::experts"),
@@ -239,11 +244,14 @@ class Campaign:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
-                    raw = Path(f"/proc/{process.pid}/environ").read_bytes()
-                    if f"{TOKEN}={self.work}".encode() in raw:
-                        found.append(process)
+                if self._is_ours(process):
+                    found.append(process)
         return found
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        if process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
+            return False
+        return f"{TOKEN}={self.work}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
 
     def _phase(self, run: Path) -> str:
         """What the run is at, as its files show."""
@@ -273,13 +281,13 @@ class Campaign:
         if code != 0:
             tail = (self.work / f"{run.name}.log").read_text(errors="replace").splitlines()[-5:]
             yield f"exit code {code}: {' | '.join(tail)}"
-            return
-        losses, adapter = outcome(run)
-        if losses != self.expected[0]:
-            differ = [a for a, b in zip(losses, self.expected[0], strict=False) if a != b][:3]
-            yield f"{len(losses)} steps, others than the undisturbed run's: {differ}"
-        if adapter != self.expected[1]:
-            yield "another adapter"
+        else:
+            losses, adapter = outcome(run)
+            if losses != self.expected[0]:
+                differ = [a for a, b in zip(losses, self.expected[0], strict=False) if a != b][:3]
+                yield f"{len(losses)} losses, others than the undisturbed run's: {differ}"
+            if adapter != self.expected[1]:
+                yield "another adapter"
         left = [str(p.relative_to(run)) for p in run.rglob("*") if p.name.endswith((".partial", ".old"))]
         if left:
             yield f"left behind: {left}"
@@ -293,10 +301,11 @@ class Campaign:
                     process.kill()
 
 
-def outcome(run: Path) -> tuple[list[tuple[int, Any]], bytes]:
-    """(step, loss) of every record with a loss, and the adapter's bytes."""
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    losses = [(r["step"], r["loss"]) for r in records if "loss" in r]
+def outcome(run: Path) -> tuple[list[tuple[int, str, float]], bytes]:
+    """(step, kind, loss) of every record with a loss or a held-out loss, and the adapter's bytes."""
+    records = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+    losses = [(r["step"], kind, r[kind]) for r in records for kind in ("loss", "eval_loss") if kind in r]
+    losses.sort()
     return losses, (run / "adapter" / "adapter_model.safetensors").read_bytes()
 
 

@@ -162,7 +162,8 @@ def _run_job(composed: Any) -> int:
     number = hydra_config.job.num if hydra_config.mode == RunMode.MULTIRUN else None
     if number is not None:
         print(f"== job {number}: {' '.join(hydra_config.overrides.task)}", flush=True)
-        resume_line.given[:] = hydra_config.overrides.task
+        flags = [f for f in _flags_and_keys(resume_line.given)[0] if f not in ("-m", "--multirun")]
+        resume_line.given[:] = [*flags, *hydra_config.overrides.task]
     return dispatch(load(to_mapping(composed), job=number))
 
 

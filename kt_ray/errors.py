@@ -69,8 +69,8 @@ class TryAgain(UserError):
     """A run that ended by no fault of its input: the same command, resumed, may go on."""
 
 
-class Stopped(Exception):
-    """A run that a signal ended: its message says what is saved and how to go on."""
+class Stopped(KeyboardInterrupt):
+    """A run that a signal ended: its message says what is saved and how to go on. Ends a whole multirun."""
 
 
 def _cut(text: str, most: int = 1000) -> str:
@@ -92,6 +92,9 @@ def guard(action: Callable[[], int]) -> int:
     """Runs a program's `action` and turns what it raises into a message and an exit code."""
     try:
         return exit_code(action)
+    except Stopped as stopped:
+        print(visible(str(stopped)), file=sys.stderr)
+        return STOPPED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -101,9 +104,6 @@ def exit_code(action: Callable[[], int]) -> int:
     """As `guard`, but an interrupt passes: it ends a whole multirun, not one job of it."""
     try:
         return action()
-    except Stopped as stopped:
-        print(visible(str(stopped)), file=sys.stderr)
-        return STOPPED
     except UserError as error:
         if os.environ.get("KT_RAY_DEBUG") == "1":
             print(visible(traceback.format_exc()), file=sys.stderr)

@@ -29,7 +29,7 @@ from typing import Any
 from kt_ray.config import resume_line
 from kt_ray.config.mapping import dated_name, load, with_keys
 from kt_ray.config.schema import Config
-from kt_ray.errors import BAD_INPUT, BUG, INTERRUPTED, OK, STOPPED
+from kt_ray.errors import BAD_INPUT, BUG, INTERRUPTED, OK, STOPPED, Stopped, UserError
 from kt_ray.runs.rundir import checkpoint_to_resume, find_checkpoints, is_run, plain
 
 LOG = "supervisor.log"
@@ -52,9 +52,19 @@ def supervise(config: Config) -> int:
     """Run the training of `config` in a child until it is done. Returns its exit code.
 
     Raises:
-        UserError: there is nothing to resume from.
+        UserError: there is nothing to resume from, or run.root cannot be written.
+        Stopped, KeyboardInterrupt: a signal came.
     """
-    return Supervisor(config).run()
+    try:
+        supervisor = Supervisor(config)
+    except OSError as error:
+        raise UserError(
+            "the run directory cannot be made",
+            where=config.run.root,
+            observed=error.strerror or str(error),
+            remedy="set run.root to a directory that you may write to",
+        ) from error
+    return supervisor.run()
 
 
 @dataclass(frozen=True)
@@ -100,10 +110,13 @@ class Supervisor:
         self.path = _run_directory(config)
         self._config = with_keys(config, {"run.name": self.path.name, "run.root": str(self.path.parent)})
         self._marker = self._config_file()
-        self._wake = threading.Event()  # a signal asked to end
+        self._asked = 0  # signals that asked to end
+        self._wake = threading.Event()  # set by the first
         self._child: subprocess.Popen[str] | None = None
         self._reported = False
+        # Written whole each time: a run that begins anew clears its directory.
         self._log: list[str] = []
+        self._earlier = "" if config.run.overwrite else self._text()
 
     def run(self) -> int:
         """Until a driver has finished, was refused its input, or a signal came. Returns the exit code."""
@@ -120,15 +133,19 @@ class Supervisor:
 
     def _run(self) -> int:
         restarts, in_vain, same_fault = 0, 0, 0
-        reached = self._steps()
+        reached = self._resumed_step()
         while True:
             begun = self._config_file() != self._marker  # an earlier driver's input was good
             end = self._drive(self._next())
-            before, reached = reached, max(reached, self._steps())
+            ours = self._config_file() != self._marker
+            before, reached = reached, max(reached, self._steps() if ours else 0)
             gained = reached > before
-            final = end.code == OK or (end.code == BAD_INPUT and (gained or not begun))
-            if final or self._wake.is_set():
-                return end.code if end.code >= 0 else INTERRUPTED
+            if end.code == OK or (end.code == BAD_INPUT and (gained or not begun)):
+                return end.code
+            if self._asked:
+                if end.code == STOPPED:  # it has said itself how to go on
+                    raise Stopped("supervisor: ended with its driver")
+                raise KeyboardInterrupt
             in_vain = 0 if gained else in_vain + 1
             same_fault = same_fault + 1 if end.own_fault and not gained else 0
             what = f"the driver {end} after {end.seconds:.0f} s, at step {reached}"
@@ -145,12 +162,18 @@ class Supervisor:
             limit = self._config.trainer.restarts
             self._say(f"{what}; restart {restarts} of {limit} in {wait:.0f} s, from {source}")
             if self._wake.wait(wait):
-                return INTERRUPTED
+                raise Stopped(f"supervisor: ended before the restart{self._way_on(': ')}")
 
     def _given_up(self, end: _End) -> int:
-        if find_checkpoints(self.path):
-            self._say(f"to go on: {resume_line.resume_line(self.path)}")
+        if way_on := self._way_on(""):
+            self._say(way_on)
         return end.code if end.code > 0 else BUG
+
+    def _way_on(self, before: str) -> str:
+        """The command that goes on, if there is anything to go on from."""
+        if not find_checkpoints(self.path):
+            return ""
+        return f"{before}to go on: {resume_line.resume_line(self.path)}"
 
     # -- one driver ---------------------------------------------------------------------------
 
@@ -168,7 +191,13 @@ class Supervisor:
                 start_new_session=True,
             )
             os.close(theirs)
-            job = {"config": plain(config), "arguments": resume_line.given, "parent": os.getpid()}
+            if self._asked:  # the signal came before there was anybody to pass it on to
+                child.send_signal(signal.SIGTERM)
+            job = {
+                "config": plain(config),
+                "command": [resume_line.program, *resume_line.given],
+                "parent": os.getpid(),
+            }
             with contextlib.suppress(BrokenPipeError):
                 assert child.stdin is not None
                 child.stdin.write(json.dumps(job))
@@ -184,23 +213,28 @@ class Supervisor:
         self._reported = False
         with selectors.DefaultSelector() as selector:
             selector.register(beats, selectors.EVENT_READ)
-            heard = time.monotonic()
+            looked, silent = time.monotonic(), 0.0
             while child.poll() is None:
-                if selector.select(timeout=1.0):
+                ready = selector.select(timeout=1.0)
+                # Only time in which this process ran, too: a host that was suspended blames nobody.
+                looked, passed = time.monotonic(), time.monotonic() - looked
+                silent += min(passed, 2.0)
+                if ready:
                     heard_now = beats.read(4096)
                     self._reported = self._reported or _REPORT in heard_now
                     if not heard_now:
                         child.wait()  # it closed the pipe: it is ending
                         return False
-                    heard = time.monotonic()
-                elif time.monotonic() - heard > self._silence:
+                    silent = 0.0
+                elif silent > self._silence:
                     return True
         return False
 
     def _pass_on(self, number: int, _frame: Any) -> None:
+        self._asked += 1
         self._wake.set()
         if self._child is not None and self._child.poll() is None:
-            self._child.send_signal(number)
+            self._child.send_signal(number if self._asked < 3 else signal.SIGKILL)
 
     # -- what the next driver does ------------------------------------------------------------
 
@@ -211,7 +245,7 @@ class Supervisor:
         if find_checkpoints(self.path):
             return with_keys(self._config, {"trainer.resume": "latest", "run.overwrite": False})
         # What lies there is ours: a driver of ours wrote config.yaml, after all checks.
-        return with_keys(self._config, {"run.overwrite": self._config.trainer.resume is None})
+        return with_keys(self._config, {"run.overwrite": True})
 
     def _config_file(self) -> tuple[int, int] | None:
         """Which config.yaml lies in the run directory; every run writes a new file."""
@@ -232,6 +266,18 @@ class Supervisor:
                     return max(saved, int(json.loads(line).get("step") or 0))
         return saved
 
+    def _resumed_step(self) -> int:
+        """The step that the first driver goes on from."""
+        checkpoint = checkpoint_to_resume(self._config)
+        number = "" if checkpoint is None else checkpoint.name.removeprefix("step_")
+        return int(number) if number.isdigit() else 0
+
+    def _text(self) -> str:
+        """supervisor.log as it is."""
+        with contextlib.suppress(OSError):
+            return (self.path / LOG).read_text(encoding="utf-8", errors="replace")
+        return ""
+
     def _say(self, line: str) -> None:
         """On standard error and in supervisor.log."""
         stamp = f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
@@ -239,7 +285,7 @@ class Supervisor:
         with contextlib.suppress(OSError):  # a full disk: the lines come with the next one
             print(f"supervisor: {line}", file=sys.stderr, flush=True)
             if is_run(self.path):
-                (self.path / LOG).write_text("".join(self._log), encoding="utf-8")
+                (self.path / LOG).write_text(self._earlier + "".join(self._log), encoding="utf-8")
 
 
 def as_child(run: Callable[[Config], int]) -> int:
@@ -262,7 +308,7 @@ def as_child(run: Callable[[Config], int]) -> int:
                 time.sleep(BEAT)
 
     threading.Thread(target=beat, name="kt-beat", daemon=True).start()
-    resume_line.given[:] = job["arguments"]
+    resume_line.program, *resume_line.given = job["command"]
     code = run(load(job["config"]))
     with contextlib.suppress(OSError):
         os.write(fd, _REPORT)
@@ -280,7 +326,11 @@ def _run_directory(config: Config) -> Path:
         return holder
     base = dated_name(config.model.name)
     number, path = 1, root / base
-    while path.exists():
-        number += 1
-        path = root / f"{base}-{number}"
-    return path
+    root.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            path.mkdir()  # ours from here on; a driver accepts an empty directory
+            return path
+        except FileExistsError:
+            number += 1
+            path = root / f"{base}-{number}"

@@ -6,7 +6,11 @@ was printed before, or write to the clipboard. Files keep text as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,6 +28,9 @@ def visible(text: str) -> str:
 
 def screen_console(**options: Any) -> Console:
     """A rich console that prints all text as `visible` has it, whatever carries it.
+
+    Without a file of its own it never raises: a terminal that is gone, or the reader of a pipe, is no reason
+    to end a run.
 
     Args:
         options: rich.console.Console's.
@@ -45,6 +52,47 @@ def screen_console(**options: Any) -> Console:
         def process_renderables(self, renderables: Iterable[Any]) -> list[Any]:
             return [Shown(renderable) for renderable in renderables]
 
+    if "file" not in options:
+        options["file"] = _Lasting(options.pop("stderr", False))
     console = Console(**options)
     console.push_render_hook(Filter())
     return console
+
+
+class _Lasting(io.TextIOBase):
+    """Standard output, or standard error, as it is at each write; faults of it are swallowed."""
+
+    def __init__(self, stderr: bool) -> None:
+        self._stderr = stderr
+
+    @property
+    def _stream(self) -> Any:
+        stream = sys.stderr if self._stderr else sys.stdout
+        return getattr(stream, "rich_proxied_file", stream)  # rich.live puts itself before the stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding or "utf-8"
+
+    def isatty(self) -> bool:
+        return bool(self._stream.isatty())
+
+    def fileno(self) -> int:
+        return int(self._stream.fileno())
+
+    def write(self, text: str) -> int:
+        self._try(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(lambda stream: stream.flush())
+
+    def _try(self, call: Callable[[Any], Any]) -> None:
+        try:
+            call(self._stream)
+        except BrokenPipeError:
+            # Else Python complains once more when it ends.
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+        except OSError:
+            pass  # a terminal that hung up; a full disk behind `> log`

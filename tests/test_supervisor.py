@@ -16,6 +16,7 @@ import pytest
 
 from kt_ray.config.compose import compose
 from kt_ray.config.mapping import load
+from kt_ray.errors import Stopped
 from kt_ray.supervisor import LOG, Supervisor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -166,9 +167,60 @@ def test_signals_are_passed_on_and_end_it(place: Place) -> None:
     thread = threading.Thread(target=ask)
     thread.start()
     before = signal.getsignal(signal.SIGTERM)
-    assert place.go(["begin save=1 wait", "exit=0"]) == 75
+    with pytest.raises(Stopped, match="ended with its driver"):
+        place.go(["begin save=1 wait", "exit=0"])
     thread.join()
     assert len(place.starts()) == 1 and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_between_two_drivers_ends_it_with_the_way_on(place: Place) -> None:
+    def ask() -> None:
+        while not (place.run / LOG).exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    with pytest.raises(Stopped, match=r"before the restart: to go on: .*trainer\.resume=latest"):
+        place.go(["begin save=1 kill=9", "exit=0"], first_wait=60.0)
+    thread.join()
+    assert len(place.starts()) == 1
+
+
+def test_a_run_from_another_runs_checkpoint_begins_again(place: Place) -> None:
+    """Before its own first checkpoint, when its directory holds figures."""
+    checkpoint = place.path / "old" / "step_000100"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    resume = f"trainer.resume={checkpoint}"
+    assert place.go(["begin step=101 kill=9", "exit=0"], resume) == 0
+    assert place.starts() == [(str(checkpoint), False), (str(checkpoint), True)]
+    job = json.loads((place.path / "starts").read_text().splitlines()[1])
+    assert load(job["config"]).run.overwrite  # the configuration's own checks let it through
+
+
+def test_a_run_that_is_replaced_counts_for_nothing(place: Place) -> None:
+    """The steps of the run that run.overwrite=true deletes."""
+    place.run.mkdir(parents=True)
+    (place.run / "config.yaml").write_text("seed: 7")
+    (place.run / "metrics.jsonl").write_text('{"step": 1000}\n')
+    (place.run / LOG).write_text("old\n")
+    acts = ["kill=9", "begin kill=9", "exit=0"]
+    assert place.go(acts, "run.overwrite=true") == 0
+    assert "at step 0; restart 1" in place.log() and "old" not in place.log()
+
+
+def test_earlier_lines_of_the_log_stay(place: Place) -> None:
+    assert place.go(["begin save=1 kill=9", "exit=0"]) == 0
+    (place.path / "starts").unlink()
+    assert place.go(["kill=9", "exit=0"], "trainer.resume=latest") == 0
+    assert place.log().count("restart 1 of 9") == 2
+
+
+def test_a_run_without_a_name_gets_a_directory_of_its_own(place: Place) -> None:
+    config = compose([f"run.root={place.path / 'runs'}", "trainer.restarts=1"])
+    paths = {Supervisor(config).path for _ in range(3)}
+    assert len(paths) == 3 and all(path.is_dir() for path in paths)
 
 
 def test_a_driver_gets_the_very_configuration(place: Place, tmp_path: Path) -> None:

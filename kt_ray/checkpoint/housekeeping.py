@@ -126,6 +126,9 @@ def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
             renamed.append(path.rename(target))
     if renamed:
         point(Path(root), LATEST, step_name(step))
+    if (best_step(root) or 0) > step:
+        with _only_warned(f"{Path(root) / BEST} names a checkpoint that was set aside"):
+            (Path(root) / BEST).unlink()
     return renamed
 
 

@@ -10,6 +10,7 @@ import importlib.util
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import date
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kt_ray.config.fields import closest, fields, show
@@ -513,7 +514,12 @@ def _trainer(c: Config) -> Iterator[Fault]:
             f"is more than trainer.batch_size={rows}",
             remedy=f"set trainer.micro_batch_size={rows} or raise trainer.batch_size",
         )
-    if resume is not None and c.run.overwrite:
+    own = Path(c.run.root, c.run.name or "").absolute()  # a new run may begin with another run's checkpoint
+    if (
+        c.run.overwrite
+        and resume is not None
+        and (resume == "latest" or own in Path(resume).absolute().parents)
+    ):
         yield Fault(
             "run.overwrite",
             f"with trainer.resume={resume} would delete the run to resume",

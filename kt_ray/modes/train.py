@@ -21,13 +21,20 @@ from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates
 from kt_ray.placement.render import experts_per_layer, plan_to_dict
 from kt_ray.runs.before_after import before_and_after, final_questions
-from kt_ray.runs.disk_room import check_room, disk_need
+from kt_ray.runs.disk_room import disk_need, shortage
 from kt_ray.runs.environment import environment
 from kt_ray.runs.generation import PreparedGeneration
 from kt_ray.runs.plan_time import predicted_run, run_line
 from kt_ray.runs.prepare import Prepared, prepare, without_padding
 from kt_ray.runs.questions import Question
-from kt_ray.runs.rundir import RunDir, dated_as_before, plain, refuse_if_held
+from kt_ray.runs.rundir import (
+    RunDir,
+    dated_as_before,
+    find_checkpoints,
+    place_to_write,
+    plain,
+    refuse_if_held,
+)
 from kt_ray.runs.saving import (
     ResumePoint,
     best_so_far,
@@ -40,7 +47,7 @@ from kt_ray.runs.saving import (
 from kt_ray.runs.start_cluster import started
 from kt_ray.timeline import Activity
 from kt_ray.timing.prediction import Prediction
-from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker
+from kt_ray.tracking import MultiTracker, StepMetrics, make_tracker, read_jsonl
 from kt_ray.tracking.chrome_trace import write_timeline
 from kt_ray.tracking.console import console, say, setup_logging
 from kt_ray.tracking.progress import Summary, TrainProgress, show_summary
@@ -77,7 +84,9 @@ def _check_room(prepared: Prepared, resume: ResumePoint | None, prediction: Pred
     config, taken = prepared.config, resume.manifest.step if resume else 0
     steps = prepared.batches.total_steps - taken
     need = disk_need(prepared.plan.dims, config, steps, prediction.simulated.seconds)
-    check_room(need, Path(config.run.root), resume.directory.parent.parent if resume else None)
+    fault = shortage(need, *place_to_write(config))
+    if fault is not None:
+        raise fault
 
 
 def _run(
@@ -121,10 +130,11 @@ def _run(
                 for line in go_on_from(resume, rundir):
                     say(line)
                 say(f"resumed from {resume.directory} after step {first_step}")
+            owes_evaluation = resume is not None and not _evaluated(resume)
             tracker.start(
                 rundir.path, without_secrets(plain(config)), first_step=first_step + 1 if first_step else 0
             )
-            summary = _train(prepared, rundir, cluster, tracker, resume, began)
+            summary = _train(prepared, rundir, cluster, tracker, resume, began, owes_evaluation)
             if final is not None:
                 _answer(*final, rundir, cluster, tracker)
             status = "finished"
@@ -136,12 +146,21 @@ def _run(
             return 0
         except Stopped as stopped:
             status = "interrupted"
-            raise Stopped(f"{stopped}. To go on: {resume_line(rundir.path)}") from stopped
+            way_on = "nothing was saved: start the same command again"
+            if find_checkpoints(rundir.path):
+                way_on = f"To go on: {resume_line(rundir.path)}"
+            raise Stopped(f"{stopped}. {way_on}") from stopped
         except KeyboardInterrupt:
             status = "interrupted"
             raise
         finally:
             tracker.finish(status)
+
+
+def _evaluated(resume: ResumePoint) -> bool:
+    """Whether the held-out loss of the resumed state is in its run's figures: it is saved before that."""
+    records = read_jsonl(resume.directory.parent.parent / "metrics.jsonl")
+    return any(r.get("step") == resume.manifest.step and r.get("eval_loss") is not None for r in records)
 
 
 def _plot(rundir: RunDir) -> None:
@@ -204,6 +223,7 @@ def _train(
     tracker: MultiTracker,
     resume: ResumePoint | None,
     began: float,
+    owes_evaluation: bool,
 ) -> Summary:
     config = prepared.config
     first_step = resume.manifest.step if resume else 0
@@ -260,6 +280,7 @@ def _train(
             began=began,
             kept=best_so_far(rundir) if resume and config.trainer.save_best else None,
             stop=stop,
+            owes_evaluation=owes_evaluation,
         )
         done = trainer.run()
         trainer.with_all_steps(finish)

@@ -66,28 +66,23 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def check_room(need: DiskNeed, root: Path, present: Path | None) -> None:
-    """Refuse a run whose checkpoints will not fit.
+def shortage(need: DiskNeed, place: Path, reused: int) -> UserError | None:
+    """Why a run's checkpoints will not fit; None = they will.
 
     Args:
-        root: run.root.
-        present: the run directory to go on in, whose checkpoints take their room already.
-
-    Raises:
-        UserError: the disk has too little room.
+        place: the directory that the run writes.
+        reused: bytes of checkpoints there that go meanwhile.
     """
-    free = free_bytes(root)
-    if present is not None:
-        free += sum(file.stat().st_size for file in (present / "checkpoints").glob("step_*/*"))
+    free = free_bytes(place) + reused
     if need.total <= free:
-        return
+        return None
     fewer = need.checkpoint * 2 + need.adapter
     remedy = "free space, or set run.root to another disk"
     if need.checkpoints > 2 and fewer <= free:
         remedy = f"set trainer.keep_checkpoints=1 ({gigabytes(fewer)}), {remedy}"
-    raise UserError(
+    return UserError(
         "the disk has no room for this run's checkpoints",
-        where=f"run.root={root}",
+        where=str(place),
         observed=f"{gigabytes(free)} free",
         required=str(need),
         remedy=remedy,

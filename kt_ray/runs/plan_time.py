@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -20,7 +19,8 @@ from kt_ray.hardware.rates import Rates
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import choice_text, counted
-from kt_ray.runs.disk_room import disk_need, free_bytes, gigabytes
+from kt_ray.runs.disk_room import disk_need, shortage
+from kt_ray.runs.rundir import place_to_write
 from kt_ray.timing.prediction import Change, Prediction, neighbours, predict
 from kt_ray.timing.simulate import Micro, WaveShape
 
@@ -144,11 +144,10 @@ def _summary(config: Config, plan: Plan, prediction: Prediction, rates: Rates) -
 def _disk(config: Config, plan: Plan, prediction: Prediction, steps: int | None) -> list[str]:
     """What the run will write, and whether the disk has room for it."""
     need = disk_need(plan.dims, config, steps, prediction.simulated.seconds)
-    root = Path(config.run.root)
-    free = free_bytes(root)
+    fault = shortage(need, *place_to_write(config))
     lines = [f"disk       {need}"]
-    if need.total > free:
-        lines.append(f"note: run.root={root} has {gigabytes(free)} free: mode=train would refuse this run")
+    if fault is not None and config.plan.hardware is None:  # the disk is this machine's
+        lines.append(f"note: {fault.line()}")
     return lines
 
 

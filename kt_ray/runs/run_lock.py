@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from typing import Any
 from kt_ray.errors import UserError
 
 FILE = ".lock"
+logger = logging.getLogger(__name__)
 MOUNTS = Path("/proc/self/mountinfo")
 # Mount options by which locks stay on this host. man 5 nfs; man 8 mount.lustre.
 _OWN_LOCKS = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}
@@ -49,7 +51,11 @@ class RunLock:
             holder = self._holder()
             self._file.close()
             raise _held(run, holder) from None
-        except OSError as error:  # ENOLCK, ENOSYS, EOPNOTSUPP
+        except OSError as error:  # ENOLCK, ENOSYS, EOPNOTSUPP: go by what the file says of this host
+            holder = self._holder()
+            if holder.get("host") == socket.gethostname() and _alive(holder.get("pid")):
+                self._file.close()
+                raise _held(run, holder) from None
             self._note(run, f"the file system keeps no locks ({error.strerror})")
         else:
             if own := _OWN_LOCKS & _mount_options(run):
@@ -64,11 +70,6 @@ class RunLock:
             self._file.close()
 
     def _note(self, run: Path, why: str) -> None:
-        """Locks do not reach other hosts: go by what the file says, as far as that can be checked."""
-        holder = self._holder()
-        if holder.get("host") == socket.gethostname() and _alive(holder.get("pid")):
-            self._file.close()
-            raise _held(run, holder)
         self.note = f"{why}: nothing keeps another host from writing {run} at the same time"
 
     def _holder(self) -> dict[str, Any]:
@@ -100,9 +101,23 @@ def require_free(run: Path) -> None:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a directory, which is made if need be, in the block."""
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(directory)
+    """Hold the lock of a directory, which is made if need be, in the block.
+
+    Raises:
+        UserError: another process holds it, or the directory cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(directory)
+    except OSError as error:
+        raise UserError(
+            "the directory cannot be written",
+            where=str(directory),
+            observed=error.strerror or str(error),
+            remedy="set run.root and run.name to a directory that you may write to",
+        ) from error
+    if lock.note:
+        logger.warning("%s", lock.note)
     try:
         yield
     finally:

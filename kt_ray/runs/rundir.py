@@ -36,7 +36,10 @@ _RESULTS = (
     *("predictions.jsonl", "predictions.json", "predictions_base.jsonl", "losses.json"),
     *("eval.json", "eval.md", "report.html"),
 )
-_FILES = ("plan.json", "env.json", "metrics.jsonl", "train.log", "loss.png", "wandb_id", *_RESULTS)
+_FILES = (
+    *("plan.json", "env.json", "metrics.jsonl", "train.log", "supervisor.log", "loss.png", "wandb_id"),
+    *_RESULTS,
+)
 _DIRECTORIES = ("checkpoints", "adapter", "wandb", "timelines")
 _CONFIG = "config.yaml"  # written first: a directory that holds it is a run
 
@@ -168,6 +171,22 @@ def dated_as_before(config: Config) -> Config:
         before = settings.get("data.date")
     day = str(before or datetime.date.today().isoformat())
     return dataclasses.replace(config, data=dataclasses.replace(config.data, date=day))
+
+
+def place_to_write(config: Config) -> tuple[Path, int]:
+    """The directory that the run, or mode=train, will write, and bytes of checkpoints there that make room.
+
+    Raises:
+        UserError: as `RunDir.create` of trainer.resume.
+    """
+    root, named = _root_and_named(config)
+    checkpoint = checkpoint_to_resume(config)
+    if checkpoint is not None and _continues(checkpoint, named, config):
+        path, own = checkpoint.parent.parent, True
+    else:
+        path, own = named or root, named is not None and config.run.overwrite
+    files = (path / "checkpoints").glob("step_*/*") if own else ()
+    return path, sum(file.stat().st_size for file in files)
 
 
 def refuse_if_held(config: Config) -> None:
@@ -347,14 +366,17 @@ def _named_checkpoint(checkpoint: Path) -> Path:
     return checkpoint.resolve()
 
 
+def _continues(checkpoint: Path, named: Path | None, config: Config) -> bool:
+    """Whether the run goes on in the directory that holds its checkpoint."""
+    holder = checkpoint.parent.parent
+    in_run = checkpoint.parent.name == "checkpoints" and is_run(holder)
+    return config.trainer.resume == "latest" or (in_run and (named is None or named.resolve() == holder))
+
+
 def _resumed(checkpoint: Path, root: Path, named: Path | None, config: Config) -> RunDir:
     """The checkpoint's own run, or a new one that begins with it."""
-    holder = checkpoint.parent.parent
-    latest = config.trainer.resume == "latest"
-    in_run = checkpoint.parent.name == "checkpoints" and is_run(holder)
-    if latest or (in_run and (named is None or named.resolve() == holder)):
-        if latest and named is None:
-            log.warning("resuming the newest run of %s: %s, %s", config.model.name, holder, checkpoint.name)
+    if _continues(checkpoint, named, config):
+        holder = checkpoint.parent.parent
         return RunDir(holder, checkpoint, continued=True, lock=RunLock(holder))
     path, lock = _fresh(root, named, config)
     return RunDir(path, checkpoint, lock=lock)

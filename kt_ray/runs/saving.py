@@ -104,7 +104,8 @@ def save_checkpoint(
         UserError: it cannot be written; the unfinished checkpoint is removed, earlier ones stay.
     """
     batches, plan = prepared.batches, prepared.plan
-    check_next(checkpoint_bytes(plan.dims, prepared.config), rundir.path)
+    with writing("checkpoint", rundir.checkpoints):
+        check_next(checkpoint_bytes(plan.dims, prepared.config), rundir.path)
     partial = begin_checkpoint(rundir.checkpoints, step)
     with writing("checkpoint", partial):
         try:
@@ -136,8 +137,13 @@ def best_so_far(rundir: RunDir) -> tuple[int, float] | None:
     path = best_checkpoint(rundir.checkpoints)
     if path is None:
         return None
-    manifest = Manifest.load(path)
-    return manifest.step, float(manifest.state["eval_loss"])
+    try:
+        manifest = Manifest.load(path)
+    except UserError as error:
+        logger.warning("the best checkpoint is not kept: %s", error.line())
+        return None
+    loss = manifest.state.get("eval_loss")
+    return None if loss is None else (manifest.step, float(loss))
 
 
 def go_on_from(resume: ResumePoint, rundir: RunDir) -> list[str]:

@@ -69,38 +69,56 @@ class JsonlTracker:
     """
 
     def __init__(self) -> None:
-        self._file: BinaryIO | None = None
+        self._path: Path | None = None  # None = before start or after finish
+        self._file: BinaryIO | None = None  # opened with the first line that can be written
+        self._kept: str | None = None  # what the file must hold before that; None = as it is
         self._unwritten = b""
+        self._warned = False
 
     def start(self, run_dir: Path, config: Mapping[str, Any], *, first_step: int = 0) -> None:
-        path = run_dir / FILE
+        self._path = path = run_dir / FILE
         if path.exists():
             # Records of steps that will be run again go, so that the curve has each step once. The
             # whole file is replaced by renaming: a crash here leaves the old file or the new one.
             kept = [r for r in read_jsonl(path) if isinstance(r.get("step"), int) and r["step"] < first_step]
-            write_atomic(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
-        self._file = path.open("ab", buffering=0)
+            self._kept = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept)
+        self._try()
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
-        if self._file is None:
+        if self._path is None:
             raise ValueError("JsonlTracker.log before start or after finish")
-        waiting = bool(self._unwritten)
         self._unwritten += encode(step, metrics).encode() + b"\n"
-        try:
-            self._write(self._file)
-        except OSError as error:
-            if not waiting:
-                log.warning("%s cannot be written, its lines wait in memory: %s", FILE, error)
+        self._try()
 
-    def _write(self, file: BinaryIO) -> None:
+    def _try(self) -> None:
+        try:
+            self._write()
+            self._warned = False
+        except OSError as error:
+            if not self._warned:
+                log.warning("%s cannot be written, its lines wait in memory: %s", FILE, error)
+            self._warned = True
+
+    def _write(self) -> None:
+        assert self._path is not None
+        if self._kept is not None:
+            write_atomic(self._path, self._kept)
+            self._kept = None
+        if self._file is None:
+            self._file = self._path.open("ab", buffering=0)
         while self._unwritten:
-            self._unwritten = self._unwritten[file.write(self._unwritten) :]
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def artifact(self, path: Path) -> None:
         """Nothing: artifacts are in the run directory already."""
 
     def finish(self, status: str) -> None:
-        if self._file is not None:
-            with self._file as file:
+        if self._path is None:
+            return
+        try:
+            self._write()
+        finally:
+            self._path = None
+            if self._file is not None:
+                self._file.close()
                 self._file = None
-                self._write(file)

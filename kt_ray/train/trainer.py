@@ -104,6 +104,7 @@ class Trainer:
         began: time.monotonic() of the command's start, which trainer.max_hours counts from; None = now.
         kept: marked checkpoint of the resumed run: steps taken and held-out loss.
         stop: signals to end the run by; None = none are looked at.
+        owes_evaluation: the resumed state was saved, but the run ended before it was evaluated.
 
     Attributes:
         best: the last held-out loss that counted as lower for trainer.early_stopping, and after how many
@@ -125,6 +126,7 @@ class Trainer:
         began: float | None = None,
         kept: tuple[int, float] | None = None,
         stop: StopSignals | None = None,
+        owes_evaluation: bool = False,
     ) -> None:
         self.config = config
         self.cluster = cluster
@@ -147,6 +149,8 @@ class Trainer:
         self._saved = first_step
         self._saved_at = time.monotonic()
         self._save_again_at: float | None = None  # time.monotonic(); None = no checkpoint is owed
+        self._owes_evaluation = owes_evaluation
+        self._left = False  # the last save of this process was tried
         self._not_evaluated: set[int] = set()  # steps after which it failed
         self._preference: Preference | None = None
         if config.trainer.stage in STAGES:
@@ -175,13 +179,10 @@ class Trainer:
                         raise GivenUp(lost.what)
                     self._taken = self.recovery.bring_back(lost, self._taken)
                 except GivenUp:
-                    what = f"{self.stop.name}: {lost.what} before the state was saved"
-                    raise Stopped(f"{what}; {self.recovery.way_on}") from lost
+                    raise Stopped(f"{self.stop.name}: {lost.what} before the state was saved") from lost
                 self.events.on_repeat(self._taken)
                 if self._taken == self._done:
                     self.recovery.caught_up(self._taken)
-            except Stopped:
-                raise
             except Exception as error:
                 self._save_before(error)
                 raise
@@ -201,8 +202,9 @@ class Trainer:
             if self.stop and taken < self._last:
                 self._stop_here(taken)
             try:
+                new = moved or self._owes_evaluation
                 if self._evaluates and (
-                    taken == 0 or (moved and (taken == self._last or taken % trainer.eval_every == 0))
+                    taken == 0 or (new and (taken == self._last or taken % trainer.eval_every == 0))
                 ):
                     self._evaluate(taken)
                 if moved and taken < self._last:
@@ -259,7 +261,7 @@ class Trainer:
         """The end that an error brings: what was applied before it is whole in the actors. Not after a loss
         that is not finite: the state may be what it comes from."""
         broken = isinstance(error, BadStep) and not error.finite
-        if self._taken <= self._saved or self._taken == self._last or self.stop or broken:
+        if self._taken <= self._saved or self._taken == self._last or self._left or broken:
             return
         try:
             self.cluster.discard()
@@ -272,6 +274,7 @@ class Trainer:
     def _stop_here(self, taken: int) -> NoReturn:
         """After a signal: save, and leave the loop."""
         steps = f"step {taken} of {self.batches.total_steps}"
+        self._left = True
         if taken > self.first_step:
             self._save(taken, leaving=True)
         point = self.recovery.point
@@ -508,12 +511,19 @@ class Trainer:
 
     def _keep_best(self, taken: int, loss: float) -> None:
         """Save and mark the state if its loss is the lowest of this run's; the untrained model is none."""
-        if not self.config.trainer.save_best or taken <= self.first_step or not math.isfinite(loss):
+        resumed = taken <= self.first_step and not (taken and self._owes_evaluation)
+        if not self.config.trainer.save_best or resumed or not math.isfinite(loss):
             return
         if self.kept is None or loss < self.kept[1]:
             self._save(taken)
             if self._saved == taken:
-                self.events.best(taken, loss)
+                try:
+                    self.events.best(taken, loss)
+                except ActorLost:
+                    raise
+                except UserError as error:
+                    logger.warning("%s", error.line())
+                    return
                 self.kept = taken, loss
 
     def _held_out_loss(self, taken: int) -> tuple[float, int]:

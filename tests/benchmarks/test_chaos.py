@@ -37,7 +37,7 @@ def test_what_would_hide_a_difference_is_seen(chaos: Any, tmp_path: Path) -> Non
     (run / ".step_000001.partial").rmdir()
     campaign.expected = (campaign.expected[0], b"y")
     assert list(campaign._judge(run, 0)) == ["another adapter"]
-    campaign.expected = ([(1, 0.5), (2, 1.5)], b"x")
+    campaign.expected = ([(1, "loss", 0.5), (2, "loss", 1.5)], b"x")
     assert "others than the undisturbed run's" in next(campaign._judge(run, 0))
     (tmp_path / "a.log").write_text("error: what\n")
     assert "exit code 2: error: what" in next(campaign._judge(run, 2))

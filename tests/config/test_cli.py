@@ -16,7 +16,7 @@ import yaml
 
 from kt_ray import cli
 from kt_ray.config.schema import Config
-from kt_ray.errors import BAD_INPUT, BUG, INTERRUPTED, UserError
+from kt_ray.errors import BAD_INPUT, BUG, INTERRUPTED, STOPPED, Stopped, UserError
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -278,18 +278,29 @@ def test_a_bug_shows_its_traceback(
     assert "Traceback" in err and "oops" in err and "this is a bug in kt_ray" in err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("raised", "code", "told"),
+    [
+        (KeyboardInterrupt(), INTERRUPTED, "interrupted\n"),
+        (Stopped("SIGTERM: stopped"), STOPPED, "SIGTERM: stopped\n"),
+    ],
+)
 def test_an_interrupt_ends_a_whole_multirun(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    raised: KeyboardInterrupt,
+    code: int,
+    told: str,
 ) -> None:
     begun: list[int] = []
 
     def run(config: Config) -> int:
         begun.append(config.seed)
-        raise KeyboardInterrupt
+        raise raised
 
     _mode_that(monkeypatch, run)
-    assert cli.main(["-m", "seed=1,2,3"]) == INTERRUPTED
-    assert begun == [1] and capfd.readouterr().err == "interrupted\n"
+    assert cli.main(["-m", "seed=1,2,3"]) == code
+    assert begun == [1] and capfd.readouterr().err == told
 
 
 def test_version(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from kt_ray.config.interval import seconds_of
 from kt_ray.modes.plan import model_dims
 from kt_ray.placement.memory import checkpoint_bytes
 from kt_ray.runs.disk_room import disk_need
+from kt_ray.runs.rundir import place_to_write
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
@@ -66,6 +67,31 @@ def test_intervals(text: str, seconds: float | None) -> None:
 def test_mode_plan_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["mode=plan"]) == 0
     assert "disk       5.2 MB: a checkpoint of 3.9 MB, the adapter 1.3 MB" in capsys.readouterr().out
-    monkeypatch.setattr("kt_ray.runs.plan_time.free_bytes", lambda _: 10**6)
+    monkeypatch.setattr("kt_ray.runs.disk_room.free_bytes", lambda _: 10**6)
     assert cli.main(["mode=plan"]) == 0
-    assert "has 1.0 MB free: mode=train would refuse this run" in capsys.readouterr().out
+    assert "note: the disk has no room for this run's checkpoints" in capsys.readouterr().out
+    assert cli.main(["mode=plan", "plan.hardware=laptop_16gb"]) == 0  # another machine's disk
+    assert "no room" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "place", "reused"),
+    [
+        ([], "", 0),
+        (["run.name=a"], "a", 0),
+        (["run.name=a", "run.overwrite=true"], "a", 300),
+        (["run.name=a", "trainer.resume=latest"], "a", 300),
+        (["trainer.resume={root}/a/checkpoints/step_000002"], "a", 300),
+        (["run.name=b", "trainer.resume={root}/a/checkpoints/step_000002"], "b", 0),
+    ],
+)
+def test_the_disk_and_the_room_are_those_of_the_directory_that_is_written(
+    tmp_path: Path, settings: list[str], place: str, reused: int
+) -> None:
+    checkpoint = tmp_path / "a" / "checkpoints" / "step_000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_bytes(b" " * 100)
+    (checkpoint / "worker-0.safetensors").write_bytes(b" " * 200)
+    (tmp_path / "a" / "config.yaml").write_text("seed: 1")
+    config = compose([f"run.root={tmp_path}", *(s.format(root=tmp_path) for s in settings)])
+    assert place_to_write(config) == (tmp_path / place, reused)

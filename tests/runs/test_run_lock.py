@@ -17,7 +17,7 @@ import pytest
 
 from kt_ray.errors import UserError
 from kt_ray.runs import run_lock
-from kt_ray.runs.run_lock import RunLock, require_free
+from kt_ray.runs.run_lock import RunLock, locked, require_free
 from kt_ray.runs.rundir import RunDir, refuse_if_held
 
 HOLD = """
@@ -112,8 +112,16 @@ def test_locks_that_stay_on_this_host_are_no_guard(
         f"36 22 0:40 / {tmp_path} rw,relatime shared:1 - nfs4 server:/x rw,vers=4.2,{option}\n"
     )
     monkeypatch.setattr(run_lock, "MOUNTS", table)
+    # flock was granted: nobody of this host holds it, whatever process has the number now.
+    (tmp_path / ".lock").write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid()}))
     lock = RunLock(tmp_path)
     lock.release()
     note = lock.note
     assert bool(note) == (option not in ("", "local_lock=none"))
     assert not note or f"mounted with {option}" in note
+
+
+def test_a_directory_that_cannot_be_written_is_the_users_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="the directory cannot be written"), locked(tmp_path / "file" / "a"):
+        raise AssertionError("not reached")

@@ -127,7 +127,7 @@ def test_resume_latest_by_name_without_a_checkpoint(tmp_path, make_config, add_c
 
 
 def test_resume_latest_without_a_name_takes_the_newest_run_of_this_model(
-    tmp_path, make_config, add_checkpoint, caplog
+    tmp_path, make_config, add_checkpoint
 ):
     now = time.time()
     for age, name, model in ((30, "old", "demo"), (20, "new", "demo"), (10, "other", "mixtral")):
@@ -141,7 +141,6 @@ def test_resume_latest_without_a_name_takes_the_newest_run_of_this_model(
 
     resumed = RunDir.create(make_config(tmp_path, resume="latest"))
     assert resumed.path == tmp_path / "new" and resumed.continued
-    assert str(tmp_path / "new") in caplog.text
 
     with pytest.raises(UserError, match="'qwen' has a checkpoint"):
         RunDir.create(make_config(tmp_path, model="qwen", resume="latest"))

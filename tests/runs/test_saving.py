@@ -13,9 +13,12 @@ import pytest
 from kt_ray import cli
 from kt_ray.checkpoint import training
 from kt_ray.checkpoint.training import begin_checkpoint
+from kt_ray.config.compose import compose
 from kt_ray.disk import write_atomic
 from kt_ray.runs import disk_room, prepare, saving
+from kt_ray.runs.saving import intact_checkpoint
 from kt_ray.train import trainer
+from tests.checkpoint.test_training import save
 
 RUN = [
     "cluster=local",
@@ -183,3 +186,11 @@ def test_rows_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "flat", counted)
     assert cli.main([*RUN, "run.name=a"]) == 0
     assert hashed == [18]
+
+
+def test_the_newest_run_is_named_when_none_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    newest = save(tmp_path / "runs" / "a", 10)
+    (tmp_path / "runs" / "a" / "config.yaml").write_text("model: {name: demo}")
+    config, manifest = intact_checkpoint(compose(["trainer.resume=latest"]))
+    assert config.trainer.resume == str(newest) and manifest is not None and manifest.step == 10
+    assert f"resuming the newest run of demo: {newest}" in caplog.text

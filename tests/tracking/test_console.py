@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import os
+import sys
 
+from kt_ray.terminal import screen_console
 from kt_ray.tracking.console import setup_logging
 
 
@@ -48,3 +52,22 @@ def test_a_full_disk_is_said_once(tmp_path, capsys):
         close()
     told = capsys.readouterr().err
     assert told.count("No space left on device") == 1 and "Traceback" not in told
+
+
+def test_a_reader_or_a_terminal_that_is_gone_is_no_error(monkeypatch):
+    """`python launch.py | tee log`, Ctrl-C: tee goes first."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        fresh = screen_console(highlight=False)
+        for _ in range(3):
+            fresh.print("a line")
+            pipe.flush()  # what Python does at its end
+
+    class HungUp(io.StringIO):
+        def write(self, text):
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(sys, "stdout", HungUp())
+    screen_console(highlight=False).print("a line")

@@ -330,6 +330,7 @@ def test_figures_outlive_a_full_disk(tmp_path, monkeypatch, caplog):
     """Lines that could not be written, or only in part, are written with the next one."""
     tracker = JsonlTracker()
     tracker.start(tmp_path, {})
+    tracker.log(0, {"loss": 0.5})
     real = tracker._file
 
     class Full:
@@ -345,9 +346,26 @@ def test_figures_outlive_a_full_disk(tmp_path, monkeypatch, caplog):
     tracker.log(1, {"loss": 1.5})
     disk.room = 7
     tracker.log(2, {"loss": 2.5})
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step"'
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines()[1] == '{"step"'
     tracker._file = real
     tracker.log(3, {"loss": 3.5})
     tracker.finish("finished")
-    assert [r["loss"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [1.5, 2.5, 3.5]
+    assert [r["loss"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [0.5, 1.5, 2.5, 3.5]
     assert caplog.text.count("its lines wait in memory") == 1
+
+
+def test_a_disk_that_is_full_at_the_start_of_a_resumed_run(tmp_path, monkeypatch):
+    """The figures of steps that come again are cut off later."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 9.0}\n')
+
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    tracker = JsonlTracker()
+    with monkeypatch.context() as patch:
+        patch.setattr("kt_ray.tracking.jsonl.write_atomic", full)
+        tracker.start(tmp_path, {}, first_step=2)
+        tracker.log(2, {"loss": 2.5})
+    tracker.log(3, {"loss": 3.5})
+    tracker.finish("finished")
+    assert [r["loss"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [0.5, 2.5, 3.5]

@@ -85,6 +85,46 @@ def test_saving_by_time(go: Go, monkeypatch: pytest.MonkeyPatch) -> None:  # noq
     assert go("trainer.save_every=0")[2] == ["save 8"]
 
 
+@pytest.mark.parametrize(("owes", "told"), [(False, []), (True, ["best 4 2.5"])])
+def test_a_state_that_was_saved_and_not_evaluated_is_evaluated_after_the_resume(
+    go: Go,  # noqa: F811
+    owes: bool,
+    told: list[str],
+) -> None:
+    """The run ended between the two."""
+    trainer, _, lines = go(
+        *EVALUATES,
+        "trainer.save_best=true",
+        held_out=[3.0, 2.9, 2.5, 2.6, 2.7],
+        first_step=4,
+        kept=(2, 2.9),
+        owes_evaluation=owes,
+    )
+    assert (4 in trainer.summary.eval_losses) == owes
+    assert [line for line in lines if line.startswith("best 4")] == told
+
+
+def test_a_best_that_cannot_be_marked_ends_nothing(
+    go: Go,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(*_: Any) -> None:
+        raise UserError("checkpoint cannot be written", observed="No space left on device")
+
+    monkeypatch.setattr(loop.Events, "best", full, raising=False)
+    before = loop.Trainer.__init__
+
+    def init(self: loop.Trainer, *arguments: Any, **options: Any) -> None:
+        before(self, *arguments, **options)
+        object.__setattr__(self.events, "best", full)
+
+    monkeypatch.setattr(loop.Trainer, "__init__", init)
+    trainer, _, _ = go(*EVALUATES, "trainer.save_best=true", held_out=[3.0, 2.0, 2.5, 2.4, 1.0])
+    assert trainer.summary.steps == 8 and trainer.kept is None
+    assert caplog.text.count("No space left on device") == 4
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_between_steps_saves_and_leaves(
     go: Go,  # noqa: F811
@@ -140,9 +180,7 @@ def test_a_death_after_the_signal_is_not_recovered_from(go: Go, monkeypatch: pyt
         raise ActorLost("expert actor 0 died")
 
     at(monkeypatch, "run_pass", 4, died)
-    with pytest.raises(
-        Stopped, match=r"SIGTERM: expert actor 0 died before the state was saved; start the run"
-    ):
+    with pytest.raises(Stopped, match=r"SIGTERM: expert actor 0 died before the state was saved"):
         go(stop=stop)
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, cast
@@ -179,7 +179,7 @@ class RayCluster(ActorCluster):
                 else None
             )
             try:
-                with guard.own_ray():
+                with guard.own_ray(), _deaf_to_hangups():
                     return self._init(
                         address="local",
                         include_dashboard=self.config.dashboard,
@@ -468,13 +468,12 @@ class RayCluster(ActorCluster):
         return Inbox() if self.plan.transport.near == "arena" else None
 
     def _close(self) -> None:
-        try:
-            if ray.is_initialized():
-                self._leave_ray()
-        finally:
-            if self._guard is not None:
-                self._guard.end()
-                self._guard = None
+        if ray.is_initialized():
+            self._leave_ray()
+        # Not after an error in that: the guard then ends what is left when this process is gone.
+        if self._guard is not None:
+            self._guard.end()
+            self._guard = None
 
     def _leave_ray(self) -> None:
         try:
@@ -488,6 +487,19 @@ class RayCluster(ActorCluster):
                 # Ends a cluster that `connect` started; leaves one that it joined.
                 ray.shutdown()
                 self.connected = False
+
+
+@contextlib.contextmanager
+def _deaf_to_hangups() -> Iterator[None]:
+    """Processes started inside ignore SIGHUP: a closed terminal asks the driver to save, which needs them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _name(address: Address) -> str:
