@@ -356,15 +356,15 @@ def inside(faults: int, seed: int) -> dict[str, Any]:
                 Death(
                     draw.choice([*WORKERS, *EXPERTS]),
                     method,
-                    draw.randint(1, 12),
+                    draw.randint(1, 20),
                     draw.choice(
                         ["before", "after", *range(1, 12)] if method == "run_pass" else ["before", "after"]
                     ),
                 )
-                for method in draw.choices(methods, weights=(8, 2, 2, 2, 1, 1, 1, 1), k=draw.randint(4, 16))
+                for method in draw.choices(methods, weights=(8, 2, 2, 2, 1, 1, 1, 1), k=draw.randint(8, 32))
             ]
             settings = ("rule=cpu_2workers_2sockets", f"trainer.save_every={draw.randint(0, 3)}")
-            run = Run(model, Path(folder, f"run-{runs}"), deaths, *settings, "trainer.recoveries=100").go()
+            run = Run(model, Path(folder, f"run-{runs}"), deaths, *settings, "trainer.recoveries=1000").go()
             if run.cluster.happened:
                 check(run, calm)
             seen.update(death.method for death in deaths)

@@ -92,6 +92,7 @@ class PacedStage:
             raise ValueError("the paced stand-in is a whole model: one stage")
         self.pace = pace
         self.spec = spec
+        self.padding_moves = ""
         self.first = self.last = True
         self.weight_bytes = 0
         self.parameters: dict[str, torch.nn.Parameter] = {}

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from kt_ray import cli
 from kt_ray.demo.recipes import persona_path
 from kt_ray.demo.tokenizer import train_tokenizer
-from kt_ray.errors import INTERRUPTED
+from kt_ray.errors import STOPPED
 from kt_ray.native import available_isas
 from tests.helpers.hf_reference import build_checkpoint
 
@@ -93,6 +93,7 @@ def test_files_of_a_run(capfd: pytest.CaptureFixture[str]) -> None:
     out, err = capfd.readouterr()
     path = Path("runs/a")
     assert sorted(str(f.relative_to(path)) for f in path.rglob("*") if not f.is_dir()) == [
+        ".lock",
         "adapter/README.md",
         "adapter/adapter_config.json",
         "adapter/adapter_model.safetensors",
@@ -242,8 +243,9 @@ def test_an_interrupted_run_goes_on_where_its_last_checkpoint_was() -> None:
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == INTERRUPTED and err.splitlines()[-1] == "interrupted", err
     taken = len(curve("cut"))
+    assert process.returncode == STOPPED, err
+    assert err.splitlines()[-1].startswith(f"SIGTERM: stopped after step {taken} of 10, saved"), err
     assert 3 <= taken < 10 and not Path("runs/cut/adapter").exists()
 
     run(*RESUMED, *steps, "run.name=cut", "trainer.resume=latest")

@@ -27,6 +27,8 @@ STARTS = {
     "soak": "--steps 2 --every 1 --warm 1 --json {out} -- cluster=local",
 }
 TESTED = {
+    "chaos": "test_chaos.py",
+    "fuzz": "test_fuzz.py",
     "lane_on_paper": "test_lane_on_paper.py",
     "load": "test_load.py",
     "memory_run": "test_memory_run.py",

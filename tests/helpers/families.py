@@ -214,11 +214,11 @@ def randomise(model: torch.nn.Module, seed: int = 0, *, buffers: bool = True) ->
 
 def save_whole(directory: Path, *, buffers: bool = True) -> None:
     """Random weights for a directory with config.json alone, of its own class: other towers included."""
-    config = AutoConfig.from_pretrained(directory)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
         if type(config) in auto._model_mapping:
             torch.manual_seed(0)
-            model = auto.from_config(config)
+            model = auto.from_config(config, trust_remote_code=False)
             randomise(model, buffers=buffers)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -85,4 +85,4 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, tool: str) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) < 90_000  # KiB
+    assert int(done.stdout.split()[-1]) < 100_000  # KiB

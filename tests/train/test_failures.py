@@ -34,7 +34,8 @@ def test_a_non_finite_loss_stops_before_the_update(
         broken = {name: torch.full_like(before[name], value)}
         cluster.set_parameters(broken)
         with pytest.raises(
-            UserError, match=r"loss of step 1 is (nan|inf); the step was not applied; at .*group 0.*optim\.lr"
+            UserError,
+            match=r"loss of step 1 is (nan|inf); the step was not applied; .*group 0.*compare the checkpoint",
         ):
             steps(cluster, config, [ROWS], 1)
         after = cluster.parameters()

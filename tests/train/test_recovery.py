@@ -339,7 +339,9 @@ def test_a_lost_message_costs_one_repeated_step(
         return 0 if replies == 90 and message.tag[0] == "reply" else send(port, to, message)
 
     monkeypatch.setattr(LocalPort, "send", forgetful)
-    run = Run(model, tmp_path, [], "rule=cpu_2workers_2sockets", "trainer.step_timeout=5").go()
+    run = Run(
+        model, tmp_path, [], "rule=cpu_2workers_2sockets", "trainer.step_timeout=5", "trainer.save_every=0"
+    ).go()
     assert replies > 90
     check(run, undisturbed["cpu_2workers_2sockets"])
     assert run.lines[0] == "no actor made progress for 5 s: starting it again (recovery 1 of 3)"
