@@ -110,6 +110,7 @@ class Supervisor:
         self.path = _run_directory(config)
         self._config = with_keys(config, {"run.name": self.path.name, "run.root": str(self.path.parent)})
         self._marker = self._config_file()
+        self._present = self._saved()  # by earlier commands
         self._asked = 0  # signals that asked to end
         self._wake = threading.Event()  # set by the first
         self._child: subprocess.Popen[str] | None = None
@@ -242,10 +243,17 @@ class Supervisor:
         """The configuration of the next driver: from the newest checkpoint, if there is one."""
         if self._config_file() == self._marker:
             return self._config  # no driver of ours has begun the run
-        if find_checkpoints(self.path):
+        if self._saved() - self._present:
             return with_keys(self._config, {"trainer.resume": "latest", "run.overwrite": False})
+        resume = self._config.trainer.resume
+        if resume is not None and (resume == "latest" or self.path in Path(resume).parents):
+            return self._config  # the same run, from the checkpoint that was named
         # What lies there is ours: a driver of ours wrote config.yaml, after all checks.
         return with_keys(self._config, {"run.overwrite": True})
+
+    def _saved(self) -> set[tuple[Path, int]]:
+        """The run's checkpoints; one that is written again is another."""
+        return {(path, (path / "manifest.json").stat().st_mtime_ns) for path in find_checkpoints(self.path)}
 
     def _config_file(self) -> tuple[int, int] | None:
         """Which config.yaml lies in the run directory; every run writes a new file."""

@@ -199,6 +199,18 @@ def test_a_run_from_another_runs_checkpoint_begins_again(place: Place) -> None:
     assert load(job["config"]).run.overwrite  # the configuration's own checks let it through
 
 
+def test_a_run_that_goes_back_goes_back_until_it_has_saved(place: Place) -> None:
+    """The checkpoints beyond the one that was named are set aside only when the driver begins to train."""
+    for step in (100, 300):
+        path = place.run / "checkpoints" / f"step_{step:06d}"
+        path.mkdir(parents=True)
+        (path / "manifest.json").write_text("{}")
+    (place.run / "config.yaml").write_text("seed: 7")
+    resume = f"trainer.resume={place.run / 'checkpoints' / 'step_000100'}"
+    assert place.go(["begin kill=9", "begin step=101 save=110 kill=9", "exit=0"], resume) == 0
+    assert [start[0] for start in place.starts()] == [resume.partition("=")[2]] * 2 + ["latest"]
+
+
 def test_a_run_that_is_replaced_counts_for_nothing(place: Place) -> None:
     """The steps of the run that run.overwrite=true deletes."""
     place.run.mkdir(parents=True)
