@@ -145,7 +145,7 @@ class ActorCluster(ABC):
         results: list[Any] = [None] * len(futures)
         pending = list(futures)
         errors: list[tuple[Handle, BaseException]] = []
-        may_give_up = method in ("run_pass", "prepare")  # nothing of a step is applied yet
+        may_give_up = method in ("run_pass", "prepare", "load_again")  # nothing of a step is applied yet
         watch = self._watch(handles)
         deadline = float("inf")  # after the first error
         while pending and (remaining := deadline - time.monotonic()) > 0:
@@ -307,8 +307,6 @@ class ActorCluster(ABC):
                         facts[handle.address] = self._result(calls[handle.address])
                     except ActorDied as error:
                         raise self._death(handle, error) from error
-            if reason := self.give_up():
-                raise GivenUp(reason)
             if not watch.pause:
                 for i, death in self._look(watch, waiting):
                     raise self._death(self.handles[i], death)

@@ -30,7 +30,7 @@ class Cluster(Protocol):
     """
 
     plan: Plan
-    # asked while a pass, or `prepare`, is waited for: why to give it up; "" = wait on
+    # asked while a pass, `prepare` or a new actor's load is waited for: why to give it up; "" = wait on
     give_up: Callable[[], str]
     recoveries: int  # how often actors were replaced
 

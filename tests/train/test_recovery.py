@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,16 @@ import numpy as np
 import pytest
 import torch
 
+from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.specs import actor_specs
 from kt_ray.checkpoint.manifest import Manifest, step_name
 from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import step_waves
 from kt_ray.data.row_types import Row as DataRow
-from kt_ray.errors import UserError
+from kt_ray.errors import Stopped, UserError
 from kt_ray.placement.expert_load import ExpertLoad
+from kt_ray.train import stop_signals
 from kt_ray.train.trainer import Events, StepBatches, Summary, Trainer
 from kt_ray.transport.messages import Address, LocalPort, Message
 from tests.helpers.hf_reference import build_checkpoint, random_rows
@@ -51,6 +55,7 @@ class Run:
         self.summary: Summary | None = None
         self.load = ExpertLoad()
         self.parameters: dict[str, torch.Tensor] = {}
+        self.stop: stop_signals.StopSignals | None = None
 
     def go(self) -> Run:
         plan = self.cluster.plan
@@ -78,7 +83,7 @@ class Run:
         )
         try:
             self.cluster.start()
-            trainer = Trainer(self.config, self.cluster, batches, events)
+            trainer = Trainer(self.config, self.cluster, batches, events, stop=self.stop)
             self.summary = trainer.run()
             self.parameters = trainer.with_all_steps(self.cluster.parameters)
             self.load = trainer.load
@@ -370,3 +375,24 @@ def test_a_model_that_is_gone_ends_the_run(model: Path, tmp_path: Path) -> None:
     run.cluster.due = due  # type: ignore[method-assign]
     with pytest.raises(UserError, match=rf"{copy}.*continue with trainer\.resume=latest$"):
         run.go()
+
+
+def test_a_signal_during_a_recovery_does_not_wait_for_the_load(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job manager kills before hundreds of gigabytes are read; what is saved is saved."""
+    monkeypatch.setattr(stop_signals, "GRACE", 0.0)
+    run = Run(model, tmp_path, [Death(EXPERTS[1], "run_pass", 3)], "rule=cpu_2workers_2sockets")
+    stop = stop_signals.StopSignals()
+    load = ExpertActor.load_again
+
+    def slow(actor: ExpertActor) -> object:
+        stop.handle(signal.SIGTERM)
+        time.sleep(2.5)  # longer than the driver's look
+        return load(actor)
+
+    monkeypatch.setattr(ExpertActor, "load_again", slow)
+    run.stop = stop
+    with pytest.raises(Stopped, match="SIGTERM: expert actor 1 died before the state was saved"):
+        run.go()
+    assert not [line for line in run.lines if line.startswith("back after")]
