@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _PACKED = {
     b"\x1f\x8b": "a gzip archive (gunzip unpacks it)",
@@ -15,6 +19,15 @@ _PACKED = {
     b"ARROW1": "an arrow file",
     b"%PDF": "a PDF",
 }
+
+
+@contextlib.contextmanager
+def only_warned(what: str) -> Iterator[None]:
+    """A fault of the disk in the block is a warning, "WHAT: fault": no run needs what is done there."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s: %s", what, error)
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -48,7 +48,7 @@ data: errors disk parse batch config [numpy]
 experts: errors pulse gpu native config placement optim checkpoint model [torch]
 demo: errors config data
 transport: pulse gpu timeline generate [numpy torch]
-train: errors batch timeline config placement optim tracking model data experts [numpy torch]
+train: errors disk batch timeline config placement optim tracking model data experts [numpy torch]
 actors: errors pulse native batch timeline config placement optim generate checkpoint model adapter
     experts transport train [numpy torch]
 serve: errors generate data [numpy]

@@ -11,13 +11,12 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from kt_ray.checkpoint.manifest import MANIFEST, Manifest, list_checkpoints, step_name
 from kt_ray.checkpoint.safetensors_file import writing
-from kt_ray.disk import write_atomic
+from kt_ray.disk import only_warned, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ def prune_checkpoints(root: str | os.PathLike[str], keep: int) -> list[Path]:
     removed = []
     for path in complete[:-keep] if keep > 0 else []:
         if path != best:
-            with _only_warned(f"an old checkpoint stays: {path}"):
+            with only_warned(f"an old checkpoint stays: {path}"):
                 remove(set_aside(path))
                 removed.append(path)
     return removed
@@ -54,7 +53,7 @@ def set_aside(path: Path) -> Path:
 
 def remove(path: Path) -> None:
     """Remove a directory, or the link to one: what a link points at belongs to somebody else."""
-    with _only_warned(f"this stays, and takes room: {path}"):
+    with only_warned(f"this stays, and takes room: {path}"):
         if path.is_symlink():
             path.unlink()
         elif path.exists():
@@ -95,7 +94,7 @@ def point(root: Path, name: str, target: str) -> None:
     gets another name.
     """
     beside = root / f".{name}{PARTIAL}"
-    with _only_warned(f"{root / name} does not name {target}"):
+    with only_warned(f"{root / name} does not name {target}"):
         if (root / name).is_dir() and not (root / name).is_symlink():
             logger.warning("%s is no link: renamed to copied_%s", root / name, name)
             (root / name).rename(root / f"copied_{name}")
@@ -127,7 +126,7 @@ def set_aside_later(root: str | os.PathLike[str], step: int) -> list[Path]:
     if renamed:
         point(Path(root), LATEST, step_name(step))
     if (best_step(root) or 0) > step:
-        with _only_warned(f"{Path(root) / BEST} names a checkpoint that was set aside"):
+        with only_warned(f"{Path(root) / BEST} names a checkpoint that was set aside"):
             (Path(root) / BEST).unlink()
     return renamed
 
@@ -149,11 +148,3 @@ def _target(root: Path, name: str) -> str:
         return os.readlink(path) if path.is_symlink() else path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-@contextlib.contextmanager
-def _only_warned(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        logger.warning("%s (%s)", what, error)

@@ -23,7 +23,7 @@ import yaml
 from kt_ray.config.mapping import dated_name
 from kt_ray.config.schema import Config
 from kt_ray.config.secret_values import without_secrets
-from kt_ray.disk import write_atomic
+from kt_ray.disk import only_warned, write_atomic
 from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, read_yaml
 from kt_ray.runs.run_lock import FILE as LOCK
@@ -121,10 +121,8 @@ class RunDir:
 
     def _note(self, name: str, text: str) -> None:
         """A file that people read: a full disk is no reason to end a run."""
-        try:
+        with only_warned(f"{self.path / name} cannot be written"):
             write_atomic(self.path / name, text)
-        except OSError as error:
-            log.warning("%s cannot be written: %s", self.path / name, error)
 
     def remove_results(self) -> list[Path]:
         """Remove answers, losses, scores and the report: the adapter that they are about will change.

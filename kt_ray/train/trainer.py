@@ -24,6 +24,7 @@ from kt_ray.batch import Objective, PassSpec, Wave, trained_tokens
 from kt_ray.config.interval import seconds_of
 from kt_ray.config.schema import Config
 from kt_ray.data.row_types import Row
+from kt_ray.disk import only_warned
 from kt_ray.errors import BadStep, Stopped, UserError
 from kt_ray.model.routing import balance
 from kt_ray.optim.optimizers import learning_rate
@@ -452,7 +453,7 @@ class Trainer:
             metrics = replace(metrics, recoveries=self.recovery.used, seconds_lost=self.recovery.seconds_lost)
         self.events.on_step(metrics)
         if timeline:
-            with _only_warned("the timeline"):
+            with only_warned("the timeline cannot be written; training goes on"):
                 self._write_timeline(step, report, recorder)
         self.recovery.progressed()
 
@@ -539,12 +540,3 @@ class Trainer:
             total += report.loss * spec.loss_tokens
             tokens += spec.loss_tokens
         return total / max(1, tokens), tokens
-
-
-@contextlib.contextmanager
-def _only_warned(what: str) -> Iterator[None]:
-    """What is nice to have must not end a run."""
-    try:
-        yield
-    except OSError as error:
-        logger.warning("%s cannot be written; training goes on: %s", what, error)
