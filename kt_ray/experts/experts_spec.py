@@ -25,6 +25,7 @@ class LocalExpertsSpec(ExpertActorPlan):
     # = `model_dir`
     experts_path: str | None = None
     root: str = "model"  # module name of the language model, with which the parameters' names begin
+    fingerprint: str = ""  # of the model's weights, `experts_path` included; "" = any
 
 
 @dataclass

@@ -52,6 +52,7 @@ class PreparedModel:
     config: Config
     model_dir: str  # resolved Hugging Face directory
     fingerprint: str  # of its weights, model.experts_path included. Checkpoints and answers carry it
+    own_fingerprint: str  # of the weights in `model_dir`
     plan: Plan  # who does what
     formulas: Mapping[int, ExpertFormula]  # MoE layer -> what its experts compute
     root: str  # module name of the language model
@@ -146,7 +147,8 @@ def prepare_model(config: Config, *, training: bool) -> PreparedModel:
     return PreparedModel(
         config=config,
         model_dir=model_dir,
-        fingerprint=_fingerprint(index, gguf),
+        fingerprint=index.fingerprint if gguf is None else gguf.fingerprint_with(index),
+        own_fingerprint=index.fingerprint,
         plan=plan,
         formulas=whole.formulas,
         root=whole.root,
@@ -187,12 +189,6 @@ def adapter_info(config: Config, model_dir: str, notes: tuple[str, ...] = ()) ->
 def model_directory(config: Config) -> str:
     """The absolute path of the model's files; built-in models are built there on first use."""
     return os.path.abspath(resolve_model_dir(config.model))
-
-
-def _fingerprint(index: CheckpointIndex, gguf: GgufExperts | None) -> str:
-    if gguf is None:
-        return index.fingerprint
-    return hashlib.sha256(f"{index.fingerprint} {gguf.fingerprint}".encode()).hexdigest()
 
 
 def open_checkpoint(

@@ -30,6 +30,7 @@ def make_cluster(
     """
     config, plan = model.config, model.plan
     specs = actor_specs(plan, config, model.model_dir, model.formulas, model.root)
+    specs = specs.expecting(model.own_fingerprint, model.fingerprint)
 
     def note(actor: str, layer: int, done: int, total: int) -> None:
         if progress is not None:
