@@ -184,6 +184,13 @@ def _model(c: Config) -> Iterator[Fault]:
 
 def _rule(c: Config) -> Iterator[Fault]:
     experts, rows = c.rule.experts, c.trainer.batch_size
+    if experts.placement == "kept" and c.trainer.resume is None:
+        yield Fault(
+            "rule.experts.placement",
+            "has nothing to keep: the run resumes from no checkpoint",
+            "trainer.resume",
+            "set trainer.resume=latest, or rule.experts.placement=auto",
+        )
     if experts.placement == "balanced" and experts.load is None and c.trainer.resume is None:
         yield Fault(
             "rule.experts.placement",

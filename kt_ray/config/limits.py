@@ -37,7 +37,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "rule.experts.isa": ("auto", "reference", "avx2", "avx512", "avx512_bf16", "amx"),
     "rule.experts.activations": ("auto", "retain", "recompute"),
     "rule.experts.answers": ("float32", "bfloat16"),
-    "rule.experts.placement": ("auto", "contiguous", "balanced"),
+    "rule.experts.placement": ("auto", "contiguous", "balanced", "kept"),
     "rule.experts.stream": ("off", "auto"),
     "rule.ray.strategy": ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
     "data.builtin": ("demo",),

@@ -19,7 +19,7 @@ from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 from kt_ray.model.pissa import doubled_shape
-from kt_ray.placement.balance import owners_of
+from kt_ray.placement.balance import owners_of, residents_of
 from kt_ray.placement.expert_load import FILE as LOAD_FILE
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.memory import checkpoint_bytes
@@ -110,7 +110,8 @@ def save_checkpoint(
     with writing("checkpoint", partial):
         try:
             shards = cluster.save_shards(str(partial))
-            write_atomic(partial / LOAD_FILE, load.to_json(owners_of(plan.experts, plan.dims)))
+            held = owners_of(plan.experts, plan.dims), residents_of(plan.experts)
+            write_atomic(partial / LOAD_FILE, load.to_json(*held))
             shards.append(ShardInfo.of(partial / LOAD_FILE))
             epoch, step_in_epoch = divmod(step, batches.steps_per_epoch)
             manifest = Manifest(
