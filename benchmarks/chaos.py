@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py --faults 20 --cluster ray --json out.json     real processes and signals
     python benchmarks/chaos.py --faults 1000 --inside --json out.json        deaths of actors in one process
+    python benchmarks/chaos.py --faults 50 --serve --json out.json           a server whose clients ask on
 
 Runs of the demo model under `trainer.restarts` follow one another until so many faults have happened. Every
 step must then be recorded once with the undisturbed run's loss, the adapter must be the same file, no process
@@ -20,6 +21,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -31,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import common
-import psutil
-from chaos_faults import TOLD, Faults, described
+from chaos_faults import TOLD, TRAINING, Faults, still_running
+from chaos_server import serve
 
 sys.path.insert(0, str(common.REPO))
 
@@ -47,7 +49,7 @@ UNDER = {
     "local": ("cluster=local",),
 }
 BASE = common.REPO / "kt_ray" / "demo" / "assets" / "base"
-LEAVES = 30.0  # seconds in which everything of a run must have gone
+RAY = ("actor", "raylet", "gcs", "dashboard")  # what is no process with cluster=local
 DEEPSEEK = {"load_minutes": 5.7, "start_minutes": 1.0, "save_minutes": 30.0, "save_seconds": 20.0}
 
 
@@ -62,7 +64,8 @@ class Campaign:
         self.work, self.under, self.every = work, under, every
         self.model = work / "model"
         shutil.copytree(BASE, self.model)
-        self.harm = Faults(work, self.model, seed, actors=under == "ray", own_disk=own_disk)
+        kinds = {k: w for k, w in TRAINING.items() if under == "ray" or k[1] not in RAY}
+        self.harm = Faults(work, self.model, seed, kinds, own_disk=own_disk)
         self.harm.second_driver = self._second
         self.faults: list[dict[str, Any]] = []
         self.runs: list[dict[str, Any]] = []
@@ -184,9 +187,8 @@ class Campaign:
                 return "loading"
             if recent and "lost:" in recent[-1]:
                 return "recovery"
-            if recent and " step " in recent[-1]:
-                step = int(recent[-1].split(" step ")[1].split()[0])
-                return "evaluation" if step % 20 == 0 else "steps"
+            if recent and (step := re.search(r" step (\d+)", recent[-1])):
+                return "evaluation" if int(step[1]) % 20 == 0 else "steps"
         return "loading"
 
     # -- afterwards ---------------------------------------------------------------------------
@@ -206,18 +208,6 @@ class Campaign:
         if left:
             yield f"left behind: {left}"
         yield from still_running(self.harm)
-
-
-def still_running(harm: Faults) -> Iterator[str]:
-    """Processes of a campaign that should have gone; they are killed."""
-    deadline = time.monotonic() + LEAVES
-    while (alive := harm.all()) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    if alive:
-        yield f"still running: {[described(p) for p in alive][:6]}"
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
 
 
 def outcome(run: Path) -> tuple[list[tuple[int, str, float]], bytes]:
@@ -304,6 +294,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cluster", choices=sorted(UNDER), default="ray")
     parser.add_argument("--inside", action="store_true")
+    parser.add_argument("--serve", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     about = common.machine()
@@ -314,6 +305,12 @@ def main() -> int:
             common.write_json(given.json, [record], about)
         return 0
     with disk() as (work, own):
+        if given.serve:
+            record = serve(work, given.faults, 60 * given.minutes, given.every, given.seed)
+            if given.json:
+                common.write_json(given.json, [record], about)
+            print("\n".join([str(record["answers"]), *record["problems"]]))
+            return 1 if record["problems"] else 0
         campaign = Campaign(work, given.cluster, given.seed, given.every, own)
         campaign.undisturbed()
         campaign.go(given.faults, 60 * given.minutes)

@@ -12,14 +12,14 @@ import signal
 import struct
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
 
 TOKEN = "KT_RAY_CHAOS"  # an environment variable that all processes of a campaign inherit
-# What happens, to what, and how often in relation to the others.
-FAULTS: dict[tuple[str, str], int] = {
+# What happens to a training, to what, and how often in relation to the others.
+TRAINING: dict[tuple[str, str], int] = {
     ("SIGKILL", "actor"): 6,
     ("SIGTERM", "actor"): 2,
     ("pause", "actor"): 2,
@@ -50,6 +50,7 @@ TOLD = {
 PAUSE = (5.0, 30.0)  # seconds of a process that goes on afterwards
 SHORT = (2.0, 12.0)  # seconds of a disk or a model that is not there
 MEMORY = 24 << 20  # bytes that a process may still take before the kernel kills it
+LEAVES = 30.0  # seconds in which everything of a run must have gone
 CLOCK = 3600.0  # seconds that the clock jumps at most, either way
 CGROUPS = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max"))
 # The wall clock of every process that loads this is off by the nanoseconds in the file $KT_RAY_CLOCK.
@@ -104,11 +105,19 @@ class Faults:
         environment: of the processes that are to be hurt.
     """
 
-    def __init__(self, work: Path, model: Path, seed: int, *, actors: bool, own_disk: bool) -> None:
+    def __init__(
+        self,
+        work: Path,
+        model: Path,
+        seed: int,
+        kinds: Mapping[tuple[str, str], int],
+        *,
+        own_disk: bool = False,
+    ) -> None:
         """
         Args:
             work: the campaign's directory; model: a copy of the model's directory.
-            actors: whether actors are processes; own_disk: whether work/runs may be filled.
+            kinds: as TRAINING; own_disk: whether work/runs may be filled.
         """
         self.work, self.model = work, model
         self.random = random.Random(seed)
@@ -126,12 +135,7 @@ class Faults:
         if not _immutable(work / "probe", True):
             self.left_out["read_only"] = "no right to make a directory immutable"
         _immutable(work / "probe", False)
-        without = () if actors else ("actor", "raylet", "gcs", "dashboard")
-        self.kinds = {
-            kind: weight
-            for kind, weight in FAULTS.items()
-            if kind[0] not in self.left_out and kind[1] not in without
-        }
+        self.kinds = {kind: weight for kind, weight in kinds.items() if kind[0] not in self.left_out}
 
     def close(self) -> None:
         """Leave nothing behind on the machine."""
@@ -286,9 +290,9 @@ class Faults:
         with clock.open("r+b") as file:
             return mmap.mmap(file.fileno(), 8)
 
-    def _jump(self, run: Path, _what: str, _target: str) -> str:
+    def _jump(self, _run: Path, _what: str, _target: str) -> str:
         assert self._clock is not None
-        if not self.processes(run, "driver"):
+        if not self.all():
             return ""
         seconds = self.random.uniform(-CLOCK, CLOCK)
         self._clock[:] = struct.pack("<q", struct.unpack("<q", self._clock[:])[0] + int(seconds * 1e9))
@@ -365,3 +369,15 @@ def _immutable(place: Path, on: bool) -> bool:
     place.mkdir(exist_ok=True)
     command = ["chattr", "+i" if on else "-i", str(place)]
     return bool(shutil.which("chattr")) and subprocess.run(command, capture_output=True).returncode == 0
+
+
+def still_running(harm: Faults) -> Iterator[str]:
+    """Processes of a campaign that should have gone; they are killed."""
+    deadline = time.monotonic() + LEAVES
+    while (alive := harm.all()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    if alive:
+        yield f"still running: {[described(p) for p in alive][:6]}"
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
