@@ -125,7 +125,8 @@ BOUNDS = {key: bound for bound, keys in _KEYS_OF_BOUNDS.items() for key in keys.
 # Texts (or lists of texts) that may be null, where the schema says so, but not empty, with what is required.
 NOT_EMPTY: dict[str, str] = {
     **dict.fromkeys(("eval.adapter", "eval.base", "eval.out", "report.run"), "a path, or null"),
-    **dict.fromkeys(("report.out", "compare.out", "plan.hardware", "plan.rates"), "a path, or null"),
+    **dict.fromkeys(("report.out", "compare.out", "plan.rates"), "a path, or null"),
+    "plan.hardware": "a path, parts of a host, wizard, or null",
     "model.name": "a label",
     "model.path": "a directory, or null",
     "model.experts_path": "a GGUF file, or null",
