@@ -91,11 +91,12 @@ def _run_hydra(arguments: list[str]) -> int:
 
     from kt_ray.config.compose import HYDRA_VERSION_BASE, conf_dir, expand, register_resolvers, translate
     from kt_ray.config.secret_values import hidden_arguments
-    from kt_ray.recipe import with_recipe
+    from kt_ray.recipe import refuse_peer_options, with_recipe
 
     _check_flags(arguments)
     register_resolvers()
     flags, keys = _flags_and_keys(arguments)
+    refuse_peer_options(keys)
     # What is asked to be printed as YAML stays alone on standard output.
     keys = with_recipe(keys, sys.stderr if {"--cfg", "-c", "--info", "-i"} & set(flags) else None)
     # Flags first: argparse takes keys in one place only and would refuse `seed=1 -m lora.rank=4,8`.
@@ -134,20 +135,23 @@ def _flags_and_keys(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _check_flags(arguments: Sequence[str]) -> None:
     """Refuses unknown --flags; whoever writes --lora.rank=8 learns to leave the dashes out."""
     from kt_ray.config.fields import closest, closest_key, fields, groups
+    from kt_ray.recipe import refuse_peer_options
 
-    for argument in arguments:
+    unknown = [
+        argument
+        for argument in arguments
+        if argument.startswith("--") and not any(f.startswith(argument.partition("=")[0]) for f in FLAGS)
+    ]
+    for argument in unknown:
         flag, _, value = argument.partition("=")
-        if not flag.startswith("--") or any(known.startswith(flag) for known in FLAGS):
-            continue
         name = flag[2:].replace("-", "_")
         key = name if name in fields() or name in groups() else closest_key(name)
         match = closest(flag, FLAGS)
         if match and name not in fields():
             remedy = f"write {match}"
-        elif key:
-            remedy = f"write {key}={value or '<value>'}, without dashes"
         else:
-            remedy = "write KEY=VALUE, without dashes"
+            refuse_peer_options(unknown)
+            remedy = f"write {key or 'KEY'}={value or '<value>'}, without dashes"
         raise UserError(f"unknown flag {argument}", required="one of " + ", ".join(FLAGS), remedy=remedy)
 
 
