@@ -21,10 +21,11 @@ from typing import Any
 
 import kt_ray
 from kt_ray import torch_environment
-from kt_ray.config import resume_line
 from kt_ray.config.schema import Config
 from kt_ray.errors import BAD_INPUT, OK, UserError, exit_code, guard
+from kt_ray.runs.resume_command import ResumeCommand
 from kt_ray.supervisor import as_child, supervise
+from kt_ray.terminal import visible
 
 # Hydra's flags (and ours, --version).
 FLAGS = (
@@ -46,7 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; None = those of this process.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    resume_line.given[:] = arguments
     if "--version" in arguments:
         print(f"kt_ray {version()}")
         return OK
@@ -96,17 +96,26 @@ def _run_hydra(arguments: list[str]) -> int:
     _check_flags(arguments)
     register_resolvers()
     flags, keys = _flags_and_keys(arguments)
+    printed, sweep = {"--cfg", "-c", "--info", "-i"} & set(flags), bool({"--multirun", "-m"} & set(flags))
+    resume = ResumeCommand.of(keys)
+    if resume is not None and (printed or sweep):
+        raise UserError(
+            f"resume= goes on with one run, and {'prints nothing' if printed else 'is no sweep'}",
+            observed=" ".join(flags),
+            remedy=f"leave out {flags[0]}" + (f"; see {resume.run / 'config.yaml'}" if printed else ""),
+        )
+    keys = list(keys if resume is None else resume.changes)
     refuse_peer_options(keys)
     # What is asked to be printed as YAML stays alone on standard output.
-    keys = with_recipe(keys, sys.stderr if {"--cfg", "-c", "--info", "-i"} & set(flags) else None)
+    keys = with_recipe(keys, sys.stderr if printed else None)
     # Flags first: argparse takes keys in one place only and would refuse `seed=1 -m lora.rank=4,8`.
-    arguments = flags + expand(keys, sweep=bool({"--multirun", "-m"} & set(flags)))
+    arguments = flags + expand(keys, sweep=sweep, implied=resume is None)
     codes: list[int] = []
 
     # Hydra prints lines of its own about exceptions that leave a job; none does.
     def job(composed: Any) -> None:
         sys.argv = hidden_arguments(sys.argv)  # W&B keeps it as well; Hydra has read it
-        codes.append(exit_code(lambda: _run_job(composed)))
+        codes.append(exit_code(lambda: _run_job(composed, resume)))
 
     entry = hydra.main(str(conf_dir()), "config", HYDRA_VERSION_BASE)(job)
     with _as_process_arguments(arguments):
@@ -155,7 +164,7 @@ def _check_flags(arguments: Sequence[str]) -> None:
         raise UserError(f"unknown flag {argument}", required="one of " + ", ".join(FLAGS), remedy=remedy)
 
 
-def _run_job(composed: Any) -> int:
+def _run_job(composed: Any, resume: ResumeCommand | None) -> int:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -166,9 +175,11 @@ def _run_job(composed: Any) -> int:
     number = hydra_config.job.num if hydra_config.mode == RunMode.MULTIRUN else None
     if number is not None:
         print(f"== job {number}: {' '.join(hydra_config.overrides.task)}", flush=True)
-        flags = [f for f in _flags_and_keys(resume_line.given)[0] if f not in ("-m", "--multirun")]
-        resume_line.given[:] = [*flags, *hydra_config.overrides.task]
-    return dispatch(load(to_mapping(composed), job=number))
+    mapping = to_mapping(composed)
+    if resume is not None:
+        mapping, lines = resume.configuration(mapping)
+        print(visible("\n".join(lines)), flush=True)
+    return dispatch(load(mapping, job=number))
 
 
 @contextmanager

@@ -43,22 +43,26 @@ def _scratch() -> str:
     return path
 
 
-def expand(overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
+def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = True) -> list[str]:
     """`overrides` as Hydra takes them: lists without brackets get theirs, and the group choices that
     model.path and data.path imply are added, where none is made.
 
-    An experiment chooses its own groups, so nothing is implied beside one. sweep: commas part several runs.
+    An experiment chooses its own groups, so nothing is implied beside one.
+
+    Args:
+        sweep: commas part several runs.
+        implied: False = no group choices are added.
     """
     overrides = [_bracketed(at_home(o), sweep) for o in overrides]
     keys = [o.lstrip("+~").partition("=")[0] for o in overrides]
-    if "experiment" in keys:
+    if "experiment" in keys or not implied:
         return list(overrides)
-    implied = [
+    choices = [
         f"{group}={option}"
         for group, option in _IMPLIED.items()
         if f"{group}.path" in keys and group not in keys
     ]
-    return implied + list(overrides)
+    return choices + list(overrides)
 
 
 def at_home(override: str) -> str:
