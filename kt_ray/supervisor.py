@@ -196,7 +196,7 @@ class Supervisor:
                 child.send_signal(signal.SIGTERM)
             job = {
                 "config": plain(config),
-                "command": [resume_line.program, *resume_line.given],
+                "program": resume_line.program,
                 "parent": os.getpid(),
             }
             with contextlib.suppress(BrokenPipeError):
@@ -318,7 +318,7 @@ def as_child(run: Callable[[Config], int]) -> int:
                 time.sleep(BEAT)
 
     threading.Thread(target=beat, name="kt-beat", daemon=True).start()
-    resume_line.program, *resume_line.given = job["command"]
+    resume_line.program = job["program"]
     code = run(load(job["config"]))
     with contextlib.suppress(OSError):
         os.write(fd, _REPORT)

@@ -58,7 +58,7 @@ class Fault(NamedTuple):
 def check(config: Config) -> None:
     """Raises UserError for the first value, or combination of values, that cannot work."""
     for part in (
-        *(_single_keys, _model, _rule, _layers, _data, _sources, _lora, _optim, _trainer),
+        *(single_keys, _model, _rule, _layers, _data, _sources, _lora, _optim, _trainer),
         *(_answers, _serve, _place),
     ):
         for fault in part(config):
@@ -92,7 +92,8 @@ def _guess(value: str, words: Iterable[str]) -> tuple[str | None, str]:
     return match, f"; did you mean {match}?" if match else ""
 
 
-def _single_keys(config: Config) -> Iterator[Fault]:
+def single_keys(config: Config) -> Iterator[Fault]:
+    """Values that their key may not have, whatever the others are."""
     for key, words in WORDS.items():
         value = value_of(config, key)
         if isinstance(value, str) and value not in words:
@@ -112,6 +113,9 @@ def _single_keys(config: Config) -> Iterator[Fault]:
     for key in ("seed", "model.seed"):
         if not 0 <= value_of(config, key) < SEED_LIMIT:
             yield Fault(key, "is out of range", "at least 0 and less than 2**63")
+    every = config.trainer.save_every
+    if isinstance(every, str) and seconds_of(every) is None:
+        yield Fault("trainer.save_every", "is no interval", FORM)
     for key, what in NOT_EMPTY.items():
         value = value_of(config, key)
         texts = [value] if isinstance(value, str) else value or []
@@ -504,8 +508,6 @@ def _trainer(c: Config) -> Iterator[Fault]:
                 "goes by the held-out loss, but trainer.eval_every=0",
                 remedy="set trainer.eval_every=<steps>",
             )
-    if isinstance(trainer.save_every, str) and seconds_of(trainer.save_every) is None:
-        yield Fault("trainer.save_every", "is no interval", FORM)
     if 0 < trainer.spike <= 1:
         yield Fault(
             "trainer.spike",

@@ -1,4 +1,4 @@
-"""The command line that this process was started with, and the one that goes on with its run."""
+"""The command that goes on with a run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import sys
 from pathlib import Path
 
 program = "python launch.py" if Path(sys.argv[0]).name != "kt-ray" else "kt-ray"
-given: list[str] = []  # arguments of this process, or of this job of a multirun; the command line sets them
-# Keys that the command to go on sets itself.
-_REPLACED = ("run.name=", "run.root=", "run.overwrite=", "trainer.resume=")
 
 
 def resume_line(run: Path) -> str:
     """The command that goes on with a run directory from its newest checkpoint."""
-    kept = [argument for argument in given if not argument.startswith(_REPLACED)]
-    keys = [f"run.root={run.parent}", f"run.name={run.name}", "trainer.resume=latest"]
-    return f"{program} {shlex.join([*kept, *keys])}"
+    here = Path.cwd()
+    shown = run.relative_to(here) if run.is_relative_to(here) else run
+    return f"{program} {shlex.join([f'resume={shown}'])}"

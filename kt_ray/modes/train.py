@@ -40,6 +40,7 @@ from kt_ray.runs.saving import (
     best_so_far,
     go_on_from,
     intact_checkpoint,
+    new_schedule,
     resume_point,
     save_checkpoint,
     write_adapter,
@@ -130,6 +131,8 @@ def _run(
                 for line in go_on_from(resume, rundir):
                     say(line)
                 say(f"resumed from {resume.directory} after step {first_step}")
+                if line := new_schedule(resume, prepared):
+                    say(line)
             owes_evaluation = resume is not None and not _evaluated(resume)
             tracker.start(
                 rundir.path, without_secrets(plain(config)), first_step=first_step + 1 if first_step else 0

@@ -15,7 +15,7 @@ from kt_ray.config.fields import closest
 from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, read_yaml_text
 from kt_ray.recipe.datasets import map_data
-from kt_ray.recipe.field_table import field_table
+from kt_ray.recipe.field_table import field_table, names_elsewhere
 from kt_ray.recipe.ktransformers import map_kt, merge_kt_config
 from kt_ray.recipe.reading import Reading, masked
 from kt_ray.recipe.templates import map_template
@@ -60,19 +60,33 @@ def read(path: str | Path, devices: int | None = None, accelerate: str | None = 
     if accelerate is not None:
         check_shape(launcher, {"num_processes?": int}, Path(accelerate), "the accelerate file", "correct it")
     merge_kt_config(reading, launcher)
+    _map(reading, devices, launcher)
+    return reading
+
+
+def read_field(name: str, value: Any) -> Reading:
+    """What one field alone becomes; which files its data sets are is not looked up."""
+    reading = Reading(Path(), {name: value})
+    _map(reading, None, {}, data_sets=False)
+    return reading
+
+
+def _map(
+    reading: Reading, devices: int | None, launcher: Mapping[str, Any], *, data_sets: bool = True
+) -> None:
     _table(reading)
     model_dir, option = _model(reading)
     map_kt(reading, model_dir, option)
     stage = _method(reading)
     _preference(reading, stage)
-    map_data(reading, stage)
+    if data_sets:
+        map_data(reading, stage)
     map_template(reading)
     _data_options(reading, stage)
     _batch(reading, devices, launcher)
     _optim(reading)
     _output(reading)
     _evaluation(reading)
-    return reading
 
 
 def _load(path: Path, key: str) -> dict[str, Any]:
@@ -127,7 +141,7 @@ def _table(reading: Reading) -> None:
     for name, value in reading.fields.items():
         field = field_table().get(name)
         if field is None:
-            match = closest(name, field_table())
+            match = names_elsewhere().get(name) or closest(name, field_table())
             reading.refuse(name, f"is not known{f'; did you mean {match}?' if match else ''}")
         elif field.kind == "ignored" and value is not None:
             reading.ignored.append((f"{name}={_short(name, value)}", field.text))
@@ -195,7 +209,7 @@ def _method(reading: Reading) -> str:
 def _targets(reading: Reading) -> None:
     targets = reading.names("lora_target") or ["all"]
     experts = True
-    if targets == ["all"]:
+    if targets in (["all"], ["all-linear"]):  # PEFT's word for it
         note = "routers stay frozen"
         reading.set("lora.target_modules", "auto", "lora_target", note=note)
     else:

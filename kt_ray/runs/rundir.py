@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from kt_ray.config.mapping import dated_name
+from kt_ray.config.resume_line import resume_line
 from kt_ray.config.schema import Config
 from kt_ray.config.secret_values import without_secrets
 from kt_ray.disk import only_warned, write_atomic
@@ -292,11 +293,11 @@ def _fresh(root: Path, named: Path | None, config: Config) -> tuple[Path, RunLoc
     lock = RunLock(named)
     try:
         if taken and _trained(named) and not config.run.overwrite:
-            on = " (add run.name and trainer.resume=latest to continue it)" if find_checkpoints(named) else ""
+            on = f"to continue it, {resume_line(named)}; else " if find_checkpoints(named) else ""
             raise UserError(
                 "this directory already holds a run",
                 where=str(named),
-                remedy=f"choose another run.name, or set run.overwrite=true to delete that run{on}",
+                remedy=f"{on}choose another run.name, or set run.overwrite=true to delete that run",
             )
         if taken:
             _clear(named)
@@ -334,7 +335,7 @@ def _latest_checkpoint(root: Path, named: Path | None, model: str) -> Path:
                 where=str(named),
                 observed="no checkpoint" if named.is_dir() else "no such directory",
                 required="a run with a complete checkpoint under checkpoints/",
-                remedy="check run.name and run.root, or leave out trainer.resume to start afresh",
+                remedy="check run.name and run.root, or start the run again with run.overwrite=true",
             )
         return checkpoints[-1]
     newest = [

@@ -55,7 +55,7 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["+model=mini"], ["model has an option already", "+model=mini", "write model=mini"]),
     (["model=/data/DeepSeek"], ["model=/data/DeepSeek", "write model.path=/data/DeepSeek"]),
     (["data=my.jsonl"], ["data=my.jsonl", "write data.path=my.jsonl"]),
-    (["lora=5"], ["lora=5", "one of default, no_experts", "write lora=default"]),
+    (["lora=5"], ["lora=5", "one of default, no_experts", "choose one of these"]),
     # malformed arguments
     (["trainer"], ["malformed argument trainer", "KEY=VALUE", "write trainer=<value>"]),
     (["data.path=a=b.jsonl"], ["malformed argument data.path=a=b.jsonl", "'data.path=\"a=b.jsonl\"'"]),
