@@ -27,6 +27,8 @@ HYDRA_VERSION_BASE = "1.3"
 
 # A path without a group choice means the generic option: model.path=DIR is model=custom model.path=DIR.
 _IMPLIED = {"model": "custom", "data": "jsonl"}
+# Models of the package, which train on the demo's data; another model's plan is for rows of one's own.
+_BUILT = ("demo", "demo_random", "mini")
 
 
 @cache
@@ -44,7 +46,8 @@ def _scratch() -> str:
 
 def expand(overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
     """`overrides` as Hydra takes them: lists without brackets get theirs, and the group choices that
-    model.path and data.path imply are added, where none is made.
+    model.path and data.path imply are added, where none is made. mode=plan of a released model without data
+    is for data=jsonl: its rows are as long as a user's, the demo's are not.
 
     An experiment chooses its own groups, so nothing is implied beside one. sweep: commas part several runs.
     """
@@ -55,9 +58,16 @@ def expand(overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
     implied = [
         f"{group}={option}"
         for group, option in _IMPLIED.items()
-        if f"{group}.path" in keys and group not in keys
+        if group not in keys and (f"{group}.path" in keys or (group == "data" and _plans_own_rows(overrides)))
     ]
     return implied + list(overrides)
+
+
+def _plans_own_rows(overrides: Sequence[str]) -> bool:
+    """Whether this is mode=plan of a model that is not the package's."""
+    built = any(f"model={name}" in overrides for name in _BUILT)
+    named = any(o.startswith(("model=", "model.path=")) for o in overrides)
+    return "mode=plan" in overrides and named and not built
 
 
 def _bracketed(override: str, sweep: bool) -> str:

@@ -94,7 +94,7 @@ class DataConfig:
     eval_path: str | list[str] | None = None
     eval_split: str | None = None
     eval_fraction: float = 0.05
-    max_length: int = 512
+    max_length: int = 1024
     overflow: str = "truncate"
     pad_to_multiple_of: int = 1
     system: str | None = None
