@@ -18,7 +18,8 @@ LISTED: dict[str, tuple[str, ...]] = {
 WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
-            *("rule.stages", "rule.replicas", "rule.worker_threads", "rule.groups", "rule.wave"),
+            *("rule.gpus", "rule.stages", "rule.replicas", "rule.worker_threads", "rule.groups"),
+            *("rule.wave",),
             *("rule.experts.sockets", "rule.experts.threads", "rule.ray.worker_cpus", "rule.ray.expert_cpus"),
             *("trainer.loss_chunk", "generate.cache_tokens"),
         ),
@@ -90,7 +91,8 @@ class Bound:
 
 _KEYS_OF_BOUNDS = {
     Bound(1): """
-        rule.stages rule.replicas rule.worker_threads rule.wave rule.experts.sockets rule.experts.threads
+        rule.gpus rule.stages rule.replicas rule.worker_threads rule.wave rule.experts.sockets
+        rule.experts.threads
         data.limit trainer.max_steps trainer.batch_size trainer.micro_batch_size trainer.log_every
         generate.max_new_tokens generate.batch_size generate.prefill_tokens generate.cache_tokens
         generate.limit serve.max_batch serve.max_tokens serve.max_body

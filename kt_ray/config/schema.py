@@ -59,6 +59,7 @@ class RuleConfig:
 
     name: str = "auto"
     device: str = "auto"
+    gpus: int | str = "auto"
     stages: int | str = "auto"
     replicas: int | str = "auto"
     layers: list[Any] | None = None

@@ -200,7 +200,7 @@ def test_modes_get_the_configuration(modes: list[Config]) -> None:
     train, plan = modes
     assert (train.mode, train.model.build) == ("train", "demo_base")
     assert Path(train.run.root).is_absolute()
-    assert (plan.mode, plan.model.name, plan.rule.stages, plan.lora.rank) == ("plan", "deepseek_v3", 4, 16)
+    assert (plan.mode, plan.model.name, plan.rule.gpus, plan.lora.rank) == ("plan", "deepseek_v3", 4, 16)
 
 
 def test_multirun_runs_every_combination_under_its_own_name(
