@@ -172,6 +172,26 @@ def test_metrics_hold_what_the_issue_lists() -> None:
         assert record["expert_tflops_backward"] > record["expert_tflops_forward"] / 20
 
 
+def test_by_default_what_is_held_out_is_evaluated(capfd: pytest.CaptureFixture[str]) -> None:
+    """trainer.eval_every=auto with data.eval_fraction=auto: large sets give some rows, small ones none."""
+
+    def train(count: int, *more: str) -> int:
+        rows = [json.dumps({"instruction": f"Name {n}", "output": f"it is {n}"}) for n in range(count)]
+        Path("rows.jsonl").write_text("\n".join(rows))
+        given = ("data.path=rows.jsonl", "data.limit=null", "trainer.max_steps=6", "trainer.eval_every=auto")
+        return cli.main([*SHORT, *given, f"run.name=of{count}", *more])
+
+    assert train(120) == 0
+    assert "114 rows in all" in (out := capfd.readouterr().out)
+    assert "held-out loss of 6 rows at start and end\n" in out
+    assert [r["step"] for r in records("of120") if "eval_loss" in r] == [0, 6]
+    assert train(60) == 0
+    assert "60 rows in all" in (out := capfd.readouterr().out) and "no held-out loss: no rows are held" in out
+    assert not [r for r in records("of60") if "eval_loss" in r]
+    assert train(60, "trainer.save_best=true", "run.overwrite=true") == 2
+    assert "trainer.save_best=true" in (err := capfd.readouterr().err) and "set data.eval_fraction=0.1" in err
+
+
 def test_env_records_where_the_experts_ran() -> None:
     run("trainer.max_steps=1", "run.name=a", "rule=cpu_2workers_2sockets")
     env = json.loads(Path("runs/a/env.json").read_text())

@@ -96,7 +96,7 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["trainer.resume=latest", "run.overwrite=true"],
         ["run.overwrite=true", "trainer.resume=latest", "set run.overwrite=false"],
     ),
-    (["data.eval_fraction=1.5"], ["data.eval_fraction=1.5", "less than 1", "set data.eval_fraction=0.05"]),
+    (["data.eval_fraction=1.5"], ["data.eval_fraction=1.5", "less than 1", "set data.eval_fraction=1 or"]),
     (
         ["data.eval_split=test"],
         ["data.eval_split=test names a split of data.eval_path", "set data.eval_path="],
