@@ -336,14 +336,24 @@ def _data(c: Config) -> Iterator[Fault]:
             "has nothing to group with data.packing=true: packed rows are all nearly data.max_length long",
             remedy="set data.group_by_length=false",
         )
-    if data.eval_fraction or data.eval_path is not None:
+    fraction = data.eval_fraction
+    if isinstance(fraction, float) and fraction >= 1 and fraction != int(fraction):
+        yield Fault(
+            "data.eval_fraction",
+            "is neither a share nor a number of rows",
+            "less than 1 (a share), or a whole number",
+            f"set data.eval_fraction={int(fraction)} or data.eval_fraction=0.05",
+        )
+    if fraction or data.eval_path is not None:
         return
     for key, mode, off in (
         ("trainer.eval_every", "train", 0),
+        ("trainer.early_stopping", "train", 0),
+        ("trainer.save_best", "train", False),
         ("eval.after_training", "train", 0),
         ("generate.split", "predict", "all"),
     ):
-        if c.mode == mode and value_of(c, key) != off:
+        if c.mode == mode and value_of(c, key) not in (off, "auto"):
             yield Fault(
                 key,
                 "needs held-out rows, but data.eval_fraction=0 and data.eval_path=null",

@@ -18,9 +18,10 @@ LISTED: dict[str, tuple[str, ...]] = {
 WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
-            *("rule.stages", "rule.replicas", "rule.worker_threads", "rule.groups", "rule.wave"),
+            *("rule.gpus", "rule.stages", "rule.replicas", "rule.worker_threads", "rule.groups"),
+            *("rule.wave",),
             *("rule.experts.sockets", "rule.experts.threads", "rule.ray.worker_cpus", "rule.ray.expert_cpus"),
-            *("trainer.loss_chunk", "generate.cache_tokens"),
+            *("trainer.loss_chunk", "trainer.eval_every", "data.eval_fraction", "generate.cache_tokens"),
         ),
         ("auto",),
     ),
@@ -90,7 +91,8 @@ class Bound:
 
 _KEYS_OF_BOUNDS = {
     Bound(1): """
-        rule.stages rule.replicas rule.worker_threads rule.wave rule.experts.sockets rule.experts.threads
+        rule.gpus rule.stages rule.replicas rule.worker_threads rule.wave rule.experts.sockets
+        rule.experts.threads
         data.limit trainer.max_steps trainer.batch_size trainer.micro_batch_size trainer.log_every
         generate.max_new_tokens generate.batch_size generate.prefill_tokens generate.cache_tokens
         generate.limit serve.max_batch serve.max_tokens serve.max_body
@@ -98,15 +100,16 @@ _KEYS_OF_BOUNDS = {
     Bound(1, 8): "rule.groups",
     Bound(1, 64): "rule.nodes",
     Bound(0): """
-        rule.experts.gpu_resident rule.ray.worker_cpus rule.ray.expert_cpus data.cache_gb optim.weight_decay
-        optim.max_grad_norm optim.warmup preference.desirable_weight preference.undesirable_weight
+        rule.experts.gpu_resident rule.ray.worker_cpus rule.ray.expert_cpus data.cache_gb
+        data.eval_fraction optim.weight_decay optim.max_grad_norm optim.warmup preference.desirable_weight
+        preference.undesirable_weight
         trainer.eval_every trainer.save_every trainer.keep_checkpoints trainer.preview trainer.loss_chunk
         trainer.recoveries trainer.restarts trainer.timeline_every trainer.aux_loss trainer.early_stopping
         trainer.early_stopping_threshold trainer.spike generate.min_new_tokens generate.temperature
         generate.top_k serve.max_queue eval.samples eval.after_training report.samples
     """,
     Bound(0, 1, open_low=True, open_high=True): "rule.experts.stream",
-    Bound(0, 1, open_high=True): "data.eval_fraction lora.dropout",
+    Bound(0, 1, open_high=True): "lora.dropout",
     Bound(2): "data.max_length",  # the first token predicts, the second is predicted
     Bound(1, 1024): "data.pad_to_multiple_of",
     Bound(1, 256): "lora.rank",

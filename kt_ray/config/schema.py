@@ -59,6 +59,7 @@ class RuleConfig:
 
     name: str = "auto"
     device: str = "auto"
+    gpus: int | str = "auto"
     stages: int | str = "auto"
     replicas: int | str = "auto"
     layers: list[Any] | None = None
@@ -93,8 +94,8 @@ class DataConfig:
     train_on: str = "all"
     eval_path: str | list[str] | None = None
     eval_split: str | None = None
-    eval_fraction: float = 0.05
-    max_length: int = 512
+    eval_fraction: float | str = "auto"
+    max_length: int = 1024
     overflow: str = "truncate"
     pad_to_multiple_of: int = 1
     system: str | None = None
@@ -149,7 +150,7 @@ class TrainerConfig:
     max_steps: int | None = None
     batch_size: int = 8
     micro_batch_size: int = 1
-    eval_every: int = 0
+    eval_every: int | str = "auto"
     save_every: int | str = "30min"
     keep_checkpoints: int = 2
     resume: str | None = None

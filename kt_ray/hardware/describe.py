@@ -139,6 +139,8 @@ def nominal_hardware(rule: RuleConfig) -> Hardware:
 
 def gpus_wanted(rule: RuleConfig) -> int:
     """GPUs that `rule` names by itself: 0 for CPU rules, and for "auto", which takes what there is."""
+    if isinstance(rule.gpus, int) and rule.device != "cpu":
+        return rule.gpus
     if rule.device != "cuda":
         return 0
     return stages_named(rule, default=1) * rule.replica_count

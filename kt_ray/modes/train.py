@@ -25,7 +25,7 @@ from kt_ray.runs.disk_room import disk_need, shortage
 from kt_ray.runs.environment import environment
 from kt_ray.runs.generation import PreparedGeneration
 from kt_ray.runs.plan_time import predicted_run, run_line
-from kt_ray.runs.prepare import Prepared, prepare, without_padding
+from kt_ray.runs.prepare import Prepared, evaluation_line, prepare, without_padding
 from kt_ray.runs.questions import Question
 from kt_ray.runs.rundir import (
     RunDir,
@@ -197,6 +197,7 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
         logger.info("%s", line)
     steps = prepared.batches.total_steps
     say(f"{steps} steps of {config.trainer.batch_size} rows, {len(prepared.data.train)} rows in all")
+    say(evaluation_line(prepared))
     if config.trainer.preview:
         print_preview(
             preview_rows(prepared.data.train, prepared.data.tokenizer, config.trainer.preview), console()

@@ -106,6 +106,9 @@ def _other_rows(config: Config, run: Path) -> Iterable[str]:
         for key in keys
         if key in then and then[key] != now[key]
     ]
+    evaluated = then.get("trainer.eval_every", 0) or then.get("eval.after_training", 0)
+    if then.get("data.eval_fraction") == "auto" and not evaluated:  # kt_ray.data.held_out_split.as_split
+        changes.append("trainer.eval_every=0, which holds no row out")
     if changes:
         yield f"the adapter was trained with {', '.join(changes)}: it may have learnt from some of these rows"
 

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from kt_ray.config.interval import seconds_of
+from kt_ray.config.interval import SPANS, seconds_of
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
@@ -42,7 +42,7 @@ def disk_need(dims: ModelDims, config: Config, steps: int | None, step_seconds: 
     kept = trainer.keep_checkpoints + trainer.save_best if trainer.keep_checkpoints else math.inf
     saves = math.inf if steps is None else _saves(trainer.save_every, steps, step_seconds)
     if trainer.save_best and trainer.eval_every and steps is not None:
-        saves += steps // trainer.eval_every
+        saves += steps // trainer.eval_every if isinstance(trainer.eval_every, int) else SPANS
     at_once = min(kept + 1, saves)
     wider = 2 if config.lora.init.startswith("pissa") else 1
     return DiskNeed(

@@ -19,9 +19,13 @@ from kt_ray.adapter.peft_config import AdapterInfo, load_limits
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_content, check_non_experts
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.safetensors_file import damaged
+from kt_ray.config.checks import value_of
+from kt_ray.config.fields import show
+from kt_ray.config.interval import evaluation_interval
 from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, eval_waves, load_data
 from kt_ray.data.batches import flat
+from kt_ray.data.held_out_split import nothing_held_out
 from kt_ray.demo import resolve_model_dir
 from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.dims.model_dims import ModelDims
@@ -39,6 +43,7 @@ from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import room
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.render import counted
 from kt_ray.runs.known_load import known_load, resumed_choice, resumed_load
 from kt_ray.timing.choose import choose_plan
 from kt_ray.train.preference_steps import STAGES, check_units
@@ -94,6 +99,7 @@ def prepare(config: Config) -> Prepared:
     model = prepare_model(config, training=True)
     resolve_targets(config.lora.target_modules, model.module_names)
     data = for_stage(config.trainer.stage, load_data(config, model.model_dir, config.seed))
+    _check_held_out(config, data)
     batches = _batches(config, model.plan, data)
     load = resumed_load(config, model.plan.dims) or ExpertLoad()
     return Prepared(**vars(model), data=data, batches=batches, load=load)
@@ -322,6 +328,30 @@ def for_stage(stage: str, data: DataBundle) -> DataBundle:
     return replace(data, train=train, eval=held_out)
 
 
+def _check_held_out(config: Config, data: DataBundle) -> None:
+    """Refuse what needs held-out rows where there are none."""
+    for key in ("trainer.eval_every", "trainer.early_stopping", "trainer.save_best", "eval.after_training"):
+        value = value_of(config, key)
+        if value and value != "auto" and not data.eval:
+            off = "false" if value is True else "0"
+            raise nothing_held_out(config.data, len(data.train), f"{key}={show(value)}", f"{key}={off}")
+
+
+def evaluation_line(prepared: Prepared) -> str:
+    """When the held-out loss is measured, or why it is not."""
+    config, batches = prepared.config, prepared.batches
+    every = evaluation_interval(config, batches.total_steps, batches.held_out)
+    rows = f"held-out loss of {counted(batches.held_out, 'row')}"
+    if every:
+        between = f", and every {every} steps" if every < batches.total_steps else ""
+        return f"{rows} at start and end{between}"
+    if config.trainer.eval_every == 0:
+        return "no held-out loss (trainer.eval_every=0)"
+    if batches.held_out:
+        return f"no {rows}: the run is too short for it (trainer.eval_every=<steps> measures it)"
+    return f"no held-out loss: no rows are held out (data.eval_fraction={show(config.data.eval_fraction)})"
+
+
 def without_padding(prepared: Prepared, moves: str) -> tuple[Prepared, str]:
     """The same run with rows of one length only in each micro-batch, and a line for the user.
 
@@ -363,5 +393,6 @@ def _batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool = F
         steps_per_epoch=batches.steps_per_epoch,
         train=batches.waves,
         evaluate=held_out,
+        held_out=len(data.eval),
         cut=batches.waves_of,
     )

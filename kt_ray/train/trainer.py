@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from kt_ray.batch import Objective, PassSpec, Wave, trained_tokens
-from kt_ray.config.interval import seconds_of
+from kt_ray.config.interval import evaluation_interval, seconds_of
 from kt_ray.config.schema import Config
 from kt_ray.data.row_types import Row
 from kt_ray.disk import only_warned
@@ -54,6 +54,7 @@ class StepBatches:
     # step (0-based) -> the step's waves, each the micro-batches per replica and group
     train: Callable[[int], Sequence[Wave]]
     evaluate: Sequence[Wave] = ()  # the held-out passes, each as waves; empty = no evaluation
+    held_out: int = 0  # the rows (pairs) of those passes
     # cuts any rows into waves as a step does (KTO)
     cut: Callable[[Sequence[Row]], Sequence[Wave]] | None = None
 
@@ -144,6 +145,7 @@ class Trainer:
         self._began = time.monotonic() if began is None else began
         self._longest = {"step": 0.0, "evaluation": 0.0, "checkpoint": 0.0}  # seconds
         self._last = batches.total_steps
+        self._eval_every = evaluation_interval(config, batches.total_steps, batches.held_out)
         self._passes = 0
         self._taken = first_step  # updates behind the cluster's state
         self._done = first_step  # steps that were taken at least once
@@ -193,7 +195,6 @@ class Trainer:
 
     def _walk(self) -> None:
         """From the state that the cluster is in to the last step. What was evaluated or saved stays so."""
-        trainer = self.config.trainer
         while True:
             taken = self._taken
             moved = taken > self.first_step
@@ -205,7 +206,7 @@ class Trainer:
             try:
                 new = moved or self._owes_evaluation
                 if self._evaluates and (
-                    taken == 0 or (new and (taken == self._last or taken % trainer.eval_every == 0))
+                    taken == 0 or (new and (taken == self._last or taken % self._eval_every == 0))
                 ):
                     self._evaluate(taken)
                 if moved and taken < self._last:
@@ -308,7 +309,7 @@ class Trainer:
 
     @property
     def _evaluates(self) -> bool:
-        return bool(self.config.trainer.eval_every) and bool(self.batches.evaluate) and not self.stop
+        return self._eval_every > 0 and not self.stop
 
     def _balance(self, step: int, waves: Sequence[Wave]) -> tuple[float, tuple[float, ...]]:
         """The routers' load-balancing loss over the whole step, and its slopes for the training passes."""

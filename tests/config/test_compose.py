@@ -133,6 +133,15 @@ def test_paths_choose_the_generic_options() -> None:
     assert expand(["experiment=smoke", "data.path=x"]) == ["experiment=smoke", "data.path=x"]
 
 
+def test_a_plan_without_data_is_not_for_the_rows_of_the_demo() -> None:
+    for given in ("model=deepseek_v3", "model.path=some/model", "experiment=deepseek_v3_amx_4gpu"):
+        data = compose(["mode=plan", given]).data
+        assert data.builtin is None and data.max_length * Config().trainer.batch_size >= 8192, given
+    for given in (["model=demo"], ["model=mini"], [], ["model=deepseek_v3", "data=demo"]):
+        assert compose(["mode=plan", *given]).data.builtin == "demo", given
+    assert compose(["model.path=some/model"]).data.builtin == "demo"  # mode=train says which rows it takes
+
+
 def test_options_of_a_users_own_directory(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text(

@@ -107,6 +107,7 @@ def test_absent_fields_are_llamafactorys_defaults(tmp_path: Path) -> None:
             {"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 50},
             {"data.eval_fraction": 0.1, "trainer.eval_every": 50},
         ),
+        ({"val_size": 100, "eval_strategy": "steps"}, {"data.eval_fraction": 100}),
         ({"val_size": 0.1, "evaluation_strategy": "steps", "logging_steps": 5}, {"trainer.eval_every": 5}),
         ({"save_strategy": "no"}, {"trainer.save_every": 0}),
         ({"save_total_limit": 3}, {"trainer.keep_checkpoints": 3}),
@@ -189,7 +190,6 @@ def test_an_optimize_rule_on_a_model_within_one_device(tmp_path: Path) -> None:
         ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "lr_scheduler_kwargs.num_cycles=2"),
         ({"template": "vicuna"}, "template=vicuna: has no counterpart"),
         ({"lora_target": "gate_proj"}, "lora_target=gate_proj: names only part"),
-        ({"val_size": 100}, "val_size=100: is a number of rows"),
         ({"train_on_prompt": True}, "train_on_prompt=true: answers are trained"),
         ({"eval_strategy": "epoch", "val_size": 0.1}, "eval_strategy=epoch"),
         ({"eval_strategy": "steps"}, "eval_strategy=steps: evaluates, but"),
@@ -226,14 +226,14 @@ def test_fields_that_are_off_are_not_refused(tmp_path: Path) -> None:
 
 
 def test_one_error_lists_every_field_and_options_lift_it(tmp_path: Path) -> None:
-    path = recipe(tmp_path, template="vicuna", use_dora=True, val_size=100)
+    path = recipe(tmp_path, template="vicuna", use_dora=True, do_eval=True)
     with pytest.raises(UserError) as error:
         with_recipe([f"recipe={path}"], io.StringIO())
     line = error.value.line()
     assert "3 fields of the recipe cannot be mapped" in line
-    assert all(name in line for name in ("template=vicuna", "use_dora=true", "val_size=100", str(path)))
+    assert all(name in line for name in ("template=vicuna", "use_dora=true", "do_eval=true", str(path)))
     with pytest.raises(UserError, match=r"^1 field of the recipe cannot be mapped: use_dora=true"):
-        with_recipe([f"recipe={path}", "data.template=null", "data.eval_fraction=0.1"], io.StringIO())
+        with_recipe([f"recipe={path}", "data.template=null", "trainer.eval_every=0"], io.StringIO())
 
 
 def test_secrets_are_not_printed(tmp_path: Path) -> None:

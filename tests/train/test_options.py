@@ -108,7 +108,7 @@ def go(monkeypatch: pytest.MonkeyPatch) -> Go:
 
         fail = dict.fromkeys(lost_at_best, True)
         events = Events(save=save, say=told.append, best=best)
-        batches = StepBatches(total, total, lambda step: [WAVE], [WAVE] if held_out else ())
+        batches = StepBatches(total, total, lambda step: [WAVE], [WAVE] if held_out else (), 4)
         trainer = Trainer(config, cast(Cluster, cluster), batches, events, **options)
         try:
             trainer.run()

@@ -77,6 +77,7 @@ class Run:
                 plan.wave,
             ),
             evaluate=[waves_of(random_rows(4, seed=9), self.config, plan)],
+            held_out=4,
         )
         events = Events(
             on_step=self.records.append,
