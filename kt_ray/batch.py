@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+# Name under which actors keep the adapter that a preference run starts from.
+REFERENCE = "reference"
 IGNORE = -100  # label of a token that is not trained, as in torch.nn.functional.cross_entropy
 
 
@@ -23,7 +25,7 @@ class MicroBatch:
     sample_ids: np.ndarray  # [b] index of each row in its data set: the key of counter-based dropout
     # [b] +1 chosen or wanted, -1 rejected or unwanted, 0 neither; a pair's rows follow each other
     signs: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    # float64 [b] log-probability of each answer without adapters, where it is known
+    # float64 [b] log-probability of each answer under the reference, where it is known
     reference: np.ndarray | None = None
     samples_BS: np.ndarray | None = None  # packed rows only: [b, s] sample id of each position's document
     # packed rows only: [b, s] position within the document; a document begins where it is 0. None = every row
@@ -81,7 +83,9 @@ class PassSpec:
     timeline: bool = False  # actors report every span of the pass, not only their sums (kt_ray.timeline)
     # attention workers write a torch.profiler trace of the pass into this directory; None = none
     profile: str | None = None
-    adapters: bool = True  # False = the model without LoRA, on workers and expert actors alike (eval only)
+    # eval only: False = the model without LoRA, on workers and expert actors alike; REFERENCE = with the one
+    # that they keep under that name
+    adapters: bool | str = True
     return_logps: bool = False  # workers of the last stage hand back the rows' log-probabilities
     # the loss, where it is not the mean token loss; `loss_tokens` is then its `units`
     objective: Objective | None = None

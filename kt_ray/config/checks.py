@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kt_ray.config.fields import closest, fields, show
 from kt_ray.config.interval import FORM, seconds_of
-from kt_ray.config.limits import BOUNDS, LISTED, NOT_EMPTY, WORDS
+from kt_ray.config.limits import BOUNDS, GENERATING, LISTED, NOT_EMPTY, WORDS
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 
@@ -441,6 +441,8 @@ def _lora(c: Config) -> Iterator[Fault]:
             "with lora.experts=false leaves nothing to train",
             remedy="set lora.target_modules=auto or lora.experts=true",
         )
+    if lora.adapter is not None:
+        yield from _start(c, lora.adapter)
     if not lora.init.startswith("pissa"):
         return
     if lora.experts:
@@ -467,6 +469,30 @@ def _lora(c: Config) -> Iterator[Fault]:
             "trainer.stage",
             f"takes the model without adapters as its reference, which lora.init={lora.init} changes",
             remedy="set lora.init=default, or trainer.stage=orpo (no reference)",
+        )
+
+
+def _start(c: Config, adapter: str) -> Iterator[Fault]:
+    """The adapter that training starts from."""
+    if c.mode in (*GENERATING, "eval"):
+        key = "serve.adapters={NAME: DIRECTORY}" if c.mode == "serve" else "generate.adapter=DIRECTORY"
+        yield Fault(
+            "lora.adapter",
+            f"is what training starts from; mode={c.mode} takes an adapter otherwise",
+            remedy=f"write {key} instead",
+        )
+    if c.lora.init.startswith("pissa"):
+        yield Fault(
+            "lora.init",
+            "changes the weights for which the adapter of lora.adapter was made",
+            remedy="set lora.init=default, or lora.adapter=null",
+        )
+    own = Path(c.run.root, c.run.name or "").absolute()
+    if c.run.name is not None and own in (Path(adapter).absolute(), *Path(adapter).absolute().parents):
+        yield Fault(
+            "lora.adapter",
+            f"lies in the directory of this run, {own}, which writes its own adapter there",
+            remedy="set another run.name; to go on with an interrupted run, trainer.resume=latest",
         )
 
 

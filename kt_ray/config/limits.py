@@ -135,6 +135,7 @@ NOT_EMPTY: dict[str, str] = {
     "model.experts_path": "a GGUF file, or null",
     "rule.experts.load": "a checkpoint directory, or null",
     "lora.target_modules": "auto, none, names or a regex",
+    "lora.adapter": "a directory, or null",
     "tracking.project": "the name of a W&B project",
     "cluster.namespace": "a name, or null",
     "generate.adapter": "a directory, or null",

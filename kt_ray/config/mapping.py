@@ -84,8 +84,8 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
 # Keys that hold a path, paths or null, with the words that they may hold instead.
 _PATHS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("model.path", "model.tokenizer", "model.chat_template", "model.experts_path"), ()),
-    **dict.fromkeys(("rule.experts.load", "data.path", "data.eval_path", "generate.adapter"), ()),
-    **dict.fromkeys(("serve.adapters", "eval.adapter", "eval.base", "eval.out"), ()),
+    **dict.fromkeys(("rule.experts.load", "data.path", "data.eval_path", "lora.adapter"), ()),
+    **dict.fromkeys(("generate.adapter", "serve.adapters", "eval.adapter", "eval.base", "eval.out"), ()),
     **dict.fromkeys(("report.run", "report.out", "compare.out", "run.root", "accept.root", "accept.kt"), ()),
     "plan.rates": ("auto", "nominal"),
     "trainer.resume": ("latest",),

@@ -117,6 +117,7 @@ class LoraConfig:
     target_modules: str | list[str] = "auto"
     experts: bool = True
     init: str = "default"
+    adapter: str | None = None
 
     @property
     def scale(self) -> float:
@@ -330,3 +331,8 @@ class Config:
     report: ReportConfig = field(default_factory=ReportConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the reference of a preference loss is a copy of the adapter that the run starts from."""
+        return self.lora.adapter is not None and self.trainer.stage in ("dpo", "kto")

@@ -98,10 +98,10 @@ class LocalExperts:
         self._local_ids: dict[int, Tensor] = {}  # layer -> local id by global one
         self._exact = Scratch()  # y or dx before it is rounded
         self._grads: dict[int, ExpertLora] = {}
-        self._adapters: dict[str, dict[int, ExpertLora]] = {}  # for generation, by name
+        self._adapters: dict[str, dict[int, ExpertLora]] = {}  # kept ones, by name
         self._kept: dict[tuple[int, int], _Kept] = {}  # by layer and group
         self._dropout: DropoutSpec | None = None
-        self._lora_on = True
+        self._adapter: bool | str = True  # which one the present pass uses
         self._optimizer: LoraOptimizer | None = None
         self._parameters: dict[int, dict[str, torch.nn.Parameter]] = {}
 
@@ -203,17 +203,17 @@ class LocalExperts:
 
     # -- computing ---------------------------------------------------------------------------
 
-    def begin_pass(self, step: int, dropout: bool, adapters: bool = True) -> None:
-        """Forget kept activations. dropout: whether LoRA's is on. adapters: False = without LoRA."""
+    def begin_pass(self, step: int, dropout: bool, adapters: bool | str = True) -> None:
+        """Forget kept activations. dropout: whether LoRA's is on. adapters: as `adapter` of `forward`."""
         self._kept.clear()
-        self._lora_on = adapters
+        self._adapter = adapters
         p = self.spec.lora.dropout
         self._dropout = (
             DropoutSpec(p=p, seed=self.spec.seed, step=step) if dropout and p > 0 and self.lora else None
         )
 
     def keep(self, name: str, *, copy: bool) -> None:
-        """Keep the LoRA as it is now as an adapter for generation; `copy` if it will be changed."""
+        """Keep the LoRA as it is now under a name; `copy` if it will be changed."""
         adapter = {layer: lora.map(torch.Tensor.clone) if copy else lora for layer, lora in self.lora.items()}
         if copy and self.lane is not None:
             for lora in adapter.values():
@@ -256,7 +256,7 @@ class LocalExperts:
         start = time.monotonic()
         experts = len(self.order[layer])
         counts = torch.bincount(ids_TK.reshape(-1), minlength=experts + 1)[:experts].tolist()
-        which = self._lora_on if adapter is None else adapter
+        which = self._adapter if adapter is None else adapter
         lora: ExpertLora | None = None
         if which is not False:
             lora = (self.lora if which is True else self._adapters[which]).get(layer)

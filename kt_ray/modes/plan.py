@@ -48,6 +48,10 @@ def run(config: Config) -> int:
         UserError: the model is no MoE model, or the rule cannot be laid out at all.
     """
     console = screen_console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    if config.lora.adapter is not None:
+        from kt_ray.runs.start_adapter import open_start  # loads torch
+
+        config, _ = open_start(config, config.model.path)
     hardware = hardware_for(config)
     dims = model_dims(config.model)
     load = known_load(config, dims)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,10 @@ def run(config: Config) -> int:
     refuse_if_held(config)
     config, manifest = intact_checkpoint(config)
     undated, config = config, dated_as_before(config)
-    prepared = prepare(config)
+    prepared = prepare(config, manifest)
     if not prepared.data.dated:
         config = undated
+    config = replace(config, lora=prepared.config.lora)  # which may be an adapter's
     final = final_questions(prepared)
     resume = resume_point(prepared, manifest)
     rates = rates_for(config, prepared.plan.hardware)  # may refuse what plan.rates names

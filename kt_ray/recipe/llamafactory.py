@@ -189,12 +189,15 @@ def _method(reading: Reading) -> str:
     if stage == "dpo" and reading.get("pref_loss") == "orpo":
         stage, names = "orpo", ["stage", "pref_loss"]
     reading.set("trainer.stage", stage, *names)
-    rank = reading.integer("lora_rank", 8, "lora.rank")
-    reading.set("lora.rank", rank, "lora_rank")
-    reading.set("lora.alpha", reading.number("lora_alpha", 2 * rank, "lora.alpha"), "lora_alpha")
-    reading.set("lora.dropout", reading.number("lora_dropout", 0.0, "lora.dropout"), "lora_dropout")
-    reading.set("lora.rslora", reading.flag("use_rslora"), "use_rslora")
     _targets(reading)
+    if reading.given("adapter_name_or_path"):
+        _start(reading, stage)
+    else:
+        rank = reading.integer("lora_rank", 8, "lora.rank")
+        reading.set("lora.rank", rank, "lora_rank")
+        reading.set("lora.alpha", reading.number("lora_alpha", 2 * rank, "lora.alpha"), "lora_alpha")
+        reading.set("lora.rslora", reading.flag("use_rslora"), "use_rslora")
+    reading.set("lora.dropout", reading.number("lora_dropout", 0.0, "lora.dropout"), "lora_dropout")
     if reading.given("loraplus_lr_ratio"):
         ratio = reading.number("loraplus_lr_ratio", 1.0)
         reading.set("optim.lora_plus_ratio", ratio, "loraplus_lr_ratio")
@@ -204,6 +207,20 @@ def _method(reading: Reading) -> str:
             reading.refuse("pissa_iter", "is neither 16 nor -1", "lora.init")
         reading.set("lora.init", "pissa" if steps == -1 else "pissa_niter_16", "pissa_init", "pissa_iter")
     return stage
+
+
+def _start(reading: Reading, stage: str) -> None:
+    """The adapter that training starts from, which says the rest of LoRA's settings itself."""
+    adapters = reading.names("adapter_name_or_path")
+    if len(adapters) != 1:
+        text = "names several adapters: merge all but the last into the model first"
+        reading.refuse("adapter_name_or_path", text, "lora.adapter")
+        return
+    note = (
+        "the reference is model and adapter; there it is the model alone" if stage in ("dpo", "kto") else ""
+    )
+    reading.set("lora.adapter", str(reading.existing(adapters[0])), "adapter_name_or_path", note=note)
+    del reading.overrides["lora.target_modules"]
 
 
 def _targets(reading: Reading) -> None:

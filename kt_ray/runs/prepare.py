@@ -15,9 +15,11 @@ from functools import cached_property
 
 import numpy as np
 
+from kt_ray.adapter.from_peft import AdapterReader
 from kt_ray.adapter.peft_config import AdapterInfo, load_limits
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_content, check_non_experts
 from kt_ray.checkpoint.index import some
+from kt_ray.checkpoint.manifest import Manifest
 from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.config.checks import value_of
 from kt_ray.config.fields import show
@@ -37,7 +39,7 @@ from kt_ray.model.build import StageModel, build_on_meta
 from kt_ray.model.family import read_family
 from kt_ray.model.lora import resolve_targets
 from kt_ray.model.routing import router_recorder
-from kt_ray.model.stage_spec import StageSpec
+from kt_ray.model.stage_spec import StageSpec, StartAdapter
 from kt_ray.native import ISA_VARIABLE, ExpertFormula, available_isas, select_isa
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import room
@@ -45,6 +47,7 @@ from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import counted
 from kt_ray.runs.known_load import known_load, resumed_choice, resumed_load
+from kt_ray.runs.start_adapter import fitted, open_start, start_of
 from kt_ray.timing.choose import choose_plan
 from kt_ray.train.preference_steps import STAGES, check_units
 from kt_ray.train.trainer import StepBatches
@@ -63,7 +66,10 @@ class PreparedModel:
     root: str  # module name of the language model
     module_names: tuple[str, ...]  # the linear modules of its layers outside the routed experts
     other_names: tuple[str, ...]  # its linear modules outside its layers: head, other towers
-    notes: tuple[str, ...]  # what the checkpoint holds that training ignores, one line each
+    notes: tuple[
+        str, ...
+    ]  # what the checkpoint holds that training ignores, one line each; what LoRA starts from
+    start: StartAdapter | None  # what LoRA starts from; None = `lora.init`
 
 
 @dataclass(frozen=True)
@@ -90,13 +96,17 @@ class Prepared(PreparedModel):
         return digest.hexdigest()[:16]
 
 
-def prepare(config: Config) -> Prepared:
+def prepare(config: Config, manifest: Manifest | None = None) -> Prepared:
     """Check model, hardware, plan and data of a training run, cheapest first.
+
+    Args:
+        manifest: of the checkpoint that the run continues.
 
     Raises:
         UserError: the first fault.
     """
-    model = prepare_model(config, training=True)
+    model = prepare_model(config, training=True, manifest=manifest)
+    config = model.config
     resolve_targets(config.lora.target_modules, model.module_names)
     data = for_stage(config.trainer.stage, load_data(config, model.model_dir, config.seed))
     _check_held_out(config, data)
@@ -105,16 +115,20 @@ def prepare(config: Config) -> Prepared:
     return Prepared(**vars(model), data=data, batches=batches, load=load)
 
 
-def prepare_model(config: Config, *, training: bool) -> PreparedModel:
+def prepare_model(config: Config, *, training: bool, manifest: Manifest | None = None) -> PreparedModel:
     """Check model, hardware and plan, cheapest first.
 
     Args:
         training: place experts by their known load, and refuse what only generation can do.
+        manifest: of the checkpoint that a run continues.
 
     Raises:
         UserError: the first fault.
     """
     model_dir = model_directory(config)
+    reader: AdapterReader | None = None
+    if training:
+        config, reader = open_start(config, model_dir, manifest)
     dims = dims_from_dir(model_dir)
     hardware = this_host()
     load, before = (known_load(config, dims), resumed_choice(config)) if training else (None, None)
@@ -147,6 +161,9 @@ def prepare_model(config: Config, *, training: bool) -> PreparedModel:
     notes = [*index.notes, *(() if gguf is None else gguf.notes)]
     if ignored := check_non_experts(index, whole.causal, layout=layout).ignored:
         notes.append(f"checkpoint tensors that training ignores (as the family does): {some(ignored, 4)}")
+    if reader is not None:
+        config, line = fitted(config, reader, whole, layout, dims)
+        notes.append(line)
     if training:
         notes += _adapter_limits(config, model_dir, layout, whole)
     check_content(index)
@@ -161,6 +178,7 @@ def prepare_model(config: Config, *, training: bool) -> PreparedModel:
         module_names=tuple(whole.lora_names),
         other_names=tuple(whole.other_names),
         notes=tuple(notes),
+        start=start_of(config, reader, manifest),
     )
 
 
@@ -177,6 +195,8 @@ def _adapter_limits(config: Config, model_dir: str, layout: ExpertLayout, whole:
 def adapter_info(config: Config, model_dir: str, notes: tuple[str, ...] = ()) -> AdapterInfo:
     """What the adapter's files will say of this run."""
     lora, family = config.lora, read_family(model_dir)
+    if lora.adapter is not None:
+        notes = (f"started from the adapter {lora.adapter}", *notes)
     wider = 2 if lora.init.startswith("pissa") else 1  # relative to the weights as they are in the checkpoint
     return AdapterInfo(
         base_model=model_dir,

@@ -27,6 +27,7 @@ from kt_ray.placement.memory import checkpoint_bytes
 from kt_ray.runs.disk_room import check_next
 from kt_ray.runs.prepare import Prepared, PreparedModel, adapter_info
 from kt_ray.runs.rundir import RunDir, checkpoint_to_resume, find_checkpoints
+from kt_ray.runs.start_adapter import DIGEST
 from kt_ray.train.cluster_protocol import ActorLost, Cluster
 from kt_ray.train.preference_steps import STAGES
 
@@ -208,8 +209,13 @@ def _fields(prepared: Prepared) -> dict[str, Any]:
         "seed": config.seed,
         # These backends change the frozen weights; the others compute the checkpoint's own.
         "rule.experts.backend": quantised if quantised in BACKEND_STORAGE else "auto",
-        # lora.init, too, only where it is set.
-        **{f"lora.{key}": value for key, value in vars(lora).items() if (key, value) != ("init", "default")},
+        # lora.init, too, only where it is set; of lora.adapter not where it lies, but what it is.
+        **{
+            f"lora.{key}": value
+            for key, value in vars(lora).items()
+            if key != "adapter" and (key, value) != ("init", "default")
+        },
+        **({} if prepared.start is None else {DIGEST: prepared.start.digest}),
         **_stage_fields(config),
         "optim.name": config.optim.name,
         "trainer.batch_size": config.trainer.batch_size,

@@ -1,7 +1,7 @@
 """What a preference step needs beside its training pass: reference log-probabilities, KTO's reference point.
 
 The reference is the same model with adapters off (one base in memory): a forward-only pass in which neither
-workers nor expert actors apply LoRA. See docs/decisions/013.
+workers nor expert actors apply LoRA; or apply the one that the run started from. See docs/decisions/013.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from kt_ray.batch import MicroBatch, Objective, Wave
+from kt_ray.batch import REFERENCE, MicroBatch, Objective, Wave
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import mismatched
 from kt_ray.data.row_types import Row
 from kt_ray.placement.plan_types import Plan
 from kt_ray.train.reports import PassReport
 
-Forward = Callable[[int, Wave, bool], PassReport]  # step, wave, with adapters
+Forward = Callable[[int, Wave, bool | str], PassReport]  # step, wave, adapters as in PassSpec
 
 STAGES = ("dpo", "orpo", "kto")
 
@@ -37,6 +37,7 @@ class Preference:
         self.stage = config.trainer.stage
         self._last = [plan.worker(replica, plan.stages - 1).rank for replica in range(plan.replicas)]
         self._forward = forward
+        self._reference: bool | str = REFERENCE if config.keeps_reference else False
         self._cut = cut
 
     def prepared(self, step: int, waves: Sequence[Wave]) -> tuple[list[Wave], Objective]:
@@ -91,14 +92,14 @@ class Preference:
         assert self._cut is not None, "KTO also cuts mismatched rows"
         ratios = []
         for wave in self._cut(rows):
-            policy, reference = (self._logps(self._forward(step, wave, on)) for on in (True, False))
+            policy, reference = (self._logps(self._forward(step, wave, on)) for on in (True, self._reference))
             for mine, theirs in zip(policy, reference, strict=True):
                 for group, other in zip(mine, theirs, strict=True):
                     ratios += [a - b for a, b in zip(group, other, strict=True)]
         return max(0.0, float(np.concatenate(ratios).mean()))
 
     def _with_reference(self, step: int, wave: Wave) -> Wave:
-        logps = self._logps(self._forward(step, wave, False))
+        logps = self._logps(self._forward(step, wave, self._reference))
         return tuple(
             tuple(
                 tuple(replace(m, reference=value) for m, value in zip(group, values, strict=True))

@@ -323,8 +323,8 @@ class Trainer:
             total[0], total[1], self.cluster.plan.dims.experts_per_token, self.config.trainer.aux_loss
         )
 
-    def _log_probabilities(self, step: int, wave: Wave, adapters: bool) -> PassReport:
-        """A forward pass; without adapters it is the reference's."""
+    def _log_probabilities(self, step: int, wave: Wave, adapters: bool | str) -> PassReport:
+        """A forward pass, of the policy or of the reference."""
         tokens = trained_tokens(wave)
         return self._pass(step, "eval", wave, tokens, adapters=adapters, return_logps=True)[1]
 

@@ -40,6 +40,17 @@ def test_examples_compose(path: Path) -> None:
     assert Path(config.run.root, config.run.name or "") == Path(given["output_dir"]).absolute()
 
 
+def test_an_adapter_brings_its_own_settings(tmp_path: Path) -> None:
+    """As in LLaMA-Factory, the recipe's are not looked at. Its reference is another, which is said."""
+    fields = {"lora_rank": 64, "lora_alpha": 3, "use_rslora": True, "lora_target": "q_proj,v_proj"}
+    path = recipe(tmp_path, **fields, stage="dpo", adapter_name_or_path="saves/x")
+    said = io.StringIO()
+    lora = compose(with_recipe([f"recipe={path}", "mode=plan", "data.path=x.jsonl"], said)).lora
+    assert (lora.rank, lora.alpha, lora.rslora, lora.target_modules) == (8, 16.0, False, "auto")
+    assert lora.adapter == str(Path("saves/x").absolute()) and not lora.experts
+    assert "the reference is model and adapter; there it is the model alone" in said.getvalue()
+
+
 def test_every_field_of_the_examples_is_in_the_table() -> None:
     for path in EXAMPLES:
         assert set(yaml.safe_load(path.read_text(encoding="utf-8"))) <= set(field_table())
@@ -67,6 +78,7 @@ def test_absent_fields_are_llamafactorys_defaults(tmp_path: Path) -> None:
         ({"lora_target": "q_proj,gate_proj,up_proj,down_proj"}, {"lora.experts": True}),
         ({"pissa_init": True, "lora_target": "q_proj"}, {"lora.init": "pissa_niter_16"}),
         ({"pissa_init": True, "pissa_iter": -1, "lora_target": "q_proj"}, {"lora.init": "pissa"}),
+        ({"adapter_name_or_path": ["saves/x"], "lora_rank": 64}, {"lora.adapter": "saves/x"}),
         ({"use_muon": True}, {"optim": "muon"}),
         ({"adam_beta2": 0.95}, {"optim.betas": [0.9, 0.95]}),
         ({"warmup_ratio": 0.1}, {"optim.warmup": 0.1}),
@@ -194,7 +206,7 @@ def test_an_optimize_rule_on_a_model_within_one_device(tmp_path: Path) -> None:
         ({"eval_strategy": "epoch", "val_size": 0.1}, "eval_strategy=epoch"),
         ({"eval_strategy": "steps"}, "eval_strategy=steps: evaluates, but"),
         ({"do_eval": True}, "do_eval=true: needs eval_strategy"),
-        ({"adapter_name_or_path": "saves/x"}, "adapter_name_or_path=saves/x"),
+        ({"adapter_name_or_path": "saves/x,saves/y"}, "adapter_name_or_path=saves/x,saves/y"),
         ({"pref_ftx": 0.5}, "pref_ftx=0.5"),
         ({"kt_mode": "long_context"}, "kt_mode=long_context"),
         ({"kt_train_mode": "full"}, "kt_train_mode=full"),
