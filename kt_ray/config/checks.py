@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kt_ray.config.fields import closest, fields, show
-from kt_ray.config.interval import FORM, seconds_of
+from kt_ray.config.interval import EPOCHS_FORM, FORM, epochs_of, seconds_of
 from kt_ray.config.limits import BOUNDS, LISTED, NOT_EMPTY, WORDS
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
@@ -441,11 +441,11 @@ def _lora(c: Config) -> Iterator[Fault]:
             f"asks the model without its adapter, whose weights lora.init={lora.init} changes",
             remedy="set eval.after_training=0, and run mode=eval generate.adapter=<run> afterwards",
         )
-    if c.trainer.stage in ("dpo", "kto"):
+    if c.trainer.stage == "kto" or (c.trainer.stage == "dpo" and c.preference.loss != "simpo"):
         yield Fault(
             "trainer.stage",
             f"takes the model without adapters as its reference, which lora.init={lora.init} changes",
-            remedy="set lora.init=default, or trainer.stage=orpo (no reference)",
+            remedy="set lora.init=default, or trainer.stage=orpo or preference.loss=simpo (no reference)",
         )
 
 
@@ -490,6 +490,13 @@ def _trainer(c: Config) -> Iterator[Fault]:
             f"has no meaning for trainer.stage={trainer.stage} with preference.loss={loss}",
             "0, or trainer.stage=dpo with preference.loss=sigmoid or robust",
         )
+    if loss != "sigmoid" and trainer.stage != "dpo":
+        yield Fault(
+            "preference.loss",
+            f"has no meaning for trainer.stage={trainer.stage}",
+            "trainer.stage=dpo",
+            "set trainer.stage=dpo, or preference.loss=sigmoid",
+        )
     for key in ("trainer.early_stopping", "trainer.save_best"):
         if value_of(c, key) and not trainer.eval_every:
             yield Fault(
@@ -497,8 +504,10 @@ def _trainer(c: Config) -> Iterator[Fault]:
                 "goes by the held-out loss, but trainer.eval_every=0",
                 remedy="set trainer.eval_every=<steps>",
             )
-    if isinstance(trainer.save_every, str) and seconds_of(trainer.save_every) is None:
-        yield Fault("trainer.save_every", "is no interval", FORM)
+    for key, form in (("trainer.save_every", FORM), ("trainer.eval_every", EPOCHS_FORM)):
+        every = value_of(c, key)
+        if isinstance(every, str) and not (epochs_of(every) or (form is FORM and seconds_of(every))):
+            yield Fault(key, "is no interval", form)
     if 0 < trainer.spike <= 1:
         yield Fault(
             "trainer.spike",

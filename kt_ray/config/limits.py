@@ -54,7 +54,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "optim.schedule": ("cosine", "linear", "constant", "wsd", "inverse_sqrt"),
     "optim.decay_shape": ("cosine", "linear", "1-sqrt"),
     "trainer.stage": ("sft", "pt", "dpo", "orpo", "kto"),
-    "preference.loss": ("sigmoid", "hinge", "ipo", "robust"),
+    "preference.loss": ("sigmoid", "hinge", "ipo", "robust", "simpo"),
     "trainer.bad_steps": ("stop", "skip"),
     "trainer.on_signal": ("save", "exit"),
     "tracking.name": ("jsonl", "wandb"),

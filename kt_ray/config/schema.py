@@ -149,7 +149,7 @@ class TrainerConfig:
     max_steps: int | None = None
     batch_size: int = 8
     micro_batch_size: int = 1
-    eval_every: int = 0
+    eval_every: int | str = 0
     save_every: int | str = "30min"
     keep_checkpoints: int = 2
     resume: str | None = None
@@ -178,6 +178,7 @@ class PreferenceConfig:
     loss: str = "sigmoid"
     beta: float = 0.1
     label_smoothing: float = 0.0
+    gamma: float = 0.5
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 
