@@ -58,9 +58,10 @@ class Objective:
 
     stage: str  # "dpo", "orpo" or "kto"
     units: int  # pairs (dpo, orpo) or rows (kto) of the whole step: what the loss is the mean over
-    # kind, beta, label_smoothing, desirable_weight, undesirable_weight: as configured
+    # kind, beta, gamma, label_smoothing, desirable_weight, undesirable_weight: as configured
     kind: str = "sigmoid"
     beta: float = 0.1
+    gamma: float = 0.5
     label_smoothing: float = 0.0
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kt_ray.config.fields import closest, fields, show
-from kt_ray.config.interval import FORM, seconds_of
+from kt_ray.config.interval import EPOCHS_FORM, FORM, epochs_of, seconds_of
 from kt_ray.config.limits import BOUNDS, GENERATING, LISTED, NOT_EMPTY, WORDS
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
@@ -113,9 +113,11 @@ def single_keys(config: Config) -> Iterator[Fault]:
     for key in ("seed", "model.seed"):
         if not 0 <= value_of(config, key) < SEED_LIMIT:
             yield Fault(key, "is out of range", "at least 0 and less than 2**63")
-    every = config.trainer.save_every
-    if isinstance(every, str) and seconds_of(every) is None:
+    every, evaluates = config.trainer.save_every, config.trainer.eval_every
+    if isinstance(every, str) and not (epochs_of(every) or seconds_of(every)):
         yield Fault("trainer.save_every", "is no interval", FORM)
+    if isinstance(evaluates, str) and evaluates != "auto" and not epochs_of(evaluates):
+        yield Fault("trainer.eval_every", "is no interval", f"auto, {EPOCHS_FORM}")
     for key, what in NOT_EMPTY.items():
         value = value_of(config, key)
         texts = [value] if isinstance(value, str) else value or []
@@ -464,11 +466,11 @@ def _lora(c: Config) -> Iterator[Fault]:
             f"asks the model without its adapter, whose weights lora.init={lora.init} changes",
             remedy="set eval.after_training=0, and run mode=eval generate.adapter=<run> afterwards",
         )
-    if c.trainer.stage in ("dpo", "kto"):
+    if c.trainer.stage == "kto" or (c.trainer.stage == "dpo" and c.preference.loss != "simpo"):
         yield Fault(
             "trainer.stage",
             f"takes the model without adapters as its reference, which lora.init={lora.init} changes",
-            remedy="set lora.init=default, or trainer.stage=orpo (no reference)",
+            remedy="set lora.init=default, or trainer.stage=orpo or preference.loss=simpo (no reference)",
         )
 
 
@@ -536,6 +538,13 @@ def _trainer(c: Config) -> Iterator[Fault]:
             "preference.label_smoothing",
             f"has no meaning for trainer.stage={trainer.stage} with preference.loss={loss}",
             "0, or trainer.stage=dpo with preference.loss=sigmoid or robust",
+        )
+    if loss != "sigmoid" and trainer.stage != "dpo":
+        yield Fault(
+            "preference.loss",
+            f"has no meaning for trainer.stage={trainer.stage}",
+            "trainer.stage=dpo",
+            "set trainer.stage=dpo, or preference.loss=sigmoid",
         )
     for key in ("trainer.early_stopping", "trainer.save_best"):
         if value_of(c, key) and not trainer.eval_every:

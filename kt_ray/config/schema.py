@@ -180,6 +180,7 @@ class PreferenceConfig:
     loss: str = "sigmoid"
     beta: float = 0.1
     label_smoothing: float = 0.0
+    gamma: float = 0.5
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 

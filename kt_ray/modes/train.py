@@ -85,8 +85,9 @@ def run(config: Config) -> int:
 def _check_room(prepared: Prepared, resume: ResumePoint | None, prediction: Prediction) -> None:
     """The disk's, for all that the run will write."""
     config, taken = prepared.config, resume.manifest.step if resume else 0
-    steps = prepared.batches.total_steps - taken
-    need = disk_need(prepared.plan.dims, config, steps, prediction.simulated.seconds)
+    batches, seconds = prepared.batches, prediction.simulated.seconds
+    steps = batches.total_steps - taken
+    need = disk_need(prepared.plan.dims, config, steps, seconds, batches.steps_per_epoch)
     fault = shortage(need, *place_to_write(config))
     if fault is not None:
         raise fault

@@ -242,12 +242,15 @@ def _targets(reading: Reading) -> None:
 
 def _preference(reading: Reading, stage: str) -> None:
     if stage in ("dpo", "orpo"):
-        losses = ("sigmoid", "hinge", "ipo", "orpo")
+        losses = ("sigmoid", "hinge", "ipo", "simpo", "orpo")
         loss = reading.word("pref_loss", losses, "sigmoid", "preference.loss")
         if stage == "dpo":
             reading.set("preference.loss", loss, "pref_loss")
         smoothing = reading.number("dpo_label_smoothing", 0.0)
-        reading.set("preference.label_smoothing", smoothing, "dpo_label_smoothing")
+        if loss == "simpo":  # there it has no effect on this loss
+            reading.set("preference.gamma", reading.number("simpo_gamma", 0.5), "simpo_gamma")
+        else:
+            reading.set("preference.label_smoothing", smoothing, "dpo_label_smoothing")
     if stage == "kto":
         for key, name in (
             ("desirable_weight", "kto_chosen_weight"),
@@ -411,15 +414,16 @@ def _output(reading: Reading) -> None:
     reading.set("tracking", "wandb" if "wandb" in trackers else "jsonl", "report_to", note=note)
 
 
-def _every(reading: Reading, what: str, key: str, default: int, strategy: str = "steps") -> int:
-    """Steps between savings or evaluations, 0 = never; recorded under `key`."""
+def _every(reading: Reading, what: str, key: str, default: int, strategy: str = "steps") -> int | str:
+    """The interval between savings or evaluations, 0 = never; recorded under `key`."""
     name, how = f"{what}_steps", f"{what}_strategy"
     if what == "eval" and not reading.given(how) and reading.given("evaluation_strategy"):
         how = "evaluation_strategy"
-    kind = reading.word(how, {"steps": "steps", "no": "no", "False": "no"}, strategy, key)
-    if kind == "no":
-        reading.set(key, 0, how)
-        return 0
+    kinds = {"steps": None, "epoch": "1epoch", "no": 0, "False": 0}
+    interval: int | str | None = reading.word(how, kinds, strategy, key)
+    if interval is not None:
+        reading.set(key, interval, how)
+        return interval
     every = reading.number(name, default, key)
     if every < 1 or every != int(every):
         reading.refuse(name, "is no number of steps", key)
@@ -432,7 +436,7 @@ def _evaluation(reading: Reading) -> None:
     default = max(1, int(reading.number("logging_steps", 500)))
     every = _every(reading, "eval", "trainer.eval_every", default, "no")
     if not every and reading.given("do_eval") and reading.flag("do_eval"):
-        reading.refuse("do_eval", "needs eval_strategy: steps", "trainer.eval_every")
+        reading.refuse("do_eval", "needs eval_strategy: steps or epoch", "trainer.eval_every")
     held_out = "data.eval_path" in reading.overrides or bool(
         (share := reading.overrides.get("data.eval_fraction")) and share.value
     )

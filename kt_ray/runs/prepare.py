@@ -23,7 +23,7 @@ from kt_ray.checkpoint.manifest import Manifest
 from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.config.checks import value_of
 from kt_ray.config.fields import show
-from kt_ray.config.interval import evaluation_interval
+from kt_ray.config.interval import ends_until, evaluation_interval
 from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, eval_waves, load_data
 from kt_ray.data.batches import flat
@@ -363,8 +363,9 @@ def evaluation_line(prepared: Prepared) -> str:
     every = evaluation_interval(config, batches.total_steps, batches.held_out)
     rows = f"held-out loss of {counted(batches.held_out, 'row')}"
     if every:
-        between = f", and every {every} steps" if every < batches.total_steps else ""
-        return f"{rows} at start and end{between}"
+        unit = "" if isinstance(every, str) else " steps"
+        more = ends_until(every, batches.total_steps - 1, batches.steps_per_epoch)
+        return f"{rows} at start and end" + (f", and every {every}{unit}" if more else "")
     if config.trainer.eval_every == 0:
         return "no held-out loss (trainer.eval_every=0)"
     if batches.held_out:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from kt_ray.batch import Objective, PassSpec, Wave, trained_tokens
-from kt_ray.config.interval import evaluation_interval, seconds_of
+from kt_ray.config.interval import ends_after, evaluation_interval, seconds_of
 from kt_ray.config.schema import Config
 from kt_ray.data.row_types import Row
 from kt_ray.disk import only_warned
@@ -206,7 +206,7 @@ class Trainer:
             try:
                 new = moved or self._owes_evaluation
                 if self._evaluates and (
-                    taken == 0 or (new and (taken == self._last or taken % self._eval_every == 0))
+                    taken == 0 or (new and (taken == self._last or self._ends(self._eval_every, taken)))
                 ):
                     self._evaluate(taken)
                 if moved and taken < self._last:
@@ -255,9 +255,12 @@ class Trainer:
             return True
         if self._save_again_at is not None:  # the last one could not be written
             return time.monotonic() >= self._save_again_at
-        if isinstance(every, str):
-            return time.monotonic() - self._saved_at >= (seconds_of(every) or math.inf)
-        return bool(every) and taken % every == 0
+        if isinstance(every, str) and (seconds := seconds_of(every)) is not None:
+            return time.monotonic() - self._saved_at >= seconds
+        return self._ends(every, taken)
+
+    def _ends(self, every: int | str, taken: int) -> bool:
+        return ends_after(every, taken, self.batches.steps_per_epoch)
 
     def _save_before(self, error: Exception) -> None:
         """The end that an error brings: what was applied before it is whole in the actors. Not after a loss
@@ -309,7 +312,7 @@ class Trainer:
 
     @property
     def _evaluates(self) -> bool:
-        return self._eval_every > 0 and not self.stop
+        return bool(self._eval_every) and not self.stop
 
     def _balance(self, step: int, waves: Sequence[Wave]) -> tuple[float, tuple[float, ...]]:
         """The routers' load-balancing loss over the whole step, and its slopes for the training passes."""

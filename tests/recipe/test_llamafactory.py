@@ -122,6 +122,8 @@ def test_absent_fields_are_llamafactorys_defaults(tmp_path: Path) -> None:
         ({"val_size": 100, "eval_strategy": "steps"}, {"data.eval_fraction": 100}),
         ({"val_size": 0.1, "evaluation_strategy": "steps", "logging_steps": 5}, {"trainer.eval_every": 5}),
         ({"save_strategy": "no"}, {"trainer.save_every": 0}),
+        ({"save_strategy": "epoch"}, {"trainer.save_every": "1epoch"}),
+        ({"val_size": 0.1, "eval_strategy": "epoch"}, {"trainer.eval_every": "1epoch"}),
         ({"save_total_limit": 3}, {"trainer.keep_checkpoints": 3}),
         ({"resume_from_checkpoint": True, "overwrite_output_dir": True}, {"trainer.resume": "latest"}),
         ({"resume_from_checkpoint": "saves/x/checkpoint-5"}, {"trainer.resume": "saves/x/checkpoint-5"}),
@@ -147,6 +149,10 @@ def test_absent_fields_are_llamafactorys_defaults(tmp_path: Path) -> None:
             {"trainer.stage": "dpo", "preference.loss": "ipo"},
         ),
         ({"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "orpo"}, {"trainer.stage": "orpo"}),
+        (
+            {"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "simpo", "simpo_gamma": 1.0},
+            {"trainer.stage": "dpo", "preference.loss": "simpo", "preference.gamma": 1.0},
+        ),
         (
             {"stage": "kto", "dataset": "kto_en_demo", "kto_rejected_weight": 2.0},
             {"trainer.stage": "kto", "preference.undesirable_weight": 2.0},
@@ -203,7 +209,7 @@ def test_an_optimize_rule_on_a_model_within_one_device(tmp_path: Path) -> None:
         ({"template": "vicuna"}, "template=vicuna: has no counterpart"),
         ({"lora_target": "gate_proj"}, "lora_target=gate_proj: names only part"),
         ({"train_on_prompt": True}, "train_on_prompt=true: answers are trained"),
-        ({"eval_strategy": "epoch", "val_size": 0.1}, "eval_strategy=epoch"),
+        ({"eval_strategy": "epoch"}, "eval_strategy=epoch: evaluates, but"),
         ({"eval_strategy": "steps"}, "eval_strategy=steps: evaluates, but"),
         ({"do_eval": True}, "do_eval=true: needs eval_strategy"),
         ({"adapter_name_or_path": "saves/x,saves/y"}, "adapter_name_or_path=saves/x,saves/y"),
