@@ -51,8 +51,16 @@ def test_plot_without_points_or_with_a_bad_place_does_not_raise(tmp_path, caplog
 
 def test_smooth():
     assert smooth([2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])
-    assert smooth([1.0, 2.0], weight=0.5) == pytest.approx([1.0, (0.5 * 0.5 * 1 + 0.5 * 2) / 0.75])
-    assert smooth([]) == []
+    assert smooth([]) == [] and smooth([4.0]) == [4.0] and smooth([4.0, 2.0]) == pytest.approx([4.0, 2.0])
+    # It runs neither after a falling curve nor away from its ends, and it does smooth.
+    falling = [8.0 - 0.05 * step for step in range(100)]
+    assert smooth(falling) == pytest.approx(falling)
+    noise = [(-1.0) ** step for step in range(100)]
+    noisy = smooth([a + b for a, b in zip(falling, noise, strict=True)])
+    assert max(abs(a - b) for a, b in zip(noisy, falling, strict=True)) < 0.35
+    # A step is halved where it is: as much of it comes early as late.
+    step = smooth([1.0] * 50 + [0.0] * 50)
+    assert step[49] + step[50] == pytest.approx(1.0, abs=1e-6) and step[49] > 0.5 > step[50]
 
 
 class Clock:
