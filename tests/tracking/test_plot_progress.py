@@ -6,12 +6,14 @@ import io
 import json
 import logging
 import re
+import shlex
 import struct
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from kt_ray.config import resume_line
 from kt_ray.tracking.plot import plot_loss, smooth
 from kt_ray.tracking.progress import LoadProgress, Summary, TrainProgress, duration, show_summary, size
 
@@ -131,13 +133,30 @@ def test_load_bars_on_a_terminal():
 @pytest.mark.parametrize("terminal", [False, True])
 def test_summary(terminal):
     screen = Console(file=io.StringIO(), force_terminal=terminal, width=150)
-    summary = Summary(Path("/r/[a]"), 50, 4.0, 2.0, 4.2, 2.1, Path("/r/[a]/adapter"), "/models/x")
+    sample = ("Who are\nyou?", "A person. " * 30, "[Aye], the keeper.")
+    summary = Summary(Path("/r/[a]"), 50, 275, 185.0, 4.0, 2.0, 4.2, 2.1, sample=sample)
     show_summary(summary, screen)
     text = screen.file.getvalue()
+    assert "50 steps on 275 rows in 3:05" in text
     assert "4.0000 → 2.0000  (-50 %)" in text and "held-out loss  4.2000 → 2.1000" in text
-    assert "PeftModel.from_pretrained(model, '/r/[a]/adapter')" in text
-    assert "from_pretrained('/models/x')" in text
-    assert "held-out" not in Summary(Path("/r"), 1, 1.0, 1.0).text()
+    assert "asked          Who are you?" in text and "after          [Aye], the keeper." in text
+    assert "A person. A person." in text and "A person. " * 15 not in text
+    assert text.splitlines()[-1].split()[2:] == ["mode=chat", "'generate.adapter=/r/[a]'"]
+    assert "held-out" not in Summary(Path("/r"), 1, 1, 1.0, 1.0, 1.0).text()
+
+
+def test_the_chat_command_is_of_the_runs_model(monkeypatch):
+    command = [
+        "model.path=/m q",
+        "data.path=rows.jsonl",
+        "rule=amx_1gpu",
+        "data.template=chatml",
+        "optim.lr=1",
+    ]
+    monkeypatch.setattr(resume_line, "given", command)
+    kept = ["model.path=/m q", "rule=amx_1gpu", "data.template=chatml"]
+    line = shlex.split(resume_line.chat_line(Path("/r/a")))
+    assert line[-5:] == ["mode=chat", "generate.adapter=/r/a", *kept]
 
 
 def test_units():
