@@ -79,8 +79,16 @@ def _draw(train: list[tuple[int, float]], held_out: list[tuple[int, float]], fil
         if len(train) < 5:
             axes.plot(steps, losses, color=_TRAIN, marker="o", linewidth=1.5, label="training loss")
         else:
-            raw = {"alpha": 0.35, "linewidth": 1, "marker": dots, "markersize": 3}
-            axes.plot(steps, losses, color=_TRAIN, label="training loss", **raw)
+            axes.plot(
+                steps,
+                losses,
+                color=_TRAIN,
+                alpha=0.35,
+                linewidth=1,
+                marker=dots,
+                markersize=3,
+                label="training loss",
+            )
             axes.plot(steps, smooth(losses), color=_TRAIN, linewidth=2, label="training loss, smoothed")
     if held_out:
         steps, losses = [s for s, _ in held_out], [v for _, v in held_out]
