@@ -126,7 +126,7 @@ def test_files_of_a_run(capfd: pytest.CaptureFixture[str]) -> None:
 
     # what the user saw
     assert err == ""
-    assert out.count("question 1") == 0 and "Load it with:" in out and str(path.absolute()) in out
+    assert out.count("question 1") == 0 and "Talk to it:" in out and str(path.absolute()) in out
     assert "held-out loss" in out and "275 rows" in out
 
 

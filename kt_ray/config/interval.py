@@ -1,4 +1,4 @@
-"""Intervals of trainer.save_every and eval_every: in steps, in epochs or in time, as 50, 0.5epoch, 30min, 2h."""
+"""Intervals of trainer.save_every and eval_every, in steps, epochs or time: 50, 0.5epoch, 30min, 2h."""
 
 from __future__ import annotations
 

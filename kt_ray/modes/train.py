@@ -142,7 +142,7 @@ def _run(
             )
             summary = _train(prepared, rundir, cluster, tracker, resume, began, owes_evaluation)
             if final is not None:
-                _answer(*final, rundir, cluster, tracker)
+                summary = replace(summary, sample=_answer(*final, rundir, cluster, tracker))
             status = "finished"
             if config.tracking.upload_adapter:
                 tracker.artifact(rundir.adapter)
@@ -297,12 +297,12 @@ def _train(
     return Summary(
         run_dir=rundir.path,
         steps=done.steps,
+        rows=len(prepared.data.train),
+        seconds=time.monotonic() - began,
         first_loss=done.losses[0] if done.losses else None,
         last_loss=done.losses[-1] if done.losses else None,
         eval_before=evaluated[0][1] if evaluated else None,
         eval_after=evaluated[-1][1] if evaluated else None,
-        adapter=rundir.adapter,
-        base_model=prepared.model_dir,
         recoveries=done.recoveries,
         seconds_lost=done.seconds_lost,
     )
@@ -314,14 +314,19 @@ def _answer(
     rundir: RunDir,
     cluster: ActorCluster,
     tracker: MultiTracker,
-) -> None:
-    """Answers before and after. The adapter is safe by now: what fails here fails nothing else."""
+) -> tuple[str, ...]:
+    """Answers before and after. The adapter is safe by now: what fails here fails nothing else.
+
+    Returns:
+        A question and both answers; () = there are none.
+    """
     try:
         result = before_and_after(generation, questions, rundir, cluster)
     except Exception as error:
         logger.info("held-out questions were not answered", exc_info=error)  # the whole of it: to train.log
         reason = error.line() if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         say(f"held-out questions were not answered, the adapter is not concerned: {' '.join(reason.split())}")
-        return
+        return ()
     for name, (columns, rows) in result.wandb_tables().items():
         tracker.table(name, columns, rows)
+    return next(((s.prompt, s.base or "", s.adapter or "") for s in result.samples), ())

@@ -1,4 +1,4 @@
-"""Intervals in steps, epochs and time; trainer.eval_every=auto: a few evaluations, a small share of the run."""
+"""Intervals in steps, epochs and time; trainer.eval_every=auto: a few evaluations, little of the run."""
 
 from __future__ import annotations
 
