@@ -12,7 +12,15 @@ from typing import Any
 from kt_ray.config.files import builtin_data
 from kt_ray.config.schema import DataConfig
 from kt_ray.data.formats import Parser
-from kt_ray.data.readers import HELD_OUT, cannot_be_read, files_of, is_hub, parquet_rows, read_rows
+from kt_ray.data.readers import (
+    HELD_OUT,
+    cannot_be_read,
+    files_of,
+    held_out_split,
+    is_hub,
+    parquet_rows,
+    read_rows,
+)
 from kt_ray.data.row_types import Conversation
 from kt_ray.errors import UserError
 
@@ -98,6 +106,19 @@ def eval_source(data: DataConfig) -> Source:
         subset=data.subset if data.eval_path == data.path else None,
         system=data.system,
     )
+
+
+def require_files(data: DataConfig) -> None:
+    """Looks whether the files of `data` are there; the hub is not asked.
+
+    Raises:
+        UserError: one is not, or is no data file.
+    """
+    for source in [*sources_of(data), *([] if data.eval_path is None else [eval_source(data)])]:
+        for name in [source.path] if isinstance(source.path, str) else source.path:
+            if not is_hub(name):
+                split = held_out_split(name, source.key) if source.split == HELD_OUT else source.split
+                files_of(Path(name).expanduser(), source.key, split)
 
 
 def read_sources(sources: Sequence[Source], limit: int | None = None) -> list[SourceRows]:
