@@ -96,6 +96,7 @@ class DataConfig:
     eval_fraction: float = 0.05
     max_length: int = 512
     overflow: str = "truncate"
+    bad_rows: str = "stop"
     pad_to_multiple_of: int = 1
     system: str | None = None
     shuffle: bool = True
