@@ -15,7 +15,7 @@ import importlib.metadata
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,7 +62,10 @@ def version() -> str:
 
 
 def dispatch(config: Config) -> int:
-    """Imports the module of `config.mode` and runs it."""
+    """Looks at what the command names, then imports the module of `config.mode` and runs it."""
+    from kt_ray.runs.first_look import first_look
+
+    first_look(config)
     if not os.path.exists("/dev/nvidiactl"):
         # deepspeed, where installed, otherwise prints that it looked for a GPU in vain. Actors inherit this.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -110,22 +113,29 @@ def _run_hydra(arguments: list[str]) -> int:
     keys = with_recipe(keys, sys.stderr if printed else None)
     # Flags first: argparse takes keys in one place only and would refuse `seed=1 -m lora.rank=4,8`.
     arguments = flags + expand(keys, sweep=sweep, implied=resume is None)
-    codes: list[int] = []
 
-    # Hydra prints lines of its own about exceptions that leave a job; none does.
-    def job(composed: Any) -> None:
-        sys.argv = hidden_arguments(sys.argv)  # W&B keeps it as well; Hydra has read it
-        codes.append(exit_code(lambda: _run_job(composed, resume)))
+    def each_job(action: Callable[[Any], int]) -> list[int]:
+        """The exit codes of `action` on every job's composition."""
+        codes: list[int] = []
 
-    entry = hydra.main(str(conf_dir()), "config", HYDRA_VERSION_BASE)(job)
-    with _as_process_arguments(arguments):
-        try:
-            entry()
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-            raise translate(error, [a for a in arguments if not a.startswith("-")]) from error
-        except SystemExit as stop:  # --help, and argparse about an unknown flag
-            return stop.code if isinstance(stop.code, int) else OK if stop.code is None else BAD_INPUT
-    return next((code for code in codes if code), OK)
+        # Hydra prints lines of its own about exceptions that leave a job; none does.
+        def job(composed: Any) -> None:
+            sys.argv = hidden_arguments(sys.argv)  # W&B keeps it as well; Hydra has read it
+            codes.append(exit_code(lambda: action(composed)))
+
+        with _as_process_arguments(arguments):
+            try:
+                hydra.main(str(conf_dir()), "config", HYDRA_VERSION_BASE)(job)()
+            except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+                raise translate(error, [a for a in arguments if not a.startswith("-")]) from error
+            except SystemExit as stop:  # --help, and argparse about an unknown flag
+                codes.append(stop.code if isinstance(stop.code, int) else BAD_INPUT if stop.code else OK)
+        return codes
+
+    if sweep and (refused := sum(map(bool, checked := each_job(_check_job)))):
+        print(f"{refused} of {len(checked)} jobs are refused; none was started", file=sys.stderr)
+        return BAD_INPUT
+    return next((code for code in each_job(lambda composed: _run_job(composed, resume)) if code), OK)
 
 
 def _flags_and_keys(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -164,17 +174,34 @@ def _check_flags(arguments: Sequence[str]) -> None:
         raise UserError(f"unknown flag {argument}", required="one of " + ", ".join(FLAGS), remedy=remedy)
 
 
-def _run_job(composed: Any, resume: ResumeCommand | None) -> int:
+def _job_number() -> int | None:
+    """Of this job in a multirun; None outside one."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
+
+    hydra_config = HydraConfig.get()
+    return hydra_config.job.num if hydra_config.mode == RunMode.MULTIRUN else None
+
+
+def _check_job(composed: Any) -> int:
+    """What can be said of a job before the first one starts."""
+    from kt_ray.config.compose import to_mapping
+    from kt_ray.config.mapping import load
+    from kt_ray.runs.first_look import first_look
+
+    first_look(load(to_mapping(composed), job=_job_number()))
+    return OK
+
+
+def _run_job(composed: Any, resume: ResumeCommand | None) -> int:
+    from hydra.core.hydra_config import HydraConfig
 
     from kt_ray.config.compose import to_mapping
     from kt_ray.config.mapping import load
 
-    hydra_config = HydraConfig.get()
-    number = hydra_config.job.num if hydra_config.mode == RunMode.MULTIRUN else None
+    number = _job_number()
     if number is not None:
-        print(f"== job {number}: {' '.join(hydra_config.overrides.task)}", flush=True)
+        print(f"== job {number}: {' '.join(HydraConfig.get().overrides.task)}", flush=True)
     mapping = to_mapping(composed)
     if resume is not None:
         mapping, lines = resume.configuration(mapping)

@@ -50,6 +50,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     ),
     "data.train_on": ("all", "last"),
     "data.overflow": ("truncate", "drop"),
+    "data.bad_rows": ("stop", "skip"),
     "lora.init": ("default", "gaussian", "pissa", "pissa_niter_16"),
     "optim.name": ("adamw", "deepspeed_cpu_adam", "muon"),
     "optim.schedule": ("cosine", "linear", "constant", "wsd", "inverse_sqrt"),

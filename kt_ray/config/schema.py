@@ -97,6 +97,7 @@ class DataConfig:
     eval_fraction: float | str = "auto"
     max_length: int = 1024
     overflow: str = "truncate"
+    bad_rows: str = "stop"
     pad_to_multiple_of: int = 1
     system: str | None = None
     shuffle: bool = True

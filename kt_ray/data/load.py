@@ -119,16 +119,21 @@ def read_split(
     Raises:
         UserError: a fault of a file or row.
     """
-    parts = read_sources(sources_of(data), data.limit)
+    skip = data.bad_rows == "skip"
+    parts = read_sources(sources_of(data), data.limit, skip)
     rows = [row for part in parts for row in part.rows]
+    notes = [part.left_out for part in parts if part.left_out]
     if data.eval_path is None:
         train, held_out = split(rows, data.eval_fraction, seed)
-        return parts, train, held_out, []
-    (other,) = read_sources([eval_source(data)])
+        return parts, train, held_out, notes
+    (other,) = read_sources([eval_source(data)], skip_bad=skip)
     prompts = {same_prompt(row.prompt_key) for row in rows}
     shared = sum(same_prompt(row.prompt_key) in prompts for row in other.rows)
-    notes = [f"{shared} of {len(other.rows)} held-out rows ask a question that training rows ask too"]
-    return parts, rows, other.rows, notes if shared else []
+    if other.left_out:
+        notes.append(other.left_out)
+    if shared:
+        notes.append(f"{shared} of {len(other.rows)} held-out rows ask a question that training rows ask too")
+    return parts, rows, other.rows, notes
 
 
 def _mixed(parts: Sequence[SourceRows], train: Sequence[Conversation], total: int, seed: int) -> Samples:

@@ -34,7 +34,6 @@ from kt_ray.runs.rundir import (
     find_checkpoints,
     place_to_write,
     plain,
-    refuse_if_held,
 )
 from kt_ray.runs.saving import (
     ResumePoint,
@@ -63,7 +62,6 @@ logger = logging.getLogger(__name__)
 def run(config: Config) -> int:
     """Train. Returns the exit code; a user's mistake raises UserError before Ray is touched."""
     began = time.monotonic()
-    refuse_if_held(config)
     config, manifest = intact_checkpoint(config)
     undated, config = config, dated_as_before(config)
     prepared = prepare(config, manifest)

@@ -188,17 +188,20 @@ def place_to_write(config: Config) -> tuple[Path, int]:
     return path, sum(file.stat().st_size for file in files)
 
 
-def refuse_if_held(config: Config) -> None:
-    """The cheap look at the lock of the run directory that will be written, before the model is looked at.
+def refuse_taken(config: Config) -> None:
+    """The cheap look at the run directory that will be written, before the model is looked at.
 
     Raises:
-        UserError: another process writes it.
+        UserError: another process writes it, or as `RunDir.create`.
     """
     _, named = _root_and_named(config)
     checkpoint = checkpoint_to_resume(config)
     for run in (named, checkpoint.parent.parent if checkpoint and named is None else None):
         if run is not None:
             require_free(run)
+    if named is not None and (checkpoint is None or not _continues(checkpoint, named, config)):
+        _refuse_other_files(named)
+        _refuse_trained(named, config)
 
 
 def plain(value: Any) -> Any:
@@ -281,6 +284,20 @@ def _fresh(root: Path, named: Path | None, config: Config) -> tuple[Path, RunLoc
             except FileExistsError:
                 number += 1
                 path = root / f"{base.name}-{number}"
+    _refuse_other_files(named)
+    named.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(named)
+    try:
+        _refuse_trained(named, config)
+        if is_run(named):
+            _clear(named)
+    except BaseException:
+        lock.release()
+        raise
+    return named, lock
+
+
+def _refuse_other_files(named: Path) -> None:
     taken = named.is_dir() and any(path.name != LOCK for path in named.iterdir())
     if taken and not is_run(named):
         raise UserError(
@@ -289,22 +306,16 @@ def _fresh(root: Path, named: Path | None, config: Config) -> tuple[Path, RunLoc
             required="a new or empty directory",
             remedy="choose another run.name",
         )
-    named.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(named)
-    try:
-        if taken and _trained(named) and not config.run.overwrite:
-            on = f"to continue it, {resume_line(named)}; else " if find_checkpoints(named) else ""
-            raise UserError(
-                "this directory already holds a run",
-                where=str(named),
-                remedy=f"{on}choose another run.name, or set run.overwrite=true to delete that run",
-            )
-        if taken:
-            _clear(named)
-    except BaseException:
-        lock.release()
-        raise
-    return named, lock
+
+
+def _refuse_trained(named: Path, config: Config) -> None:
+    if is_run(named) and _trained(named) and not config.run.overwrite:
+        on = f"to continue it, {resume_line(named)}; else " if find_checkpoints(named) else ""
+        raise UserError(
+            "this directory already holds a run",
+            where=str(named),
+            remedy=f"{on}choose another run.name, or set run.overwrite=true to delete that run",
+        )
 
 
 def _trained(run: Path) -> bool:

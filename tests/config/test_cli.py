@@ -232,12 +232,33 @@ def test_flags_beside_a_path(flags: list[str], capfd: pytest.CaptureFixture[str]
     assert (printed["path"], printed["seed"], printed["name"]) == ("m", 3, "custom")
 
 
-def test_multirun_goes_on_after_a_refused_job_and_reports_it(
+def test_a_bad_value_of_a_multirun_is_told_before_the_first_job(
     modes: list[Config], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["-m", "lora.rank=0,4"]) == BAD_INPUT
-    assert [c.lora.rank for c in modes] == [4]
-    assert "lora.rank=0" in capfd.readouterr().err
+    assert cli.main(["-m", "lora.rank=4,0", "data.path=absent.jsonl,null"]) == BAD_INPUT
+    out, err = capfd.readouterr()
+    assert modes == [] and out == ""
+    assert (
+        "lora.rank=0" in err
+        and "absent.jsonl" in err
+        and err.endswith("4 of 4 jobs are refused; none was started\n")
+    )
+
+
+def test_a_multirun_goes_on_after_a_job_that_failed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begun: list[int] = []
+
+    def run(config: Config) -> int:
+        begun.append(config.seed)
+        if config.seed == 1:
+            raise UserError("no room")
+        return 0
+
+    _mode_that(monkeypatch, run)
+    assert cli.main(["-m", "seed=1,2"]) == BAD_INPUT
+    assert begun == [1, 2] and "no room" in capfd.readouterr().err
 
 
 def _mode_that(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> None:
@@ -359,7 +380,8 @@ def test_launch_with_a_users_directory(tmp_path_factory: pytest.TempPathFactory,
 def test_launch_multirun_with_a_wrong_value(tmp_path: Path) -> None:
     done = _launch("-m", "lora.rank=0,999", cwd=tmp_path)
     assert done.returncode == BAD_INPUT
-    assert [line for line in done.stderr.splitlines() if "lora.rank" in line] == done.stderr.splitlines()
+    *faults, last = done.stderr.splitlines()
+    assert len(faults) == 2 and all("lora.rank" in line for line in faults) and "none was started" in last
     assert len(done.stderr.splitlines()) == 2
 
 
