@@ -102,8 +102,9 @@ _KEYS_OF_BOUNDS = {
         optim.max_grad_norm optim.warmup preference.desirable_weight preference.undesirable_weight
         trainer.eval_every trainer.save_every trainer.keep_checkpoints trainer.preview trainer.loss_chunk
         trainer.recoveries trainer.restarts trainer.timeline_every trainer.aux_loss trainer.early_stopping
-        trainer.early_stopping_threshold trainer.spike generate.min_new_tokens generate.temperature
-        generate.top_k serve.max_queue eval.samples eval.after_training report.samples
+        trainer.early_stopping_threshold trainer.spike trainer.neftune_noise_alpha preference.gamma
+        generate.min_new_tokens generate.temperature generate.top_k serve.max_queue eval.samples
+        eval.after_training report.samples
     """,
     Bound(0, 1, open_low=True, open_high=True): "rule.experts.stream",
     Bound(0, 1, open_high=True): "data.eval_fraction lora.dropout",

@@ -162,6 +162,7 @@ class TrainerConfig:
     on_signal: str = "save"
     timeline_every: int = 0
     aux_loss: float = 0.0
+    neftune_noise_alpha: float = 0.0
     max_hours: float | None = None
     early_stopping: int = 0
     early_stopping_threshold: float = 0.0
@@ -177,8 +178,8 @@ class PreferenceConfig:
 
     loss: str = "sigmoid"
     beta: float = 0.1
-    label_smoothing: float = 0.0
     gamma: float = 0.5
+    label_smoothing: float = 0.0
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 

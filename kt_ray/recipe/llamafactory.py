@@ -265,6 +265,9 @@ def _batch(reading: Reading, devices: int | None, launcher: Mapping[str, Any]) -
     reading.set("trainer.epochs", reading.number("num_train_epochs", 3.0), "num_train_epochs")
     if (limit := reading.integer("max_steps", -1)) > 0:
         reading.set("trainer.max_steps", limit, "max_steps")
+    if reading.given("neftune_noise_alpha"):
+        alpha = reading.number("neftune_noise_alpha", 0.0)
+        reading.set("trainer.neftune_noise_alpha", alpha, "neftune_noise_alpha")
 
 
 def _optim(reading: Reading) -> None:

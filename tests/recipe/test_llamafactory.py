@@ -129,13 +129,13 @@ def test_absent_fields_are_llamafactorys_defaults(tmp_path: Path) -> None:
         ({"template": "moonlight"}, {"data.template": "kimi"}),
         (
             {"template": "qwen", "default_system": "Be brief."},
+        ({"neftune_noise_alpha": 5}, {"trainer.neftune_noise_alpha": 5}),
             {"data.template": "qwen", "data.system": "Be brief."},
         ),
         (
             {"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "ipo"},
             {"trainer.stage": "dpo", "preference.loss": "ipo"},
         ),
-        ({"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "orpo"}, {"trainer.stage": "orpo"}),
         (
             {"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "simpo", "simpo_gamma": 1.0},
             {"trainer.stage": "dpo", "preference.loss": "simpo", "preference.gamma": 1.0},
@@ -146,6 +146,7 @@ def test_absent_fields_are_llamafactorys_defaults(tmp_path: Path) -> None:
         ),
         ({"stage": "pt", "dataset": "c4_demo"}, {"trainer.stage": "pt", "data.packing": True}),
         ({"kt_backend": "AMXINT4_SkipLoRA"}, {"rule.experts.backend": "AMXINT4", "lora.experts": False}),
+        ({"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "orpo"}, {"trainer.stage": "orpo"}),
         ({"kt_config": {"backend": "AMXINT8"}}, {"rule.experts.backend": "AMXINT8"}),
         ({"kt_config": {"kt_expert_weight_format": "fp8"}}, {"rule.experts.backend": "auto"}),
         ({"kt_config": {"kt_tp_enabled": True, "kt_threadpool_count": 2}}, {"rule.experts.sockets": 2}),
@@ -224,7 +225,6 @@ def test_fields_that_are_off_are_not_refused(tmp_path: Path) -> None:
     off = {
         "use_dora": False,
         "quantization_bit": None,
-        "neftune_noise_alpha": 0,
         "pref_ftx": 0.0,
         "fp16": False,
     }
