@@ -186,9 +186,9 @@ class PreferenceConfig:
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Where figures go. jsonl is always written; wandb is added on request."""
+    """Where figures go. jsonl is always written; others are added on request, several in a list."""
 
-    name: str = "jsonl"
+    name: str | list[str] = "jsonl"
     project: str = "kt_ray"
     entity: str | None = None
     mode: str = "auto"
@@ -196,6 +196,11 @@ class TrackingConfig:
     upload_adapter: bool = True
     progress: bool = True
     plot: bool = True
+
+    @property
+    def names(self) -> list[str]:
+        """Every tracker that is asked for, once."""
+        return list(dict.fromkeys([self.name] if isinstance(self.name, str) else self.name))
 
 
 @dataclass(frozen=True)

@@ -317,5 +317,5 @@ def _answer(
         reason = error.line() if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         say(f"held-out questions were not answered, the adapter is not concerned: {' '.join(reason.split())}")
         return
-    for name, (columns, rows) in result.wandb_tables().items():
+    for name, (columns, rows) in result.tables().items():
         tracker.table(name, columns, rows)
