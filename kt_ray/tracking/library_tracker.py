@@ -82,6 +82,8 @@ class LibraryTracker(ABC):
 
         def init() -> None:
             self._open(run_dir, config, first_step)
+            if not self.enabled:  # too late: a server would call the run a running one for ever
+                self._close("interrupted")
             ready.set()
 
         self._thread = threading.Thread(target=self._work, name=f"kt_ray-{self.title}", daemon=True)
@@ -132,7 +134,7 @@ class LibraryTracker(ABC):
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             if not self.enabled:
-                return  # the library itself closes a late start when the process ends
+                return
             try:
                 call()
             except BaseException as error:  # SystemExit included: a library's own code may raise it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -187,6 +188,27 @@ def test_trackio(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (again["name"], again["resume"]) == ("a-2", "allow") and first["config"]["lora.rank"] == 8
     assert run.of("log")[1:3] == [((SHOWN,), {"step": 1}), (({TABLE[0]: ("markdown", MARKDOWN)},), {})]
     assert len(run.of("finish")) == 2
+
+
+def test_a_start_that_comes_too_late_is_closed_again(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    go_on, closed = threading.Event(), threading.Event()
+
+    class Slow(TensorBoardTracker):
+        def _open(self, run_dir: Path, config: Any, first_step: int) -> None:
+            go_on.wait(30)
+
+        def _close(self, status: str) -> None:
+            assert status == "interrupted"
+            closed.set()
+
+    tracker = Slow(TrackingConfig(), init_timeout=0.1)
+    tracker.start(run_dir, CONFIG)
+    tracker.finish("finished")
+    assert not closed.is_set()
+    go_on.set()
+    assert closed.wait(30)
+    assert "its start took longer than 0.1 s" in caplog.text
+    caplog.clear()
 
 
 # --- the libraries themselves, in the environment of a user who has them ----------------------------------
