@@ -94,10 +94,11 @@ class PassSpec:
     routing: bool = False
     # train only: gradient of the load-balancing loss in a probability of each expert
     router_slopes: tuple[float, ...] | None = None
+    noise_alpha: float = 0.0  # NEFTune's, where `dropout` is on (kt_ray.model.embedding_noise)
 
     @property
     def dropout(self) -> bool:
-        """Whether LoRA's dropout is on."""
+        """Whether LoRA's dropout and noise on the embeddings are on."""
         return self.kind == "train" or self.routing
 
     @property

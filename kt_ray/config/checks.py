@@ -96,10 +96,11 @@ def single_keys(config: Config) -> Iterator[Fault]:
     """Values that their key may not have, whatever the others are."""
     for key, words in WORDS.items():
         value = value_of(config, key)
-        if isinstance(value, str) and value not in words:
-            match, meant = _guess(value, words)
-            allowed = " or ".join([*words, f"a number {BOUNDS[key]}"] if key in BOUNDS else words)
-            yield Fault(key, f"is not known{meant}", allowed, f"set {key}={match or words[0]}")
+        for word in value if isinstance(value, list) else [value]:
+            if isinstance(word, str) and word not in words:
+                match, meant = _guess(word, words)
+                allowed = " or ".join([*words, f"a number {BOUNDS[key]}"] if key in BOUNDS else words)
+                yield Fault(key, f"is not known{meant}", allowed, f"set {key}={match or words[0]}")
     for key, words in LISTED.items():
         for word in (word for word in value_of(config, key) if word not in words):
             fault = f"has the unknown entry {word}{_guess(word, words)[1]}"
@@ -638,9 +639,20 @@ def _serve(c: Config) -> Iterator[Fault]:
             )
 
 
+# Trackers that kt_ray does not bring: module -> what pip installs.
+_TRACKERS = {name: name for name in ("tensorboard", "mlflow", "trackio")} | {"swanlab": "'swanlab>=0.10'"}
+
+
 def _place(c: Config) -> Iterator[Fault]:
-    """Where a run takes place and where its files go."""
+    """Where a run takes place and where its files and figures go."""
     address, name = c.cluster.address, c.run.name
+    for tracker in c.tracking.names if c.mode in ("train", "eval") else ():
+        if tracker in _TRACKERS and importlib.util.find_spec(tracker) is None:
+            yield Fault(
+                "tracking.name",
+                f"needs {tracker}, which is not installed",
+                remedy=f"pip install {_TRACKERS[tracker]}, or set tracking=jsonl",
+            )
     if not _ADDRESS.fullmatch(address):
         match, meant = _guess(address, ("auto", "local"))
         yield Fault(

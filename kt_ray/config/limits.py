@@ -59,7 +59,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "preference.loss": ("sigmoid", "hinge", "ipo", "robust", "simpo"),
     "trainer.bad_steps": ("stop", "skip"),
     "trainer.on_signal": ("save", "exit"),
-    "tracking.name": ("jsonl", "wandb"),
+    "tracking.name": ("jsonl", "wandb", "tensorboard", "mlflow", "swanlab", "trackio"),
     "tracking.mode": ("auto", "online", "offline"),
     "cluster.name": ("ray", "local"),
     "generate.answer": ("auto", "adapter", "base", "both"),
@@ -106,8 +106,9 @@ _KEYS_OF_BOUNDS = {
         preference.undesirable_weight
         trainer.eval_every trainer.save_every trainer.keep_checkpoints trainer.preview trainer.loss_chunk
         trainer.recoveries trainer.restarts trainer.timeline_every trainer.aux_loss trainer.early_stopping
-        trainer.early_stopping_threshold trainer.spike generate.min_new_tokens generate.temperature
-        generate.top_k serve.max_queue eval.samples eval.after_training report.samples
+        trainer.early_stopping_threshold trainer.spike trainer.neftune_noise_alpha preference.gamma
+        generate.min_new_tokens generate.temperature generate.top_k serve.max_queue eval.samples
+        eval.after_training report.samples
     """,
     Bound(0, 1, open_low=True, open_high=True): "rule.experts.stream",
     Bound(0, 1, open_high=True): "lora.dropout",
@@ -137,7 +138,7 @@ NOT_EMPTY: dict[str, str] = {
     "rule.experts.load": "a checkpoint directory, or null",
     "lora.target_modules": "auto, none, names or a regex",
     "lora.adapter": "a directory, or null",
-    "tracking.project": "the name of a W&B project",
+    "tracking.project": "the name of a project",
     "cluster.namespace": "a name, or null",
     "generate.adapter": "a directory, or null",
     "generate.stop": "strings that are not empty",

@@ -165,6 +165,7 @@ class TrainerConfig:
     on_signal: str = "save"
     timeline_every: int = 0
     aux_loss: float = 0.0
+    neftune_noise_alpha: float = 0.0
     max_hours: float | None = None
     early_stopping: int = 0
     early_stopping_threshold: float = 0.0
@@ -180,17 +181,17 @@ class PreferenceConfig:
 
     loss: str = "sigmoid"
     beta: float = 0.1
-    label_smoothing: float = 0.0
     gamma: float = 0.5
+    label_smoothing: float = 0.0
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Where figures go. jsonl is always written; wandb is added on request."""
+    """Where figures go. jsonl is always written; others are added on request, several in a list."""
 
-    name: str = "jsonl"
+    name: str | list[str] = "jsonl"
     project: str = "kt_ray"
     entity: str | None = None
     mode: str = "auto"
@@ -198,6 +199,11 @@ class TrackingConfig:
     upload_adapter: bool = True
     progress: bool = True
     plot: bool = True
+
+    @property
+    def names(self) -> list[str]:
+        """Every tracker that is asked for, once."""
+        return list(dict.fromkeys([self.name] if isinstance(self.name, str) else self.name))
 
 
 @dataclass(frozen=True)

@@ -325,6 +325,6 @@ def _answer(
         reason = error.line() if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         say(f"held-out questions were not answered, the adapter is not concerned: {' '.join(reason.split())}")
         return ()
-    for name, (columns, rows) in result.wandb_tables().items():
+    for name, (columns, rows) in result.tables().items():
         tracker.table(name, columns, rows)
     return next(((s.prompt, s.base or "", s.adapter or "") for s in result.samples), ())

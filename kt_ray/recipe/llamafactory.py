@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.config.fields import closest
+from kt_ray.config.limits import WORDS
 from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, read_yaml_text
 from kt_ray.recipe.datasets import map_data
@@ -296,6 +297,9 @@ def _batch(reading: Reading, devices: int | None, launcher: Mapping[str, Any]) -
     reading.set("trainer.epochs", reading.number("num_train_epochs", 3.0), "num_train_epochs")
     if (limit := reading.integer("max_steps", -1)) > 0:
         reading.set("trainer.max_steps", limit, "max_steps")
+    if reading.given("neftune_noise_alpha"):
+        alpha = reading.number("neftune_noise_alpha", 0.0)
+        reading.set("trainer.neftune_noise_alpha", alpha, "neftune_noise_alpha")
 
 
 def _optim(reading: Reading) -> None:
@@ -408,10 +412,27 @@ def _output(reading: Reading) -> None:
         reading.set("trainer.log_every", max(1, int(every)), "logging_steps")
     if reading.given("plot_loss"):
         reading.set("tracking.plot", reading.flag("plot_loss"), "plot_loss")
-    trackers = reading.names("report_to") or ["none"]
-    others = [name for name in trackers if name not in ("wandb", "none")]
+    _trackers(reading)
+
+
+def _trackers(reading: Reading) -> None:
+    names, sources = [name for name in reading.names("report_to") if name != "none"], ["report_to"]
+    known = [name for name in names if name in WORDS["tracking.name"]]
+    others = [name for name in names if name not in known]
     note = f"{', '.join(others)}: not a tracker of kt_ray" if others else ""
-    reading.set("tracking", "wandb" if "wandb" in trackers else "jsonl", "report_to", note=note)
+    if reading.flag("use_swanlab"):
+        known, sources = [*known, "swanlab"], [*sources, "use_swanlab"]
+    if len(known) > 1:
+        reading.set("tracking.name", known, *sources, note=note)
+    else:
+        reading.set("tracking", known[0] if known else "jsonl", *sources, note=note)
+    for name, key in (
+        ("project", "tracking.project"),
+        ("swanlab_project", "tracking.project"),
+        ("swanlab_workspace", "tracking.entity"),
+    ):
+        if reading.given(name):
+            reading.set(key, str(reading.fields[name]), name)
 
 
 def _every(reading: Reading, what: str, key: str, default: int, strategy: str = "steps") -> int | str:

@@ -31,7 +31,7 @@ from kt_ray.evaluate.loss_sums import perplexity, read_losses
 from kt_ray.evaluate.scores import score
 from kt_ray.evaluate.table import Comparison, compare
 from kt_ray.runs.rundir import plain, settings_of
-from kt_ray.tracking import WandbTracker, read_jsonl, series
+from kt_ray.tracking import MultiTracker, library_trackers, read_jsonl, series
 from kt_ray.tracking.progress import shortened
 
 JSON_FILE, MARKDOWN_FILE = "eval.json", "eval.md"
@@ -185,11 +185,11 @@ def show(result: Comparison, screen: Console) -> None:
         screen.print(grid)
 
 
-def to_wandb(config: Config, result: Comparison, home: Path) -> None:
-    """The tables into the run's W&B run (a new one, if it has none); trouble with W&B is a warning."""
-    tracker = WandbTracker(config.tracking)
+def to_trackers(config: Config, result: Comparison, home: Path) -> None:
+    """The tables to the trackers of tracking.name, into the run that they have (a new one, if none)."""
+    tracker = MultiTracker(library_trackers(config.tracking))
     tracker.start(home, {"eval": plain(config.eval)})
-    for name, (columns, rows) in result.wandb_tables().items():
+    for name, (columns, rows) in result.tables().items():
         tracker.table(name, columns, rows)
     tracker.finish("finished")
 

@@ -343,6 +343,7 @@ class Trainer:
             seed=self.config.seed,
             wave=wave,
             loss_tokens=loss_tokens,
+            noise_alpha=self.config.trainer.neftune_noise_alpha,
             timeline=timeline,
             profile=str(self._profile) if self._profile is not None and traced else None,
             **more,

@@ -59,7 +59,8 @@ def test_every_model_composes_with_every_rule(model: str) -> None:
 def test_every_option_composes(group: str) -> None:
     for option in option_names(group):
         path = ["data.path=rows.jsonl"] if (group, option) == ("data", "jsonl") else []
-        compose([f"{group}={option}", *path])
+        plan = ["mode=plan"] if group == "tracking" else []  # training asks for the tracker's library
+        compose([f"{group}={option}", *path, *plan])
 
 
 @pytest.mark.parametrize("experiment", option_names("experiment"))

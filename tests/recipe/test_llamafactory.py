@@ -129,13 +129,20 @@ def test_absent_fields_are_llamafactorys_defaults(tmp_path: Path) -> None:
         ({"resume_from_checkpoint": "saves/x/checkpoint-5"}, {"trainer.resume": "saves/x/checkpoint-5"}),
         ({"overwrite_output_dir": True}, {"run.overwrite": True}),
         ({"report_to": ["wandb"]}, {"tracking": "wandb"}),
-        ({"report_to": "tensorboard"}, {"tracking": "jsonl"}),
+        ({"report_to": "tensorboard"}, {"tracking": "tensorboard"}),
+        ({"report_to": "clearml"}, {"tracking": "jsonl"}),
+        ({"report_to": ["wandb", "mlflow"]}, {"tracking.name": ["wandb", "mlflow"]}),
+        (
+            {"use_swanlab": True, "report_to": "none", "swanlab_project": "mine", "swanlab_workspace": "us"},
+            {"tracking": "swanlab", "tracking.project": "mine", "tracking.entity": "us"},
+        ),
         ({"neat_packing": True}, {"data.packing": True}),
         ({"mask_history": True}, {"data.train_on": "last"}),
         ({"disable_shuffling": True}, {"data.shuffle": False}),
         ({"flash_attn": "disabled"}, {"model.attn_implementation": "eager"}),
         ({"bf16": True}, {"model.dtype": "bfloat16"}),
         ({"moe_aux_loss_coef": 0.001}, {"trainer.aux_loss": 0.001}),
+        ({"neftune_noise_alpha": 5}, {"trainer.neftune_noise_alpha": 5}),
         ({"ray_num_workers": 4, "per_device_train_batch_size": 2}, {"trainer.batch_size": 8}),
         ({"template": "qwen3"}, {"data.template": None}),
         ({"template": None}, {"data.template": None}),
@@ -148,11 +155,11 @@ def test_absent_fields_are_llamafactorys_defaults(tmp_path: Path) -> None:
             {"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "ipo"},
             {"trainer.stage": "dpo", "preference.loss": "ipo"},
         ),
-        ({"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "orpo"}, {"trainer.stage": "orpo"}),
         (
             {"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "simpo", "simpo_gamma": 1.0},
             {"trainer.stage": "dpo", "preference.loss": "simpo", "preference.gamma": 1.0},
         ),
+        ({"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "orpo"}, {"trainer.stage": "orpo"}),
         (
             {"stage": "kto", "dataset": "kto_en_demo", "kto_rejected_weight": 2.0},
             {"trainer.stage": "kto", "preference.undesirable_weight": 2.0},
@@ -236,7 +243,6 @@ def test_fields_that_are_off_are_not_refused(tmp_path: Path) -> None:
     off = {
         "use_dora": False,
         "quantization_bit": None,
-        "neftune_noise_alpha": 0,
         "pref_ftx": 0.0,
         "fp16": False,
     }

@@ -41,9 +41,8 @@ class Run:
     """A whole run with the deaths asked for, and all that it told."""
 
     def __init__(self, model: Path, root: Path, deaths: list[Death], *settings: str) -> None:
-        self.config: Config = config_for(
-            model, "optim.lr=0.02", "lora.dropout=0.1", "trainer.eval_every=2", *settings
-        )
+        random = ("lora.dropout=0.1", "trainer.neftune_noise_alpha=0.2")
+        self.config: Config = config_for(model, "optim.lr=0.02", *random, "trainer.eval_every=2", *settings)
         self.root = root
         self.records: list[Any] = []
         self.evaluated: list[int] = []
