@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+# Name under which actors keep the adapter that a preference run starts from.
+REFERENCE = "reference"
 IGNORE = -100  # label of a token that is not trained, as in torch.nn.functional.cross_entropy
 
 
@@ -23,7 +25,7 @@ class MicroBatch:
     sample_ids: np.ndarray  # [b] index of each row in its data set: the key of counter-based dropout
     # [b] +1 chosen or wanted, -1 rejected or unwanted, 0 neither; a pair's rows follow each other
     signs: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    # float64 [b] log-probability of each answer without adapters, where it is known
+    # float64 [b] log-probability of each answer under the reference, where it is known
     reference: np.ndarray | None = None
     samples_BS: np.ndarray | None = None  # packed rows only: [b, s] sample id of each position's document
     # packed rows only: [b, s] position within the document; a document begins where it is 0. None = every row
@@ -56,9 +58,10 @@ class Objective:
 
     stage: str  # "dpo", "orpo" or "kto"
     units: int  # pairs (dpo, orpo) or rows (kto) of the whole step: what the loss is the mean over
-    # kind, beta, label_smoothing, desirable_weight, undesirable_weight: as configured
+    # kind, beta, gamma, label_smoothing, desirable_weight, undesirable_weight: as configured
     kind: str = "sigmoid"
     beta: float = 0.1
+    gamma: float = 0.5
     label_smoothing: float = 0.0
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
@@ -81,7 +84,9 @@ class PassSpec:
     timeline: bool = False  # actors report every span of the pass, not only their sums (kt_ray.timeline)
     # attention workers write a torch.profiler trace of the pass into this directory; None = none
     profile: str | None = None
-    adapters: bool = True  # False = the model without LoRA, on workers and expert actors alike (eval only)
+    # eval only: False = the model without LoRA, on workers and expert actors alike; REFERENCE = with the one
+    # that they keep under that name
+    adapters: bool | str = True
     return_logps: bool = False  # workers of the last stage hand back the rows' log-probabilities
     # the loss, where it is not the mean token loss; `loss_tokens` is then its `units`
     objective: Objective | None = None
@@ -89,10 +94,11 @@ class PassSpec:
     routing: bool = False
     # train only: gradient of the load-balancing loss in a probability of each expert
     router_slopes: tuple[float, ...] | None = None
+    noise_alpha: float = 0.0  # NEFTune's, where `dropout` is on (kt_ray.model.embedding_noise)
 
     @property
     def dropout(self) -> bool:
-        """Whether LoRA's dropout is on."""
+        """Whether LoRA's dropout and noise on the embeddings are on."""
         return self.kind == "train" or self.routing
 
     @property

@@ -75,8 +75,11 @@ class Place:
 
     def starts(self) -> list[tuple[str | None, bool]]:
         """trainer.resume and run.overwrite of each driver."""
-        jobs = [json.loads(line)["config"] for line in (self.path / "starts").read_text().splitlines()]
-        return [(job["trainer"]["resume"], job["run"]["overwrite"]) for job in jobs]
+        return [(job["trainer"]["resume"], job["run"]["overwrite"]) for job in self.configs()]
+
+    def configs(self) -> list[dict[str, Any]]:
+        """What each driver was given."""
+        return [json.loads(line)["config"] for line in (self.path / "starts").read_text().splitlines()]
 
     def log(self) -> str:
         return (self.run / LOG).read_text()
@@ -111,6 +114,13 @@ def test_from_the_last_checkpoint_after_every_kind_of_death(place: Place, capfd:
 def test_an_end_and_a_refusal_are_final(place: Place, code: int, starts: int) -> None:
     assert place.go([f"exit={code}"] * 3) == code
     assert len(place.starts()) == starts and not (place.run / LOG).exists()
+
+
+def test_a_restart_keeps_the_placement_of_experts(place: Place) -> None:
+    """Placed anew by load they would add up in another order, and nobody asked for that."""
+    assert place.go(["begin kill=9", "begin save=1 kill=9", "begin exit=0"]) == 0
+    placements = [config["rule"]["experts"]["placement"] for config in place.configs()]
+    assert placements == ["auto", "auto", "kept"]
 
 
 def test_restarts_are_counted(place: Place, capfd: Any) -> None:

@@ -13,10 +13,12 @@ from torch import Tensor
 from kt_ray.actors.watch import Status
 from kt_ray.adapter.adapter_dir import write_tensors
 from kt_ray.adapter.from_peft import AdapterReader
+from kt_ray.batch import REFERENCE
+from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
 from kt_ray.config.schema import OptimConfig
 from kt_ray.experts import LocalExpertsSpec
-from kt_ray.model.stage_spec import StageSpec
+from kt_ray.model.stage_spec import StageSpec, StartAdapter
 from kt_ray.optim.optimizers import gradient_norms, state_kinds, use_torch_threads
 from kt_ray.placement.plan_types import Plan
 from kt_ray.pulse import beat, beats
@@ -81,19 +83,42 @@ class PlainActor(ABC):
     def close(self) -> None:
         """Give memory and threads back."""
 
-    def load(self) -> dict[str, Any]:
+    def load(self, again: bool = False) -> dict[str, Any]:
         """Read weights, make LoRA. Returns `info`."""
         self.claim_thread()
         self.doing = "loading"
         self._load()
+        start = self._spec.start
+        # A new actor's LoRA comes from a checkpoint, if there is one: then the adapter may be gone.
+        if start is not None and (start.reference or not again):
+            self._read_start(start)
+            if start.reference:
+                self.keep_adapter(REFERENCE, copy=True)
         self.doing = "idle"
         return self.info()
 
     def load_again(self) -> dict[str, Any]:
         """As `load`, for an actor that replaces a dead one."""
-        facts = self.load()
+        facts = self.load(again=True)
         self.reborn = True
         return facts
+
+    def _read_start(self, start: StartAdapter) -> None:
+        """The adapter that the run starts from, in place of initial LoRA where it has any.
+
+        Raises:
+            UserError: it is gone, or another than when the run began.
+        """
+        reader = AdapterReader(start.directory, self._spec.model_dir)
+        if reader.digest != start.digest:
+            raise damaged(
+                "the adapter that the run starts from has changed",
+                start.directory,
+                f"weights with the digest {reader.digest[:12]}",
+                f"{start.digest[:12]}, as when the run began",
+                "put the former files back, or begin a new run",
+            )
+        reader.read_into(self.lora("param").items(), self._spec.lora.scale, others="kept")
 
     def info(self) -> dict[str, Any]:
         """Facts about this actor for env.json."""
@@ -217,6 +242,8 @@ class PlainActor(ABC):
     def restart(self) -> None:
         """Back to before the first step: initial LoRA, no moments."""
         self._restart_lora()
+        if self._spec.start is not None:
+            self._read_start(self._spec.start)
         self._begin_from(0)
 
     @abstractmethod
@@ -242,7 +269,12 @@ class PlainActor(ABC):
         if not parameters:
             return 0
         reader = AdapterReader(directory, self._spec.model_dir)
-        return reader.read_into(parameters, self._spec.lora.scale, one_of_several=one_of_several)
+        others: Literal["zero", "refused"] = "zero" if one_of_several else "refused"
+        return reader.read_into(parameters, self._spec.lora.scale, others=others)
+
+    @abstractmethod
+    def keep_adapter(self, name: str, copy: bool) -> None:
+        """Keep this actor's present LoRA for passes and requests that name it; `copy` if it will change."""
 
     def adapter(self) -> Mapping[str, Tensor]:
         """This actor's part of the adapter file."""

@@ -366,6 +366,7 @@ class AttentionWorker(PlainActor):
     def discard(self) -> None:
         self.mailbox.clear()
         self.stage.zero_grad()
+        self.stage.adapters.switch_all(True)  # what comes next may overwrite parameters
         if self._on_gpu:
             # Finish copies out of peers' memory: it is unmapped when peers are replaced.
             torch.cuda.synchronize(self.spec.device)
@@ -374,5 +375,4 @@ class AttentionWorker(PlainActor):
         self.stage.load_parameters(self.stage.initial_parameters())
 
     def keep_adapter(self, name: str, copy: bool) -> None:
-        """Keep this stage's present LoRA for requests that name it."""
         self.stage.adapters.keep(name, copy=copy)

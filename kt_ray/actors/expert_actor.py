@@ -231,5 +231,4 @@ class ExpertActor(PlainActor):
         self.experts.set_step(step)
 
     def keep_adapter(self, name: str, copy: bool) -> None:
-        """Keep this actor's present LoRA for requests that name it."""
         self.experts.keep(name, copy=copy)

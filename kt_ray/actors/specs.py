@@ -12,7 +12,7 @@ from kt_ray.config.schema import Config, OptimConfig
 from kt_ray.experts import LocalExpertsSpec
 from kt_ray.model.build import build_on_meta
 from kt_ray.model.stage import Stage
-from kt_ray.model.stage_spec import StageSpec
+from kt_ray.model.stage_spec import StageSpec, StartAdapter
 from kt_ray.native import ExpertFormula
 from kt_ray.placement.plan_types import Plan
 from kt_ray.transport.messages import Address
@@ -50,6 +50,15 @@ class ActorSpecs:
             experts=tuple(own_lane(spec, cards) for spec in self.experts),
         )
 
+    def expecting(self, stages: str, experts: str) -> ActorSpecs:
+        """The same for actors that load these weights only, by fingerprint: an actor that is started again in
+        the middle of a run must not take others."""
+        return replace(
+            self,
+            stages=tuple(replace(spec, fingerprint=stages) for spec in self.stages),
+            experts=tuple(replace(spec, fingerprint=experts) for spec in self.experts),
+        )
+
     def arguments(self, plan: Plan) -> dict[Address, tuple[Any, ...]]:
         """What every `AttentionWorker` and `ExpertActor` is made of."""
         workers: dict[Address, tuple[Any, ...]] = {
@@ -65,6 +74,7 @@ def actor_specs(
     model_dir: str,
     formulas: Mapping[int, ExpertFormula] | None = None,
     root: str = "model",
+    start: StartAdapter | None = None,
 ) -> ActorSpecs:
     """Specs for every actor of `plan`.
 
@@ -74,8 +84,9 @@ def actor_specs(
         formulas: MoE layer -> what its experts compute; None = found out, and `root`, by building the model
             on meta.
         root: module name of the language model (`StageModel.root`).
+        start: what LoRA starts from, if actors have to read it.
     """
-    stages = stage_specs(plan, config, model_dir)
+    stages = stage_specs(plan, config, model_dir, start)
     if formulas is None:
         whole = replace(stages[0], layers=(0, plan.dims.num_layers))
         built = build_on_meta(whole)
@@ -91,6 +102,7 @@ def actor_specs(
             formulas=formulas,
             experts_path=config.model.experts_path,
             root=root,
+            start=start,
         )
         for actor in plan.experts
     )
@@ -103,7 +115,9 @@ def actor_specs(
     )
 
 
-def stage_specs(plan: Plan, config: Config, model_dir: str) -> tuple[StageSpec, ...]:
+def stage_specs(
+    plan: Plan, config: Config, model_dir: str, start: StartAdapter | None = None
+) -> tuple[StageSpec, ...]:
     """What each attention worker of `plan` builds, by rank."""
     dtype = config.model.dtype if config.model.dtype != "auto" else plan.dims.dtype
     return tuple(
@@ -119,6 +133,7 @@ def stage_specs(plan: Plan, config: Config, model_dir: str) -> tuple[StageSpec, 
             loss_chunk=config.trainer.loss_chunk,
             keep_quantized=config.model.keep_quantized,
             padded=config.trainer.micro_batch_size > 1,
+            start=start,
         )
         for worker in plan.workers
     )

@@ -7,8 +7,11 @@ patterns work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -50,7 +53,7 @@ def settings_of(readers: Sequence[AdapterReader]) -> LoraConfig:
         rank=rank,
         alpha=readers[0].lora.pairs()[0].scale * rank,
         target_modules=sorted({name for reader in readers for name in reader.lora.linear}) or "none",
-        experts=any(reader.lora.experts or reader.lora.fused for reader in readers),
+        experts=any(reader.adapts_experts for reader in readers),
     )
 
 
@@ -59,15 +62,17 @@ class AdapterReader:
 
     Args:
         directory: of adapter_config.json and adapter_model.safetensors.
-        model_dir: of the model that it is for; tells the family.
+        model_dir: of the model that it is for; tells the family. None = not known: names are as in the file.
 
     Raises:
         UserError: not an adapter, or no plain LoRA.
     """
 
-    def __init__(self, directory: str, model_dir: str) -> None:
-        file = Path(model_dir) / "config.json"
-        self._family = family(read_json(file, file.name, "set model.path to a model's directory"))
+    def __init__(self, directory: str, model_dir: str | None) -> None:
+        self._family = ""
+        if model_dir is not None:
+            file = Path(model_dir) / "config.json"
+            self._family = family(read_json(file, file.name, "set model.path to a model's directory"))
         self.lora = Lora.open(directory, self._family)
         self._layers: dict[str, FusedLayer] = {}
 
@@ -85,8 +90,66 @@ class AdapterReader:
     @property
     def rank(self) -> int:
         """Smallest rank that holds every pair."""
-        single = [pair.rank for pair in (*self.lora.linear.values(), *self.lora.experts.values())]
-        return max([*single, *(self._fused(prefix).rank for prefix, _ in self.lora.fused)])
+        return max(rank for rank, _ in self.kinds)
+
+    @cached_property
+    def kinds(self) -> dict[tuple[int, float], str]:
+        """Rank and scale -> a module that has them."""
+        kinds: dict[tuple[int, float], str] = {}
+        for pair in (*self.lora.linear.values(), *self.lora.experts.values()):
+            kinds.setdefault((pair.rank, pair.scale), pair.module)
+        for (prefix, role), pair in self.lora.fused.items():
+            halves = role == "gate_up" and self._fused(prefix).halves
+            kinds.setdefault((pair.rank // (2 if halves else 1), pair.scale), pair.module)
+        return kinds
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the file of weights."""
+        with (self.lora.path / WEIGHTS).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    @property
+    def adapts_experts(self) -> bool:
+        """Whether it has routed experts."""
+        return bool(self.lora.experts or self.lora.fused)
+
+    def require_fit(self, shapes: Mapping[str, tuple[int, int]], num_experts: int) -> None:
+        """Refuse an adapter of another model, by names and shapes alone.
+
+        Args:
+            shapes: every module that an adapter of the model may have -> (inputs, outputs).
+            num_experts: routed experts of a layer.
+        """
+        own = {pair.module: (pair.in_features, pair.out_features) for pair in self.lora.linear.values()}
+        names = {
+            (of_expert.prefix, of_expert.expert, of_expert.role): name
+            for name in shapes
+            if (of_expert := one_expert(name)) is not None
+        }
+        for key, pair in self.lora.experts.items():
+            own[names.get(key, pair.module)] = (pair.in_features, pair.out_features)
+        for prefix in {prefix for prefix, _ in self.lora.fused}:
+            layer = self._fused(prefix)
+            for role in layer.projections:
+                for expert in range(max(layer.experts, num_experts)):
+                    name = names.get((prefix, expert, role), f"{prefix}.{expert}.{role}")
+                    own[name] = layer.shape(role)[::-1] if expert < layer.experts else (0, 0)
+        wrong = [f"{name} {_sizes(own[name])}" for name in own if shapes.get(name) != own[name]]
+        lacking = [name for name in names.values() if name not in own] if self.adapts_experts else []
+        if not wrong and not lacking:
+            return
+        examples = [f"{name} {_sizes(shapes[name])}" for name in own if name in shapes] or [
+            f"{name} {_sizes(size)}" for name, size in shapes.items()
+        ]
+        raise damaged(
+            "the adapter does not fit this model",
+            self.lora.path,
+            some(wrong, 4) if wrong else f"nothing for {some(lacking, 4)}",
+            f"inputs and outputs as in {some(examples, 2)}" if wrong else "every routed expert, or none",
+            f"it names {self.lora.base or 'no model'} as its base: set model.path to that, or choose an "
+            "adapter of this model",
+        )
 
     def _fused(self, prefix: str) -> FusedLayer:
         if prefix not in self._layers:
@@ -94,14 +157,18 @@ class AdapterReader:
         return self._layers[prefix]
 
     def read_into(
-        self, parameters: Iterable[tuple[str, Tensor]], scale: float, *, one_of_several: bool = False
+        self,
+        parameters: Iterable[tuple[str, Tensor]],
+        scale: float,
+        *,
+        others: Literal["refused", "zero", "kept"] = "refused",
     ) -> int:
         """Fill parameters.
 
         Args:
             parameters: (name, float32 tensor to fill), A and B of the same modules.
             scale: that they will be used with.
-            one_of_several: parameters of modules that only other adapters change become zero.
+            others: what becomes of the parameters of modules that the adapter does not change.
 
         Returns:
             How many the adapter had.
@@ -113,11 +180,11 @@ class AdapterReader:
         for name, target in parameters:
             factors = self._factors(module_of(name))
             if factors is None:
-                if one_of_several and not self._changes(name):
+                if others == "refused" or self._changes(name):
+                    missing.append(name)
+                elif others == "zero":
                     with torch.no_grad():
                         target.zero_()
-                else:
-                    missing.append(name)
                 continue
             a, b, own = factors
             value = a if name.endswith("lora_A.weight") else b * (own / scale)
@@ -135,7 +202,7 @@ class AdapterReader:
         module = module_of(name)
         if one_expert(module) is None:
             return module in self.lora.linear
-        return bool(self.lora.experts or self.lora.fused)
+        return self.adapts_experts
 
     def _factors(self, module: str) -> tuple[Tensor, Tensor, float] | None:
         """A [r, in], B [out, r] and scale of a module."""
@@ -157,3 +224,7 @@ class AdapterReader:
         with torch.no_grad():
             target.zero_()
             target.narrow(side, 0, value.shape[side]).copy_(value)
+
+
+def _sizes(size: tuple[int, int]) -> str:
+    return f"{size[0]}→{size[1]}"

@@ -28,6 +28,8 @@ HYDRA_VERSION_BASE = "1.3"
 
 # A path without a group choice means the generic option: model.path=DIR is model=custom model.path=DIR.
 _IMPLIED = {"model": "custom", "data": "jsonl"}
+# Models of the package, which train on the demo's data; another model's plan is for rows of one's own.
+_BUILT = ("demo", "demo_random", "mini")
 
 
 @cache
@@ -45,7 +47,8 @@ def _scratch() -> str:
 
 def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = True) -> list[str]:
     """`overrides` as Hydra takes them: lists without brackets get theirs, and the group choices that
-    model.path and data.path imply are added, where none is made.
+    model.path and data.path imply are added, where none is made. mode=plan of a released model without data
+    is for data=jsonl: its rows are as long as a user's, the demo's are not.
 
     An experiment chooses its own groups, so nothing is implied beside one.
 
@@ -60,7 +63,7 @@ def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = Tru
     choices = [
         f"{group}={option}"
         for group, option in _IMPLIED.items()
-        if f"{group}.path" in keys and group not in keys
+        if group not in keys and (f"{group}.path" in keys or (group == "data" and _plans_own_rows(overrides)))
     ]
     return choices + list(overrides)
 
@@ -69,6 +72,13 @@ def at_home(override: str) -> str:
     """KEY=~/x with the home directory in the place of ~, which no shell expands there and Hydra refuses."""
     key, equals, value = override.partition("=")
     return key + equals + re.sub(r"(?:^|(?<=[\[,]))~(?=/)", lambda _: os.path.expanduser("~"), value)
+
+
+def _plans_own_rows(overrides: Sequence[str]) -> bool:
+    """Whether this is mode=plan of a model that is not the package's."""
+    built = any(f"model={name}" in overrides for name in _BUILT)
+    named = any(o.startswith(("model=", "model.path=")) for o in overrides)
+    return "mode=plan" in overrides and named and not built
 
 
 def _bracketed(override: str, sweep: bool) -> str:

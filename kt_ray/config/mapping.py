@@ -18,7 +18,7 @@ from typing import Any
 
 from kt_ray.config.checks import check, single_keys, value_of
 from kt_ray.config.fields import closest, closest_key, fields, groups, hints, show, type_name
-from kt_ray.config.files import hardware_file
+from kt_ray.config.files import hardware_file, is_hardware_path
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 
@@ -55,8 +55,8 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
     """Fills what follows from other keys: labels, absolute paths, a multirun's run names.
 
     `model.path` overrules `model.build`, `data.path` and `data.sources` `data.builtin`. plan.hardware
-    may be the bare name of a file in conf/hardware. Outside a multirun run.name=None stays: the
-    run directory is named when it is made. In one, each job gets "<name>-<job>".
+    may be the bare name of a file in conf/hardware; another name stays. Outside a multirun run.name=None
+    stays: the run directory is named when it is made. In one, each job gets "<name>-<job>".
 
     Raises:
         UserError: a multirun resumes the latest checkpoint without saying of which run.
@@ -76,15 +76,16 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
         config = _with(config, "data.builtin", None)
     if hardware is not None:
         file = hardware_file(hardware) if "/" not in hardware else None
-        config = _with(config, "plan.hardware", str(file or absolute(hardware)))
+        if file is not None or is_hardware_path(hardware):
+            config = _with(config, "plan.hardware", str(file or absolute(hardware)))
     return _with(config, "run.name", _run_name(config, job, now))
 
 
 # Keys that hold a path, paths or null, with the words that they may hold instead.
 _PATHS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("model.path", "model.tokenizer", "model.chat_template", "model.experts_path"), ()),
-    **dict.fromkeys(("rule.experts.load", "data.path", "data.eval_path", "generate.adapter"), ()),
-    **dict.fromkeys(("serve.adapters", "eval.adapter", "eval.base", "eval.out"), ()),
+    **dict.fromkeys(("rule.experts.load", "data.path", "data.eval_path", "lora.adapter"), ()),
+    **dict.fromkeys(("generate.adapter", "serve.adapters", "eval.adapter", "eval.base", "eval.out"), ()),
     **dict.fromkeys(("report.run", "report.out", "compare.out", "run.root", "accept.root", "accept.kt"), ()),
     "plan.rates": ("auto", "nominal"),
     "trainer.resume": ("latest",),

@@ -1,4 +1,4 @@
-"""The command that goes on with a run."""
+"""The commands that go on with a run, or talk to its model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ program = "python launch.py" if Path(sys.argv[0]).name != "kt-ray" else "kt-ray"
 
 def resume_line(run: Path) -> str:
     """The command that goes on with a run directory from its newest checkpoint."""
+    return f"{program} {shlex.join([_resume(run)])}"
+
+
+def chat_line(run: Path) -> str:
+    """The command that talks to the model of a finished run, with its adapter."""
+    return f"{program} {shlex.join([_resume(run), 'mode=chat'])}"
+
+
+def _resume(run: Path) -> str:
     here = Path.cwd()
-    shown = run.relative_to(here) if run.is_relative_to(here) else run
-    return f"{program} {shlex.join([f'resume={shown}'])}"
+    return f"resume={run.relative_to(here) if run.is_relative_to(here) else run}"

@@ -12,7 +12,7 @@ from kt_ray.config.schema import Config, DataConfig
 from kt_ray.data.batches import flat
 from kt_ray.data.cache import TokenCache, default_token_cache
 from kt_ray.data.encode_rows import Encoded, Samples, encode_rows
-from kt_ray.data.held_out_split import same_prompt, split
+from kt_ray.data.held_out_split import as_split, same_prompt, split
 from kt_ray.data.pack_rows import pack
 from kt_ray.data.row_types import KINDS, Conversation
 from kt_ray.data.sources import SourceRows, eval_source, read_sources, sources_of, weighted
@@ -53,7 +53,7 @@ def load_data(
     """Read, split and tokenise as `config.data` says.
 
     Args:
-        config: the run's configuration (data and model.tokenizer / model.chat_template are read).
+        config: the run's configuration.
         model_dir: checkpoint directory; its tokenizer is used unless model.tokenizer names another.
         seed: decides which rows are held out, and how they are packed.
         kinds: of rows that the caller can use, of kt_ray.data.row_types.KINDS.
@@ -62,7 +62,7 @@ def load_data(
     Raises:
         UserError: any fault in files, rows, tokenizer or template, with file and line.
     """
-    data = config.data
+    data = as_split(config)
     parts, train, held_out, notes = read_split(data, seed)
     rows = sum(len(part.rows) for part in parts)
     everything = [*train, *held_out]

@@ -13,6 +13,7 @@ from kt_ray.config.files import builtin_data
 from kt_ray.config.schema import DataConfig
 from kt_ray.data.bad_rows import BadRows
 from kt_ray.data.formats import Parser
+from kt_ray.data.held_out_split import held_out_count
 from kt_ray.data.readers import (
     HELD_OUT,
     cannot_be_read,
@@ -228,7 +229,7 @@ def count_rows(data: DataConfig) -> int | None:
     if data.limit is not None:
         rows = min(rows, data.limit)
     if data.eval_path is None:
-        rows -= round(rows * data.eval_fraction)
+        rows -= held_out_count(data.eval_fraction, rows)
     return rows
 
 

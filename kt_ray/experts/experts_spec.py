@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kt_ray.config.schema import LoraConfig, OptimConfig
+from kt_ray.model.stage_spec import StartAdapter
 from kt_ray.native import ExpertFormula
 from kt_ray.placement.plan_types import ExpertActorPlan
 
@@ -24,7 +25,9 @@ class LocalExpertsSpec(ExpertActorPlan):
     # GGUF file that the experts are read from instead of `model_dir`, in its types whatever the backend; None
     # = `model_dir`
     experts_path: str | None = None
+    start: StartAdapter | None = None  # what LoRA starts from; None = `lora.init`
     root: str = "model"  # module name of the language model, with which the parameters' names begin
+    fingerprint: str = ""  # of the model's weights, `experts_path` included; "" = any
 
 
 @dataclass

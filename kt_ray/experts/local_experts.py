@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, load_experts
+from kt_ray.checkpoint.index import check_unchanged
 from kt_ray.checkpoint.load_experts import Target
 from kt_ray.experts.experts_spec import ExpertCounters, LocalExpertsSpec
 from kt_ray.experts.lane import DeviceLane, LaneSaved
@@ -97,10 +98,10 @@ class LocalExperts:
         self._local_ids: dict[int, Tensor] = {}  # layer -> local id by global one
         self._exact = Scratch()  # y or dx before it is rounded
         self._grads: dict[int, ExpertLora] = {}
-        self._adapters: dict[str, dict[int, ExpertLora]] = {}  # for generation, by name
+        self._adapters: dict[str, dict[int, ExpertLora]] = {}  # kept ones, by name
         self._kept: dict[tuple[int, int], _Kept] = {}  # by layer and group
         self._dropout: DropoutSpec | None = None
-        self._lora_on = True
+        self._adapter: bool | str = True  # which one the present pass uses
         self._optimizer: LoraOptimizer | None = None
         self._parameters: dict[int, dict[str, torch.nn.Parameter]] = {}
 
@@ -111,6 +112,7 @@ class LocalExperts:
         start = time.monotonic()
         spec = self.spec
         index = CheckpointIndex.open(spec.model_dir)
+        gguf: GgufExperts | None = None
         layout = ExpertLayout.detect(index)
         read: Callable[..., ExpertWeights]
         read = functools.partial(load_experts, index, layout, target=_TARGETS.get(spec.backend))
@@ -118,6 +120,9 @@ class LocalExperts:
         if spec.experts_path is not None:
             gguf = GgufExperts.open(spec.experts_path, index, layout)
             layout, read, file_bytes = gguf.layout, gguf.load, gguf.layout.nbytes
+        if spec.fingerprint:
+            found = index.fingerprint if gguf is None else gguf.fingerprint_with(index)
+            check_unchanged(found, spec.fingerprint, spec.experts_path or spec.model_dir)
         experts = {layer: spec.experts_of(layer) for layer in layout.moe_layers}
         outside = sorted({e for ids in experts.values() for e in ids if e >= layout.num_experts})
         if outside:
@@ -198,17 +203,17 @@ class LocalExperts:
 
     # -- computing ---------------------------------------------------------------------------
 
-    def begin_pass(self, step: int, dropout: bool, adapters: bool = True) -> None:
-        """Forget kept activations. dropout: whether LoRA's is on. adapters: False = without LoRA."""
+    def begin_pass(self, step: int, dropout: bool, adapters: bool | str = True) -> None:
+        """Forget kept activations. dropout: whether LoRA's is on. adapters: as `adapter` of `forward`."""
         self._kept.clear()
-        self._lora_on = adapters
+        self._adapter = adapters
         p = self.spec.lora.dropout
         self._dropout = (
             DropoutSpec(p=p, seed=self.spec.seed, step=step) if dropout and p > 0 and self.lora else None
         )
 
     def keep(self, name: str, *, copy: bool) -> None:
-        """Keep the LoRA as it is now as an adapter for generation; `copy` if it will be changed."""
+        """Keep the LoRA as it is now under a name; `copy` if it will be changed."""
         adapter = {layer: lora.map(torch.Tensor.clone) if copy else lora for layer, lora in self.lora.items()}
         if copy and self.lane is not None:
             for lora in adapter.values():
@@ -251,7 +256,7 @@ class LocalExperts:
         start = time.monotonic()
         experts = len(self.order[layer])
         counts = torch.bincount(ids_TK.reshape(-1), minlength=experts + 1)[:experts].tolist()
-        which = self._lora_on if adapter is None else adapter
+        which = self._adapter if adapter is None else adapter
         lora: ExpertLora | None = None
         if which is not False:
             lora = (self.lora if which is True else self._adapters[which]).get(layer)

@@ -8,6 +8,21 @@ from kt_ray.config.schema import LoraConfig
 
 
 @dataclass(frozen=True)
+class StartAdapter:
+    """The adapter that a run starts from (lora.adapter)."""
+
+    directory: str
+    digest: str  # of its weights: `AdapterReader.digest`
+    initial: bool = True  # whether LoRA begins with it; False = a checkpoint has what came of it
+    reference: bool = False  # whether a copy is kept: the reference of a preference loss
+
+    @property
+    def is_read(self) -> bool:
+        """Whether actors need the file."""
+        return self.initial or self.reference
+
+
+@dataclass(frozen=True)
 class StageSpec:
     """What one stage of a model is."""
 
@@ -24,7 +39,9 @@ class StageSpec:
     loss_chunk: int | str = "auto"
     # quantised weights outside the experts stay as stored, dequantised at each use
     keep_quantized: bool = False
+    fingerprint: str = ""  # of the weights in `model_dir` (`CheckpointIndex.fingerprint`); "" = any
     padded: bool = False  # whether micro-batches may hold rows of several lengths
+    start: StartAdapter | None = None  # what LoRA starts from; None = `lora.init`
 
     @property
     def first(self) -> bool:

@@ -19,7 +19,8 @@ Attention worker with n layers:
     logits            rows of one chunk * vocabulary * (b + 8), on the last stage
     staging           `worker_staging`
 Generation keeps caches in place of activations: `generation_memory`.
-LoRA is float32: 4 bytes for the weights, 4 for the gradients; AdamW's moments another 8. Expert
+LoRA is float32: 4 bytes for the weights, 4 for the gradients; AdamW's moments another 8; a copy that is the
+reference of a preference loss 4. Expert
 LoRA stays in its actor; the masters and moments of all other LoRA are held by worker 0.
 """
 
@@ -137,15 +138,21 @@ def _adapted(
 def adapts(targets: str | Sequence[str], layer: int, module: str) -> bool:
     """Whether lora.target_modules name a module of a layer outside its routed experts."""
     name = f"model.layers.{layer}.{module}"
+    below = f".layers.{layer}.{module}"  # of a name in full, whatever the language model is called
     if isinstance(targets, str):
         return targets == "auto" or (targets != "none" and re.fullmatch(targets, name) is not None)
-    return any(name == target or name.endswith("." + target) for target in targets)
+    return any(f".{target}".endswith(below) or name.endswith(f".{target}") for target in targets)
 
 
 def expert_lora_params(dims: ModelDims, lora: LoraConfig) -> int:
     """LoRA parameters of one routed expert: gate if there is one, up and down."""
     matrices = 3 if dims.gated else 2
     return matrices * lora.rank * (dims.expert_width + dims.expert_intermediate) if lora.experts else 0
+
+
+def lora_bytes(config: Config) -> int:
+    """Of an actor per LoRA parameter that it computes with: value, gradient, and the reference's value."""
+    return 12 if config.keeps_reference and not generates(config) else 8
 
 
 def trained_params(dims: ModelDims, lora: LoraConfig) -> int:
@@ -342,7 +349,7 @@ def worker_items(
     items: dict[str, float] = {
         "weights": weights + element * (dims.outside_params if last else 0),
         "embedding and head": element * dims.embedding_params * ends,
-        "LoRA": 8 * adapters + (8 * all_adapters if root else 0),
+        "LoRA": lora_bytes(config) * adapters + (8 * all_adapters if root else 0),
         "optimizer": 8 * all_adapters if root else 0,
         "kept activations": kept,
         # The probe of the experts' scale copies one MoE layer to float32 before training.
@@ -406,7 +413,7 @@ def _expert_actor(
     adapters = count * expert_lora_params(dims, config.lora)
     return {
         "experts": weights,
-        "LoRA": 8 * adapters,
+        "LoRA": lora_bytes(config) * adapters,
         "optimizer": 8 * adapters,
         "kept activations": layers * sum(kept.values()),
         "workspace": call + large * HUGE_PAGE,

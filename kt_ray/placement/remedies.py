@@ -111,9 +111,9 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
         yield change("trainer.batch_size", rows, "fewer rows per optimizer step")
     for length in _halves(config.data.max_length, SHORTEST_ROW):
         yield change("data.max_length", length, "longer rows are cut off")
-    for rank in _halves(lora.rank, 1):
+    for rank in _halves(lora.rank, 1) if lora.adapter is None else ():
         yield change("lora.rank", rank, "a smaller adapter")
-    if lora.experts and lora.target_modules != "none":
+    if lora.experts and lora.target_modules != "none" and lora.adapter is None:
         yield change("lora.experts", False, "the routed experts are not trained")
 
 
@@ -127,7 +127,7 @@ def _combined(config: Config) -> Iterator[dict[str, Any]]:
     for length in _halves(config.data.max_length, SHORTEST_ROW):
         shortest = {**keys, "data.max_length": length}
         yield shortest
-    if config.lora.experts and config.lora.target_modules != "none":
+    if config.lora.experts and config.lora.target_modules != "none" and config.lora.adapter is None:
         yield {**keys, "lora.experts": False}
         yield {**shortest, "lora.experts": False}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.config.fields import closest
+from kt_ray.config.limits import WORDS
 from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, read_yaml_text
 from kt_ray.recipe.datasets import map_data
@@ -189,12 +190,15 @@ def _method(reading: Reading) -> str:
     if stage == "dpo" and reading.get("pref_loss") == "orpo":
         stage, names = "orpo", ["stage", "pref_loss"]
     reading.set("trainer.stage", stage, *names)
-    rank = reading.integer("lora_rank", 8, "lora.rank")
-    reading.set("lora.rank", rank, "lora_rank")
-    reading.set("lora.alpha", reading.number("lora_alpha", 2 * rank, "lora.alpha"), "lora_alpha")
-    reading.set("lora.dropout", reading.number("lora_dropout", 0.0, "lora.dropout"), "lora_dropout")
-    reading.set("lora.rslora", reading.flag("use_rslora"), "use_rslora")
     _targets(reading)
+    if reading.given("adapter_name_or_path"):
+        _start(reading, stage)
+    else:
+        rank = reading.integer("lora_rank", 8, "lora.rank")
+        reading.set("lora.rank", rank, "lora_rank")
+        reading.set("lora.alpha", reading.number("lora_alpha", 2 * rank, "lora.alpha"), "lora_alpha")
+        reading.set("lora.rslora", reading.flag("use_rslora"), "use_rslora")
+    reading.set("lora.dropout", reading.number("lora_dropout", 0.0, "lora.dropout"), "lora_dropout")
     if reading.given("loraplus_lr_ratio"):
         ratio = reading.number("loraplus_lr_ratio", 1.0)
         reading.set("optim.lora_plus_ratio", ratio, "loraplus_lr_ratio")
@@ -204,6 +208,20 @@ def _method(reading: Reading) -> str:
             reading.refuse("pissa_iter", "is neither 16 nor -1", "lora.init")
         reading.set("lora.init", "pissa" if steps == -1 else "pissa_niter_16", "pissa_init", "pissa_iter")
     return stage
+
+
+def _start(reading: Reading, stage: str) -> None:
+    """The adapter that training starts from, which says the rest of LoRA's settings itself."""
+    adapters = reading.names("adapter_name_or_path")
+    if len(adapters) != 1:
+        text = "names several adapters: merge all but the last into the model first"
+        reading.refuse("adapter_name_or_path", text, "lora.adapter")
+        return
+    note = (
+        "the reference is model and adapter; there it is the model alone" if stage in ("dpo", "kto") else ""
+    )
+    reading.set("lora.adapter", str(reading.existing(adapters[0])), "adapter_name_or_path", note=note)
+    del reading.overrides["lora.target_modules"]
 
 
 def _targets(reading: Reading) -> None:
@@ -225,12 +243,15 @@ def _targets(reading: Reading) -> None:
 
 def _preference(reading: Reading, stage: str) -> None:
     if stage in ("dpo", "orpo"):
-        losses = ("sigmoid", "hinge", "ipo", "orpo")
+        losses = ("sigmoid", "hinge", "ipo", "simpo", "orpo")
         loss = reading.word("pref_loss", losses, "sigmoid", "preference.loss")
         if stage == "dpo":
             reading.set("preference.loss", loss, "pref_loss")
         smoothing = reading.number("dpo_label_smoothing", 0.0)
-        reading.set("preference.label_smoothing", smoothing, "dpo_label_smoothing")
+        if loss == "simpo":  # there it has no effect on this loss
+            reading.set("preference.gamma", reading.number("simpo_gamma", 0.5), "simpo_gamma")
+        else:
+            reading.set("preference.label_smoothing", smoothing, "dpo_label_smoothing")
     if stage == "kto":
         for key, name in (
             ("desirable_weight", "kto_chosen_weight"),
@@ -276,6 +297,9 @@ def _batch(reading: Reading, devices: int | None, launcher: Mapping[str, Any]) -
     reading.set("trainer.epochs", reading.number("num_train_epochs", 3.0), "num_train_epochs")
     if (limit := reading.integer("max_steps", -1)) > 0:
         reading.set("trainer.max_steps", limit, "max_steps")
+    if reading.given("neftune_noise_alpha"):
+        alpha = reading.number("neftune_noise_alpha", 0.0)
+        reading.set("trainer.neftune_noise_alpha", alpha, "neftune_noise_alpha")
 
 
 def _optim(reading: Reading) -> None:
@@ -388,21 +412,39 @@ def _output(reading: Reading) -> None:
         reading.set("trainer.log_every", max(1, int(every)), "logging_steps")
     if reading.given("plot_loss"):
         reading.set("tracking.plot", reading.flag("plot_loss"), "plot_loss")
-    trackers = reading.names("report_to") or ["none"]
-    others = [name for name in trackers if name not in ("wandb", "none")]
+    _trackers(reading)
+
+
+def _trackers(reading: Reading) -> None:
+    names, sources = [name for name in reading.names("report_to") if name != "none"], ["report_to"]
+    known = [name for name in names if name in WORDS["tracking.name"]]
+    others = [name for name in names if name not in known]
     note = f"{', '.join(others)}: not a tracker of kt_ray" if others else ""
-    reading.set("tracking", "wandb" if "wandb" in trackers else "jsonl", "report_to", note=note)
+    if reading.flag("use_swanlab"):
+        known, sources = [*known, "swanlab"], [*sources, "use_swanlab"]
+    if len(known) > 1:
+        reading.set("tracking.name", known, *sources, note=note)
+    else:
+        reading.set("tracking", known[0] if known else "jsonl", *sources, note=note)
+    for name, key in (
+        ("project", "tracking.project"),
+        ("swanlab_project", "tracking.project"),
+        ("swanlab_workspace", "tracking.entity"),
+    ):
+        if reading.given(name):
+            reading.set(key, str(reading.fields[name]), name)
 
 
-def _every(reading: Reading, what: str, key: str, default: int, strategy: str = "steps") -> int:
-    """Steps between savings or evaluations, 0 = never; recorded under `key`."""
+def _every(reading: Reading, what: str, key: str, default: int, strategy: str = "steps") -> int | str:
+    """The interval between savings or evaluations, 0 = never; recorded under `key`."""
     name, how = f"{what}_steps", f"{what}_strategy"
     if what == "eval" and not reading.given(how) and reading.given("evaluation_strategy"):
         how = "evaluation_strategy"
-    kind = reading.word(how, {"steps": "steps", "no": "no", "False": "no"}, strategy, key)
-    if kind == "no":
-        reading.set(key, 0, how)
-        return 0
+    kinds = {"steps": None, "epoch": "1epoch", "no": 0, "False": 0}
+    interval: int | str | None = reading.word(how, kinds, strategy, key)
+    if interval is not None:
+        reading.set(key, interval, how)
+        return interval
     every = reading.number(name, default, key)
     if every < 1 or every != int(every):
         reading.refuse(name, "is no number of steps", key)
@@ -415,7 +457,7 @@ def _evaluation(reading: Reading) -> None:
     default = max(1, int(reading.number("logging_steps", 500)))
     every = _every(reading, "eval", "trainer.eval_every", default, "no")
     if not every and reading.given("do_eval") and reading.flag("do_eval"):
-        reading.refuse("do_eval", "needs eval_strategy: steps", "trainer.eval_every")
+        reading.refuse("do_eval", "needs eval_strategy: steps or epoch", "trainer.eval_every")
     held_out = "data.eval_path" in reading.overrides or bool(
         (share := reading.overrides.get("data.eval_fraction")) and share.value
     )

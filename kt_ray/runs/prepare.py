@@ -15,13 +15,19 @@ from functools import cached_property
 
 import numpy as np
 
+from kt_ray.adapter.from_peft import AdapterReader
 from kt_ray.adapter.peft_config import AdapterInfo, load_limits
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_content, check_non_experts
 from kt_ray.checkpoint.index import some
+from kt_ray.checkpoint.manifest import Manifest
 from kt_ray.checkpoint.safetensors_file import damaged
+from kt_ray.config.checks import value_of
+from kt_ray.config.fields import show
+from kt_ray.config.interval import ends_until, evaluation_interval
 from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, eval_waves, load_data
 from kt_ray.data.batches import flat
+from kt_ray.data.held_out_split import nothing_held_out
 from kt_ray.demo import resolve_model_dir
 from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.dims.model_dims import ModelDims
@@ -33,13 +39,15 @@ from kt_ray.model.build import StageModel, build_on_meta
 from kt_ray.model.family import read_family
 from kt_ray.model.lora import resolve_targets
 from kt_ray.model.routing import router_recorder
-from kt_ray.model.stage_spec import StageSpec
+from kt_ray.model.stage_spec import StageSpec, StartAdapter
 from kt_ray.native import ISA_VARIABLE, ExpertFormula, available_isas, select_isa
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import room
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.render import counted
 from kt_ray.runs.known_load import known_load, resumed_choice, resumed_load
+from kt_ray.runs.start_adapter import fitted, open_start, start_of
 from kt_ray.timing.choose import choose_plan
 from kt_ray.train.preference_steps import STAGES, check_units
 from kt_ray.train.trainer import StepBatches
@@ -52,12 +60,16 @@ class PreparedModel:
     config: Config
     model_dir: str  # resolved Hugging Face directory
     fingerprint: str  # of its weights, model.experts_path included. Checkpoints and answers carry it
+    own_fingerprint: str  # of the weights in `model_dir`
     plan: Plan  # who does what
     formulas: Mapping[int, ExpertFormula]  # MoE layer -> what its experts compute
     root: str  # module name of the language model
     module_names: tuple[str, ...]  # the linear modules of its layers outside the routed experts
     other_names: tuple[str, ...]  # its linear modules outside its layers: head, other towers
-    notes: tuple[str, ...]  # what the checkpoint holds that training ignores, one line each
+    notes: tuple[
+        str, ...
+    ]  # what the checkpoint holds that training ignores, one line each; what LoRA starts from
+    start: StartAdapter | None  # what LoRA starts from; None = `lora.init`
 
 
 @dataclass(frozen=True)
@@ -84,30 +96,39 @@ class Prepared(PreparedModel):
         return digest.hexdigest()[:16]
 
 
-def prepare(config: Config) -> Prepared:
+def prepare(config: Config, manifest: Manifest | None = None) -> Prepared:
     """Check model, hardware, plan and data of a training run, cheapest first.
+
+    Args:
+        manifest: of the checkpoint that the run continues.
 
     Raises:
         UserError: the first fault.
     """
-    model = prepare_model(config, training=True)
+    model = prepare_model(config, training=True, manifest=manifest)
+    config = model.config
     resolve_targets(config.lora.target_modules, model.module_names)
     data = for_stage(config.trainer.stage, load_data(config, model.model_dir, config.seed))
+    _check_held_out(config, data)
     batches = _batches(config, model.plan, data)
     load = resumed_load(config, model.plan.dims) or ExpertLoad()
     return Prepared(**vars(model), data=data, batches=batches, load=load)
 
 
-def prepare_model(config: Config, *, training: bool) -> PreparedModel:
+def prepare_model(config: Config, *, training: bool, manifest: Manifest | None = None) -> PreparedModel:
     """Check model, hardware and plan, cheapest first.
 
     Args:
         training: place experts by their known load, and refuse what only generation can do.
+        manifest: of the checkpoint that a run continues.
 
     Raises:
         UserError: the first fault.
     """
     model_dir = model_directory(config)
+    reader: AdapterReader | None = None
+    if training:
+        config, reader = open_start(config, model_dir, manifest)
     dims = dims_from_dir(model_dir)
     hardware = this_host()
     load, before = (known_load(config, dims), resumed_choice(config)) if training else (None, None)
@@ -140,19 +161,24 @@ def prepare_model(config: Config, *, training: bool) -> PreparedModel:
     notes = [*index.notes, *(() if gguf is None else gguf.notes)]
     if ignored := check_non_experts(index, whole.causal, layout=layout).ignored:
         notes.append(f"checkpoint tensors that training ignores (as the family does): {some(ignored, 4)}")
+    if reader is not None:
+        config, line = fitted(config, reader, whole, layout, dims)
+        notes.append(line)
     if training:
         notes += _adapter_limits(config, model_dir, layout, whole)
     check_content(index)
     return PreparedModel(
         config=config,
         model_dir=model_dir,
-        fingerprint=_fingerprint(index, gguf),
+        fingerprint=index.fingerprint if gguf is None else gguf.fingerprint_with(index),
+        own_fingerprint=index.fingerprint,
         plan=plan,
         formulas=whole.formulas,
         root=whole.root,
         module_names=tuple(whole.lora_names),
         other_names=tuple(whole.other_names),
         notes=tuple(notes),
+        start=start_of(config, reader, manifest),
     )
 
 
@@ -169,6 +195,8 @@ def _adapter_limits(config: Config, model_dir: str, layout: ExpertLayout, whole:
 def adapter_info(config: Config, model_dir: str, notes: tuple[str, ...] = ()) -> AdapterInfo:
     """What the adapter's files will say of this run."""
     lora, family = config.lora, read_family(model_dir)
+    if lora.adapter is not None:
+        notes = (f"started from the adapter {lora.adapter}", *notes)
     wider = 2 if lora.init.startswith("pissa") else 1  # relative to the weights as they are in the checkpoint
     return AdapterInfo(
         base_model=model_dir,
@@ -187,12 +215,6 @@ def adapter_info(config: Config, model_dir: str, notes: tuple[str, ...] = ()) ->
 def model_directory(config: Config) -> str:
     """The absolute path of the model's files; built-in models are built there on first use."""
     return os.path.abspath(resolve_model_dir(config.model))
-
-
-def _fingerprint(index: CheckpointIndex, gguf: GgufExperts | None) -> str:
-    if gguf is None:
-        return index.fingerprint
-    return hashlib.sha256(f"{index.fingerprint} {gguf.fingerprint}".encode()).hexdigest()
 
 
 def open_checkpoint(
@@ -326,6 +348,31 @@ def for_stage(stage: str, data: DataBundle) -> DataBundle:
     return replace(data, train=train, eval=held_out)
 
 
+def _check_held_out(config: Config, data: DataBundle) -> None:
+    """Refuse what needs held-out rows where there are none."""
+    for key in ("trainer.eval_every", "trainer.early_stopping", "trainer.save_best", "eval.after_training"):
+        value = value_of(config, key)
+        if value and value != "auto" and not data.eval:
+            off = "false" if value is True else "0"
+            raise nothing_held_out(config.data, len(data.train), f"{key}={show(value)}", f"{key}={off}")
+
+
+def evaluation_line(prepared: Prepared) -> str:
+    """When the held-out loss is measured, or why it is not."""
+    config, batches = prepared.config, prepared.batches
+    every = evaluation_interval(config, batches.total_steps, batches.held_out)
+    rows = f"held-out loss of {counted(batches.held_out, 'row')}"
+    if every:
+        unit = "" if isinstance(every, str) else " steps"
+        more = ends_until(every, batches.total_steps - 1, batches.steps_per_epoch)
+        return f"{rows} at start and end" + (f", and every {every}{unit}" if more else "")
+    if config.trainer.eval_every == 0:
+        return "no held-out loss (trainer.eval_every=0)"
+    if batches.held_out:
+        return f"no {rows}: the run is too short for it (trainer.eval_every=<steps> measures it)"
+    return f"no held-out loss: no rows are held out (data.eval_fraction={show(config.data.eval_fraction)})"
+
+
 def without_padding(prepared: Prepared, moves: str) -> tuple[Prepared, str]:
     """The same run with rows of one length only in each micro-batch, and a line for the user.
 
@@ -367,5 +414,6 @@ def _batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool = F
         steps_per_epoch=batches.steps_per_epoch,
         train=batches.waves,
         evaluate=held_out,
+        held_out=len(data.eval),
         cut=batches.waves_of,
     )

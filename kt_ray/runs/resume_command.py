@@ -1,4 +1,7 @@
-"""resume=runs/NAME on the command line: the run's own configuration, with what the command line changes."""
+"""resume=runs/NAME on the command line: the run's own configuration, with what the command line changes.
+
+With mode=chat or predict it is the run's model and adapter that are used.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,10 @@ class ResumeCommand:
         run.setdefault("root", str(self.run.parent))
         if not elsewhere:  # the directory may have moved
             run |= {"root": str(self.run.parent), "name": self.run.name}
-        if "trainer.resume" not in names:
+        if saved.get("mode") in ("chat", "predict"):  # of the adapter that the run has made
+            if not any(name == "generate" or name.startswith("generate.adapter") for name in names):
+                saved.setdefault("generate", {})["adapter"] = str(self.run)
+        elif "trainer.resume" not in names:
             newest = find_checkpoints(self.run)[-1:] if elsewhere else []
             checkpoint = self.checkpoint or next(iter(newest), None)
             saved.setdefault("trainer", {})["resume"] = str(checkpoint or "latest")
@@ -85,7 +91,7 @@ class ResumeCommand:
         differ = {key for key in {*before, *after} if before.get(key) != after.get(key)}
         lines = [
             f"  {key}: {show(before.get(key))} → {show(after.get(key))}"
-            for key in sorted(differ - {"run.root", "run.overwrite", "trainer.resume"})
+            for key in sorted(differ - {"run.root", "run.overwrite", "trainer.resume", "generate.adapter"})
         ]
         return saved, [f"goes on as {self.run} began" + (", but for" if lines else ""), *lines]
 

@@ -20,13 +20,14 @@ from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 from kt_ray.model.pissa import doubled_shape
 from kt_ray.optim.optimizers import learning_rate, number_of_steps
-from kt_ray.placement.balance import owners_of
+from kt_ray.placement.balance import owners_of, residents_of
 from kt_ray.placement.expert_load import FILE as LOAD_FILE
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.memory import checkpoint_bytes
 from kt_ray.runs.disk_room import check_next
 from kt_ray.runs.prepare import Prepared, PreparedModel, adapter_info
 from kt_ray.runs.rundir import RunDir, checkpoint_to_resume, find_checkpoints
+from kt_ray.runs.start_adapter import DIGEST
 from kt_ray.train.cluster_protocol import ActorLost, Cluster
 from kt_ray.train.preference_steps import STAGES
 
@@ -111,7 +112,8 @@ def save_checkpoint(
     with writing("checkpoint", partial):
         try:
             shards = cluster.save_shards(str(partial))
-            write_atomic(partial / LOAD_FILE, load.to_json(owners_of(plan.experts, plan.dims)))
+            held = owners_of(plan.experts, plan.dims), residents_of(plan.experts)
+            write_atomic(partial / LOAD_FILE, load.to_json(*held))
             shards.append(ShardInfo.of(partial / LOAD_FILE))
             epoch, step_in_epoch = divmod(step, batches.steps_per_epoch)
             manifest = Manifest(
@@ -207,8 +209,13 @@ def _fields(prepared: Prepared) -> dict[str, Any]:
         "seed": config.seed,
         # These backends change the frozen weights; the others compute the checkpoint's own.
         "rule.experts.backend": quantised if quantised in BACKEND_STORAGE else "auto",
-        # lora.init, too, only where it is set.
-        **{f"lora.{key}": value for key, value in vars(lora).items() if (key, value) != ("init", "default")},
+        # lora.init, too, only where it is set; of lora.adapter not where it lies, but what it is.
+        **{
+            f"lora.{key}": value
+            for key, value in vars(lora).items()
+            if key != "adapter" and (key, value) != ("init", "default")
+        },
+        **({} if prepared.start is None else {DIGEST: prepared.start.digest}),
         **_stage_fields(config),
         "optim.name": config.optim.name,
         "trainer.batch_size": config.trainer.batch_size,

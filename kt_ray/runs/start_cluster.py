@@ -29,7 +29,9 @@ def make_cluster(
         run_dir: of a training run.
     """
     config, plan = model.config, model.plan
-    specs = actor_specs(plan, config, model.model_dir, model.formulas, model.root)
+    start = model.start if model.start is not None and model.start.is_read else None
+    specs = actor_specs(plan, config, model.model_dir, model.formulas, model.root, start)
+    specs = specs.expecting(model.own_fingerprint, model.fingerprint)
 
     def note(actor: str, layer: int, done: int, total: int) -> None:
         if progress is not None:

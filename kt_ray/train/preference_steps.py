@@ -1,7 +1,7 @@
 """What a preference step needs beside its training pass: reference log-probabilities, KTO's reference point.
 
 The reference is the same model with adapters off (one base in memory): a forward-only pass in which neither
-workers nor expert actors apply LoRA. See docs/decisions/013.
+workers nor expert actors apply LoRA; or apply the one that the run started from. See docs/decisions/013.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from kt_ray.batch import MicroBatch, Objective, Wave
+from kt_ray.batch import IGNORE, REFERENCE, MicroBatch, Objective, Wave
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import mismatched
 from kt_ray.data.row_types import Row
 from kt_ray.placement.plan_types import Plan
 from kt_ray.train.reports import PassReport
 
-Forward = Callable[[int, Wave, bool], PassReport]  # step, wave, with adapters
+Forward = Callable[[int, Wave, bool | str], PassReport]  # step, wave, adapters as in PassSpec
 
 STAGES = ("dpo", "orpo", "kto")
 
@@ -35,8 +35,10 @@ class Preference:
     ) -> None:
         self.config = config
         self.stage = config.trainer.stage
+        self._simpo = self.stage == "dpo" and config.preference.loss == "simpo"
         self._last = [plan.worker(replica, plan.stages - 1).rank for replica in range(plan.replicas)]
         self._forward = forward
+        self._reference: bool | str = REFERENCE if config.keeps_reference else False
         self._cut = cut
 
     def prepared(self, step: int, waves: Sequence[Wave]) -> tuple[list[Wave], Objective]:
@@ -48,12 +50,13 @@ class Preference:
             units=rows if self.stage == "kto" else rows // 2,
             kind=own.loss,
             beta=own.beta,
+            gamma=own.gamma,
             label_smoothing=own.label_smoothing,
             desirable_weight=own.desirable_weight,
             undesirable_weight=own.undesirable_weight,
             nll_tokens=sum(int((m.lengths[m.signs > 0] - 1).sum()) for m in _micro(waves)),
         )
-        if self.stage == "orpo":
+        if self.stage == "orpo" or self._simpo:  # without a reference
             return list(waves), objective
         if self.stage == "kto":
             objective = replace(objective, kl=self._kl(step, waves))
@@ -62,14 +65,15 @@ class Preference:
     def figures(
         self, waves: Sequence[Wave], objective: Objective, reports: Sequence[PassReport]
     ) -> dict[str, float]:
-        """Mean rewards (beta times the log-ratio to the reference; for ORPO to 1) and how they differ."""
+        """Mean rewards (beta times the log-ratio to the reference; for ORPO to 1; for SimPO beta times the
+        mean log-probability) and how they differ."""
         rewards, signs = [], []
         for wave, report in zip(waves, reports, strict=True):
             for replica, groups in enumerate(self._logps(report)):
                 for group, values in zip(wave[replica], groups, strict=True):
                     for micro, logps in zip(group, values, strict=True):
                         reference = 0.0 if micro.reference is None else micro.reference
-                        rewards.append(objective.beta * (logps - reference))
+                        rewards.append(objective.beta * (logps - reference) / self._lengths(micro))
                         signs.append(micro.signs)
         reward, sign = np.concatenate(rewards), np.concatenate(signs)
         figures = {
@@ -82,6 +86,10 @@ class Preference:
         margin = reward[0::2] - reward[1::2]
         return {**figures, "margin": float(margin.mean()), "accuracy": float((margin > 0).mean())}
 
+    def _lengths(self, micro: MicroBatch) -> np.ndarray | float:
+        """By what a reward is divided."""
+        return (micro.labels[:, 1:] != IGNORE).sum(axis=1) if self._simpo else 1.0
+
     def _kl(self, step: int, waves: Sequence[Wave]) -> float:
         # In the data's order: which answer meets which prompt must not depend on how the step is cut.
         rows = sorted((row for m in _micro(waves) for row in _rows(m)), key=lambda row: row.sample_id)
@@ -91,14 +99,14 @@ class Preference:
         assert self._cut is not None, "KTO also cuts mismatched rows"
         ratios = []
         for wave in self._cut(rows):
-            policy, reference = (self._logps(self._forward(step, wave, on)) for on in (True, False))
+            policy, reference = (self._logps(self._forward(step, wave, on)) for on in (True, self._reference))
             for mine, theirs in zip(policy, reference, strict=True):
                 for group, other in zip(mine, theirs, strict=True):
                     ratios += [a - b for a, b in zip(group, other, strict=True)]
         return max(0.0, float(np.concatenate(ratios).mean()))
 
     def _with_reference(self, step: int, wave: Wave) -> Wave:
-        logps = self._logps(self._forward(step, wave, False))
+        logps = self._logps(self._forward(step, wave, self._reference))
         return tuple(
             tuple(
                 tuple(replace(m, reference=value) for m, value in zip(group, values, strict=True))

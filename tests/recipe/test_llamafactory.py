@@ -40,6 +40,17 @@ def test_examples_compose(path: Path) -> None:
     assert Path(config.run.root, config.run.name or "") == Path(given["output_dir"]).absolute()
 
 
+def test_an_adapter_brings_its_own_settings(tmp_path: Path) -> None:
+    """As in LLaMA-Factory, the recipe's are not looked at. Its reference is another, which is said."""
+    fields = {"lora_rank": 64, "lora_alpha": 3, "use_rslora": True, "lora_target": "q_proj,v_proj"}
+    path = recipe(tmp_path, **fields, stage="dpo", adapter_name_or_path="saves/x")
+    said = io.StringIO()
+    lora = compose(with_recipe([f"recipe={path}", "mode=plan", "data.path=x.jsonl"], said)).lora
+    assert (lora.rank, lora.alpha, lora.rslora, lora.target_modules) == (8, 16.0, False, "auto")
+    assert lora.adapter == str(Path("saves/x").absolute()) and not lora.experts
+    assert "the reference is model and adapter; there it is the model alone" in said.getvalue()
+
+
 def test_every_field_of_the_examples_is_in_the_table() -> None:
     for path in EXAMPLES:
         assert set(yaml.safe_load(path.read_text(encoding="utf-8"))) <= set(field_table())
@@ -67,6 +78,7 @@ def test_absent_fields_are_llamafactorys_defaults(tmp_path: Path) -> None:
         ({"lora_target": "q_proj,gate_proj,up_proj,down_proj"}, {"lora.experts": True}),
         ({"pissa_init": True, "lora_target": "q_proj"}, {"lora.init": "pissa_niter_16"}),
         ({"pissa_init": True, "pissa_iter": -1, "lora_target": "q_proj"}, {"lora.init": "pissa"}),
+        ({"adapter_name_or_path": ["saves/x"], "lora_rank": 64}, {"lora.adapter": "saves/x"}),
         ({"use_muon": True}, {"optim": "muon"}),
         ({"adam_beta2": 0.95}, {"optim.betas": [0.9, 0.95]}),
         ({"warmup_ratio": 0.1}, {"optim.warmup": 0.1}),
@@ -107,20 +119,30 @@ def test_absent_fields_are_llamafactorys_defaults(tmp_path: Path) -> None:
             {"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 50},
             {"data.eval_fraction": 0.1, "trainer.eval_every": 50},
         ),
+        ({"val_size": 100, "eval_strategy": "steps"}, {"data.eval_fraction": 100}),
         ({"val_size": 0.1, "evaluation_strategy": "steps", "logging_steps": 5}, {"trainer.eval_every": 5}),
         ({"save_strategy": "no"}, {"trainer.save_every": 0}),
+        ({"save_strategy": "epoch"}, {"trainer.save_every": "1epoch"}),
+        ({"val_size": 0.1, "eval_strategy": "epoch"}, {"trainer.eval_every": "1epoch"}),
         ({"save_total_limit": 3}, {"trainer.keep_checkpoints": 3}),
         ({"resume_from_checkpoint": True, "overwrite_output_dir": True}, {"trainer.resume": "latest"}),
         ({"resume_from_checkpoint": "saves/x/checkpoint-5"}, {"trainer.resume": "saves/x/checkpoint-5"}),
         ({"overwrite_output_dir": True}, {"run.overwrite": True}),
         ({"report_to": ["wandb"]}, {"tracking": "wandb"}),
-        ({"report_to": "tensorboard"}, {"tracking": "jsonl"}),
+        ({"report_to": "tensorboard"}, {"tracking": "tensorboard"}),
+        ({"report_to": "clearml"}, {"tracking": "jsonl"}),
+        ({"report_to": ["wandb", "mlflow"]}, {"tracking.name": ["wandb", "mlflow"]}),
+        (
+            {"use_swanlab": True, "report_to": "none", "swanlab_project": "mine", "swanlab_workspace": "us"},
+            {"tracking": "swanlab", "tracking.project": "mine", "tracking.entity": "us"},
+        ),
         ({"neat_packing": True}, {"data.packing": True}),
         ({"mask_history": True}, {"data.train_on": "last"}),
         ({"disable_shuffling": True}, {"data.shuffle": False}),
         ({"flash_attn": "disabled"}, {"model.attn_implementation": "eager"}),
         ({"bf16": True}, {"model.dtype": "bfloat16"}),
         ({"moe_aux_loss_coef": 0.001}, {"trainer.aux_loss": 0.001}),
+        ({"neftune_noise_alpha": 5}, {"trainer.neftune_noise_alpha": 5}),
         ({"ray_num_workers": 4, "per_device_train_batch_size": 2}, {"trainer.batch_size": 8}),
         ({"template": "qwen3"}, {"data.template": None}),
         ({"template": None}, {"data.template": None}),
@@ -132,6 +154,10 @@ def test_absent_fields_are_llamafactorys_defaults(tmp_path: Path) -> None:
         (
             {"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "ipo"},
             {"trainer.stage": "dpo", "preference.loss": "ipo"},
+        ),
+        (
+            {"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "simpo", "simpo_gamma": 1.0},
+            {"trainer.stage": "dpo", "preference.loss": "simpo", "preference.gamma": 1.0},
         ),
         ({"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "orpo"}, {"trainer.stage": "orpo"}),
         (
@@ -189,12 +215,11 @@ def test_an_optimize_rule_on_a_model_within_one_device(tmp_path: Path) -> None:
         ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "lr_scheduler_kwargs.num_cycles=2"),
         ({"template": "vicuna"}, "template=vicuna: has no counterpart"),
         ({"lora_target": "gate_proj"}, "lora_target=gate_proj: names only part"),
-        ({"val_size": 100}, "val_size=100: is a number of rows"),
         ({"train_on_prompt": True}, "train_on_prompt=true: answers are trained"),
-        ({"eval_strategy": "epoch", "val_size": 0.1}, "eval_strategy=epoch"),
+        ({"eval_strategy": "epoch"}, "eval_strategy=epoch: evaluates, but"),
         ({"eval_strategy": "steps"}, "eval_strategy=steps: evaluates, but"),
         ({"do_eval": True}, "do_eval=true: needs eval_strategy"),
-        ({"adapter_name_or_path": "saves/x"}, "adapter_name_or_path=saves/x"),
+        ({"adapter_name_or_path": "saves/x,saves/y"}, "adapter_name_or_path=saves/x,saves/y"),
         ({"pref_ftx": 0.5}, "pref_ftx=0.5"),
         ({"kt_mode": "long_context"}, "kt_mode=long_context"),
         ({"kt_train_mode": "full"}, "kt_train_mode=full"),
@@ -218,7 +243,6 @@ def test_fields_that_are_off_are_not_refused(tmp_path: Path) -> None:
     off = {
         "use_dora": False,
         "quantization_bit": None,
-        "neftune_noise_alpha": 0,
         "pref_ftx": 0.0,
         "fp16": False,
     }
@@ -226,14 +250,14 @@ def test_fields_that_are_off_are_not_refused(tmp_path: Path) -> None:
 
 
 def test_one_error_lists_every_field_and_options_lift_it(tmp_path: Path) -> None:
-    path = recipe(tmp_path, template="vicuna", use_dora=True, val_size=100)
+    path = recipe(tmp_path, template="vicuna", use_dora=True, do_eval=True)
     with pytest.raises(UserError) as error:
         with_recipe([f"recipe={path}"], io.StringIO())
     line = error.value.line()
     assert "3 fields of the recipe cannot be mapped" in line
-    assert all(name in line for name in ("template=vicuna", "use_dora=true", "val_size=100", str(path)))
+    assert all(name in line for name in ("template=vicuna", "use_dora=true", "do_eval=true", str(path)))
     with pytest.raises(UserError, match=r"^1 field of the recipe cannot be mapped: use_dora=true"):
-        with_recipe([f"recipe={path}", "data.template=null", "data.eval_fraction=0.1"], io.StringIO())
+        with_recipe([f"recipe={path}", "data.template=null", "trainer.eval_every=0"], io.StringIO())
 
 
 def test_secrets_are_not_printed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import yaml
 from kt_ray import cli
 from kt_ray.checkpoint.manifest import Manifest
 from kt_ray.config.compose import compose
-from kt_ray.config.resume_line import resume_line
+from kt_ray.config.resume_line import chat_line, resume_line
 from kt_ray.config.schema import Config, OptimConfig
 from kt_ray.errors import BAD_INPUT
 from kt_ray.runs.rundir import RunDir
@@ -70,6 +70,17 @@ def test_a_run_goes_on_with_its_own_configuration(runs: Path, given: list[Config
     run = dataclasses.replace(begun.run, overwrite=False)
     assert given == [dataclasses.replace(begun, trainer=trainer, run=run)]
     assert capfd.readouterr().out == f"goes on as {runs / 'a'} began\n"
+
+
+@pytest.mark.parametrize("mode", ["chat", "predict"])
+def test_its_model_and_adapter_answer(runs: Path, given: list[Config], mode: str, capfd: Any) -> None:
+    assert cli.main(["resume=runs/a", f"mode={mode}", "generate.temperature=0.5"]) == 0
+    assert cli.main(["resume=runs/a", f"mode={mode}", "generate.adapter=null"]) == 0
+    own, bare = given
+    assert (own.generate.adapter, own.generate.temperature) == (str(runs / "a"), 0.5)
+    assert own.rule.name == "cpu_replicas_2" and own.trainer.resume is None
+    assert bare.generate.adapter is None
+    assert "generate.adapter" not in capfd.readouterr().out
 
 
 def test_what_changes_is_shown_and_nothing_else_does(runs: Path, given: list[Config], capfd: Any) -> None:
@@ -141,6 +152,7 @@ def test_a_damaged_configuration_is_named(runs: Path, capfd: Any) -> None:
 
 def test_the_line_is_short_and_works_from_where_it_is_printed(runs: Path, tmp_path: Path) -> None:
     assert resume_line(runs / "a") == "python launch.py resume=runs/a"
+    assert chat_line(runs / "a") == "python launch.py resume=runs/a mode=chat"
     assert resume_line(Path("/else where/a")) == "python launch.py 'resume=/else where/a'"
 
 

@@ -1,0 +1,162 @@
+"""The adapter that a run starts from (lora.adapter): its LoRA settings, whether it fits, what actors read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from kt_ray.adapter.from_peft import AdapterReader, adapter_directory
+from kt_ray.checkpoint import ExpertLayout
+from kt_ray.checkpoint.index import some
+from kt_ray.checkpoint.manifest import Manifest
+from kt_ray.config.fields import show
+from kt_ray.config.mapping import from_dict
+from kt_ray.config.schema import Config, LoraConfig
+from kt_ray.dims.model_dims import ModelDims
+from kt_ray.errors import UserError
+from kt_ray.model.build import StageModel
+from kt_ray.model.lora import resolve_targets
+from kt_ray.model.stage_spec import StartAdapter
+
+DIGEST = "lora.adapter (digest of its weights)"  # field of a checkpoint's manifest
+_DEFAULT = LoraConfig()
+_SETTINGS = ("rank", "alpha", "rslora", "target_modules", "experts")
+
+
+def open_start(
+    config: Config, model_dir: str | None, manifest: Manifest | None = None
+) -> tuple[Config, AdapterReader | None]:
+    """The configuration with the LoRA settings of the adapter that the run starts from, and its reader.
+
+    Reads names and shapes alone. A key with its default value counts as not set.
+
+    Args:
+        model_dir: of the model; None = not known (mode=plan).
+        manifest: of the checkpoint that the run continues. Its state is what came of the adapter, so the
+            files are read only if the reference of a preference loss is in them: else the reader is None.
+
+    Raises:
+        UserError: no adapter; no plain LoRA; several scales; settings that are not the adapter's.
+    """
+    if config.lora.adapter is None:
+        return config, None
+    if manifest is not None and DIGEST in manifest.fields and not config.keeps_reference:
+        return replace(config, lora=_as_before(config.lora, manifest)), None
+    reader = AdapterReader(adapter_directory(config.lora.adapter, "lora.adapter"), model_dir)
+    return replace(config, lora=_of_adapter(config.lora, reader)), reader
+
+
+def _as_before(given: LoraConfig, manifest: Manifest) -> LoraConfig:
+    unset = {key for key in _SETTINGS if getattr(given, key) == getattr(_DEFAULT, key)}
+    before: dict[str, Any] = {
+        key: value for key in unset if (value := manifest.fields.get(f"lora.{key}")) is not None
+    }
+    return replace(given, **{key: getattr(from_dict({"lora": before}).lora, key) for key in before})
+
+
+def _of_adapter(given: LoraConfig, reader: AdapterReader) -> LoraConfig:
+    scales = sorted({scale for _, scale in reader.kinds})
+    if not math.isclose(scales[0], scales[-1], rel_tol=1e-6):
+        kinds = [f"{module}: rank {rank}, scale {scale:g}" for (rank, scale), module in reader.kinds.items()]
+        raise UserError(
+            "the adapter's modules have several scales (alpha / rank)",
+            where=str(reader.lora.path),
+            observed=some(kinds, 4),
+            required="one scale; ranks may differ",
+            remedy="merge it into the model first (python -m kt_ray.tools merge) and train a new adapter",
+        )
+    rslora = given.rslora or bool(reader.lora.config.get("use_rslora"))
+    alpha = scales[0] * (reader.rank**0.5 if rslora else reader.rank)
+    alpha = round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-9) else alpha
+    wrong = []
+    if given.rank not in (_DEFAULT.rank, reader.rank):
+        wrong.append((f"lora.rank={given.rank}", f"rank {reader.rank}"))
+    if given.alpha != _DEFAULT.alpha and not math.isclose(given.alpha, alpha, rel_tol=1e-6):
+        wrong.append((f"lora.alpha={given.alpha:g}", f"alpha {alpha:g}{' with rsLoRA' if rslora else ''}"))
+    if reader.adapts_experts and not given.experts:
+        wrong.append(("lora.experts=false", "routed experts"))
+    if wrong:
+        raise UserError(
+            "options disagree with the adapter that the run starts from",
+            where=f"lora.adapter={given.adapter}",
+            observed=", ".join(option for option, _ in wrong),
+            required=", ".join(value for _, value in wrong),
+            remedy=f"leave out {', '.join(option.partition('=')[0] for option, _ in wrong)}: the adapter's "
+            "are taken",
+        )
+    targets = given.target_modules
+    return replace(
+        given,
+        adapter=str(reader.lora.path),
+        rank=reader.rank,
+        alpha=float(alpha),
+        rslora=rslora,
+        target_modules=(sorted(reader.lora.linear) or "none") if targets == "auto" else targets,
+    )
+
+
+def fitted(
+    config: Config, reader: AdapterReader, whole: StageModel, layout: ExpertLayout, dims: ModelDims
+) -> tuple[Config, str]:
+    """The same configuration with short names of the target modules, and a line about the start.
+
+    Args:
+        whole: the model on the meta device. layout, dims: of its experts.
+
+    Raises:
+        UserError: an adapter of another model, or of modules that lora.target_modules leave out.
+    """
+    linear = {name: whole.causal.get_submodule(name) for name in whole.lora_names}
+    shapes = {name: (int(m.in_features), int(m.out_features)) for name, m in linear.items()}
+    width, inner = dims.expert_width, dims.expert_intermediate
+    for layer in layout.moe_layers:
+        for expert in range(layout.num_experts):
+            for role, name in layout.names(layer, expert, whole.root).items():
+                shapes[name] = (inner, width) if role == "down" else (width, inner)
+    reader.require_fit(shapes, layout.num_experts)
+    lora, own = config.lora, set(reader.lora.linear)
+    chosen = set(resolve_targets(lora.target_modules, whole.lora_names))
+    if left_out := sorted(own - chosen):
+        raise UserError(
+            "lora.target_modules leaves out modules of the adapter that the run starts from",
+            where=f"lora.adapter={lora.adapter}",
+            observed=f"lora.target_modules={show(lora.target_modules)}",
+            required=f"also {some(left_out, 4)}",
+            remedy="leave out lora.target_modules: the adapter's are taken",
+        )
+    if chosen == own and own:
+        lora = replace(lora, target_modules=_short(own, whole.lora_names))
+    anew = [f"{len(chosen - own)} other modules"] if chosen - own else []
+    anew += ["routed experts"] if lora.experts and not reader.adapts_experts else []
+    parts = [f"{len(own)} modules"] if own else []
+    parts += ["all routed experts"] if reader.adapts_experts else []
+    line = (
+        f"LoRA starts from {lora.adapter} ({' and '.join(parts)}): rank {lora.rank}, alpha {lora.alpha:g}"
+        + (" with rsLoRA" if lora.rslora else "")
+        + (f"; new: {' and '.join(anew)}" if anew else "")
+        + ("; model and adapter are the reference" if config.keeps_reference else "")
+    )
+    return replace(config, lora=lora), line
+
+
+def _short(modules: set[str], names: list[str]) -> list[str]:
+    """The modules by the last parts of their names, where these mean no others."""
+    last = {name: name.rpartition(".")[2] for name in names}
+    partly = {last[name] for name in names if name not in modules}
+    return sorted({name if last[name] in partly else last[name] for name in modules})
+
+
+def start_of(config: Config, reader: AdapterReader | None, manifest: Manifest | None) -> StartAdapter | None:
+    """What actors are told of the adapter; reads all of its values.
+
+    Raises:
+        UserError: some are not finite.
+    """
+    if config.lora.adapter is None:
+        return None
+    if reader is None:
+        assert manifest is not None
+        return StartAdapter(config.lora.adapter, str(manifest.fields[DIGEST]), initial=False)
+    reader.lora.check_finite()
+    return StartAdapter(str(reader.lora.path), reader.digest, reference=config.keeps_reference)
