@@ -10,16 +10,24 @@ CPP     = $(shell find kt_ray/native/src tests -name '*.cpp' -o -name '*.h' -o -
 TESTS  ?= tests
 PYTEST ?= -q
 
+SUPPORTED = import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 14) or sys.exit(f"error: {sys.executable} is \
+ Python {v[0]}.{v[1]}; required 3.11, 3.12 or 3.13. To fix: make PYTHON=python3.12 VENV=<new directory> ...")
+
 .PHONY: help demo test quick check format bench chaos fuzz docs clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
 
+# One line before anything is made: pip's own words about another Python fill the screen. A .venv that was begun
+# and cannot be finished (no python3-venv, another Python) would stay in the way.
 $(PY):
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c '$(SUPPORTED)'
+	@[ ! -e $(VENV) ] && made=yes; $(PYTHON) -m venv $(VENV) || { [ -z "$$made" ] || rm -rf $(VENV); \
+	 echo 'error: $(PYTHON) cannot make an environment. To fix: apt install python3-venv' >&2; exit 1; }
 
 # torch first, alone: the resolver then keeps whichever build is there (the constraints' or the user's own).
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE) | $(PY)
+	@$(PY) -c '$(SUPPORTED)'
 	@if $(PY) -c 'import torch' 2>/dev/null; then grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt; \
 	 else cp constraints.txt $(VENV)/constraints.txt; $(PY) -m pip install -q -c constraints.txt torch; fi
 	$(PY) -m pip install -q -c $(VENV)/constraints.txt -e '.[dev,deepspeed]'

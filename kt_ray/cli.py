@@ -77,7 +77,18 @@ def dispatch(config: Config) -> int:
 def run(config: Config) -> int:
     """Runs the mode in this process."""
     torch_environment.apply()  # no torch is imported yet
-    return int(importlib.import_module(f"kt_ray.modes.{config.mode}").run(config))
+    try:
+        return int(importlib.import_module(f"kt_ray.modes.{config.mode}").run(config))
+    except ModuleNotFoundError as error:
+        if error.name != "kt_ray.native._native":
+            raise
+        # pip install . builds them into the environment, where the source tree hides them.
+        raise UserError(
+            "the C++ kernels are not built in this source tree",
+            where=kt_ray.__path__[0],
+            remedy="build them here: pip install -e . ; or, after pip install . , write kt-ray in the place "
+            "of python launch.py",
+        ) from error
 
 
 def supervised() -> int:

@@ -92,7 +92,7 @@ def native(hardware: Hardware, rule: RuleConfig) -> Check:
     try:
         from kt_ray.native import FORMATS, available_isas, select_isa
     except ImportError as error:
-        remedy = "pip install . (or: make build), with a C++20 compiler"
+        remedy = "pip install -e . (make demo does it), with a C++20 compiler"
         return failed("native engine", f"not built: {error}", remedy)
     isas = available_isas()
     try:

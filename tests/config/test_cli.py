@@ -15,6 +15,8 @@ import pytest
 import yaml
 
 from kt_ray import cli
+from kt_ray.config.fields import fields, groups
+from kt_ray.config.limits import WORDS
 from kt_ray.config.schema import Config
 from kt_ray.errors import BAD_INPUT, BUG, INTERRUPTED, STOPPED, Stopped, UserError
 
@@ -299,6 +301,17 @@ def test_a_bug_shows_its_traceback(
     assert "Traceback" in err and "oops" in err and "this is a bug in kt_ray" in err.splitlines()[-1]
 
 
+def test_kernels_that_are_not_built_here_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _mode_that(monkeypatch, _raiser(ModuleNotFoundError("no", name="kt_ray.native._native")))
+    assert cli.main([]) == BAD_INPUT
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and "To fix: build them here: pip install -e ." in err and str(REPO) in err
+    _mode_that(monkeypatch, _raiser(ModuleNotFoundError("no", name="numpy")))
+    assert cli.main([]) == BUG and "Traceback" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "told"),
     [
@@ -344,10 +357,15 @@ def test_malformed_yaml_of_the_user_is_located(tmp_path_factory: pytest.TempPath
     assert "malformed YAML" in err and "bad.yaml line" in err and err.count("\n") == 1
 
 
-def test_help_lists_groups(capfd: pytest.CaptureFixture[str]) -> None:
+def test_help_is_one_screen_with_the_commands_and_the_groups(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     out = capfd.readouterr().out
-    assert "usage: python launch.py" in out and "cpu_2workers_2sockets" in out and "experiment: " in out
+    assert "cpu_2workers_2sockets" in out and "experiment: " in out
+    assert sum(1 + (len(line) - 1) // 100 for line in out.splitlines()) <= 45
+    modes = next(line for line in out.splitlines() if line.startswith("mode="))
+    assert modes.split()[1:] == list(WORDS["mode"])
+    words = out.partition("often set")[2].partition("flags")[0].split()
+    assert [word for word in words if word not in fields() and word.partition("=")[0] not in groups()] == []
 
 
 def _launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
