@@ -6,6 +6,7 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from kt_ray.actors.watch import Status
 from kt_ray.adapter.adapter_dir import write_tensors
 from kt_ray.adapter.from_peft import AdapterReader
+from kt_ray.adapter.peft_config import WEIGHTS
 from kt_ray.batch import REFERENCE
 from kt_ray.checkpoint.safetensors_file import damaged
 from kt_ray.checkpoint.training import ShardInfo, read_named_into, write_shard
@@ -109,14 +111,17 @@ class PlainActor(ABC):
         Raises:
             UserError: it is gone, or another than when the run began.
         """
-        reader = AdapterReader(start.directory, self._spec.model_dir)
-        if reader.digest != start.digest:
+        found = "no such file"
+        if Path(start.directory, WEIGHTS).is_file():
+            reader = AdapterReader(start.directory, self._spec.model_dir)
+            found = f"digest {reader.digest[:12]}"
+        if found != f"digest {start.digest[:12]}":
             raise damaged(
-                "the adapter that the run starts from has changed",
-                start.directory,
-                f"weights with the digest {reader.digest[:12]}",
-                f"{start.digest[:12]}, as when the run began",
-                "put the former files back, or begin a new run",
+                "the adapter that the run starts from is gone or has changed",
+                f"{start.directory}/{WEIGHTS} on {self.host_name}",
+                found,
+                f"digest {start.digest[:12]}, as when the run began",
+                "put the former files back, where all nodes find them, or begin a new run",
             )
         reader.read_into(self.lora("param").items(), self._spec.lora.scale, others="kept")
 

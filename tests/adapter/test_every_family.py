@@ -129,6 +129,10 @@ def read_back(adapter: Path, trained: Trained) -> None:
 
 def test_what_is_written_is_read(trained: Trained, tmp_path: Path) -> None:
     read_back(trained.adapter, trained)  # as predict, eval, chat and serve do
+    again = prepare_model(config_for(trained.base, f"lora.adapter={trained.adapter}"), training=True)
+    assert again.start is not None and again.config.lora.scale == SCALE  # and as training that goes on does
+    (said,) = [line for line in again.notes if line.startswith("LoRA starts from")]
+    assert "all routed experts" in said and "new:" not in said
     report = inspect(trained.adapter)
     assert report["zero_b"] == 0 and report["model_type"] is not None
     kind = named_class(trained.adapter)
