@@ -21,7 +21,6 @@ from pathlib import Path
 import pytest
 
 from kt_ray import cli
-from kt_ray.tracking.progress import shortened
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, DATA = ROOT / "docs" / "quickstart.md", ROOT / "docs" / "data.md"
@@ -38,7 +37,7 @@ def first_lines(printed: str) -> str:
     """The lines from before the first step to after it that the page shows."""
     lines = printed.splitlines()
     found = (next(line for line in lines if line.startswith(begin)) for begin in FIRST)
-    return "".join(shortened(line, 110) + "\n" for line in found)
+    return "".join((line if len(line) <= 110 else line[:109] + "…") + "\n" for line in found)
 
 
 def last_lines(printed: str) -> str:
