@@ -24,6 +24,7 @@ from kt_ray import torch_environment
 from kt_ray.config import resume_line
 from kt_ray.config.schema import Config
 from kt_ray.errors import BAD_INPUT, OK, UserError, exit_code, guard
+from kt_ray.runs.model_hub import located
 from kt_ray.supervisor import as_child, supervise
 
 # Hydra's flags (and ours, --version).
@@ -74,7 +75,7 @@ def dispatch(config: Config) -> int:
 def run(config: Config) -> int:
     """Runs the mode in this process."""
     torch_environment.apply()  # no torch is imported yet
-    return int(importlib.import_module(f"kt_ray.modes.{config.mode}").run(config))
+    return int(importlib.import_module(f"kt_ray.modes.{config.mode}").run(located(config)))
 
 
 def supervised() -> int:

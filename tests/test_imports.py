@@ -65,7 +65,7 @@ modes: terminal errors disk native timeline config dims hardware placement timin
     checkpoint data demo train actors serve actors/ray runs doctor report accept [numpy torch]
 recipe: terminal errors parse config dims data
 supervisor: errors config runs
-cli: errors torch_environment config modes recipe supervisor
+cli: errors torch_environment config modes recipe runs supervisor
 tools: terminal errors disk parse config checkpoint model adapter data demo [numpy torch]
 """
 

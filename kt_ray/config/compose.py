@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from kt_ray.config.fields import closest, fields, groups, show
-from kt_ray.config.files import conf_dir, hardware_file, option_groups, option_names
+from kt_ray.config.files import HUB_NAME, conf_dir, hardware_file, option_groups, option_names
 from kt_ray.config.mapping import load, unknown_key
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
@@ -43,12 +43,12 @@ def _scratch() -> str:
 
 
 def expand(overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
-    """`overrides` as Hydra takes them: lists without brackets get theirs, and the group choices that
-    model.path and data.path imply are added, where none is made.
+    """`overrides` as Hydra takes them: lists without brackets get theirs, model=ORG/NAME becomes a path on
+    the hub, and the group choices that model.path and data.path imply are added, where none is made.
 
     An experiment chooses its own groups, so nothing is implied beside one. sweep: commas part several runs.
     """
-    overrides = [_bracketed(o, sweep) for o in overrides]
+    overrides = [part for o in overrides for part in _on_hub(_bracketed(o, sweep))]
     keys = [o.lstrip("+~").partition("=")[0] for o in overrides]
     if "experiment" in keys:
         return list(overrides)
@@ -58,6 +58,14 @@ def expand(overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
         if f"{group}.path" in keys and group not in keys
     ]
     return implied + list(overrides)
+
+
+def _on_hub(override: str) -> tuple[str, ...]:
+    """model=ORG/NAME, where that is no directory here, as model.path=hf://ORG/NAME."""
+    key, _, value = override.partition("=")
+    if key != "model" or not HUB_NAME.fullmatch(value) or Path(value).exists():
+        return (override,)
+    return "model=custom", f"model.path=hf://{value.removeprefix('hf://')}"
 
 
 def _bracketed(override: str, sweep: bool) -> str:
