@@ -23,6 +23,7 @@ import kt_ray
 from kt_ray import torch_environment
 from kt_ray.config.schema import Config
 from kt_ray.errors import BAD_INPUT, OK, UserError, exit_code, guard
+from kt_ray.runs.model_hub import located
 from kt_ray.runs.resume_command import ResumeCommand
 from kt_ray.supervisor import as_child, supervise
 from kt_ray.terminal import visible
@@ -78,7 +79,7 @@ def run(config: Config) -> int:
     """Runs the mode in this process."""
     torch_environment.apply()  # no torch is imported yet
     try:
-        return int(importlib.import_module(f"kt_ray.modes.{config.mode}").run(config))
+        return int(importlib.import_module(f"kt_ray.modes.{config.mode}").run(located(config)))
     except ModuleNotFoundError as error:
         if error.name != "kt_ray.native._native":
             raise

@@ -178,7 +178,7 @@ def _model(c: Config) -> Iterator[Fault]:
             "model.path",
             f"but mode={c.mode} needs the checkpoint of model={model.name}",
             "a Hugging Face directory with config.json, *.safetensors and a tokenizer",
-            f"set model.path=<directory>{plan}",
+            f"set model.path=<directory>, model.path=hf://ORG/NAME (downloads it){plan}",
         )
     if c.mode == "plan" and model.config is None:
         yield Fault(

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from kt_ray.config.fields import closest, fields, groups, joined, show
-from kt_ray.config.files import conf_dir, hardware_file, option_groups, option_names
+from kt_ray.config.files import HUB_NAME, conf_dir, hardware_file, option_groups, option_names
 from kt_ray.config.mapping import load, unknown_key
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
@@ -46,9 +46,10 @@ def _scratch() -> str:
 
 
 def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = True) -> list[str]:
-    """`overrides` as Hydra takes them: lists without brackets get theirs, and the group choices that
-    model.path and data.path imply are added, where none is made. mode=plan of a released model without data
-    is for data=jsonl: its rows are as long as a user's, the demo's are not.
+    """`overrides` as Hydra takes them: lists without brackets get theirs, model=ORG/NAME becomes a path on
+    the hub, and the group choices that model.path and data.path imply are added, where none is made.
+    mode=plan of a released model without data is for data=jsonl: its rows are as long as a user's, the
+    demo's are not.
 
     An experiment chooses its own groups, so nothing is implied beside one.
 
@@ -56,7 +57,7 @@ def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = Tru
         sweep: commas part several runs.
         implied: False = no group choices are added.
     """
-    overrides = [_bracketed(at_home(o), sweep) for o in overrides]
+    overrides = [part for o in overrides for part in _on_hub(_bracketed(at_home(o), sweep))]
     keys = [o.lstrip("+~").partition("=")[0] for o in overrides]
     if "experiment" in keys or not implied:
         return list(overrides)
@@ -79,6 +80,14 @@ def _plans_own_rows(overrides: Sequence[str]) -> bool:
     built = any(f"model={name}" in overrides for name in _BUILT)
     named = any(o.startswith(("model=", "model.path=")) for o in overrides)
     return "mode=plan" in overrides and named and not built
+
+
+def _on_hub(override: str) -> tuple[str, ...]:
+    """model=ORG/NAME, where that is no directory here, as model.path=hf://ORG/NAME."""
+    key, _, value = override.partition("=")
+    if key != "model" or not HUB_NAME.fullmatch(value) or Path(value).exists():
+        return (override,)
+    return "model=custom", f"model.path=hf://{value.removeprefix('hf://')}"
 
 
 def _bracketed(override: str, sweep: bool) -> str:

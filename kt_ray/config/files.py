@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from kt_ray.config.fields import groups
@@ -45,6 +46,8 @@ def option_names(group: str) -> list[str]:
     return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
 
 
+# A model as the Hugging Face hub names it; as a value of `model` also without hf://.
+HUB_NAME = re.compile(r"(hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w.-]+))?", re.ASCII)
 WIZARD = "wizard"  # plan.hardware: ask
 
 

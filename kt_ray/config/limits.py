@@ -133,7 +133,7 @@ NOT_EMPTY: dict[str, str] = {
     **dict.fromkeys(("report.out", "compare.out", "plan.rates"), "a path, or null"),
     "plan.hardware": "a path, parts of a host, wizard, or null",
     "model.name": "a label",
-    "model.path": "a directory, or null",
+    "model.path": "a directory, hf://ORG/NAME, or null",
     "model.experts_path": "a GGUF file, or null",
     "rule.experts.load": "a checkpoint directory, or null",
     "lora.target_modules": "auto, none, names or a regex",

@@ -67,7 +67,10 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
             config = _with(config, key, absolute(value))
     model, data, hardware = config.model, config.data, config.plan.hardware
     if model.path is not None:
-        name = Path(model.path).name if model.build is not None or model.name == "custom" else model.name
+        label = Path(model.path).name
+        if model.path.startswith("hf://"):
+            label = label.partition("@")[0]
+        name = label if model.build is not None or model.name == "custom" else model.name
         config = _with(config, "model", dataclasses.replace(model, name=name, build=None))
     if data.sources:
         sources = [{**source, "path": absolute(source["path"])} for source in data.sources]

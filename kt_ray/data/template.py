@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from kt_ray.batch import IGNORE
+from kt_ray.data import tiktoken_file
 from kt_ray.data.bounded_template import bounded, broken
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.errors import UserError
@@ -67,6 +68,8 @@ def load_tokenizer(directory: str, key: str = "model.tokenizer") -> PreTrainedTo
             required=required,
             remedy="set model.tokenizer to a tokenizer directory",
         )
+    if (path / tiktoken_file.FILE).is_file() and not (path / "tokenizer.json").is_file():
+        path = tiktoken_file.with_tokenizer_json(path)
     try:
         # Left out, trust_remote_code asks on standard input, and a "yes" there runs code of the directory.
         tokenizer: Any = AutoTokenizer.from_pretrained(

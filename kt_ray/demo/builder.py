@@ -45,7 +45,8 @@ def resolve_model_dir(model: ModelConfig) -> str:
                 "the model directory does not exist",
                 where="model.path",
                 observed=path,
-                remedy="give model.path a Hugging Face checkpoint directory (config.json, *.safetensors)",
+                remedy="give model.path a Hugging Face checkpoint directory (config.json, *.safetensors), or "
+                "hf://ORG/NAME to download it",
             )
         return str(path)
     if model.build is None:
@@ -53,7 +54,8 @@ def resolve_model_dir(model: ModelConfig) -> str:
             f"model {model.name!r} names no checkpoint",
             where="model.path",
             required="a directory with config.json and *.safetensors",
-            remedy=f"add model.path=<directory of {model.name}>, or take model=demo",
+            remedy=f"add model.path=<directory of {model.name}>, or model.path=hf://ORG/NAME to download it, "
+            "or take model=demo",
         )
     return ensure_demo_model(model.build, seed=model.seed, tokenizer_dir=model.tokenizer)
 

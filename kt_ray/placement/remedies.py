@@ -91,7 +91,7 @@ def shortage(plan: Plan) -> str:
 
 
 def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tuple[Remedy, Config]]:
-    """Single changes: same results first, then a smaller step, then a smaller adapter."""
+    """Single changes: same results first, then a smaller step, coarser experts, a smaller adapter."""
     rule, lora = config.rule, config.lora
 
     def change(key: str, value: object, effect: str) -> tuple[Remedy, Config]:
@@ -111,6 +111,10 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
         yield change("trainer.batch_size", rows, "fewer rows per optimizer step")
     for length in _halves(config.data.max_length, SHORTEST_ROW):
         yield change("data.max_length", length, "longer rows are cut off")
+    for backend in ("AMXINT8", "AMXINT4"):
+        if backend != rule.experts.backend:
+            what = f"experts are quantised to {backend[3:]} while they load: rounding without calibration"
+            yield change("rule.experts.backend", backend, what)
     for rank in _halves(lora.rank, 1) if lora.adapter is None else ():
         yield change("lora.rank", rank, "a smaller adapter")
     if lora.experts and lora.target_modules != "none" and lora.adapter is None:

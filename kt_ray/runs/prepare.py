@@ -47,6 +47,7 @@ from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.render import counted
 from kt_ray.runs.known_load import known_load, resumed_choice, resumed_load
+from kt_ray.runs.model_hub import complete
 from kt_ray.runs.start_adapter import fitted, open_start, start_of
 from kt_ray.timing.choose import choose_plan
 from kt_ray.train.preference_steps import STAGES, check_units
@@ -136,6 +137,12 @@ def prepare_model(config: Config, *, training: bool, manifest: Manifest | None =
     # A plan refuses what cannot be trained, by name, before any file is opened.
     plan = make_plan(dims, config, hardware, load)
     _check_isa(config)
+    complete(
+        model_dir,
+        lambda: _check_fits(
+            choose_plan(dims, config, hardware, load, before=before) if training else plan, config, training
+        ),
+    )
     if training and config.data.packing:
         check_packing_family(model_dir)
     index, layout, gguf, stored = open_checkpoint(config, model_dir, dims)

@@ -109,7 +109,14 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["data.format=sharegtp", "auto or alpaca or sharegpt or messages", "set data.format=sharegpt"],
     ),
     (["data=jsonl"], ["data.path=null", "mode=train needs rows", "set data.path="]),
-    (["model=deepseek_v3"], ["model.path=null", "deepseek_v3", "set model.path=<directory>, or mode=plan"]),
+    (
+        ["model=deepseek_v3"],
+        [
+            "model.path=null",
+            "deepseek_v3",
+            "set model.path=<directory>, model.path=hf://ORG/NAME (downloads it), or mode=plan",
+        ],
+    ),
     (["model=custom", "mode=plan"], ["model.path=null", "nothing to plan", "set model.path=<directory>"]),
     (["mode=chat", "generate.stop=['']"], ["generate.stop=", "is empty", "strings that are not empty"]),
     (["+data.name=mine"], ["data.name was removed", "delete it"]),

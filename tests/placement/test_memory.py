@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from kt_ray.config.compose import compose
 from kt_ray.config.schema import LoraConfig, RuleConfig
 from kt_ray.dims.config_json import dims_from_config
-from kt_ray.hardware.describe import nominal_hardware
+from kt_ray.hardware.describe import hardware_for, nominal_hardware
+from kt_ray.modes.plan import model_dims
 from kt_ray.placement.memory import GIB, expert_lora_params, load_of, lora_params, mask_bytes
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
@@ -263,6 +265,14 @@ def test_remedies_name_rules_that_fit_elsewhere() -> None:
     config = make_config(**TOKENS_8K, **CHECKED)
     found = remedies(V3, config, make_hardware(memory=16 * GIB), rules)
     assert [r.overrides for r in found] == ["rule=four"] and "4 x 24 GB GPU" in found[0].effect
+
+
+def test_remedies_name_the_format_that_fits() -> None:
+    """Kimi-K2 as released on 1 TiB: not in FP8, but quantised to four bits while it loads."""
+    config = compose(["mode=plan", "model=kimi_k2", "plan.hardware=2x4090_2x8480_1024gb"])
+    found = remedies(model_dims(config.model), config, hardware_for(config), {})
+    assert "rule.experts.backend=AMXINT4" in [remedy.overrides for remedy in found]
+    assert "INT4 while they load" in str(found)
 
 
 def test_remedies_combine_when_one_change_is_not_enough() -> None:
