@@ -467,7 +467,7 @@ def _lora(c: Config) -> Iterator[Fault]:
             f"asks the model without its adapter, whose weights lora.init={lora.init} changes",
             remedy="set eval.after_training=0, and run mode=eval generate.adapter=<run> afterwards",
         )
-    if c.trainer.stage == "kto" or (c.trainer.stage == "dpo" and c.preference.loss != "simpo"):
+    if c.has_reference:
         yield Fault(
             "trainer.stage",
             f"takes the model without adapters as its reference, which lora.init={lora.init} changes",

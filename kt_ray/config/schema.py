@@ -341,6 +341,12 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     @property
+    def has_reference(self) -> bool:
+        """Whether the stage's loss compares with a reference."""
+        stage = self.trainer.stage
+        return stage == "kto" or (stage == "dpo" and self.preference.loss != "simpo")
+
+    @property
     def keeps_reference(self) -> bool:
         """Whether the reference of a preference loss is a copy of the adapter that the run starts from."""
-        return self.lora.adapter is not None and self.trainer.stage in ("dpo", "kto")
+        return self.lora.adapter is not None and self.has_reference

@@ -56,7 +56,7 @@ class Preference:
             undesirable_weight=own.undesirable_weight,
             nll_tokens=sum(int((m.lengths[m.signs > 0] - 1).sum()) for m in _micro(waves)),
         )
-        if self.stage == "orpo" or self._simpo:  # without a reference
+        if not self.config.has_reference:
             return list(waves), objective
         if self.stage == "kto":
             objective = replace(objective, kl=self._kl(step, waves))

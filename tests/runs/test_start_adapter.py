@@ -233,6 +233,8 @@ def test_a_reference_takes_memory(first: Path, pairs: Path, prepared: Make) -> N
     orpo = prepared(first, f"data.path={pairs}", "trainer.stage=orpo")
     trained = sum(t.numel() for t in load_file(first / "adapter" / "adapter_model.safetensors").values())
     assert held(dpo.plan) - held(orpo.plan) == 4 * trained
+    simpo = prepared(first, f"data.path={pairs}", "trainer.stage=dpo", "preference.loss=simpo")
+    assert held(simpo.plan) == held(orpo.plan)
     assert any(line.endswith("; model and adapter are the reference") for line in dpo.notes)
 
 
