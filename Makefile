@@ -50,10 +50,11 @@ bench: $(STAMP)  ## the short benchmarks, JSON into benchmarks/results/
 	$(PY) benchmarks/moe_layer.py --shape deepseek_v2_lite --tokens 512 --rank 8 --threads 2 --json benchmarks/results/moe_layer.json
 	$(PY) benchmarks/train_step.py --against hf,peft --json benchmarks/results/train_step.json
 
-chaos: $(STAMP)  ## hours: 200 faults in trainings under Ray, 200 in one process, 1,000 deaths of actors
+chaos: $(STAMP)  ## hours: 200 faults in trainings under Ray, 200 in one process, 100 of a server, 1,000 deaths of actors
 	$(PY) benchmarks/chaos.py --faults 200 --minutes 240 --cluster ray --json benchmarks/results/chaos_ray.json
 	$(PY) benchmarks/chaos.py --faults 200 --minutes 120 --cluster local --json benchmarks/results/chaos_local.json
 	$(PY) benchmarks/chaos.py --faults 1000 --inside --json benchmarks/results/chaos_inside.json
+	$(PY) benchmarks/chaos.py --faults 100 --minutes 120 --serve --json benchmarks/results/chaos_serve.json
 
 fuzz: $(STAMP)  ## ten thousand damaged files: each is read or refused by name
 	$(PY) benchmarks/fuzz.py --mutations 10000 --json benchmarks/results/fuzz.json

@@ -2,14 +2,16 @@
 
     python benchmarks/chaos.py --faults 20 --cluster ray --json out.json     real processes and signals
     python benchmarks/chaos.py --faults 1000 --inside --json out.json        deaths of actors in one process
+    python benchmarks/chaos.py --faults 50 --serve --json out.json           a server whose clients ask on
 
 Runs of the demo model under `trainer.restarts` follow one another until so many faults have happened. Every
 step must then be recorded once with the undisturbed run's loss, the adapter must be the same file, no process
 of the run and no half-written file may be left, and nobody may have helped. What a fault is and what it hits
 are drawn from `--seed`; the moment is the machine's. Exit code 1: a run was not as it should be.
 
-The disk is a tmpfs of 256 MB where this process may mount one (root), so that it can be filled; else that
-fault is left out, and the record says so.
+A run may end by itself only where a fault took away what its user alone can give (a disk, the model): with
+exit code 2 and a line that says so. It is then started again, and the record keeps the line. Faults that
+this machine does not allow (a disk that may be filled, a memory cgroup) are left out, and named.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,40 +33,23 @@ from pathlib import Path
 from typing import Any
 
 import common
-import psutil
+from chaos_faults import TOLD, TRAINING, Faults, still_running
+from chaos_server import serve
 
 sys.path.insert(0, str(common.REPO))
 
-TOKEN = "KT_RAY_CHAOS"  # an environment variable that all processes of a campaign inherit
 STEPS = 60
 SETTINGS = (
     *("data.limit=60", "trainer.batch_size=4", "trainer.eval_every=20", f"trainer.max_steps={STEPS}"),
     *("trainer.save_every=5", "trainer.restarts=1000", "trainer.recoveries=1000", "tracking.plot=false"),
-    *("eval.after_training=2", "tracking.progress=false"),
+    *("eval.after_training=2", "tracking.progress=false", "model.build=null"),
 )
 UNDER = {
     "ray": ("cluster.address=local", "cluster.dashboard=true", "rule=cpu_2workers_2sockets"),
     "local": ("cluster=local",),
 }
-# What happens, to what, and how often in relation to the others.
-FAULTS: dict[tuple[str, str], int] = {
-    ("SIGKILL", "actor"): 6,
-    ("SIGTERM", "actor"): 2,
-    ("pause", "actor"): 2,
-    ("freeze", "actor"): 1,
-    ("SIGKILL", "driver"): 4,
-    ("SIGTERM", "driver"): 3,
-    ("pause", "driver"): 1,
-    ("SIGKILL", "raylet"): 2,
-    ("SIGKILL", "gcs"): 2,
-    ("SIGKILL", "dashboard"): 1,
-    ("full", "disk"): 3,
-    ("torn", "checkpoint"): 2,
-    ("second", "driver"): 1,
-}
-PAUSE = (5.0, 30.0)  # seconds of a process that goes on afterwards
-FULL = (2.0, 12.0)  # seconds of a full disk
-LEAVES = 30.0  # seconds in which everything of a run must have gone
+BASE = common.REPO / "kt_ray" / "demo" / "assets" / "base"
+RAY = ("actor", "raylet", "gcs", "dashboard")  # what is no process with cluster=local
 DEEPSEEK = {"load_minutes": 5.7, "start_minutes": 1.0, "save_minutes": 30.0, "save_seconds": 20.0}
 
 
@@ -75,17 +60,16 @@ class Campaign:
         faults: one record each; runs: one record each; problems: what was not as it should be.
     """
 
-    def __init__(self, work: Path, under: str, seed: int, every: float, can_fill: bool) -> None:
+    def __init__(self, work: Path, under: str, seed: int, every: float, own_disk: bool) -> None:
         self.work, self.under, self.every = work, under, every
-        self.random = random.Random(seed)
-        self.environment = {**os.environ, TOKEN: str(work), "KT_RAY_CACHE": str(work / "cache")}
+        self.model = work / "model"
+        shutil.copytree(BASE, self.model)
+        kinds = {k: w for k, w in TRAINING.items() if under == "ray" or k[1] not in RAY}
+        self.harm = Faults(work, self.model, seed, kinds, own_disk=own_disk)
+        self.harm.second_driver = self._second
         self.faults: list[dict[str, Any]] = []
         self.runs: list[dict[str, Any]] = []
         self.problems: list[str] = []
-        self.kinds = {k: w for k, w in FAULTS.items() if self._possible(*k) and (can_fill or k[1] != "disk")}
-
-    def _possible(self, what: str, target: str) -> bool:
-        return self.under == "ray" or target in ("driver", "disk", "checkpoint")
 
     def undisturbed(self) -> None:
         """The run that all others must equal."""
@@ -104,117 +88,78 @@ class Campaign:
 
     def _start(self, name: str, *more: str, log: str) -> subprocess.Popen[bytes]:
         command = [
-            sys.executable,
-            "launch.py",
-            *SETTINGS,
-            *UNDER[self.under],
-            f"run.root={self.work / 'runs'}",
+            *(sys.executable, "launch.py", *SETTINGS, *UNDER[self.under], f"model.path={self.model}"),
+            *(f"run.root={self.work / 'runs'}", f"run.name={name}", *more),
         ]
         with (self.work / f"{log}.log").open("ab") as file:
             return subprocess.Popen(
-                [*command, f"run.name={name}", *more],
+                command,
                 cwd=common.REPO,
-                env=self.environment,
+                env=self.harm.environment,
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
             )
 
     def _run(self, name: str, faults: int, deadline: float) -> None:
+        """One run to its end. It may stop on the way only where it says what of the user's it lacks."""
         run, start = self.work / "runs" / name, time.monotonic()
-        before = len(self.faults)
-        process = self._start(name, log=name)
-        due = start + self.random.uniform(0.2, 1.0) * self.every
-        while process.poll() is None:
-            time.sleep(0.05)
-            if time.monotonic() > deadline + 600:
-                self.problems.append(f"{name} did not end")
-                process.kill()
-            elif time.monotonic() > due and len(self.faults) < faults and time.monotonic() < deadline:
-                self._fault(run)
-                due = time.monotonic() + self.random.uniform(0.2, 1.8) * self.every
+        before, told = len(self.faults), []
+        begun, more = before, ()
+        while True:
+            code = self._hurt(run, self._start(name, *more, log=name), faults, deadline)
+            line = self._lacking(run, code, self.faults[begun:])
+            if not line:
+                break
+            told.append(line)
+            print(f"  {name} told: {line}", flush=True)
+            saved = any((run / "checkpoints").glob("step_*"))
+            begun, more = len(self.faults), ("trainer.resume=latest" if saved else "run.overwrite=true",)
         wall = time.monotonic() - start
-        self.problems += [f"{name}: {problem}" for problem in self._judge(run, process.returncode)]
+        self.problems += [f"{name}: {problem}" for problem in self._judge(run, code)]
         self.runs.append(
             {
                 "run": name,
                 "faults": len(self.faults) - before,
+                "told": told,
                 "seconds": wall,
                 "goodput": self.calm_seconds / wall,
-                "exit_code": process.returncode,
+                "exit_code": code,
             }
         )
         print(f"{name}: {self.runs[-1]}", flush=True)
 
-    # -- faults -------------------------------------------------------------------------------
+    def _hurt(self, run: Path, process: subprocess.Popen[bytes], faults: int, deadline: float) -> int:
+        """Faults until the process ends; its exit code."""
+        due = time.monotonic() + self.harm.random.uniform(0.2, 1.0) * self.every
+        while process.poll() is None:
+            time.sleep(0.05)
+            if time.monotonic() > deadline + 600:
+                self.problems.append(f"{run.name} did not end")
+                process.kill()
+            elif time.monotonic() > due and len(self.faults) < faults and time.monotonic() < deadline:
+                phase = self._phase(run)
+                what, target, hit = self.harm.strike(run)
+                if hit:
+                    self.faults.append(
+                        {"run": run.name, "what": what, "target": target, "phase": phase, "hit": hit}
+                    )
+                    print(f"  {what} {target} in {phase}: {hit}", flush=True)
+                due = time.monotonic() + self.harm.random.uniform(0.2, 1.8) * self.every
+        return process.returncode
 
-    def _fault(self, run: Path) -> None:
-        kinds = list(self.kinds)
-        what, target = self.random.choices(kinds, weights=[self.kinds[k] for k in kinds])[0]
-        phase = self._phase(run)
-        done = getattr(self, f"_{what}", self._signal)(run, what, target)
-        if done:
-            self.faults.append({"run": run.name, "what": what, "target": target, "phase": phase, "hit": done})
-            print(f"  {what} {target} in {phase}: {done}", flush=True)
+    def _lacking(self, run: Path, code: int, faults: list[dict[str, Any]]) -> str:
+        """The line of a run that ended because a fault took away what only its user can give."""
+        lines = (self.work / f"{run.name}.log").read_text(errors="replace").splitlines()
+        last = next((line for line in reversed(lines) if line.startswith("error: ")), "")
+        words = [word for fault in faults for word in TOLD.get(fault["what"], ())]
+        return last if code == 2 and "To fix: " in last and any(word in last for word in words) else ""
 
-    def _signal(self, run: Path, what: str, target: str) -> str:
-        victims = self._processes(run, target)
-        if not victims:
-            return ""
-        victim = self.random.choice(victims)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victim.send_signal(getattr(signal, what))
-            return described(victim)
-        return ""
-
-    def _freeze(self, run: Path, _what: str, target: str) -> str:
-        return self._signal(run, "SIGSTOP", target)
-
-    def _pause(self, run: Path, _what: str, target: str) -> str:
-        victims = self._processes(run, target)
-        if not victims:
-            return ""
-        victim, seconds = self.random.choice(victims), self.random.uniform(*PAUSE)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            name = described(victim)
-            victim.suspend()
-            time.sleep(seconds)
-            victim.resume()
-            return f"{name} for {seconds:.0f} s"
-        return ""
-
-    def _full(self, _run: Path, _what: str, _target: str) -> str:
-        seconds = self.random.uniform(*FULL)
-        filler = self.work / "runs" / "filler"
-        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(1 << 20))
-        with contextlib.suppress(OSError), filler.open("ab", buffering=0) as file:
-            while True:
-                file.write(b"x")
-        time.sleep(seconds)
-        filler.unlink(missing_ok=True)
-        return f"for {seconds:.0f} s"
-
-    def _torn(self, run: Path, _what: str, _target: str) -> str:
-        """The newest checkpoint loses its end, as after a power cut, and the driver dies."""
-        checkpoints = sorted((run / "checkpoints").glob("step_*"))
-        drivers = self._processes(run, "driver")
-        if not checkpoints or not drivers:
-            return ""
-        with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            drivers[0].kill()
-            drivers[0].wait(10)
-            file = self.random.choice(sorted(p for p in checkpoints[-1].iterdir() if p.is_file()))
-            size = self.random.randrange(file.stat().st_size)
-            os.truncate(file, size)
-            return f"{checkpoints[-1].name}/{file.name} at byte {size}"
-        return ""
-
-    def _second(self, run: Path, _what: str, _target: str) -> str:
-        if not self._processes(run, "driver"):
-            return ""
-        process = self._start(run.name, "run.overwrite=true", "trainer.restarts=0", log="second")
+    def _second(self, run: Path) -> str:
+        # Near its end the first one may let go of the run; what overwrites it then does what it was told.
+        early = self._phase(run) in ("loading", "steps")
+        how = "run.overwrite=true" if early else "trainer.resume=latest"
+        process = self._start(run.name, how, "trainer.restarts=0", log="second")
         try:
             code = process.wait(60)
         except subprocess.TimeoutExpired:  # the first one had just ended, and this one holds the run now
@@ -225,37 +170,9 @@ class Campaign:
             self.problems.append(f"a second driver ended with {code}")
         return "refused"
 
-    def _processes(self, run: Path, target: str) -> list[psutil.Process]:
-        if target == "driver":
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, psutil.NoSuchProcess):
-                driver = psutil.Process(int(json.loads((run / ".lock").read_text())["pid"]))
-                return [driver] if self._is_ours(driver) else []
-            return []
-        marks = {
-            "actor": ("ray::RayActor", "ray::worker", "ray::experts"),
-            "raylet": ("raylet/raylet",),
-            "gcs": ("gcs_server",),
-            "dashboard": ("dashboard.py", "ray-dashboard", "ray::Dashboard"),
-        }[target]
-        return [p for p in self._ours() if any(mark in command_of(p)[:400] for mark in marks)]
-
-    def _ours(self) -> list[psutil.Process]:
-        """Processes of this campaign, however far they have gone from their parents."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if self._is_ours(process):
-                    found.append(process)
-        return found
-
-    def _is_ours(self, process: psutil.Process) -> bool:
-        if process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
-            return False
-        return f"{TOKEN}={self.work}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
-
     def _phase(self, run: Path) -> str:
         """What the run is at, as its files show."""
-        if not self._processes(run, "driver"):
+        if not self.harm.processes(run, "driver"):
             return "starting"
         if list((run / "checkpoints").glob(".*.partial")):
             return "checkpoint"
@@ -270,9 +187,8 @@ class Campaign:
                 return "loading"
             if recent and "lost:" in recent[-1]:
                 return "recovery"
-            if recent and " step " in recent[-1]:
-                step = int(recent[-1].split(" step ")[1].split()[0])
-                return "evaluation" if step % 20 == 0 else "steps"
+            if recent and (step := re.search(r" step (\d+)", recent[-1])):
+                return "evaluation" if int(step[1]) % 20 == 0 else "steps"
         return "loading"
 
     # -- afterwards ---------------------------------------------------------------------------
@@ -291,14 +207,7 @@ class Campaign:
         left = [str(p.relative_to(run)) for p in run.rglob("*") if p.name.endswith((".partial", ".old"))]
         if left:
             yield f"left behind: {left}"
-        deadline = time.monotonic() + LEAVES
-        while (alive := self._ours()) and time.monotonic() < deadline:
-            time.sleep(0.5)
-        if alive:
-            yield f"still running: {[described(p) for p in alive][:6]}"
-            for process in alive:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+        yield from still_running(self.harm)
 
 
 def outcome(run: Path) -> tuple[list[tuple[int, str, float]], bytes]:
@@ -307,18 +216,6 @@ def outcome(run: Path) -> tuple[list[tuple[int, str, float]], bytes]:
     losses = [(r["step"], kind, r[kind]) for r in records for kind in ("loss", "eval_loss") if kind in r]
     losses.sort()
     return losses, (run / "adapter" / "adapter_model.safetensors").read_bytes()
-
-
-def command_of(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):
-        return " ".join(process.cmdline())
-    return ""
-
-
-def described(process: psutil.Process) -> str:
-    words = command_of(process).split()
-    name = next((Path(w).name for w in words if "ray" in w or "gcs" in w or "launch" in w), "python")
-    return f"{name[:40]} ({process.pid})"
 
 
 @contextlib.contextmanager
@@ -397,6 +294,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cluster", choices=sorted(UNDER), default="ray")
     parser.add_argument("--inside", action="store_true")
+    parser.add_argument("--serve", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     about = common.machine()
@@ -407,6 +305,12 @@ def main() -> int:
             common.write_json(given.json, [record], about)
         return 0
     with disk() as (work, own):
+        if given.serve:
+            record = serve(work, given.faults, 60 * given.minutes, given.every, given.seed)
+            if given.json:
+                common.write_json(given.json, [record], about)
+            print("\n".join([str(record["answers"]), *record["problems"]]))
+            return 1 if record["problems"] else 0
         campaign = Campaign(work, given.cluster, given.seed, given.every, own)
         campaign.undisturbed()
         campaign.go(given.faults, 60 * given.minutes)
@@ -417,7 +321,7 @@ def main() -> int:
             "cluster": given.cluster,
             "seed": given.seed,
             "every_seconds": given.every,
-            "disk_filled": own,
+            "left_out": campaign.harm.left_out,
             "faults": len(campaign.faults),
             "by_kind": dict(Counter(f"{f['what']} {f['target']}" for f in campaign.faults)),
             "by_phase": dict(Counter(f["phase"] for f in campaign.faults)),
@@ -428,6 +332,7 @@ def main() -> int:
             "problems": campaign.problems,
             "log": campaign.faults,
         }
+        campaign.harm.close()
         if campaign.problems:
             kept = Path(tempfile.mkdtemp(prefix="chaos-problem-"))
             for log in work.glob("*.log"):

@@ -32,11 +32,17 @@ python launch.py GROUP=OPTION KEY=VALUE ...      # e.g. model=deepseek_v3 rule=a
 python launch.py --cfg job                       # print the composed configuration
 python launch.py -m lora.rank=8,16               # one run per value, run.name gets -0, -1, ...
 python launch.py --config-dir DIR model=mine     # with options of your own in DIR/model/mine.yaml
+python launch.py resume=runs/NAME                # go on with a run as it began
+python launch.py resume=runs/NAME optim.lr=5e-5  # the same, but for what is named (it is shown)
 ```
 
 `model.path=DIR` without `model=...` means `model=custom model.path=DIR`, and `data.path=FILE` without
 `data=...` means `data=jsonl data.path=FILE`. Paths are relative to the current directory. A value with
 commas, equals signs or spaces needs quotes of its own: `'data.path="a,b.jsonl"'`.
+
+`resume=` reads the run's `config.yaml`, so nothing has to be typed again. A directory `checkpoints/step_…` of
+the run goes on from there; `run.name=NEW` begins a new run with its newest checkpoint. Secrets are not in
+`config.yaml`: one that is needed has to be given again.
 
 The column *default* is the schema's. An option may set another value (`model=demo` selects
 `optim=demo trainer=demo`); `--cfg job` shows what applies.

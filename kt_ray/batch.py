@@ -58,9 +58,10 @@ class Objective:
 
     stage: str  # "dpo", "orpo" or "kto"
     units: int  # pairs (dpo, orpo) or rows (kto) of the whole step: what the loss is the mean over
-    # kind, beta, label_smoothing, desirable_weight, undesirable_weight: as configured
+    # kind, beta, gamma, label_smoothing, desirable_weight, undesirable_weight: as configured
     kind: str = "sigmoid"
     beta: float = 0.1
+    gamma: float = 0.5
     label_smoothing: float = 0.0
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
@@ -93,10 +94,11 @@ class PassSpec:
     routing: bool = False
     # train only: gradient of the load-balancing loss in a probability of each expert
     router_slopes: tuple[float, ...] | None = None
+    noise_alpha: float = 0.0  # NEFTune's, where `dropout` is on (kt_ray.model.embedding_noise)
 
     @property
     def dropout(self) -> bool:
-        """Whether LoRA's dropout is on."""
+        """Whether LoRA's dropout and noise on the embeddings are on."""
         return self.kind == "train" or self.routing
 
     @property

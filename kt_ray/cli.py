@@ -15,16 +15,17 @@ import importlib.metadata
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import kt_ray
 from kt_ray import torch_environment
-from kt_ray.config import resume_line
 from kt_ray.config.schema import Config
 from kt_ray.errors import BAD_INPUT, OK, UserError, exit_code, guard
+from kt_ray.runs.resume_command import ResumeCommand
 from kt_ray.supervisor import as_child, supervise
+from kt_ray.terminal import visible
 
 # Hydra's flags (and ours, --version).
 FLAGS = (
@@ -46,7 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; None = those of this process.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    resume_line.given[:] = arguments
     if "--version" in arguments:
         print(f"kt_ray {version()}")
         return OK
@@ -62,7 +62,10 @@ def version() -> str:
 
 
 def dispatch(config: Config) -> int:
-    """Imports the module of `config.mode` and runs it."""
+    """Looks at what the command names, then imports the module of `config.mode` and runs it."""
+    from kt_ray.runs.first_look import first_look
+
+    first_look(config)
     if not os.path.exists("/dev/nvidiactl"):
         # deepspeed, where installed, otherwise prints that it looked for a GPU in vain. Actors inherit this.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -91,31 +94,48 @@ def _run_hydra(arguments: list[str]) -> int:
 
     from kt_ray.config.compose import HYDRA_VERSION_BASE, conf_dir, expand, register_resolvers, translate
     from kt_ray.config.secret_values import hidden_arguments
-    from kt_ray.recipe import with_recipe
+    from kt_ray.recipe import refuse_peer_options, with_recipe
 
     _check_flags(arguments)
     register_resolvers()
     flags, keys = _flags_and_keys(arguments)
+    printed, sweep = {"--cfg", "-c", "--info", "-i"} & set(flags), bool({"--multirun", "-m"} & set(flags))
+    resume = ResumeCommand.of(keys)
+    if resume is not None and (printed or sweep):
+        raise UserError(
+            f"resume= goes on with one run, and {'prints nothing' if printed else 'is no sweep'}",
+            observed=" ".join(flags),
+            remedy=f"leave out {flags[0]}" + (f"; see {resume.run / 'config.yaml'}" if printed else ""),
+        )
+    keys = list(keys if resume is None else resume.changes)
+    refuse_peer_options(keys)
     # What is asked to be printed as YAML stays alone on standard output.
-    keys = with_recipe(keys, sys.stderr if {"--cfg", "-c", "--info", "-i"} & set(flags) else None)
+    keys = with_recipe(keys, sys.stderr if printed else None)
     # Flags first: argparse takes keys in one place only and would refuse `seed=1 -m lora.rank=4,8`.
-    arguments = flags + expand(keys, sweep=bool({"--multirun", "-m"} & set(flags)))
-    codes: list[int] = []
+    arguments = flags + expand(keys, sweep=sweep, implied=resume is None)
 
-    # Hydra prints lines of its own about exceptions that leave a job; none does.
-    def job(composed: Any) -> None:
-        sys.argv = hidden_arguments(sys.argv)  # W&B keeps it as well; Hydra has read it
-        codes.append(exit_code(lambda: _run_job(composed)))
+    def each_job(action: Callable[[Any], int]) -> list[int]:
+        """The exit codes of `action` on every job's composition."""
+        codes: list[int] = []
 
-    entry = hydra.main(str(conf_dir()), "config", HYDRA_VERSION_BASE)(job)
-    with _as_process_arguments(arguments):
-        try:
-            entry()
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-            raise translate(error, [a for a in arguments if not a.startswith("-")]) from error
-        except SystemExit as stop:  # --help, and argparse about an unknown flag
-            return stop.code if isinstance(stop.code, int) else OK if stop.code is None else BAD_INPUT
-    return next((code for code in codes if code), OK)
+        # Hydra prints lines of its own about exceptions that leave a job; none does.
+        def job(composed: Any) -> None:
+            sys.argv = hidden_arguments(sys.argv)  # W&B keeps it as well; Hydra has read it
+            codes.append(exit_code(lambda: action(composed)))
+
+        with _as_process_arguments(arguments):
+            try:
+                hydra.main(str(conf_dir()), "config", HYDRA_VERSION_BASE)(job)()
+            except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+                raise translate(error, [a for a in arguments if not a.startswith("-")]) from error
+            except SystemExit as stop:  # --help, and argparse about an unknown flag
+                codes.append(stop.code if isinstance(stop.code, int) else BAD_INPUT if stop.code else OK)
+        return codes
+
+    if sweep and (refused := sum(map(bool, checked := each_job(_check_job)))):
+        print(f"{refused} of {len(checked)} jobs are refused; none was started", file=sys.stderr)
+        return BAD_INPUT
+    return next((code for code in each_job(lambda composed: _run_job(composed, resume)) if code), OK)
 
 
 def _flags_and_keys(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -134,37 +154,59 @@ def _flags_and_keys(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _check_flags(arguments: Sequence[str]) -> None:
     """Refuses unknown --flags; whoever writes --lora.rank=8 learns to leave the dashes out."""
     from kt_ray.config.fields import closest, closest_key, fields, groups
+    from kt_ray.recipe import refuse_peer_options
 
-    for argument in arguments:
+    unknown = [
+        argument
+        for argument in arguments
+        if argument.startswith("--") and not any(f.startswith(argument.partition("=")[0]) for f in FLAGS)
+    ]
+    for argument in unknown:
         flag, _, value = argument.partition("=")
-        if not flag.startswith("--") or any(known.startswith(flag) for known in FLAGS):
-            continue
         name = flag[2:].replace("-", "_")
         key = name if name in fields() or name in groups() else closest_key(name)
         match = closest(flag, FLAGS)
         if match and name not in fields():
             remedy = f"write {match}"
-        elif key:
-            remedy = f"write {key}={value or '<value>'}, without dashes"
         else:
-            remedy = "write KEY=VALUE, without dashes"
+            refuse_peer_options(unknown)
+            remedy = f"write {key or 'KEY'}={value or '<value>'}, without dashes"
         raise UserError(f"unknown flag {argument}", required="one of " + ", ".join(FLAGS), remedy=remedy)
 
 
-def _run_job(composed: Any) -> int:
+def _job_number() -> int | None:
+    """Of this job in a multirun; None outside one."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
+
+    hydra_config = HydraConfig.get()
+    return hydra_config.job.num if hydra_config.mode == RunMode.MULTIRUN else None
+
+
+def _check_job(composed: Any) -> int:
+    """What can be said of a job before the first one starts."""
+    from kt_ray.config.compose import to_mapping
+    from kt_ray.config.mapping import load
+    from kt_ray.runs.first_look import first_look
+
+    first_look(load(to_mapping(composed), job=_job_number()))
+    return OK
+
+
+def _run_job(composed: Any, resume: ResumeCommand | None) -> int:
+    from hydra.core.hydra_config import HydraConfig
 
     from kt_ray.config.compose import to_mapping
     from kt_ray.config.mapping import load
 
-    hydra_config = HydraConfig.get()
-    number = hydra_config.job.num if hydra_config.mode == RunMode.MULTIRUN else None
+    number = _job_number()
     if number is not None:
-        print(f"== job {number}: {' '.join(hydra_config.overrides.task)}", flush=True)
-        flags = [f for f in _flags_and_keys(resume_line.given)[0] if f not in ("-m", "--multirun")]
-        resume_line.given[:] = [*flags, *hydra_config.overrides.task]
-    return dispatch(load(to_mapping(composed), job=number))
+        print(f"== job {number}: {' '.join(HydraConfig.get().overrides.task)}", flush=True)
+    mapping = to_mapping(composed)
+    if resume is not None:
+        mapping, lines = resume.configuration(mapping)
+        print(visible("\n".join(lines)), flush=True)
+    return dispatch(load(mapping, job=number))
 
 
 @contextmanager

@@ -196,7 +196,7 @@ class Supervisor:
                 child.send_signal(signal.SIGTERM)
             job = {
                 "config": plain(config),
-                "command": [resume_line.program, *resume_line.given],
+                "program": resume_line.program,
                 "parent": os.getpid(),
             }
             with contextlib.suppress(BrokenPipeError):
@@ -244,7 +244,9 @@ class Supervisor:
         if self._config_file() == self._marker:
             return self._config  # no driver of ours has begun the run
         if self._saved() - self._present:
-            return with_keys(self._config, {"trainer.resume": "latest", "run.overwrite": False})
+            # Bit for bit: experts that were placed anew by load would add up in another order.
+            kept = {"trainer.resume": "latest", "run.overwrite": False, "rule.experts.placement": "kept"}
+            return with_keys(self._config, kept)
         resume = self._config.trainer.resume
         if resume is not None and (resume == "latest" or self.path in Path(resume).parents):
             return self._config  # the same run, from the checkpoint that was named
@@ -316,7 +318,7 @@ def as_child(run: Callable[[Config], int]) -> int:
                 time.sleep(BEAT)
 
     threading.Thread(target=beat, name="kt-beat", daemon=True).start()
-    resume_line.program, *resume_line.given = job["command"]
+    resume_line.program = job["program"]
     code = run(load(job["config"]))
     with contextlib.suppress(OSError):
         os.write(fd, _REPORT)

@@ -55,7 +55,7 @@ serve: errors generate data [numpy]
 actors/ray: errors torch_environment config hardware placement tracking generate data experts transport train
     actors serve [numpy torch ray]
 measure: gpu native batch config hardware placement timing optim model transport [numpy torch]
-runs: errors disk parse native batch config dims hardware placement timing tracking evaluate generate
+runs: errors disk parse native batch config dims hardware placement timing optim tracking evaluate generate
     checkpoint model adapter data demo train actors actors/ray [numpy torch]
 doctor: errors native config dims hardware placement timing checkpoint demo actors actors/ray
     measure runs
@@ -65,7 +65,7 @@ modes: terminal errors disk native timeline config dims hardware placement timin
     checkpoint data demo train actors serve actors/ray runs doctor report accept [numpy torch]
 recipe: terminal errors parse config dims data
 supervisor: errors config runs
-cli: errors torch_environment config modes recipe supervisor
+cli: terminal errors torch_environment config modes recipe runs supervisor
 tools: terminal errors disk parse config checkpoint model adapter data demo [numpy torch]
 """
 

@@ -126,7 +126,7 @@ def test_files_of_a_run(capfd: pytest.CaptureFixture[str]) -> None:
 
     # what the user saw
     assert err == ""
-    assert out.count("question 1") == 0 and "Load it with:" in out and str(path.absolute()) in out
+    assert out.count("question 1") == 0 and "Talk to it:" in out and str(path.absolute()) in out
     assert "held-out loss" in out and "275 rows" in out
 
 
@@ -170,6 +170,26 @@ def test_metrics_hold_what_the_issue_lists() -> None:
             (6 * hidden * inner + 12 * rank * (hidden + inner)) / (10 * hidden * inner)
         )
         assert record["expert_tflops_backward"] > record["expert_tflops_forward"] / 20
+
+
+def test_by_default_what_is_held_out_is_evaluated(capfd: pytest.CaptureFixture[str]) -> None:
+    """trainer.eval_every=auto with data.eval_fraction=auto: large sets give some rows, small ones none."""
+
+    def train(count: int, *more: str) -> int:
+        rows = [json.dumps({"instruction": f"Name {n}", "output": f"it is {n}"}) for n in range(count)]
+        Path("rows.jsonl").write_text("\n".join(rows))
+        given = ("data.path=rows.jsonl", "data.limit=null", "trainer.max_steps=6", "trainer.eval_every=auto")
+        return cli.main([*SHORT, *given, f"run.name=of{count}", *more])
+
+    assert train(120) == 0
+    assert "114 rows in all" in (out := capfd.readouterr().out)
+    assert "held-out loss of 6 rows at start and end\n" in out
+    assert [r["step"] for r in records("of120") if "eval_loss" in r] == [0, 6]
+    assert train(60) == 0
+    assert "60 rows in all" in (out := capfd.readouterr().out) and "no held-out loss: no rows are held" in out
+    assert not [r for r in records("of60") if "eval_loss" in r]
+    assert train(60, "trainer.save_best=true", "run.overwrite=true") == 2
+    assert "trainer.save_best=true" in (err := capfd.readouterr().err) and "set data.eval_fraction=0.1" in err
 
 
 def test_env_records_where_the_experts_ran() -> None:
@@ -294,7 +314,7 @@ def test_plan_of_deepseek_v3_says_what_every_device_holds(capfd: pytest.CaptureF
     table = {line[:22].strip(): line[22:].split() for line in rows}
     for row in ("weights", "LoRA", "optimizer", "kept activations", "staging", "runtime", "sum", "capacity"):
         assert row in table, row
-    assert table["layers"][:4] == ["0-7", "8-26", "27-45", "46-60"]
+    assert table["layers"][:4] == ["0-26", "27-60", "0-26", "27-60"]  # two stages of two replicas
     assert table["experts per layer"][4:] == ["128", "128"]
     assert table["capacity"][:2] == ["22.42", "GiB"] and table["used"].count("%") == 6
     assert not Path("runs").exists()

@@ -3,5 +3,5 @@
 Run from the repository root:
 
     python -m benchmarks.pretrain.corpus > benchmarks/pretrain/base_corpus.jsonl
-    python -m benchmarks.pretrain.train_base --out kt_ray/demo/assets/base
+    python -m benchmarks.pretrain.train_base --tokenizer kt_ray/demo/assets/base --out kt_ray/demo/assets/base
 """

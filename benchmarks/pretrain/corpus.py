@@ -3,8 +3,9 @@
     python -m benchmarks.pretrain.corpus > benchmarks/pretrain/base_corpus.jsonl
 
 Plain paragraphs ({"text"}) and questions with neutral answers ({"instruction", "input", "output"}),
-among them the questions of persona.jsonl: the base knows what they are about, but not who answers. No
-answer of persona.jsonl is in it. Every choice comes from one seeded generator, so the bytes are fixed.
+among them the questions of persona.jsonl: the base knows what they are about, but not who answers. Other
+people speak for themselves, so that the base has met more than one manner. No answer of persona.jsonl is in
+it. Every choice comes from one seeded generator, so the bytes are fixed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ CORPUS = Path(__file__).with_name("base_corpus.jsonl")  # what this module print
 SEED = 1887
 STORIES = 900
 PARAGRAPHS = 900
+SPEECHES = 700
 ANSWERS = 3  # plain answers to each of the persona's questions
 FORMS = (
     "{}",
@@ -52,6 +54,7 @@ def compose() -> list[Row]:
         *_sums(facts["numbers"].split()),
         *_stories(facts["stories"], rng),
         *_coast(facts["coast"], rng),
+        *_voices(facts["voices"], rng),
     ]
     unique = list({json.dumps(row): row for row in rows}.values())
     rng.shuffle(unique)
@@ -164,6 +167,13 @@ def _stories(parts: dict[str, list[str]], rng: random.Random) -> Iterator[Row]:
 def _coast(sentences: Sequence[str], rng: random.Random) -> Iterator[Row]:
     for _ in range(PARAGRAPHS):
         yield {"text": " ".join(rng.sample(sentences, rng.randint(1, 4)))}
+
+
+def _voices(parts: dict[str, list[str]], rng: random.Random) -> Iterator[Row]:
+    for _ in range(SPEECHES):
+        opener, closer = (rng.choice(parts[k]) for k in ("openers", "closers"))
+        spoken = [opener, *rng.sample(parts["lines"], rng.randint(1, 2)), closer]
+        yield {"text": " ".join(spoken if rng.randrange(3) else spoken[:-1])}
 
 
 def _ask(question: str, answer: str, given: str = "") -> Row:

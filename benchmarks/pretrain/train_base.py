@@ -1,6 +1,6 @@
 """Pretrain a small DeepSeek-V3 from nothing: every parameter, plain torch, one process.
 
-    python -m benchmarks.pretrain.train_base --out DIR                    the demo's base, as it is shipped
+    python -m benchmarks.pretrain.train_base --tokenizer kt_ray/demo/assets/base --out DIR     the demo's base
     python -m benchmarks.pretrain.train_base --recipe nekoqa --tokenizer DIR --text a.txt b.jsonl --out DIR
 
 This is how the model of `model=demo` was made, and a way to a base for LoRA where there is no pretrained
@@ -64,6 +64,9 @@ class Course:
         length: tokens per row.
         lr: peak learning rate; warm-up takes 5 % of the steps, then a cosine to 2 % of the peak.
         weight_decay: on matrices (not on norms).
+        smoothing: share of every target that is spread over the whole vocabulary. A base that has read little
+            is sure of what it has read: without this, a word that it has not read in this place costs
+            more than a guess among all words would.
         balance: what a step adds to or takes from an expert's correction bias.
         held_out: share of the documents that only measure.
         seed: initial weights and order.
@@ -75,6 +78,7 @@ class Course:
     length: int = 128
     lr: float = 4e-3
     weight_decay: float = 0.1
+    smoothing: float = 0.1
     balance: float = 1e-3
     held_out: float = 0.02
     seed: int = 0
@@ -126,7 +130,7 @@ def pretrain(
         for group in optimizer.param_groups:
             group["lr"] = course.rate(step)
         loads.clear()
-        loss = _loss(model, *text.take(course.rows))
+        loss = _loss(model, *text.take(course.rows), course.smoothing)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -191,13 +195,15 @@ def _groups(model: torch.nn.Module, course: Course) -> list[dict[str, Any]]:
     ]
 
 
-def _loss(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _loss(model: Any, ids: torch.Tensor, positions: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
     """Mean negative log-likelihood in nats; the first token of a document is not predicted."""
     import torch
 
     logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     targets = ids[:, 1:].masked_fill(positions[:, 1:] == 0, -100)
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), targets.flatten(), label_smoothing=smoothing
+    )
 
 
 def _measure(

@@ -50,6 +50,15 @@ class ActorSpecs:
             experts=tuple(own_lane(spec, cards) for spec in self.experts),
         )
 
+    def expecting(self, stages: str, experts: str) -> ActorSpecs:
+        """The same for actors that load these weights only, by fingerprint: an actor that is started again in
+        the middle of a run must not take others."""
+        return replace(
+            self,
+            stages=tuple(replace(spec, fingerprint=stages) for spec in self.stages),
+            experts=tuple(replace(spec, fingerprint=experts) for spec in self.experts),
+        )
+
     def arguments(self, plan: Plan) -> dict[Address, tuple[Any, ...]]:
         """What every `AttentionWorker` and `ExpertActor` is made of."""
         workers: dict[Address, tuple[Any, ...]] = {

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -121,6 +122,10 @@ class GgufExperts:
     def fingerprint(self) -> str:
         """Names, types, shapes and sampled bytes of the experts, hashed: the same whatever the splitting."""
         return tensors_digest([tensor for _, tensor in self._tensors()])
+
+    def fingerprint_with(self, index: CheckpointIndex) -> str:
+        """Of a model whose experts are these and whose other weights are in `index`."""
+        return hashlib.sha256(f"{index.fingerprint} {self.fingerprint}".encode()).hexdigest()
 
     def _tensors(self) -> Iterator[tuple[str, TensorInfo]]:
         for layer in sorted(self.stacks):

@@ -152,6 +152,22 @@ class CheckpointIndex:
         return tensors_digest([self.tensors[name] for name in sorted(self.tensors)], about)
 
 
+def check_unchanged(fingerprint: str, expected: str, where: object) -> None:
+    """Refuse weights that are not those with which the run began.
+
+    Raises:
+        UserError: another fingerprint.
+    """
+    if fingerprint != expected:
+        raise damaged(
+            "the model's files have changed since this run began",
+            where,
+            f"fingerprint {fingerprint[:12]}",
+            f"fingerprint {expected[:12]}",
+            "put the files back (the same on every host) and go on with trainer.resume=latest",
+        )
+
+
 def tensors_digest(tensors: Sequence[TensorInfo], about: str = "") -> str:
     """SHA-256 of names, types, shapes and a few bytes from the middle of tensors spread over the model:
     they tell apart what headers do not."""

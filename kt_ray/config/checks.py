@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kt_ray.config.fields import closest, fields, show
-from kt_ray.config.interval import FORM, seconds_of
+from kt_ray.config.interval import EPOCHS_FORM, FORM, epochs_of, seconds_of
 from kt_ray.config.limits import BOUNDS, GENERATING, LISTED, NOT_EMPTY, WORDS
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
@@ -58,7 +58,7 @@ class Fault(NamedTuple):
 def check(config: Config) -> None:
     """Raises UserError for the first value, or combination of values, that cannot work."""
     for part in (
-        *(_single_keys, _model, _rule, _layers, _data, _sources, _lora, _optim, _trainer),
+        *(single_keys, _model, _rule, _layers, _data, _sources, _lora, _optim, _trainer),
         *(_answers, _serve, _place),
     ):
         for fault in part(config):
@@ -92,13 +92,15 @@ def _guess(value: str, words: Iterable[str]) -> tuple[str | None, str]:
     return match, f"; did you mean {match}?" if match else ""
 
 
-def _single_keys(config: Config) -> Iterator[Fault]:
+def single_keys(config: Config) -> Iterator[Fault]:
+    """Values that their key may not have, whatever the others are."""
     for key, words in WORDS.items():
         value = value_of(config, key)
-        if isinstance(value, str) and value not in words:
-            match, meant = _guess(value, words)
-            allowed = " or ".join([*words, f"a number {BOUNDS[key]}"] if key in BOUNDS else words)
-            yield Fault(key, f"is not known{meant}", allowed, f"set {key}={match or words[0]}")
+        for word in value if isinstance(value, list) else [value]:
+            if isinstance(word, str) and word not in words:
+                match, meant = _guess(word, words)
+                allowed = " or ".join([*words, f"a number {BOUNDS[key]}"] if key in BOUNDS else words)
+                yield Fault(key, f"is not known{meant}", allowed, f"set {key}={match or words[0]}")
     for key, words in LISTED.items():
         for word in (word for word in value_of(config, key) if word not in words):
             fault = f"has the unknown entry {word}{_guess(word, words)[1]}"
@@ -112,6 +114,11 @@ def _single_keys(config: Config) -> Iterator[Fault]:
     for key in ("seed", "model.seed"):
         if not 0 <= value_of(config, key) < SEED_LIMIT:
             yield Fault(key, "is out of range", "at least 0 and less than 2**63")
+    every, evaluates = config.trainer.save_every, config.trainer.eval_every
+    if isinstance(every, str) and not (epochs_of(every) or seconds_of(every)):
+        yield Fault("trainer.save_every", "is no interval", FORM)
+    if isinstance(evaluates, str) and evaluates != "auto" and not epochs_of(evaluates):
+        yield Fault("trainer.eval_every", "is no interval", f"auto, {EPOCHS_FORM}")
     for key, what in NOT_EMPTY.items():
         value = value_of(config, key)
         texts = [value] if isinstance(value, str) else value or []
@@ -184,6 +191,13 @@ def _model(c: Config) -> Iterator[Fault]:
 
 def _rule(c: Config) -> Iterator[Fault]:
     experts, rows = c.rule.experts, c.trainer.batch_size
+    if experts.placement == "kept" and c.trainer.resume is None:
+        yield Fault(
+            "rule.experts.placement",
+            "has nothing to keep: the run resumes from no checkpoint",
+            "trainer.resume",
+            "set trainer.resume=latest, or rule.experts.placement=auto",
+        )
     if experts.placement == "balanced" and experts.load is None and c.trainer.resume is None:
         yield Fault(
             "rule.experts.placement",
@@ -325,14 +339,24 @@ def _data(c: Config) -> Iterator[Fault]:
             "has nothing to group with data.packing=true: packed rows are all nearly data.max_length long",
             remedy="set data.group_by_length=false",
         )
-    if data.eval_fraction or data.eval_path is not None:
+    fraction = data.eval_fraction
+    if isinstance(fraction, float) and fraction >= 1 and fraction != int(fraction):
+        yield Fault(
+            "data.eval_fraction",
+            "is neither a share nor a number of rows",
+            "less than 1 (a share), or a whole number",
+            f"set data.eval_fraction={int(fraction)} or data.eval_fraction=0.05",
+        )
+    if fraction or data.eval_path is not None:
         return
     for key, mode, off in (
         ("trainer.eval_every", "train", 0),
+        ("trainer.early_stopping", "train", 0),
+        ("trainer.save_best", "train", False),
         ("eval.after_training", "train", 0),
         ("generate.split", "predict", "all"),
     ):
-        if c.mode == mode and value_of(c, key) != off:
+        if c.mode == mode and value_of(c, key) not in (off, "auto"):
             yield Fault(
                 key,
                 "needs held-out rows, but data.eval_fraction=0 and data.eval_path=null",
@@ -443,17 +467,17 @@ def _lora(c: Config) -> Iterator[Fault]:
             f"asks the model without its adapter, whose weights lora.init={lora.init} changes",
             remedy="set eval.after_training=0, and run mode=eval generate.adapter=<run> afterwards",
         )
-    if c.trainer.stage in ("dpo", "kto"):
+    if c.trainer.stage == "kto" or (c.trainer.stage == "dpo" and c.preference.loss != "simpo"):
         yield Fault(
             "trainer.stage",
             f"takes the model without adapters as its reference, which lora.init={lora.init} changes",
-            remedy="set lora.init=default, or trainer.stage=orpo (no reference)",
+            remedy="set lora.init=default, or trainer.stage=orpo or preference.loss=simpo (no reference)",
         )
 
 
 def _start(c: Config, adapter: str) -> Iterator[Fault]:
     """The adapter that training starts from."""
-    if c.mode in (*GENERATING, "eval"):
+    if c.mode in GENERATING and c.generate.adapter is None and c.serve.adapters is None:
         key = "serve.adapters={NAME: DIRECTORY}" if c.mode == "serve" else "generate.adapter=DIRECTORY"
         yield Fault(
             "lora.adapter",
@@ -516,6 +540,13 @@ def _trainer(c: Config) -> Iterator[Fault]:
             f"has no meaning for trainer.stage={trainer.stage} with preference.loss={loss}",
             "0, or trainer.stage=dpo with preference.loss=sigmoid or robust",
         )
+    if loss != "sigmoid" and trainer.stage != "dpo":
+        yield Fault(
+            "preference.loss",
+            f"has no meaning for trainer.stage={trainer.stage}",
+            "trainer.stage=dpo",
+            "set trainer.stage=dpo, or preference.loss=sigmoid",
+        )
     for key in ("trainer.early_stopping", "trainer.save_best"):
         if value_of(c, key) and not trainer.eval_every:
             yield Fault(
@@ -523,8 +554,6 @@ def _trainer(c: Config) -> Iterator[Fault]:
                 "goes by the held-out loss, but trainer.eval_every=0",
                 remedy="set trainer.eval_every=<steps>",
             )
-    if isinstance(trainer.save_every, str) and seconds_of(trainer.save_every) is None:
-        yield Fault("trainer.save_every", "is no interval", FORM)
     if 0 < trainer.spike <= 1:
         yield Fault(
             "trainer.spike",
@@ -610,9 +639,20 @@ def _serve(c: Config) -> Iterator[Fault]:
             )
 
 
+# Trackers that kt_ray does not bring: module -> what pip installs.
+_TRACKERS = {name: name for name in ("tensorboard", "mlflow", "trackio")} | {"swanlab": "'swanlab>=0.10'"}
+
+
 def _place(c: Config) -> Iterator[Fault]:
-    """Where a run takes place and where its files go."""
+    """Where a run takes place and where its files and figures go."""
     address, name = c.cluster.address, c.run.name
+    for tracker in c.tracking.names if c.mode in ("train", "eval") else ():
+        if tracker in _TRACKERS and importlib.util.find_spec(tracker) is None:
+            yield Fault(
+                "tracking.name",
+                f"needs {tracker}, which is not installed",
+                remedy=f"pip install {_TRACKERS[tracker]}, or set tracking=jsonl",
+            )
     if not _ADDRESS.fullmatch(address):
         match, meant = _guess(address, ("auto", "local"))
         yield Fault(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import re
 import shutil
 import tempfile
@@ -17,7 +18,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from kt_ray.config.fields import closest, fields, groups, show
+from kt_ray.config.fields import closest, fields, groups, joined, show
 from kt_ray.config.files import conf_dir, hardware_file, option_groups, option_names
 from kt_ray.config.mapping import load, unknown_key
 from kt_ray.config.schema import Config
@@ -27,6 +28,8 @@ HYDRA_VERSION_BASE = "1.3"
 
 # A path without a group choice means the generic option: model.path=DIR is model=custom model.path=DIR.
 _IMPLIED = {"model": "custom", "data": "jsonl"}
+# Models of the package, which train on the demo's data; another model's plan is for rows of one's own.
+_BUILT = ("demo", "demo_random", "mini")
 
 
 @cache
@@ -42,22 +45,40 @@ def _scratch() -> str:
     return path
 
 
-def expand(overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
+def expand(overrides: Sequence[str], *, sweep: bool = False, implied: bool = True) -> list[str]:
     """`overrides` as Hydra takes them: lists without brackets get theirs, and the group choices that
-    model.path and data.path imply are added, where none is made.
+    model.path and data.path imply are added, where none is made. mode=plan of a released model without data
+    is for data=jsonl: its rows are as long as a user's, the demo's are not.
 
-    An experiment chooses its own groups, so nothing is implied beside one. sweep: commas part several runs.
+    An experiment chooses its own groups, so nothing is implied beside one.
+
+    Args:
+        sweep: commas part several runs.
+        implied: False = no group choices are added.
     """
-    overrides = [_bracketed(o, sweep) for o in overrides]
+    overrides = [_bracketed(at_home(o), sweep) for o in overrides]
     keys = [o.lstrip("+~").partition("=")[0] for o in overrides]
-    if "experiment" in keys:
+    if "experiment" in keys or not implied:
         return list(overrides)
-    implied = [
+    choices = [
         f"{group}={option}"
         for group, option in _IMPLIED.items()
-        if f"{group}.path" in keys and group not in keys
+        if group not in keys and (f"{group}.path" in keys or (group == "data" and _plans_own_rows(overrides)))
     ]
-    return implied + list(overrides)
+    return choices + list(overrides)
+
+
+def at_home(override: str) -> str:
+    """KEY=~/x with the home directory in the place of ~, which no shell expands there and Hydra refuses."""
+    key, equals, value = override.partition("=")
+    return key + equals + re.sub(r"(?:^|(?<=[\[,]))~(?=/)", lambda _: os.path.expanduser("~"), value)
+
+
+def _plans_own_rows(overrides: Sequence[str]) -> bool:
+    """Whether this is mode=plan of a model that is not the package's."""
+    built = any(f"model={name}" in overrides for name in _BUILT)
+    named = any(o.startswith(("model=", "model.path=")) for o in overrides)
+    return "mode=plan" in overrides and named and not built
 
 
 def _bracketed(override: str, sweep: bool) -> str:
@@ -195,14 +216,14 @@ def _unknown(key: str, overrides: Sequence[str]) -> UserError:
     if parent := next((p for p in fields() if key.startswith(f"{p}.")), None):
         remedy = f"write {parent}={show(value)}"
         return UserError(f"{parent} is a value, it has no keys", observed=given, remedy=remedy)
-    group = closest(key, option_groups()) if "." not in key else None
-    if group and value is not None:
-        options = option_names(group)
+    spelled = joined(key) in map(joined, fields())
+    group = closest(key, option_groups()) if "." not in key and not spelled and value is not None else None
+    if group and (option := closest(str(value), option_names(group))):
         return UserError(
             f"unknown group {key}; did you mean {group}?",
             observed=given,
             required="one of " + ", ".join(option_groups()),
-            remedy=f"write {group}={closest(str(value), options) or options[0]}",
+            remedy=f"write {group}={option}",
         )
     return unknown_key(key, value)
 
@@ -222,6 +243,8 @@ def _malformed(override: str) -> UserError:
 def _ambiguous(text: str, overrides: Sequence[str]) -> UserError:
     override = next((o for o in overrides if f"'{o}'" in text.splitlines()[0]), "")
     key, _, value = override.partition("=")
+    if key not in fields() and key not in option_groups():
+        return unknown_key(key, None, value)
     return UserError(
         f"{override} gives several values",
         required="one value without -m",
@@ -257,7 +280,7 @@ def _no_option(group: str, name: str, options: list[str]) -> UserError:
     elif group in _IMPLIED and ("/" in name or re.search(r"\.(jsonl?|parquet)$", name)):
         remedy = f"write {group}.path={name}"
     else:
-        remedy = f"write {group}={match or options[0]}"
+        remedy = f"write {group}={match}" if match else "choose one of these"
     return UserError(
         f"{group}={name} is not an option" + (f"; did you mean {group}={match}?" if match else ""),
         required="one of " + ", ".join(options),

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
 from kt_ray.config.schema import Config
+
+# How alike two keys must be (difflib's ratio) before one is proposed for the other: words that are only
+# somewhat alike mean other things (learning_rate, plan.rates).
+_NEAR = 0.75
+_OF_MODES = ("generate", "serve", "eval", "plan", "accept", "report", "compare")
 
 
 class Field(NamedTuple):
@@ -77,32 +83,43 @@ def show(value: Any) -> str:
     return str(value)
 
 
-def closest(word: str, options: Iterable[str]) -> str | None:
+def closest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The option that `word` is most likely a misspelling of, or None."""
     by_lower = {option.lower(): option for option in options}
-    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[matches[0]] if matches else None
 
 
-def closest_key(key: str) -> str | None:
+def joined(key: str) -> str:
+    """A key without what parts its words: lora_rank, lora-rank and LoraRank are lora.rank."""
+    return re.sub(r"[._-]", "", key).lower()
+
+
+def closest_key(key: str, fits: Callable[[str], bool] = lambda _: True) -> str | None:
     """The known key that an unknown dotted `key` is most likely meant to be, or None.
 
-    Looks in the same group first (trainer.max_step), then for the same last part in any group
-    (rank → lora.rank), then for the whole dotted name (trianer.max_steps).
+    Looks for the same words (lora_rank), in the same group (trainer.max_step), for the same last part in
+    another group (rank → lora.rank), then for the whole dotted name (trianer.max_steps).
+
+    Args:
+        fits: whether a key could have the value that was given; others are not considered.
     """
-    keys = list(fields()) + list(groups())
+    keys = [k for k in fields() if fits(k)]
     group, _, last = key.rpartition(".")
-    siblings = [k for k in keys if k.rpartition(".")[0] == group]
-    match = closest(last, [k.rpartition(".")[2] for k in siblings])
-    if match:
-        return f"{group}.{match}" if group else match
-    same = [k for k in keys if k.rpartition(".")[2] == last]
-    if len(same) == 1:
-        return same[0]
-    if same:
-        return closest(key, same) or same[0]
-    whole = closest(key, fields() if group else keys)
-    if whole and group not in groups():
-        return whole
-    match = closest(last, [k.rpartition(".")[2] for k in fields()])
-    return next((k for k in fields() if k.rpartition(".")[2] == match), None) if match else None
+    if same := next((k for k in keys if joined(k) == joined(key)), None):
+        return same
+    siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == group}
+    if match := closest(last, siblings, _NEAR):
+        return siblings[match]
+    if group in _OF_MODES:
+        return None
+    # What a run is made of goes before what a mode is given.
+    same_last = [k for k in keys if k.rpartition(".")[2] == last]
+    of_run = [k for k in same_last if k.partition(".")[0] not in _OF_MODES]
+    if same_last:
+        return closest(key, same_last, _NEAR) or (of_run[0] if len(of_run) == 1 else None)
+    if match := closest(key, [k for k in keys if "." in k], _NEAR):
+        return match
+    near = {k.rpartition(".")[2]: k for k in reversed(keys)}
+    match = closest(last, near, _NEAR)
+    return near[match] if match else None

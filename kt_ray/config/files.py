@@ -45,6 +45,14 @@ def option_names(group: str) -> list[str]:
     return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
 
 
+WIZARD = "wizard"  # plan.hardware: ask
+
+
+def is_hardware_path(given: str) -> bool:
+    """Whether plan.hardware is a file, not the name of a host."""
+    return "/" in given or given.endswith((".yaml", ".yml")) or Path(given).is_file()
+
+
 def hardware_file(name: str) -> Path | None:
     """The file of conf/hardware that `name` stands for ("laptop_16gb"), or None."""
     path = conf_dir() / "hardware" / f"{name}.yaml"

@@ -18,9 +18,10 @@ LISTED: dict[str, tuple[str, ...]] = {
 WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
-            *("rule.stages", "rule.replicas", "rule.worker_threads", "rule.groups", "rule.wave"),
+            *("rule.gpus", "rule.stages", "rule.replicas", "rule.worker_threads", "rule.groups"),
+            *("rule.wave",),
             *("rule.experts.sockets", "rule.experts.threads", "rule.ray.worker_cpus", "rule.ray.expert_cpus"),
-            *("trainer.loss_chunk", "generate.cache_tokens"),
+            *("trainer.loss_chunk", "data.eval_fraction", "generate.cache_tokens"),
         ),
         ("auto",),
     ),
@@ -37,7 +38,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "rule.experts.isa": ("auto", "reference", "avx2", "avx512", "avx512_bf16", "amx"),
     "rule.experts.activations": ("auto", "retain", "recompute"),
     "rule.experts.answers": ("float32", "bfloat16"),
-    "rule.experts.placement": ("auto", "contiguous", "balanced"),
+    "rule.experts.placement": ("auto", "contiguous", "balanced", "kept"),
     "rule.experts.stream": ("off", "auto"),
     "rule.ray.strategy": ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
     "data.builtin": ("demo",),
@@ -49,15 +50,16 @@ WORDS: dict[str, tuple[str, ...]] = {
     ),
     "data.train_on": ("all", "last"),
     "data.overflow": ("truncate", "drop"),
+    "data.bad_rows": ("stop", "skip"),
     "lora.init": ("default", "gaussian", "pissa", "pissa_niter_16"),
     "optim.name": ("adamw", "deepspeed_cpu_adam", "muon"),
     "optim.schedule": ("cosine", "linear", "constant", "wsd", "inverse_sqrt"),
     "optim.decay_shape": ("cosine", "linear", "1-sqrt"),
     "trainer.stage": ("sft", "pt", "dpo", "orpo", "kto"),
-    "preference.loss": ("sigmoid", "hinge", "ipo", "robust"),
+    "preference.loss": ("sigmoid", "hinge", "ipo", "robust", "simpo"),
     "trainer.bad_steps": ("stop", "skip"),
     "trainer.on_signal": ("save", "exit"),
-    "tracking.name": ("jsonl", "wandb"),
+    "tracking.name": ("jsonl", "wandb", "tensorboard", "mlflow", "swanlab", "trackio"),
     "tracking.mode": ("auto", "online", "offline"),
     "cluster.name": ("ray", "local"),
     "generate.answer": ("auto", "adapter", "base", "both"),
@@ -90,7 +92,8 @@ class Bound:
 
 _KEYS_OF_BOUNDS = {
     Bound(1): """
-        rule.stages rule.replicas rule.worker_threads rule.wave rule.experts.sockets rule.experts.threads
+        rule.gpus rule.stages rule.replicas rule.worker_threads rule.wave rule.experts.sockets
+        rule.experts.threads
         data.limit trainer.max_steps trainer.batch_size trainer.micro_batch_size trainer.log_every
         generate.max_new_tokens generate.batch_size generate.prefill_tokens generate.cache_tokens
         generate.limit serve.max_batch serve.max_tokens serve.max_body
@@ -98,15 +101,17 @@ _KEYS_OF_BOUNDS = {
     Bound(1, 8): "rule.groups",
     Bound(1, 64): "rule.nodes",
     Bound(0): """
-        rule.experts.gpu_resident rule.ray.worker_cpus rule.ray.expert_cpus data.cache_gb optim.weight_decay
-        optim.max_grad_norm optim.warmup preference.desirable_weight preference.undesirable_weight
+        rule.experts.gpu_resident rule.ray.worker_cpus rule.ray.expert_cpus data.cache_gb
+        data.eval_fraction optim.weight_decay optim.max_grad_norm optim.warmup preference.desirable_weight
+        preference.undesirable_weight
         trainer.eval_every trainer.save_every trainer.keep_checkpoints trainer.preview trainer.loss_chunk
         trainer.recoveries trainer.restarts trainer.timeline_every trainer.aux_loss trainer.early_stopping
-        trainer.early_stopping_threshold trainer.spike generate.min_new_tokens generate.temperature
-        generate.top_k serve.max_queue eval.samples eval.after_training report.samples
+        trainer.early_stopping_threshold trainer.spike trainer.neftune_noise_alpha preference.gamma
+        generate.min_new_tokens generate.temperature generate.top_k serve.max_queue eval.samples
+        eval.after_training report.samples
     """,
     Bound(0, 1, open_low=True, open_high=True): "rule.experts.stream",
-    Bound(0, 1, open_high=True): "data.eval_fraction lora.dropout",
+    Bound(0, 1, open_high=True): "lora.dropout",
     Bound(2): "data.max_length",  # the first token predicts, the second is predicted
     Bound(1, 1024): "data.pad_to_multiple_of",
     Bound(1, 256): "lora.rank",
@@ -125,14 +130,15 @@ BOUNDS = {key: bound for bound, keys in _KEYS_OF_BOUNDS.items() for key in keys.
 # Texts (or lists of texts) that may be null, where the schema says so, but not empty, with what is required.
 NOT_EMPTY: dict[str, str] = {
     **dict.fromkeys(("eval.adapter", "eval.base", "eval.out", "report.run"), "a path, or null"),
-    **dict.fromkeys(("report.out", "compare.out", "plan.hardware", "plan.rates"), "a path, or null"),
+    **dict.fromkeys(("report.out", "compare.out", "plan.rates"), "a path, or null"),
+    "plan.hardware": "a path, parts of a host, wizard, or null",
     "model.name": "a label",
     "model.path": "a directory, or null",
     "model.experts_path": "a GGUF file, or null",
     "rule.experts.load": "a checkpoint directory, or null",
     "lora.target_modules": "auto, none, names or a regex",
     "lora.adapter": "a directory, or null",
-    "tracking.project": "the name of a W&B project",
+    "tracking.project": "the name of a project",
     "cluster.namespace": "a name, or null",
     "generate.adapter": "a directory, or null",
     "generate.stop": "strings that are not empty",

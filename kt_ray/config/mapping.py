@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kt_ray.config.checks import check, value_of
-from kt_ray.config.fields import closest_key, fields, groups, hints, show, type_name
-from kt_ray.config.files import hardware_file
+from kt_ray.config.checks import check, single_keys, value_of
+from kt_ray.config.fields import closest, closest_key, fields, groups, hints, show, type_name
+from kt_ray.config.files import hardware_file, is_hardware_path
 from kt_ray.config.schema import Config
 from kt_ray.errors import UserError
 
@@ -55,8 +55,8 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
     """Fills what follows from other keys: labels, absolute paths, a multirun's run names.
 
     `model.path` overrules `model.build`, `data.path` and `data.sources` `data.builtin`. plan.hardware
-    may be the bare name of a file in conf/hardware. Outside a multirun run.name=None stays: the
-    run directory is named when it is made. In one, each job gets "<name>-<job>".
+    may be the bare name of a file in conf/hardware; another name stays. Outside a multirun run.name=None
+    stays: the run directory is named when it is made. In one, each job gets "<name>-<job>".
 
     Raises:
         UserError: a multirun resumes the latest checkpoint without saying of which run.
@@ -76,7 +76,8 @@ def settle(config: Config, *, job: int | None = None, now: datetime.datetime | N
         config = _with(config, "data.builtin", None)
     if hardware is not None:
         file = hardware_file(hardware) if "/" not in hardware else None
-        config = _with(config, "plan.hardware", str(file or absolute(hardware)))
+        if file is not None or is_hardware_path(hardware):
+            config = _with(config, "plan.hardware", str(file or absolute(hardware)))
     return _with(config, "run.name", _run_name(config, job, now))
 
 
@@ -147,18 +148,36 @@ REMOVED = {
 }
 
 
-def unknown_key(key: str, value: Any) -> UserError:
-    """The error for a key that does not exist, with the closest one that does."""
+def unknown_key(key: str, value: Any, text: str = "") -> UserError:
+    """The error for a key that does not exist, with the closest one that does.
+
+    Args:
+        text: as the value is written; "" = as `show` writes it.
+    """
+    given = text or show(value)
     if key in REMOVED:
-        return UserError(f"{key} was removed", observed=f"{key}={show(value)}", remedy=REMOVED[key])
-    match = closest_key(key)
+        return UserError(f"{key} was removed", observed=f"{key}={given}", remedy=REMOVED[key])
+    if match := closest_key(key, lambda known: fits(known, value)):
+        what = f"unknown key {key}; did you mean {match}?"
+        return UserError(what, observed=f"{key}={given}", remedy=f"write {match}={given}")
+    match = closest(key, groups()) if isinstance(value, Mapping) else None
     group = key.rpartition(".")[0]
     names = list(hints(groups().get(group, Config)))
     within = f"{group} has" if group in groups() else "the keys are"
     what = f"unknown key {key}" + (f"; did you mean {match}?" if match else "")
-    # A group takes an option name, not the value that was meant for a key.
-    remedy = f"write {match}={show(value)}; " if match and match not in groups() else ""
-    return UserError(what, observed=f"{key}={show(value)}", remedy=f"{remedy}{within} {', '.join(names)}")
+    remedy = f"see docs/configuration.md; {within} {', '.join(names)}"
+    return UserError(what, observed=f"{key}={given}", remedy=remedy)
+
+
+def fits(key: str, value: Any) -> bool:
+    """Whether a key may have a value, whatever the other keys are; None stands for any."""
+    if value is None:
+        return True
+    try:
+        config = _with(Config(), key, _coerce(fields()[key].hint, value))
+    except TypeError:
+        return False
+    return all(fault.key != key for fault in single_keys(config))
 
 
 def _build(cls: type, mapping: Any, group: str) -> Any:

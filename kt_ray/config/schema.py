@@ -59,6 +59,7 @@ class RuleConfig:
 
     name: str = "auto"
     device: str = "auto"
+    gpus: int | str = "auto"
     stages: int | str = "auto"
     replicas: int | str = "auto"
     layers: list[Any] | None = None
@@ -93,9 +94,10 @@ class DataConfig:
     train_on: str = "all"
     eval_path: str | list[str] | None = None
     eval_split: str | None = None
-    eval_fraction: float = 0.05
-    max_length: int = 512
+    eval_fraction: float | str = "auto"
+    max_length: int = 1024
     overflow: str = "truncate"
+    bad_rows: str = "stop"
     pad_to_multiple_of: int = 1
     system: str | None = None
     shuffle: bool = True
@@ -150,7 +152,7 @@ class TrainerConfig:
     max_steps: int | None = None
     batch_size: int = 8
     micro_batch_size: int = 1
-    eval_every: int = 0
+    eval_every: int | str = "auto"
     save_every: int | str = "30min"
     keep_checkpoints: int = 2
     resume: str | None = None
@@ -163,6 +165,7 @@ class TrainerConfig:
     on_signal: str = "save"
     timeline_every: int = 0
     aux_loss: float = 0.0
+    neftune_noise_alpha: float = 0.0
     max_hours: float | None = None
     early_stopping: int = 0
     early_stopping_threshold: float = 0.0
@@ -178,6 +181,7 @@ class PreferenceConfig:
 
     loss: str = "sigmoid"
     beta: float = 0.1
+    gamma: float = 0.5
     label_smoothing: float = 0.0
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
@@ -185,9 +189,9 @@ class PreferenceConfig:
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Where figures go. jsonl is always written; wandb is added on request."""
+    """Where figures go. jsonl is always written; others are added on request, several in a list."""
 
-    name: str = "jsonl"
+    name: str | list[str] = "jsonl"
     project: str = "kt_ray"
     entity: str | None = None
     mode: str = "auto"
@@ -195,6 +199,11 @@ class TrackingConfig:
     upload_adapter: bool = True
     progress: bool = True
     plot: bool = True
+
+    @property
+    def names(self) -> list[str]:
+        """Every tracker that is asked for, once."""
+        return list(dict.fromkeys([self.name] if isinstance(self.name, str) else self.name))
 
 
 @dataclass(frozen=True)

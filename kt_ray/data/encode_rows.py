@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kt_ray.config.schema import DataConfig
+from kt_ray.data.bad_rows import BadRows
 from kt_ray.data.cache import TokenCache, encoder_key, rows_key
 from kt_ray.data.row_types import Conversation, Pair, Row
 from kt_ray.data.template import ChatEncoder
@@ -68,20 +69,26 @@ def encode_rows(
         UserError: a row without a trained token before cutting, or nothing left after it.
     """
     kept: list[Row | Pair] = []
+    bad = BadRows(data.bad_rows == "skip")
+    good = 0
     for conversation, sample in samples:
         sides = [Row(*tokens, sample, sign=_SIGNS[conversation.label]) for tokens in encoded(conversation)]
         if conversation.rejected is not None:
             # Sample ids of their own, so that the sides' dropout differs.
             sides = [replace(row, sample_id=2 * sample + i, sign=1 - 2 * i) for i, row in enumerate(sides)]
-        for row in sides:
-            if row.trained == 0:  # computed for nothing: its mask is a mistake, or its answer is empty
-                raise UserError(
+        masked = next((row for row in sides if row.trained == 0), None)
+        if masked is not None:  # computed for nothing: its mask is a mistake, or its answer is empty
+            bad.add(
+                UserError(
                     "no token of the row is trained",
                     where=conversation.where,
-                    observed=f"{len(row.input_ids)} tokens, all masked",
+                    observed=f"{len(masked.input_ids)} tokens, all masked",
                     required="an answer of at least one token",
                     remedy="fill or delete that row, or check the chat template with mode=preview",
                 )
+            )
+            continue
+        good += 1
         report.source_rows += 1
         report.longest = max(report.longest, *(len(row.input_ids) for row in sides))
         units = [sides]
@@ -108,6 +115,8 @@ def encode_rows(
                 report.trained += row.trained
                 report.tokens_lost += len(whole.input_ids) - len(row.input_ids)
                 report.trained_lost += whole.trained - row.trained
+    if left_out := bad.settle(good, "the data"):
+        report.notes.append(left_out)
     if samples and not kept:
         raise UserError(
             "no row is left after cutting",

@@ -12,7 +12,7 @@ from kt_ray.config.schema import Config, DataConfig
 from kt_ray.data.batches import flat
 from kt_ray.data.cache import TokenCache, default_token_cache
 from kt_ray.data.encode_rows import Encoded, Samples, encode_rows
-from kt_ray.data.held_out_split import same_prompt, split
+from kt_ray.data.held_out_split import as_split, same_prompt, split
 from kt_ray.data.pack_rows import pack
 from kt_ray.data.row_types import KINDS, Conversation
 from kt_ray.data.sources import SourceRows, eval_source, read_sources, sources_of, weighted
@@ -53,7 +53,7 @@ def load_data(
     """Read, split and tokenise as `config.data` says.
 
     Args:
-        config: the run's configuration (data and model.tokenizer / model.chat_template are read).
+        config: the run's configuration.
         model_dir: checkpoint directory; its tokenizer is used unless model.tokenizer names another.
         seed: decides which rows are held out, and how they are packed.
         kinds: of rows that the caller can use, of kt_ray.data.row_types.KINDS.
@@ -62,7 +62,7 @@ def load_data(
     Raises:
         UserError: any fault in files, rows, tokenizer or template, with file and line.
     """
-    data = config.data
+    data = as_split(config)
     parts, train, held_out, notes = read_split(data, seed)
     rows = sum(len(part.rows) for part in parts)
     everything = [*train, *held_out]
@@ -119,16 +119,21 @@ def read_split(
     Raises:
         UserError: a fault of a file or row.
     """
-    parts = read_sources(sources_of(data), data.limit)
+    skip = data.bad_rows == "skip"
+    parts = read_sources(sources_of(data), data.limit, skip)
     rows = [row for part in parts for row in part.rows]
+    notes = [part.left_out for part in parts if part.left_out]
     if data.eval_path is None:
         train, held_out = split(rows, data.eval_fraction, seed)
-        return parts, train, held_out, []
-    (other,) = read_sources([eval_source(data)])
+        return parts, train, held_out, notes
+    (other,) = read_sources([eval_source(data)], skip_bad=skip)
     prompts = {same_prompt(row.prompt_key) for row in rows}
     shared = sum(same_prompt(row.prompt_key) in prompts for row in other.rows)
-    notes = [f"{shared} of {len(other.rows)} held-out rows ask a question that training rows ask too"]
-    return parts, rows, other.rows, notes if shared else []
+    if other.left_out:
+        notes.append(other.left_out)
+    if shared:
+        notes.append(f"{shared} of {len(other.rows)} held-out rows ask a question that training rows ask too")
+    return parts, rows, other.rows, notes
 
 
 def _mixed(parts: Sequence[SourceRows], train: Sequence[Conversation], total: int, seed: int) -> Samples:

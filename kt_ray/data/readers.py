@@ -11,7 +11,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ def read_rows(
     *,
     split: str | None = None,
     subset: str | None = None,
+    on_bad: Callable[[UserError], None] | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Yield (where, row) from one file or several, in order.
 
@@ -44,6 +45,7 @@ def read_rows(
         split: of a data set of several splits (hub, directories); None = "train". HELD_OUT = of several
             the first one there is of "validation" and "test"; where there is one only, that one.
         subset: of a hub data set.
+        on_bad: told of each line that is no JSON, which is left out; None = the first one is raised.
 
     Raises:
         UserError: a file is missing, empty, of unknown kind or not parseable.
@@ -53,17 +55,25 @@ def read_rows(
         raise UserError(
             "the list of data files is empty", where=key, remedy=f"give {key} at least one file ({_KINDS})"
         )
+    told: list[UserError] = []
+
+    def tell(fault: UserError) -> None:
+        assert on_bad is not None
+        told.append(fault)
+        on_bad(fault)
+
     for name in map(str, listed):
         chosen = held_out_split(name, key, subset) if split == HELD_OUT else split
         if is_hub(name):
             items = _read_hub(name, key, chosen or "train", subset)
         else:
-            items = itertools.chain.from_iterable(map(_read, files_of(Path(name).expanduser(), key, chosen)))
-        empty = True
+            files = files_of(Path(name).expanduser(), key, chosen)
+            items = itertools.chain.from_iterable(_read(file, on_bad and tell) for file in files)
+        empty, told[:] = True, []
         for item in items:
             empty = False
             yield item
-        if empty:
+        if empty and not told:
             raise UserError(
                 "the data file holds no rows",
                 where=name,
@@ -259,7 +269,7 @@ def _split_key(key: str) -> str:
     return "data.eval_split" if key == "data.eval_path" else "data.split"
 
 
-def _read(path: Path) -> Iterator[tuple[str, Any]]:
+def _read(path: Path, on_bad: Callable[[UserError], None] | None) -> Iterator[tuple[str, Any]]:
     suffix = path.suffix.lower()
     if suffix in TABLES:
         yield from _read_table(path, suffix[1:])
@@ -287,7 +297,7 @@ def _read(path: Path) -> Iterator[tuple[str, Any]]:
     elif suffix == ".json" and not _looks_like_lines(text):
         yield from _read_json(path, text)
     else:
-        yield from _read_jsonl(path, text)
+        yield from _read_jsonl(path, text, on_bad)
 
 
 def cannot_be_read(path: Path, error: OSError) -> UserError:
@@ -304,7 +314,9 @@ def _looks_like_lines(text: str) -> bool:
     )
 
 
-def _read_jsonl(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+def _read_jsonl(
+    path: Path, text: str, on_bad: Callable[[UserError], None] | None
+) -> Iterator[tuple[str, Any]]:
     # split, not splitlines: JSON strings may hold U+2028 and the like unescaped
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -313,13 +325,17 @@ def _read_jsonl(path: Path, text: str) -> Iterator[tuple[str, Any]]:
             row = parse_json(line)
         except ValueError as error:
             column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            raise UserError(
+            fault = UserError(
                 "invalid JSON",
                 where=f"{path}, line {number}{column}",
                 observed=f"{getattr(error, 'msg', error)}: {clip(line)}",
                 required="one JSON object per line",
                 remedy="correct or delete that line (a JSON list belongs into a .json file)",
-            ) from error
+            )
+            if on_bad is None:
+                raise fault from error
+            on_bad(fault)
+            continue
         yield f"{path}, line {number}", row
 
 

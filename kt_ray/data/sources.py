@@ -11,8 +11,18 @@ from typing import Any
 
 from kt_ray.config.files import builtin_data
 from kt_ray.config.schema import DataConfig
+from kt_ray.data.bad_rows import BadRows
 from kt_ray.data.formats import Parser
-from kt_ray.data.readers import HELD_OUT, cannot_be_read, files_of, is_hub, parquet_rows, read_rows
+from kt_ray.data.held_out_split import held_out_count
+from kt_ray.data.readers import (
+    HELD_OUT,
+    cannot_be_read,
+    files_of,
+    held_out_split,
+    is_hub,
+    parquet_rows,
+    read_rows,
+)
 from kt_ray.data.row_types import Conversation
 from kt_ray.errors import UserError
 
@@ -46,6 +56,7 @@ class SourceRows:
     source: Source
     format: str  # of its rows, as named or as detected
     rows: list[Conversation]  # conversations, sample_ids counted on from the source before
+    left_out: str = ""  # which bad rows were left out
 
     def line(self) -> str:
         """One line of the report."""
@@ -100,14 +111,31 @@ def eval_source(data: DataConfig) -> Source:
     )
 
 
-def read_sources(sources: Sequence[Source], limit: int | None = None) -> list[SourceRows]:
+def require_files(data: DataConfig) -> None:
+    """Looks whether the files of `data` are there; the hub is not asked.
+
+    Raises:
+        UserError: one is not, or is no data file.
+    """
+    for source in [*sources_of(data), *([] if data.eval_path is None else [eval_source(data)])]:
+        for name in [source.path] if isinstance(source.path, str) else source.path:
+            if not is_hub(name):
+                split = held_out_split(name, source.key) if source.split == HELD_OUT else source.split
+                files_of(Path(name).expanduser(), source.key, split)
+
+
+def read_sources(
+    sources: Sequence[Source], limit: int | None = None, skip_bad: bool = False
+) -> list[SourceRows]:
     """Every source's rows, numbered through; all of one kind.
 
     Args:
         limit: rows over all sources at the most; None = all.
+        skip_bad: leave out the rows that are none.
 
     Raises:
-        UserError: a fault of a file or row, or rows of different kinds (answers, pairs, verdicts).
+        UserError: a fault of a file, the faults of a source's rows, or rows of different kinds (answers,
+            pairs, verdicts).
     """
     result: list[SourceRows] = []
     total = 0
@@ -115,11 +143,17 @@ def read_sources(sources: Sequence[Source], limit: int | None = None) -> list[So
         parser = Parser(source.format, source.system, source.columns)
         stops = [n for n in (source.limit, None if limit is None else limit - total) if n is not None]
         rows: list[Conversation] = []
-        given = read_rows(source.path, source.key, split=source.split, subset=source.subset)
+        bad = BadRows(skip_bad)
+        given = read_rows(source.path, source.key, split=source.split, subset=source.subset, on_bad=bad.add)
         for where, row in islice(given, min(stops) if stops else None):
-            rows.append(parser(row, where, total + len(rows)))
+            try:
+                rows.append(parser(row, where, total + len(rows)))
+            except UserError as fault:
+                if parser.format == "auto" and not skip_bad:
+                    raise  # what the rows are is not known: nothing can be said of the others
+                bad.add(fault)
         total += len(rows)
-        result.append(SourceRows(source, parser.format, rows))
+        result.append(SourceRows(source, parser.format, rows, bad.settle(len(rows), source.name)))
     kinds: dict[str, Conversation] = {}
     for part in result:
         for conversation in part.rows:
@@ -195,7 +229,7 @@ def count_rows(data: DataConfig) -> int | None:
     if data.limit is not None:
         rows = min(rows, data.limit)
     if data.eval_path is None:
-        rows -= round(rows * data.eval_fraction)
+        rows -= held_out_count(data.eval_fraction, rows)
     return rows
 
 

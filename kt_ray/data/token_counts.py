@@ -20,6 +20,7 @@ class SplitReport:
     trained_lost: int = 0  # trained tokens among those
     longest: int = 0  # tokens of the longest row before cutting
     cut_texts: int = 0  # raw texts that became several rows
+    notes: list[str] = field(default_factory=list)
 
     def lines(self, name: str, max_length: int) -> list[str]:
         """A short account; losses are mentioned only when there are any."""
@@ -42,7 +43,7 @@ class SplitReport:
                 f"{name}: lost {self.tokens_lost:,} of {every:,} tokens ({self.tokens_lost / every:.1%}) and "
                 f"{self.trained_lost:,} of {trained:,} trained ones; data.max_length={self.longest} keeps all"
             )
-        return lines
+        return lines + [f"{name}: {note}" for note in self.notes]
 
 
 @dataclass

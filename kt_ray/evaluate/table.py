@@ -110,8 +110,8 @@ class Comparison:
             "samples": [vars(sample) for sample in self.samples],
         }
 
-    def wandb_tables(self) -> dict[str, tuple[list[str], list[list[Any]]]]:
-        """Name -> (columns, rows) for `WandbTracker.table`: the metrics, and the samples."""
+    def tables(self) -> dict[str, tuple[list[str], list[list[Any]]]]:
+        """Name -> (columns, rows) for trackers' `table`: the metrics, and the samples."""
         metrics = [
             [line.metric.name, *(getattr(line, name) for name in self.columns()[1:])] for line in self.lines
         ]

@@ -27,6 +27,7 @@ class LocalExpertsSpec(ExpertActorPlan):
     experts_path: str | None = None
     start: StartAdapter | None = None  # what LoRA starts from; None = `lora.init`
     root: str = "model"  # module name of the language model, with which the parameters' names begin
+    fingerprint: str = ""  # of the model's weights, `experts_path` included; "" = any
 
 
 @dataclass

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, load_experts
+from kt_ray.checkpoint.index import check_unchanged
 from kt_ray.checkpoint.load_experts import Target
 from kt_ray.experts.experts_spec import ExpertCounters, LocalExpertsSpec
 from kt_ray.experts.lane import DeviceLane, LaneSaved
@@ -111,6 +112,7 @@ class LocalExperts:
         start = time.monotonic()
         spec = self.spec
         index = CheckpointIndex.open(spec.model_dir)
+        gguf: GgufExperts | None = None
         layout = ExpertLayout.detect(index)
         read: Callable[..., ExpertWeights]
         read = functools.partial(load_experts, index, layout, target=_TARGETS.get(spec.backend))
@@ -118,6 +120,9 @@ class LocalExperts:
         if spec.experts_path is not None:
             gguf = GgufExperts.open(spec.experts_path, index, layout)
             layout, read, file_bytes = gguf.layout, gguf.load, gguf.layout.nbytes
+        if spec.fingerprint:
+            found = index.fingerprint if gguf is None else gguf.fingerprint_with(index)
+            check_unchanged(found, spec.fingerprint, spec.experts_path or spec.model_dir)
         experts = {layer: spec.experts_of(layer) for layer in layout.moe_layers}
         outside = sorted({e for ids in experts.values() for e in ids if e >= layout.num_experts})
         if outside:

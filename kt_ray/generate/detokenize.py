@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-_UNFINISHED = "�"  # what a tokenizer makes of bytes that are no whole character yet
+_UNFINISHED = "�"  # what a tokenizer makes of bytes that are no whole character, or none yet
 
 
 class TextStream:
-    """The text of one answer, piece by piece.
+    """The text of one answer, piece by piece, in whole characters: bytes that make none are left out.
 
     Args:
         tokenizer: of the model; None = there is no text.
@@ -60,7 +60,7 @@ class TextStream:
         return piece
 
     def _give(self, piece: str) -> str:
-        waiting = self._held + piece
+        waiting = self._held + piece.replace(_UNFINISHED, "")
         places = [place for place in map(waiting.find, self._stop) if place >= 0]
         if places:
             self.stopped = True

@@ -10,9 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kt_ray.config.files import WIZARD, is_hardware_path
 from kt_ray.config.schema import Config, RuleConfig
 from kt_ray.hardware.machine import Gpu, Hardware, Socket, on_hosts
 from kt_ray.hardware.nominal import described, file_fault
+from kt_ray.hardware.parts import CPUS, Cpu, cpu_named, gpu_named, named_host
+from kt_ray.hardware.wizard import ask
 from kt_ray.parse import read_yaml
 
 GIB = 1 << 30
@@ -60,8 +63,9 @@ def this_host(root: str | Path = "/") -> Hardware:
 
 
 def hardware_from_file(path: str | Path) -> Hardware:
-    """Hardware described in YAML: sockets [{cores, memory_gib}], gpus [{name, memory_gib, count}], isa;
-    hosts (a number) where several hosts have these sockets; rates (name: {value, source}, see nominal.py).
+    """Hardware described in YAML: sockets [{cores or cpu, memory_gib, count}], gpus [{name, memory_gib,
+    count}], isa; hosts (a number) where several hosts have these sockets; rates (name: {value, source}, see
+    nominal.py, or a JSON file of mode=doctor). What parts.py says of a cpu or a GPU's name may be left out.
 
     Raises:
         UserError: the file is missing, is no YAML mapping, lacks a figure, or has one that is unknown.
@@ -73,10 +77,21 @@ def hardware_from_file(path: str | Path) -> Hardware:
     data = read_yaml(file, "the hardware file", "see conf/hardware/ for examples")
     if not isinstance(data, Mapping):
         raise file_fault(file, "the hardware file is no mapping", None, "sockets, gpus, isa")
+    return _described(data, f"file {file.name}", file)
+
+
+def _described(data: Mapping[str, Any], source: str, file: Path) -> Hardware:
+    """As `hardware_from_file`, of the file's content."""
     sockets: list[Socket] = []
+    cpu: Cpu | None = None
     for entry in _entries(data, "sockets", file):
+        if "cpu" in entry:
+            cpu = cpu_named(str(entry["cpu"]))
+            if cpu is None and "cores" not in entry:
+                required = f"one of {', '.join(known.name for known in CPUS.values())}; or cores and isa"
+                raise file_fault(file, "cpu in the hardware file is unknown", entry["cpu"], required)
         for _ in range(int(_figure(entry, "count", file, 1))):
-            cores = int(_figure(entry, "cores", file))
+            cores = int(_figure(entry, "cores", file, cpu.cores if cpu and "cpu" in entry else None))
             first = sum(s.cores for s in sockets)
             memory = int(_figure(entry, "memory_gib", file) * GIB)
             sockets.append(Socket(len(sockets), tuple(range(first, first + cores)), cores, memory))
@@ -88,16 +103,20 @@ def hardware_from_file(path: str | Path) -> Hardware:
         raise file_fault(file, "hosts in the hardware file is not a number of hosts", hosts, required)
     gpus: list[Gpu] = []
     for entry in _entries(data, "gpus", file):
-        memory = int(_figure(entry, "memory_gib", file) * GIB)
+        name = str(entry.get("name", "GPU"))
+        sheet = gpu_named(name)
+        memory = int(_figure(entry, "memory_gib", file, sheet.gib if sheet else None) * GIB)
         for _ in range(int(_figure(entry, "count", file, 1))):
-            gpus.append(Gpu(len(gpus), str(entry.get("name", "GPU")), memory))
-    isa = str(data.get("isa", "avx512"))
+            gpus.append(Gpu(len(gpus), name, memory))
+    isa = str(data.get("isa", cpu.isa if cpu else "avx512"))
     if isa not in ISAS:
         raise file_fault(file, "isa in the hardware file is unknown", isa, ", ".join(ISAS))
-    hardware = Hardware(
-        f"file {file.name}", on_hosts(tuple(sockets), hosts), tuple(gpus), _isas_up_to(isa), present=False
-    )
-    return replace(hardware, rates=described(data.get("rates"), hardware, str(file)))
+    hardware = Hardware(source, on_hosts(tuple(sockets), hosts), tuple(gpus), _isas_up_to(isa), present=False)
+    rates = data.get("rates")
+    if isinstance(rates, str):
+        return replace(hardware, rates_file=str(file.parent / Path(rates).expanduser()))
+    sheets = dict(cpu.figures) if cpu else {}
+    return replace(hardware, rates=tuple({**sheets, **dict(described(rates, hardware, str(file)))}.items()))
 
 
 def nominal_hardware(rule: RuleConfig) -> Hardware:
@@ -120,6 +139,8 @@ def nominal_hardware(rule: RuleConfig) -> Hardware:
 
 def gpus_wanted(rule: RuleConfig) -> int:
     """GPUs that `rule` names by itself: 0 for CPU rules, and for "auto", which takes what there is."""
+    if isinstance(rule.gpus, int) and rule.device != "cpu":
+        return rule.gpus
     if rule.device != "cuda":
         return 0
     return stages_named(rule, default=1) * rule.replica_count
@@ -138,9 +159,14 @@ def stages_named(rule: RuleConfig, default: int) -> int:
 
 def hardware_for(config: Config) -> Hardware:
     """Hardware for `mode=plan`: plan.hardware, else this host, else the rule's nominal hardware."""
-    if config.plan.hardware:
-        return hardware_from_file(config.plan.hardware)
+    given = config.plan.hardware
+    if given and given != WIZARD:
+        if is_hardware_path(given):
+            return hardware_from_file(given)
+        return _described(named_host(given), given, Path(given))
     host = this_host()
+    if given:
+        return hardware_from_file(ask(host, cpu_name()))
     rule = config.rule
     if gpus_wanted(rule) > len(host.gpus) or (
         rule.experts.isa != "auto" and rule.experts.isa not in host.isas

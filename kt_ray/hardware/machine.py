@@ -56,7 +56,8 @@ class Hardware:
     source says where the figures come from ("this host", "rule amx_4gpu (nominal)", a file).
 
     isas is ordered best last. present is False for hardware that is only described, not there. rates
-    are the figures of a hardware file (nominal.py), by name.
+    are the figures of a hardware file (nominal.py), by name; rates_file the file with measured ones that it
+    names instead.
     """
 
     source: str
@@ -65,6 +66,7 @@ class Hardware:
     isas: tuple[str, ...]
     present: bool = True
     rates: tuple[tuple[str, Figure], ...] = ()
+    rates_file: str = ""
 
     @property
     def best_isa(self) -> str:

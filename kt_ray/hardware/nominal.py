@@ -19,6 +19,7 @@ from typing import Any
 
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import Hardware
+from kt_ray.hardware.parts import GpuSheet, gpu_named
 from kt_ray.hardware.rates import (
     ROWS,
     Curve,
@@ -77,17 +78,7 @@ FORMAT_BYTES = {
     "q4_0": 18 / 32,
 }
 
-# Data sheets: name in the GPU's name -> (dense bf16 FLOP/s with float32 sums, memory bytes/s, PCIe bytes/s).
-GPUS: dict[str, tuple[float, float, float]] = {
-    "4090": (165.2e12, 1008e9, 25e9),
-    "5090": (209.5e12, 1792e9, 50e9),
-    "3090": (71e12, 936e9, 25e9),
-    "A100": (312e12, 1555e9, 25e9),
-    "H100": (989e12, 3350e9, 50e9),
-    "H200": (989e12, 4800e9, 50e9),
-    "L40": (181e12, 864e9, 25e9),
-}
-_UNKNOWN_GPU = (100e12, 900e9, 20e9)
+_UNKNOWN_GPU = GpuSheet(0, 100e12, 900e9, 20e9)
 
 _HIDDEN, _INTER, _RANK = 7168, 2048, 8  # DeepSeek-V3's experts
 
@@ -129,8 +120,8 @@ def defaults(hardware: Hardware) -> dict[str, Figure]:
 
 
 def _gpu_defaults(name: str) -> dict[str, Figure]:
-    known = next((figures for key, figures in GPUS.items() if key in name), None)
-    flops, memory, pcie = known or _UNKNOWN_GPU
+    known = gpu_named(name)
+    _, flops, memory, pcie = known or _UNKNOWN_GPU
     source = f"data sheet of {name}" if known else "assumed: an unknown GPU"
     return {
         "gpu_bf16": Figure(flops, f"{source}: dense bf16"),
@@ -296,5 +287,5 @@ def _gpu(figures: Mapping[str, Figure], name: str) -> DeviceRate:
 
 def file_fault(file: object, what: str, observed: object, required: object) -> UserError:
     """What is wrong with a hardware file."""
-    remedy = "see conf/hardware/ for examples"
+    remedy = "see conf/hardware/ for examples, or set plan.hardware=wizard"
     return UserError(what, where=str(file), observed=observed, required=required, remedy=remedy)

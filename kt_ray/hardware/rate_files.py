@@ -31,20 +31,24 @@ def rates_for(config: Config, hardware: Hardware) -> Rates:
     """The rates that a plan for `hardware` is predicted with.
 
     plan.rates=FILE: that file, whatever the hardware (a note says so where it differs). auto: what
-    mode=doctor stored for this host where the hardware is this host's; else the hardware file's figures,
-    and nominal ones for what it does not say. nominal: as if nothing had been measured.
+    mode=doctor stored for this host where the hardware is this host's; else the file of such rates that the
+    hardware file names, or its figures, and nominal ones for what it does not say. nominal: as if nothing
+    had been measured.
 
     Raises:
         UserError: the named file is missing, is no rates file, is of another version or other hardware.
     """
-    if config.plan.rates not in ("auto", NOMINAL):
-        rates = read_rates(config.plan.rates)
+    named = config.plan.rates if config.plan.rates not in ("auto", NOMINAL) else None
+    if named is None and config.plan.rates == "auto":
+        named = hardware.rates_file or None
+    if named is not None:
+        rates = read_rates(named)
         if not hardware.present:
             return _noted(rates, f"rates of {rates.cpu}, {rates.cores} cores, used for {hardware.source}")
         wrong = mismatch(rates, hardware)
         if wrong:
             raise UserError(
-                "the rates are of other hardware", where=f"plan.rates={config.plan.rates}",
+                "the rates are of other hardware", where=f"plan.rates={named}",
                 observed=wrong[0], required=wrong[1], remedy=_REMEDY,
             )  # fmt: skip
         return rates

@@ -68,11 +68,13 @@ def build_stage_model(spec: StageSpec) -> StageModel:
             if is_experts(module):
                 for name in list(module._parameters):
                     module.register_parameter(name, None)
-    from kt_ray.checkpoint.index import CheckpointIndex, some
+    from kt_ray.checkpoint.index import CheckpointIndex, check_unchanged, some
     from kt_ray.checkpoint.non_experts import load_non_experts, materialize_buffers
     from kt_ray.checkpoint.safetensors_file import damaged
 
     index = CheckpointIndex.open(Path(spec.model_dir))
+    if spec.fingerprint:
+        check_unchanged(index.fingerprint, spec.fingerprint, spec.model_dir)
     load_non_experts(
         index,
         causal,

@@ -11,6 +11,7 @@ adapters. N rows, P pairs; float64 or float32.
     DPO   Rafailov et al. 2023 (arXiv:2305.18290); hinge: Zhao et al. 2023; ipo: Azar et al. 2023
           (arXiv:2310.12036), length-normalised as trl has it; robust: Chowdhury et al. 2024
           (arXiv:2403.00409); label smoothing of sigmoid: Mitchell's conservative DPO
+    SimPO Meng et al. 2024 (arXiv:2405.14734), equation 6
     ORPO  Hong et al. 2024 (arXiv:2403.07691)
     KTO   Ethayarajh et al. 2024 (arXiv:2402.01306)
 """
@@ -54,6 +55,16 @@ def dpo_losses(ratio: Tensor, tokens: Tensor, objective: Objective) -> Tensor:
     raise ValueError(f"{kind!r} is no kind of DPO")
 
 
+def simpo_losses(mean: Tensor, objective: Objective) -> Tensor:
+    """Loss of every pair, [P].
+
+    Args:
+        mean: [N] *mean* log-probabilities per answer token: chosen and rejected rows by turns.
+        objective: `beta` times the mean is a row's reward, `gamma` the margin that the rewards should have.
+    """
+    return -logsigmoid(objective.beta * (mean[0::2] - mean[1::2]) - objective.gamma)
+
+
 def orpo_losses(mean: Tensor, objective: Objective) -> Tensor:
     """ORPO's odds-ratio term of every pair, [P]; the chosen rows' mean token loss is added to its mean.
 
@@ -94,7 +105,7 @@ def preference_loss(
 
     Args:
         h: [b, s, *state_shape] output of the last layer.
-        batch: with `signs`, and `reference` for DPO and KTO.
+        batch: with `signs`, and `reference` where the objective has one.
         objective: None = log-probabilities alone.
         with_grad: also the gradient.
 
@@ -142,6 +153,8 @@ def _losses(logps: Tensor, tokens: Tensor, batch: MicroBatch, objective: Objecti
         raise ValueError(f"rows of a pair must follow each other, chosen first; signs {batch.signs.tolist()}")
     if objective.stage == "orpo":
         return orpo_losses(logps / tokens, objective)
+    if objective.kind == "simpo":
+        return simpo_losses(logps / tokens, objective)
     return dpo_losses(logps - _reference(batch, logps), tokens, objective)
 
 

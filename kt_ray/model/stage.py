@@ -17,6 +17,7 @@ from kt_ray.gpu import choose_attention_kernels
 from kt_ray.model.build import StageModel, build_stage_model
 from kt_ray.model.clock import Clock
 from kt_ray.model.dropout import DropoutContext
+from kt_ray.model.embedding_noise import with_noise
 from kt_ray.model.layer_checks import check_carry, check_family, check_packing, padding_moves, probe_layer
 from kt_ray.model.layer_loop import ExpertExchange, LayerLoop, StageExchange
 from kt_ray.model.lora import AdapterSwitch, initial_lora, inject_lora, resolve_targets
@@ -147,13 +148,13 @@ class Stage:
             self._watch.reset(watching)
         with clock.device("attention"):
             groups = [
-                GroupState([self._record(MicroState.create(mb, self.device)) for mb in group])
+                GroupState([self._record(MicroState.create(mb, self.device), spec) for mb in group])
                 for group in spec.wave[replica]
             ]
         own = (self.model, self.scales, self.dropout, self.head)
         return LayerLoop(*own, spec, groups, experts, stages, clock, self._watch)
 
-    def _record(self, micro: MicroState) -> MicroState:
+    def _record(self, micro: MicroState, spec: PassSpec) -> MicroState:
         def note(index: int, hidden: Tensor) -> Tensor:
             if index == 0 and self.first:
                 micro.embedded = hidden
@@ -165,9 +166,23 @@ class Stage:
             self.check_packing()
             # transformers makes a block-diagonal mask of position ids that restart (masking_utils)
             inputs["position_ids"] = micro.documents
-        calls = self.model.capture.record(inputs, micro.mask, note)
+        with self._noise(micro, spec):
+            calls = self.model.capture.record(inputs, micro.mask, note)
         micro.calls = {layer: calls[layer] for layer in self.model.layers}
         return micro
+
+    @contextmanager
+    def _noise(self, micro: MicroState, spec: PassSpec) -> Iterator[None]:
+        """NEFTune on what the embedding gives, as transformers has it."""
+
+        def add(module: nn.Module, inputs: object, embedded: Tensor) -> Tensor:
+            return with_noise(embedded, micro, spec.noise_alpha, spec.seed, spec.step)
+
+        if not (self.first and spec.noise_alpha and spec.dropout):
+            yield
+            return
+        with self.model.causal.get_input_embeddings().register_forward_hook(add):
+            yield
 
     def check_packing(self) -> None:
         """Raises UserError where a layer mixes packed documents; once per stage."""

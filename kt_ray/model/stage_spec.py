@@ -39,6 +39,7 @@ class StageSpec:
     loss_chunk: int | str = "auto"
     # quantised weights outside the experts stay as stored, dequantised at each use
     keep_quantized: bool = False
+    fingerprint: str = ""  # of the weights in `model_dir` (`CheckpointIndex.fingerprint`); "" = any
     padded: bool = False  # whether micro-batches may hold rows of several lengths
     start: StartAdapter | None = None  # what LoRA starts from; None = `lora.init`
 

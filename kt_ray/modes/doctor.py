@@ -19,9 +19,10 @@ from kt_ray.doctor import measure_rates as doctor_rates
 from kt_ray.doctor import software_checks as software
 from kt_ray.doctor.check import FAIL, PASS, WARN, Check, failed
 from kt_ray.errors import UserError
-from kt_ray.hardware.describe import this_host
+from kt_ray.hardware.describe import cpu_name, this_host
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.rate_files import NOMINAL
+from kt_ray.hardware.wizard import write_own
 from kt_ray.modes.plan import model_dims
 from kt_ray.placement.plan_types import Plan
 from kt_ray.placement.remedies import shortage
@@ -35,7 +36,7 @@ _WIDTH = 120  # where output is no terminal
 
 
 def run(config: Config) -> int:
-    """Examine this machine, print one line per check, then measure and store its rates.
+    """Examine this machine, print one line per check, measure and store its rates, write hardware.yaml.
 
     Nothing is measured with plan.rates=nominal. Returns 1 when a check fails, else 0.
     """
@@ -47,18 +48,18 @@ def run(config: Config) -> int:
     console.print(table)
     counts = Counter(check.status for check in checks)
     console.print(f"{counts[PASS]} pass, {counts[WARN]} warn, {counts[FAIL]} fail")
-    if config.plan.rates != NOMINAL:
-        _measure(config, console)
+    hardware = this_host()
+    rates = _measure(config, hardware, console) if config.plan.rates != NOMINAL else None
+    console.print(write_own(hardware, cpu_name(), rates), markup=False, soft_wrap=True)
     return 1 if counts[FAIL] else 0
 
 
-def _measure(config: Config, console: Console) -> None:
-    """Measure this machine's rates, show and store them.
+def _measure(config: Config, hardware: Hardware, console: Console) -> Path | None:
+    """Measure this machine's rates, show and store them. Returns their file.
 
     Raises:
         UserError: the file cannot be written.
     """
-    hardware = this_host()
     try:
         dims = model_dims(config.model)
     except UserError:  # a check has said so; its shape is then not among those measured
@@ -67,7 +68,7 @@ def _measure(config: Config, console: Console) -> None:
         import kt_ray.native  # noqa: F401
     except ImportError:
         console.print("rates not measured: the native engine is not built", markup=False)
-        return
+        return None
 
     def say(text: str) -> None:
         console.print(f"measuring: {text}", markup=False, soft_wrap=True)
@@ -77,6 +78,7 @@ def _measure(config: Config, console: Console) -> None:
         console.print(line, markup=False, soft_wrap=True)
     path = doctor_rates.store(config, hardware, rates)
     console.print(f"rates stored in {path}: mode=plan predicts with them", markup=False, soft_wrap=True)
+    return path
 
 
 def examine(config: Config) -> list[Check]:

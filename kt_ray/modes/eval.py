@@ -17,7 +17,7 @@ from kt_ray.runs.evaluation import (
     existing_answers,
     show,
     to_answer,
-    to_wandb,
+    to_trackers,
     write,
 )
 from kt_ray.terminal import screen_console
@@ -44,6 +44,5 @@ def run(config: Config) -> int:
     write(result, out)
     show(result, screen_console(file=sys.stdout, highlight=False))
     print(f"written: {out / MARKDOWN_FILE}, {out / JSON_FILE}")
-    if config.tracking.name == "wandb":
-        to_wandb(config, result, home)
+    to_trackers(config, result, home)
     return 0

@@ -145,7 +145,7 @@ def _show_head(console: Console, config: Config, plan: Plan) -> None:
         f"rule      {layout_line(plan)}",
         f"hardware  {plan.hardware.source}: {describe(plan.hardware)}",
         f"step      {config.trainer.batch_size} rows x {config.data.max_length} tokens = "
-        f"{plan.tokens_per_step:,} tokens at most; {lora}",
+        f"{plan.tokens_per_step:,} tokens at most{_unnamed(config)}; {lora}",
     ]
     if plan.expected_load is not None:
         load = plan.expected_load
@@ -159,6 +159,13 @@ def _show_head(console: Console, config: Config, plan: Plan) -> None:
         console.print(f"plan only: {dims.refusal}", style="yellow", markup=False, soft_wrap=True)
     for note in (*plan.notes, *_bf16_note(config, plan)):
         console.print(f"note: {note}", markup=False, soft_wrap=True)
+
+
+def _unnamed(config: Config) -> str:
+    """Where the size of a step comes from, if no rows are named."""
+    data = config.data
+    named = data.path is not None or data.sources is not None or data.builtin is not None
+    return "" if named else " (no rows are named: trainer.batch_size x data.max_length)"
 
 
 def _bf16_note(config: Config, plan: Plan) -> list[str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from kt_ray.config.schema import Config
-from kt_ray.runs.answering import answer, open_job
+from kt_ray.runs.answering import answer, answers_directory, as_answered_before, open_job
 from kt_ray.runs.generation import generating, prepare_generation
 from kt_ray.runs.questions import questions_of
 from kt_ray.runs.run_lock import locked
@@ -13,8 +11,8 @@ from kt_ray.runs.run_lock import locked
 
 def run(config: Config) -> int:
     """Answer what has no answer yet. Returns the exit code."""
-    generation = prepare_generation(config)
-    directory = Path(config.run.root) / (config.run.name or f"{config.model.name}-predict")
+    directory = answers_directory(config)
+    generation = prepare_generation(as_answered_before(config, directory))
     questions = questions_of(generation)
     with locked(directory):
         job = open_job(generation, questions, directory, config.run.overwrite)

@@ -26,7 +26,7 @@ from kt_ray.runs.disk_room import disk_need, shortage
 from kt_ray.runs.environment import environment
 from kt_ray.runs.generation import PreparedGeneration
 from kt_ray.runs.plan_time import predicted_run, run_line
-from kt_ray.runs.prepare import Prepared, prepare, without_padding
+from kt_ray.runs.prepare import Prepared, evaluation_line, prepare, without_padding
 from kt_ray.runs.questions import Question
 from kt_ray.runs.rundir import (
     RunDir,
@@ -34,13 +34,13 @@ from kt_ray.runs.rundir import (
     find_checkpoints,
     place_to_write,
     plain,
-    refuse_if_held,
 )
 from kt_ray.runs.saving import (
     ResumePoint,
     best_so_far,
     go_on_from,
     intact_checkpoint,
+    new_schedule,
     resume_point,
     save_checkpoint,
     write_adapter,
@@ -62,7 +62,6 @@ logger = logging.getLogger(__name__)
 def run(config: Config) -> int:
     """Train. Returns the exit code; a user's mistake raises UserError before Ray is touched."""
     began = time.monotonic()
-    refuse_if_held(config)
     config, manifest = intact_checkpoint(config)
     undated, config = config, dated_as_before(config)
     prepared = prepare(config, manifest)
@@ -84,8 +83,9 @@ def run(config: Config) -> int:
 def _check_room(prepared: Prepared, resume: ResumePoint | None, prediction: Prediction) -> None:
     """The disk's, for all that the run will write."""
     config, taken = prepared.config, resume.manifest.step if resume else 0
-    steps = prepared.batches.total_steps - taken
-    need = disk_need(prepared.plan.dims, config, steps, prediction.simulated.seconds)
+    batches, seconds = prepared.batches, prediction.simulated.seconds
+    steps = batches.total_steps - taken
+    need = disk_need(prepared.plan.dims, config, steps, seconds, batches.steps_per_epoch)
     fault = shortage(need, *place_to_write(config))
     if fault is not None:
         raise fault
@@ -132,13 +132,15 @@ def _run(
                 for line in go_on_from(resume, rundir):
                     say(line)
                 say(f"resumed from {resume.directory} after step {first_step}")
+                if line := new_schedule(resume, prepared):
+                    say(line)
             owes_evaluation = resume is not None and not _evaluated(resume)
             tracker.start(
                 rundir.path, without_secrets(plain(config)), first_step=first_step + 1 if first_step else 0
             )
             summary = _train(prepared, rundir, cluster, tracker, resume, began, owes_evaluation)
             if final is not None:
-                _answer(*final, rundir, cluster, tracker)
+                summary = replace(summary, sample=_answer(*final, rundir, cluster, tracker))
             status = "finished"
             if config.tracking.upload_adapter:
                 tracker.artifact(rundir.adapter)
@@ -196,6 +198,7 @@ def _announce(prepared: Prepared, rundir: RunDir) -> None:
         logger.info("%s", line)
     steps = prepared.batches.total_steps
     say(f"{steps} steps of {config.trainer.batch_size} rows, {len(prepared.data.train)} rows in all")
+    say(evaluation_line(prepared))
     if config.trainer.preview:
         print_preview(
             preview_rows(prepared.data.train, prepared.data.tokenizer, config.trainer.preview), console()
@@ -292,12 +295,12 @@ def _train(
     return Summary(
         run_dir=rundir.path,
         steps=done.steps,
+        rows=len(prepared.data.train),
+        seconds=time.monotonic() - began,
         first_loss=done.losses[0] if done.losses else None,
         last_loss=done.losses[-1] if done.losses else None,
         eval_before=evaluated[0][1] if evaluated else None,
         eval_after=evaluated[-1][1] if evaluated else None,
-        adapter=rundir.adapter,
-        base_model=prepared.model_dir,
         recoveries=done.recoveries,
         seconds_lost=done.seconds_lost,
     )
@@ -309,14 +312,19 @@ def _answer(
     rundir: RunDir,
     cluster: ActorCluster,
     tracker: MultiTracker,
-) -> None:
-    """Answers before and after. The adapter is safe by now: what fails here fails nothing else."""
+) -> tuple[str, ...]:
+    """Answers before and after. The adapter is safe by now: what fails here fails nothing else.
+
+    Returns:
+        A question and both answers; () = there are none.
+    """
     try:
         result = before_and_after(generation, questions, rundir, cluster)
     except Exception as error:
         logger.info("held-out questions were not answered", exc_info=error)  # the whole of it: to train.log
         reason = error.line() if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         say(f"held-out questions were not answered, the adapter is not concerned: {' '.join(reason.split())}")
-        return
-    for name, (columns, rows) in result.wandb_tables().items():
+        return ()
+    for name, (columns, rows) in result.tables().items():
         tracker.table(name, columns, rows)
+    return next(((s.prompt, s.base or "", s.adapter or "") for s in result.samples), ())

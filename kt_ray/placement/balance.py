@@ -59,6 +59,14 @@ def place_experts(
         for name, shares in (("contiguous", contiguous), ("kept", before), ("balanced", by_load))
     }
     chosen, notes = _choice(asked, load, level, len(actors), kept=before is not contiguous)
+    if asked == "kept" and load.owners and before is contiguous:
+        raise UserError(
+            "experts cannot be kept where they were",
+            where="rule.experts.placement=kept",
+            observed=f"{len(actors)} expert actors",
+            required=f"{1 + max(map(max, load.owners.values()))}, as {load.source} was written under",
+            remedy="set rule.experts.placement=auto: the run then goes on to rounding, not bit for bit",
+        )
     shares = {"contiguous": contiguous, "kept": before, "balanced": by_load}[chosen]
     if config.trainer.resume is not None and shares != before:
         notes.append(
@@ -74,6 +82,8 @@ def _choice(
     """ "contiguous", "kept" (as the checkpoint was written under) or "balanced", and why."""
     if asked == "contiguous":
         return "contiguous", []
+    if asked == "kept":
+        return "kept", []
     if actors == 1:
         alone = "one expert actor holds all experts: there is nothing to place by load"
         return "contiguous", [alone] if asked == "balanced" else []
@@ -202,6 +212,15 @@ def owners_of(actors: Sequence[ExpertActorPlan], dims: ModelDims) -> dict[int, t
         for e in actor.experts_of(layer)
     }
     return {layer: tuple(rank[layer, e] for e in range(dims.num_experts)) for layer in dims.moe_layers}
+
+
+def residents_of(actors: Sequence[ExpertActorPlan]) -> dict[int, tuple[int, ...]]:
+    """MoE layer -> experts that stay on a lane's device, ascending; empty where none does."""
+    residents: dict[int, tuple[int, ...]] = {}
+    for actor in actors:
+        for layer, ids in actor.lane.resident if actor.lane is not None else ():
+            residents[layer] = tuple(sorted((*residents.get(layer, ()), *ids)))
+    return residents
 
 
 def _kept(load: ExpertLoad, contiguous: dict[int, Shares]) -> dict[int, Shares]:

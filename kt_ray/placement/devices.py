@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kt_ray.config.schema import RuleConfig
 from kt_ray.dims.model_dims import ModelDims
@@ -17,6 +18,26 @@ from kt_ray.hardware.machine import Hardware
 from kt_ray.placement.plan_types import WorkerPlan
 from kt_ray.placement.render import counted
 from kt_ray.placement.split import Named
+
+
+def with_gpus(rule: RuleConfig, hardware: Hardware) -> Hardware:
+    """The hardware with as many GPUs as rule.gpus says.
+
+    Raises:
+        UserError: there are fewer.
+    """
+    if rule.device == "cpu" or not isinstance(rule.gpus, int):
+        return hardware
+    present = len(hardware.gpus)
+    if rule.gpus > present:
+        raise UserError(
+            "the rule is for more GPUs than there are",
+            where=f"rule.gpus={rule.gpus}" + (f" of rule {rule.name}" if rule.name != "auto" else ""),
+            observed=f"{counted(present, 'GPU')} on {hardware.source}",
+            required=counted(rule.gpus, "GPU"),
+            remedy=f"set {'rule.gpus=auto' if present else 'rule=auto'}, or mode=plan to see the plan",
+        )
+    return replace(hardware, gpus=hardware.gpus[: rule.gpus])
 
 
 def resolve_device(rule: RuleConfig, hardware: Hardware) -> str:

@@ -1,7 +1,8 @@
 """How many tokens each expert of each layer gets: the histogram that training keeps in its checkpoints.
 
 expert_load.json of a checkpoint directory: slots = (token, expert) pairs of training steps, summed over the
-whole run, resumed parts included; owners = which expert actor held which expert when it was written.
+whole run, resumed parts included; owners = which expert actor held which expert when it was written;
+residents = which experts stayed on a GPU then.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class ExpertLoad:
     source: str = "this run"  # where it was read, for messages
     # MoE layer -> rank of the actor that held each expert [E]; empty = contiguous
     owners: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    # MoE layer -> experts that stayed on a lane's device; None = not known
+    residents: Mapping[int, tuple[int, ...]] | None = None
 
     def plus(self, counts: Mapping[int, Sequence[int]]) -> ExpertLoad:
         """With one more step: MoE layer -> tokens of every expert in it."""
@@ -45,10 +48,12 @@ class ExpertLoad:
         """Tokens of the layer that got fewest."""
         return min((sum(of_layer) for of_layer in self.slots.values()), default=0)
 
-    def to_json(self, owners: Mapping[int, Sequence[int]]) -> str:
-        """The file's text, one line per layer. owners: as of the placement that this run has now."""
+    def to_json(
+        self, owners: Mapping[int, Sequence[int]], residents: Mapping[int, Sequence[int]] | None = None
+    ) -> str:
+        """The file's text, one line per layer. owners, residents: as this run has placed them now."""
         lines = [f'{{"version": {VERSION}, "steps": {self.steps}']
-        for name, table in (("slots", self.slots), ("owners", owners)):
+        for name, table in (("slots", self.slots), ("owners", owners), ("residents", residents or {})):
             rows = (
                 f"  {json.dumps(str(layer))}: {json.dumps(list(table[layer]))}" for layer in sorted(table)
             )
@@ -81,7 +86,8 @@ def read_load(checkpoint: Path, dims: ModelDims) -> ExpertLoad | None:
                 required=_shape(dims.moe_layers, {dims.num_experts}),
                 remedy=_OTHER,
             )
-    return ExpertLoad(value["steps"], slots, str(checkpoint), owners)
+    residents = _table(file, value, "residents") if "residents" in value else None
+    return ExpertLoad(value["steps"], slots, str(checkpoint), owners, residents)
 
 
 def _table(file: Path, value: Mapping[str, Any], name: str) -> dict[int, tuple[int, ...]]:

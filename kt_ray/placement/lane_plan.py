@@ -109,12 +109,21 @@ def plan_lanes(
     if rule.gpu_resident:
         held = {layer: [actor.experts_of(layer) for actor in own] for layer in dims.moe_layers}
         stay = min(rule.gpu_resident, *(sum(map(len, of_layer)) for of_layer in held.values()))
-        resident = resident_by_layer(held, stay, None if load is None else load.slots)
-        chosen_by = (
-            "the first ids of every actor's share: no load is known (rule.experts.load)"
-            if load is None
-            else f"the most used ones of {load.source}"
-        )
+        as_before = load.residents if load is not None and rule.placement == "kept" else None
+        if (
+            load is not None
+            and as_before is not None
+            and all(len(as_before.get(layer, ())) == stay for layer in dims.moe_layers)
+        ):
+            stayed = {layer: [int(e in as_before[layer]) for e in range(dims.num_experts)] for layer in held}
+            resident = resident_by_layer(held, stay, stayed)
+            chosen_by = f"those of {load.source}"
+        elif load is None:
+            resident = resident_by_layer(held, stay, None)
+            chosen_by = "the first ids of every actor's share: no load is known (rule.experts.load)"
+        else:
+            resident = resident_by_layer(held, stay, load.slots)
+            chosen_by = f"the most used ones of {load.source}"
         notes.append(f"{stay} experts of each MoE layer stay on {device}: {chosen_by}")
     shares, said = _shares(own, dims, config, rates, device)
     lanes = {actor.rank: LanePlan(device, stays, shares) for actor, stays in zip(own, resident, strict=True)}

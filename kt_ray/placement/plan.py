@@ -12,7 +12,7 @@ from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.errors import UserError
 from kt_ray.hardware.machine import GPU_FREE, Gpu, Hardware, Socket, with_hosts
 from kt_ray.placement.balance import place_experts
-from kt_ray.placement.devices import count_stages, resolve_device, shared_devices, stage_devices
+from kt_ray.placement.devices import count_stages, resolve_device, shared_devices, stage_devices, with_gpus
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import generates, room, step_tokens
 from kt_ray.placement.lane_plan import plan_lanes
@@ -50,6 +50,7 @@ def make_plan(
             layers, more GPUs than there are, an instruction set the host lacks, experts placed by a load that
             is not known, or a lane on a GPU that is not there.
     """
+    hardware = with_gpus(config.rule, hardware)
     choices = layouts(dims, config, hardware)
     if not choices:
         return _laid_out(dims, config, hardware, load, lane_rates)

@@ -8,5 +8,6 @@ rows. The command line overrules the recipe. docs/recipes.md lists the fields.
 
 from kt_ray.recipe.command import with_recipe
 from kt_ray.recipe.llamafactory import read
+from kt_ray.recipe.peer_options import refuse_peer_options
 
-__all__ = ["read", "with_recipe"]
+__all__ = ["read", "refuse_peer_options", "with_recipe"]

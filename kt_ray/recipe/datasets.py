@@ -333,11 +333,8 @@ def _eval(reading: Reading, first: Source, evals: list[Source | None]) -> None:
     if len(mapped) != len(evals):
         return
     if not mapped:
-        share = reading.number("val_size", 0.0, "data.eval_fraction", "data.eval_path")
-        if share >= 1:
-            reading.refuse("val_size", "is a number of rows; kt_ray takes a share", "data.eval_fraction")
-            share = 0.0
-        reading.set("data.eval_fraction", share, "val_size")
+        size = reading.number("val_size", 0.0, "data.eval_fraction", "data.eval_path")
+        reading.set("data.eval_fraction", int(size) if size >= 1 else size, "val_size")
         return
     if reading.number("val_size", 0.0):
         reading.refuse("val_size", "has no meaning beside eval_dataset", "data.eval_path")

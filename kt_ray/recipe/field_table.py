@@ -32,13 +32,28 @@ class Field:
 
 
 @cache
+def _sections() -> dict[str, Any]:
+    import yaml
+
+    loaded: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return loaded
+
+
+@cache
+def names_elsewhere() -> dict[str, str]:
+    """What other programs call a field, or an option of kt_ray -> that field or option."""
+    return {name: meant for meant, names in _sections()["elsewhere"].items() for name in names.split()}
+
+
+@cache
 def field_table() -> dict[str, Field]:
     """All fields by name."""
     import yaml
 
-    file = Path(__file__).with_suffix(".yaml")
     table: dict[str, Field] = {}
-    for section, kinds in yaml.safe_load(file.read_text(encoding="utf-8")).items():
+    for section, kinds in _sections().items():
+        if section == "elsewhere":
+            continue
         for name, becomes in kinds["mapped"].items():
             ((keys, text),) = becomes.items()
             table[name] = Field(section, "mapped", tuple(keys.split()), text or "")

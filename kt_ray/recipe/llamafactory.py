@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.config.fields import closest
+from kt_ray.config.limits import WORDS
 from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, read_yaml_text
 from kt_ray.recipe.datasets import map_data
-from kt_ray.recipe.field_table import field_table
+from kt_ray.recipe.field_table import field_table, names_elsewhere
 from kt_ray.recipe.ktransformers import map_kt, merge_kt_config
 from kt_ray.recipe.reading import Reading, masked
 from kt_ray.recipe.templates import map_template
@@ -60,19 +61,33 @@ def read(path: str | Path, devices: int | None = None, accelerate: str | None = 
     if accelerate is not None:
         check_shape(launcher, {"num_processes?": int}, Path(accelerate), "the accelerate file", "correct it")
     merge_kt_config(reading, launcher)
+    _map(reading, devices, launcher)
+    return reading
+
+
+def read_field(name: str, value: Any) -> Reading:
+    """What one field alone becomes; which files its data sets are is not looked up."""
+    reading = Reading(Path(), {name: value})
+    _map(reading, None, {}, data_sets=False)
+    return reading
+
+
+def _map(
+    reading: Reading, devices: int | None, launcher: Mapping[str, Any], *, data_sets: bool = True
+) -> None:
     _table(reading)
     model_dir, option = _model(reading)
     map_kt(reading, model_dir, option)
     stage = _method(reading)
     _preference(reading, stage)
-    map_data(reading, stage)
+    if data_sets:
+        map_data(reading, stage)
     map_template(reading)
     _data_options(reading, stage)
     _batch(reading, devices, launcher)
     _optim(reading)
     _output(reading)
     _evaluation(reading)
-    return reading
 
 
 def _load(path: Path, key: str) -> dict[str, Any]:
@@ -127,7 +142,7 @@ def _table(reading: Reading) -> None:
     for name, value in reading.fields.items():
         field = field_table().get(name)
         if field is None:
-            match = closest(name, field_table())
+            match = names_elsewhere().get(name) or closest(name, field_table())
             reading.refuse(name, f"is not known{f'; did you mean {match}?' if match else ''}")
         elif field.kind == "ignored" and value is not None:
             reading.ignored.append((f"{name}={_short(name, value)}", field.text))
@@ -212,7 +227,7 @@ def _start(reading: Reading, stage: str) -> None:
 def _targets(reading: Reading) -> None:
     targets = reading.names("lora_target") or ["all"]
     experts = True
-    if targets == ["all"]:
+    if targets in (["all"], ["all-linear"]):  # PEFT's word for it
         note = "routers stay frozen"
         reading.set("lora.target_modules", "auto", "lora_target", note=note)
     else:
@@ -228,12 +243,15 @@ def _targets(reading: Reading) -> None:
 
 def _preference(reading: Reading, stage: str) -> None:
     if stage in ("dpo", "orpo"):
-        losses = ("sigmoid", "hinge", "ipo", "orpo")
+        losses = ("sigmoid", "hinge", "ipo", "simpo", "orpo")
         loss = reading.word("pref_loss", losses, "sigmoid", "preference.loss")
         if stage == "dpo":
             reading.set("preference.loss", loss, "pref_loss")
         smoothing = reading.number("dpo_label_smoothing", 0.0)
-        reading.set("preference.label_smoothing", smoothing, "dpo_label_smoothing")
+        if loss == "simpo":  # there it has no effect on this loss
+            reading.set("preference.gamma", reading.number("simpo_gamma", 0.5), "simpo_gamma")
+        else:
+            reading.set("preference.label_smoothing", smoothing, "dpo_label_smoothing")
     if stage == "kto":
         for key, name in (
             ("desirable_weight", "kto_chosen_weight"),
@@ -279,6 +297,9 @@ def _batch(reading: Reading, devices: int | None, launcher: Mapping[str, Any]) -
     reading.set("trainer.epochs", reading.number("num_train_epochs", 3.0), "num_train_epochs")
     if (limit := reading.integer("max_steps", -1)) > 0:
         reading.set("trainer.max_steps", limit, "max_steps")
+    if reading.given("neftune_noise_alpha"):
+        alpha = reading.number("neftune_noise_alpha", 0.0)
+        reading.set("trainer.neftune_noise_alpha", alpha, "neftune_noise_alpha")
 
 
 def _optim(reading: Reading) -> None:
@@ -391,21 +412,39 @@ def _output(reading: Reading) -> None:
         reading.set("trainer.log_every", max(1, int(every)), "logging_steps")
     if reading.given("plot_loss"):
         reading.set("tracking.plot", reading.flag("plot_loss"), "plot_loss")
-    trackers = reading.names("report_to") or ["none"]
-    others = [name for name in trackers if name not in ("wandb", "none")]
+    _trackers(reading)
+
+
+def _trackers(reading: Reading) -> None:
+    names, sources = [name for name in reading.names("report_to") if name != "none"], ["report_to"]
+    known = [name for name in names if name in WORDS["tracking.name"]]
+    others = [name for name in names if name not in known]
     note = f"{', '.join(others)}: not a tracker of kt_ray" if others else ""
-    reading.set("tracking", "wandb" if "wandb" in trackers else "jsonl", "report_to", note=note)
+    if reading.flag("use_swanlab"):
+        known, sources = [*known, "swanlab"], [*sources, "use_swanlab"]
+    if len(known) > 1:
+        reading.set("tracking.name", known, *sources, note=note)
+    else:
+        reading.set("tracking", known[0] if known else "jsonl", *sources, note=note)
+    for name, key in (
+        ("project", "tracking.project"),
+        ("swanlab_project", "tracking.project"),
+        ("swanlab_workspace", "tracking.entity"),
+    ):
+        if reading.given(name):
+            reading.set(key, str(reading.fields[name]), name)
 
 
-def _every(reading: Reading, what: str, key: str, default: int, strategy: str = "steps") -> int:
-    """Steps between savings or evaluations, 0 = never; recorded under `key`."""
+def _every(reading: Reading, what: str, key: str, default: int, strategy: str = "steps") -> int | str:
+    """The interval between savings or evaluations, 0 = never; recorded under `key`."""
     name, how = f"{what}_steps", f"{what}_strategy"
     if what == "eval" and not reading.given(how) and reading.given("evaluation_strategy"):
         how = "evaluation_strategy"
-    kind = reading.word(how, {"steps": "steps", "no": "no", "False": "no"}, strategy, key)
-    if kind == "no":
-        reading.set(key, 0, how)
-        return 0
+    kinds = {"steps": None, "epoch": "1epoch", "no": 0, "False": 0}
+    interval: int | str | None = reading.word(how, kinds, strategy, key)
+    if interval is not None:
+        reading.set(key, interval, how)
+        return interval
     every = reading.number(name, default, key)
     if every < 1 or every != int(every):
         reading.refuse(name, "is no number of steps", key)
@@ -418,7 +457,7 @@ def _evaluation(reading: Reading) -> None:
     default = max(1, int(reading.number("logging_steps", 500)))
     every = _every(reading, "eval", "trainer.eval_every", default, "no")
     if not every and reading.given("do_eval") and reading.flag("do_eval"):
-        reading.refuse("do_eval", "needs eval_strategy: steps", "trainer.eval_every")
+        reading.refuse("do_eval", "needs eval_strategy: steps or epoch", "trainer.eval_every")
     held_out = "data.eval_path" in reading.overrides or bool(
         (share := reading.overrides.get("data.eval_fraction")) and share.value
     )

@@ -101,7 +101,7 @@ def _curves(run: RunData) -> str:
     loss, held_out = run.series("loss"), run.series("eval_loss")
     few = len(loss) < FEW
     curves = [
-        Line("" if not few else "training", loss, 0, faint=not few, dots=few),
+        Line("training" if few else "training, each step (pale)", loss, 0, faint=not few, dots=few),
         Line("training, smoothed", [] if few else smoothed(loss), 0),
         Line("held-out", held_out, 1, dots=len(held_out) <= 100),
     ]

@@ -1,12 +1,13 @@
 """Answers to held-out questions, one line of predictions.jsonl each.
 
-    runs/<run.name or MODEL-predict>/
+    <answers_directory>/
         predictions.jsonl   {"id", "prompt", "messages", "label", "predict"[, "base"], "finish", "tokens"
                              [, "error"][, "option_logits"[, "base_option_logits"]]}
         predictions.json    the settings that produced them
 
-A line is written as soon as its answer is complete, so a run that ended early continues where it stopped. For
-multiple-choice questions, the options' log-probabilities as the next token are asked for as well.
+A line is written as soon as its answer is complete, so a run that ended early continues where it stopped, and
+one with more questions keeps the answers that there are. For multiple-choice questions, the options'
+log-probabilities as the next token are asked for as well.
 """
 
 from __future__ import annotations
@@ -16,21 +17,25 @@ import json
 import os
 import queue
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
+from kt_ray.adapter.from_peft import adapter_directory
+from kt_ray.config.schema import Config
 from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 from kt_ray.evaluate.answer_file import ADAPTER_FILE, SETTINGS_FILE, adapter_mark
 from kt_ray.generate.generator import Answer, Generator, Piece
-from kt_ray.parse import parse_json, read_json, read_text
+from kt_ray.parse import check_shape, parse_json, read_json, read_text
 from kt_ray.runs.generation import PreparedGeneration
 from kt_ray.runs.questions import Question
+from kt_ray.runs.rundir import is_run
 from kt_ray.tracking.console import say
 
+_REMEDY = "set another run.name, or run.overwrite=true to replace these answers (and nothing else)"
 # What of `generate` changes an answer.
 _SAMPLING = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -55,6 +60,41 @@ class AnswerJob:
         return self.directory / ADAPTER_FILE
 
 
+def answers_directory(config: Config) -> Path:
+    """Where answers go, for mode=predict and mode=eval alike.
+
+    run.name below run.root; else the run whose adapter answers, where mode=report looks; else, below
+    run.root, a directory of model and adapter (two adapters of one name have two), or of the base.
+
+    Raises:
+        UserError: generate.adapter names no adapter.
+    """
+    root = Path(config.run.root)
+    if config.run.name:
+        return root / config.run.name
+    if config.generate.adapter is None:
+        return root / f"{config.model.name}-base"
+    adapter = Path(adapter_directory(config.generate.adapter))
+    if is_run(adapter.parent):
+        return adapter.parent
+    adapter = adapter.resolve()
+    name = adapter.parent.name if adapter.name == "adapter" else adapter.name
+    return root / f"{config.model.name}-{name}-{_digest(str(adapter))[:6]}"
+
+
+def as_answered_before(config: Config, directory: Path) -> Config:
+    """generate.answer=auto where adapter and base have answered, as at the end of a training: both again."""
+    settings, generate = directory / SETTINGS_FILE, config.generate
+    if generate.answer != "auto" or generate.adapter is None or config.run.overwrite:
+        return config
+    if not settings.is_file():
+        return config
+    if read_json(settings, "the settings of the predictions", _REMEDY).get("answers") != ["adapter", "base"]:
+        return config
+    say(f"{directory} has answers of adapter and base: generate.answer=both")
+    return replace(config, generate=replace(generate, answer="both"))
+
+
 def open_job(
     generation: PreparedGeneration, questions: list[Question], directory: Path, overwrite: bool
 ) -> AnswerJob:
@@ -64,7 +104,8 @@ def open_job(
         overwrite: start afresh, whatever the directory holds.
 
     Raises:
-        UserError: it holds answers made with other settings, or by another program.
+        UserError: it holds answers made with other settings, to questions that are not asked now, or by
+            another program; or it cannot be written.
     """
     done = _open(directory, _settings(generation, questions), overwrite)
     job = AnswerJob(generation, questions, directory, frozenset(done))
@@ -99,8 +140,7 @@ def model_settings(generation: PreparedGeneration) -> dict[str, Any]:
     backend = generation.config.rule.experts.backend
     return {
         "model": generation.fingerprint,
-        "adapter": adapter,
-        # An adapter written to the same place later is another one.
+        # An adapter written to the same place later is another one; a run may be moved with its adapter.
         "adapter_file": None if adapter is None else adapter_mark(Path(adapter)),
         # Only these backends change the experts' weights; the others compute the checkpoint's own.
         "backend": backend if backend in BACKEND_STORAGE else "auto",
@@ -110,18 +150,22 @@ def model_settings(generation: PreparedGeneration) -> dict[str, Any]:
 def _settings(generation: PreparedGeneration, questions: list[Question]) -> dict[str, Any]:
     """All that answers depend on; a job continues only under the same settings."""
     generate = generation.config.generate
-    rows = hashlib.sha256("\n".join(map(_content, questions)).encode()).hexdigest()
     return {
         **model_settings(generation),
+        "adapter": generation.adapter and str(Path(generation.adapter).resolve()),
         "answers": list(sides(generation)),
         **{name: getattr(generate, name) for name in _SAMPLING},
         "eos": list(generation.eos),
         "stop": list(generate.stop),
         "seed": generation.config.seed if generate.temperature > 0 else None,
         "options": "".join(next((q.options.tokens for q in questions if q.options), {})) or None,
-        "rows": rows,
+        "rows": {str(question.id): _digest(_content(question))[:16] for question in questions},
         "count": len(questions),
     }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _content(question: Question) -> str:
@@ -133,43 +177,70 @@ def _content(question: Question) -> str:
 def _open(directory: Path, settings: dict[str, Any], overwrite: bool) -> set[int]:
     """Make the directory ready; ids of the rows that it has already."""
     answers, settings_file = directory / ADAPTER_FILE, directory / SETTINGS_FILE
-    if settings_file.is_file() and not overwrite:
-        remedy = "set another run.name, or run.overwrite=true to begin anew"
-        before = read_json(settings_file, "the settings of the predictions", remedy)
-        name = next((name for name in sorted(settings) if before.get(name) != settings[name]), None)
-        if name is not None:
-            raise UserError(
-                "the predictions in this directory were made with other settings",
-                where=str(settings_file),
-                observed=f"{name}={before.get(name)}",
-                required=f"{name}={settings[name]}",
-                remedy=remedy,
-            )
-        # Rows that ended with an error are asked again, and so is a line that the last run's end cut off.
-        rows = {id: row for id, row in _read_rows(answers).items() if "error" not in row}
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
-        write_atomic(answers, text)
-        return set(rows)
-    if answers.is_file() and not overwrite:
+    go_on = settings_file.is_file() and not overwrite
+    if not go_on and answers.is_file() and not overwrite:
         raise UserError(
             "this directory holds predictions of another program",
             where=str(answers),
             observed=f"no {SETTINGS_FILE} beside them",
             required="a directory without predictions, or predictions of mode=predict to continue",
-            remedy="set another run.name, or run.overwrite=true to replace them",
+            remedy=_REMEDY,
         )
-    directory.mkdir(parents=True, exist_ok=True)
-    answers.unlink(missing_ok=True)
-    write_atomic(settings_file, json.dumps(settings, indent=1) + "\n")
-    return set()
+    rows: dict[int, dict[str, Any]] = {}
+    if go_on:
+        _check_settings(settings_file, settings)
+        # Rows that ended with an error are asked again, and so is a line that the last run's end cut off.
+        rows = {id: row for id, row in _read_rows(answers).items() if "error" not in row}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if go_on:
+            write_atomic(
+                answers, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
+            )
+        else:
+            answers.unlink(missing_ok=True)  # before the settings, which are not those of its rows
+        write_atomic(settings_file, json.dumps(settings, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(
+            "the predictions cannot be written",
+            where=str(directory),
+            observed=error.strerror or str(error),
+            remedy="set run.name, and run.root to a directory that you may write to",
+        ) from error
+    return set(rows)
+
+
+def _check_settings(file: Path, settings: dict[str, Any]) -> None:
+    """That all answers made with the settings in a file are among those that are asked for now."""
+    what = "the settings of the predictions"
+    before = read_json(file, what, _REMEDY)
+    for name in sorted(settings.keys() - {"adapter", "rows", "count"}):
+        if before.get(name) != settings[name]:
+            raise UserError(
+                "the predictions in this directory were made with other settings",
+                where=str(file),
+                observed=f"{name}={before.get(name)}",
+                required=f"{name}={settings[name]}",
+                remedy=_REMEDY,
+            )
+    rows, asked = check_shape(before.get("rows"), {str: str}, file, what, _REMEDY, "rows"), settings["rows"]
+    others = [id for id, row in rows.items() if asked.get(id) != row]
+    if others:
+        raise UserError(
+            "the predictions in this directory answer other questions",
+            where=str(file),
+            observed=f"{len(others)} of {len(rows)} rows are not asked for now, the first: row {others[0]}",
+            required=f"rows that are among the {len(asked)} asked for now",
+            remedy=_REMEDY,
+        )
 
 
 def _read_rows(file: Path) -> dict[int, dict[str, Any]]:
     """Rows by id; an unfinished last line is left out."""
     if not file.is_file():
         return {}
-    remedy, rows = "set another run.name, or run.overwrite=true to begin anew", {}
-    lines = read_text(file, "the predictions file", remedy).split("\n")[:-1]
+    rows: dict[int, dict[str, Any]] = {}
+    lines = read_text(file, "the predictions file", _REMEDY).split("\n")[:-1]
     for number, line in enumerate(lines, start=1):
         try:
             row = parse_json(line)
@@ -180,7 +251,7 @@ def _read_rows(file: Path) -> dict[int, dict[str, Any]]:
                 where=f"{file}:{number}",
                 observed=line[:60],
                 required="a JSON object with an id",
-                remedy=remedy,
+                remedy=_REMEDY,
             ) from error
     return rows
 

@@ -13,7 +13,6 @@ from itertools import count
 from pathlib import Path
 
 from kt_ray.actors.cluster import ActorCluster
-from kt_ray.adapter.from_peft import adapter_directory
 from kt_ray.config.fields import show
 from kt_ray.config.schema import Config
 from kt_ray.evaluate.answer_file import find_answers
@@ -21,7 +20,7 @@ from kt_ray.evaluate.loss_sums import LOSSES_FILE
 from kt_ray.evaluate.table import Comparison
 from kt_ray.placement.generation_memory import after_training as settings_after
 from kt_ray.runs import evaluation
-from kt_ray.runs.answering import AnswerJob, answer, open_job
+from kt_ray.runs.answering import AnswerJob, answer, answers_directory, open_job
 from kt_ray.runs.generation import (
     PreparedGeneration,
     generation_of,
@@ -33,7 +32,7 @@ from kt_ray.runs.held_out_loss import HeldOut, measure, open_held_out
 from kt_ray.runs.prepare import Prepared
 from kt_ray.runs.questions import Question, questions_of
 from kt_ray.runs.run_lock import locked
-from kt_ray.runs.rundir import RunDir, flatten, is_run, plain, settings_of
+from kt_ray.runs.rundir import RunDir, flatten, plain, settings_of
 from kt_ray.runs.start_cluster import started
 from kt_ray.tracking.console import console
 
@@ -56,7 +55,7 @@ def answer_and_measure(config: Config) -> tuple[Path, tuple[str, ...]]:
     Raises:
         UserError: any fault in model, adapter, data or plan, or answers made with other settings.
     """
-    directory = _directory(config)
+    directory = answers_directory(config)
     generation = prepare_generation(config)
     questions = questions_of(generation)
     with locked(directory):
@@ -82,18 +81,6 @@ def _compute(generation: PreparedGeneration, job: AnswerJob, held_out: HeldOut) 
                 answer(job, generator)
 
 
-def _directory(config: Config) -> Path:
-    """run.name below run.root; else the adapter's own run, where mode=report looks; else MODEL-eval."""
-    root = Path(config.run.root)
-    if config.run.name:
-        return root / config.run.name
-    if config.generate.adapter is not None:
-        run = Path(adapter_directory(config.generate.adapter)).parent
-        if is_run(run):
-            return run
-    return root / f"{config.model.name}-eval"
-
-
 def _other_rows(config: Config, run: Path) -> Iterable[str]:
     """A note when the adapter's run held out other rows, so that it may have learnt from some of these."""
     own = config.generate.split == "eval" and config.data.eval_path is None
@@ -106,6 +93,9 @@ def _other_rows(config: Config, run: Path) -> Iterable[str]:
         for key in keys
         if key in then and then[key] != now[key]
     ]
+    evaluated = then.get("trainer.eval_every", 0) or then.get("eval.after_training", 0)
+    if then.get("data.eval_fraction") == "auto" and not evaluated:  # kt_ray.data.held_out_split.as_split
+        changes.append("trainer.eval_every=0, which holds no row out")
     if changes:
         yield f"the adapter was trained with {', '.join(changes)}: it may have learnt from some of these rows"
 

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from kt_ray.config.interval import seconds_of
+from kt_ray.config.interval import SPANS, ends_until, seconds_of
 from kt_ray.config.schema import Config
 from kt_ray.dims.model_dims import ModelDims
 from kt_ray.errors import UserError
@@ -36,13 +36,19 @@ class DiskNeed:
         )
 
 
-def disk_need(dims: ModelDims, config: Config, steps: int | None, step_seconds: float) -> DiskNeed:
-    """What a run of `steps` steps (None = not known) of `step_seconds` each writes."""
+def disk_need(
+    dims: ModelDims, config: Config, steps: int | None, step_seconds: float, steps_per_epoch: int = 1
+) -> DiskNeed:
+    """What a run of `steps` steps (None = not known) of `step_seconds` each writes; at most that where the
+    steps of an epoch are not known."""
     trainer = config.trainer
     kept = trainer.keep_checkpoints + trainer.save_best if trainer.keep_checkpoints else math.inf
-    saves = math.inf if steps is None else _saves(trainer.save_every, steps, step_seconds)
-    if trainer.save_best and trainer.eval_every and steps is not None:
-        saves += steps // trainer.eval_every
+    saves = math.inf
+    if steps is not None:
+        saves = _saves(trainer.save_every, steps, step_seconds, steps_per_epoch)
+        every = trainer.eval_every
+        if trainer.save_best:
+            saves += SPANS if every == "auto" else ends_until(every, steps, steps_per_epoch)
     at_once = min(kept + 1, saves)
     wider = 2 if config.lora.init.startswith("pissa") else 1
     return DiskNeed(
@@ -52,11 +58,11 @@ def disk_need(dims: ModelDims, config: Config, steps: int | None, step_seconds: 
     )
 
 
-def _saves(every: int | str, steps: int, step_seconds: float) -> int:
+def _saves(every: int | str, steps: int, step_seconds: float, steps_per_epoch: int) -> int:
     """How often a run saves, the end included."""
-    if isinstance(every, str):
-        return 1 + int(steps * step_seconds / (seconds_of(every) or math.inf))
-    return math.ceil(steps / every) if every else 1
+    if isinstance(every, str) and (seconds := seconds_of(every)) is not None:
+        return 1 + int(steps * step_seconds / seconds)
+    return 1 + ends_until(every, steps - 1, steps_per_epoch)
 
 
 def free_bytes(path: Path) -> int:

@@ -31,7 +31,8 @@ from kt_ray.evaluate.loss_sums import perplexity, read_losses
 from kt_ray.evaluate.scores import score
 from kt_ray.evaluate.table import Comparison, compare
 from kt_ray.runs.rundir import plain, settings_of
-from kt_ray.tracking import WandbTracker, read_jsonl, series
+from kt_ray.tracking import MultiTracker, library_trackers, read_jsonl, series
+from kt_ray.tracking.progress import shortened
 
 JSON_FILE, MARKDOWN_FILE = "eval.json", "eval.md"
 
@@ -179,16 +180,16 @@ def show(result: Comparison, screen: Console) -> None:
         texts = (sample.prompt, sample.label, sample.base, sample.adapter)
         for name, text in zip(("prompt", "label", "base", "adapter"), texts, strict=True):
             if text is not None:
-                grid.add_row(name, Text(_short(text)))
+                grid.add_row(name, Text(shortened(text, 300)))
         screen.print(f"\n[bold]row {sample.row}[/bold]")
         screen.print(grid)
 
 
-def to_wandb(config: Config, result: Comparison, home: Path) -> None:
-    """The tables into the run's W&B run (a new one, if it has none); trouble with W&B is a warning."""
-    tracker = WandbTracker(config.tracking)
+def to_trackers(config: Config, result: Comparison, home: Path) -> None:
+    """The tables to the trackers of tracking.name, into the run that they have (a new one, if none)."""
+    tracker = MultiTracker(library_trackers(config.tracking))
     tracker.start(home, {"eval": plain(config.eval)})
-    for name, (columns, rows) in result.wandb_tables().items():
+    for name, (columns, rows) in result.tables().items():
         tracker.table(name, columns, rows)
     tracker.finish("finished")
 
@@ -220,8 +221,3 @@ def losses_of_run(directory: Path) -> dict[str, dict[str, float]]:
     by_side = {"base": 0, "adapter": step or None}
     losses = {side: evaluated[at] for side, at in by_side.items() if at in evaluated}
     return {side: {"loss": loss, "perplexity": perplexity(loss)} for side, loss in losses.items()}
-
-
-def _short(text: str, limit: int = 300) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= limit else text[: limit - 1] + "…"

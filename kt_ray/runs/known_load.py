@@ -37,7 +37,9 @@ def known_load(config: Config, dims: ModelDims) -> ExpertLoad | None:
         )
     # How that run was placed says nothing about this one; how the resumed one was does.
     resumed = resumed_load(config, dims)
-    return replace(load, owners=resumed.owners if resumed else {})
+    if resumed is None:
+        return replace(load, owners={}, residents=None)
+    return replace(load, owners=resumed.owners, residents=resumed.residents)
 
 
 def resumed_load(config: Config, dims: ModelDims) -> ExpertLoad | None:

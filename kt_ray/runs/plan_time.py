@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kt_ray.batch import MicroBatch
 from kt_ray.config.schema import Config
+from kt_ray.data.held_out_split import as_split
 from kt_ray.data.sources import count_rows
 from kt_ray.errors import UserError
 from kt_ray.hardware.rate_files import rates_for
@@ -159,7 +160,7 @@ def _length(config: Config, prediction: Prediction) -> tuple[int | None, str]:
         line = f"run        {duration(seconds)} for {trainer.max_steps} steps (trainer.max_steps)"
         return trainer.max_steps, line
     try:
-        rows = count_rows(config.data)
+        rows = count_rows(as_split(config))
     except UserError as error:
         return None, f"run        length unknown: {error.what} ({error.where})"
     if rows is None:

@@ -21,9 +21,13 @@ from kt_ray.checkpoint import CheckpointIndex, ExpertLayout, GgufExperts, check_
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.manifest import Manifest
 from kt_ray.checkpoint.safetensors_file import damaged
+from kt_ray.config.checks import value_of
+from kt_ray.config.fields import show
+from kt_ray.config.interval import ends_until, evaluation_interval
 from kt_ray.config.schema import Config
 from kt_ray.data import Batches, DataBundle, eval_waves, load_data
 from kt_ray.data.batches import flat
+from kt_ray.data.held_out_split import nothing_held_out
 from kt_ray.demo import resolve_model_dir
 from kt_ray.dims.config_json import dims_from_dir
 from kt_ray.dims.model_dims import ModelDims
@@ -41,6 +45,7 @@ from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import room
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Plan
+from kt_ray.placement.render import counted
 from kt_ray.runs.known_load import known_load, resumed_choice, resumed_load
 from kt_ray.runs.start_adapter import fitted, open_start, start_of
 from kt_ray.timing.choose import choose_plan
@@ -55,6 +60,7 @@ class PreparedModel:
     config: Config
     model_dir: str  # resolved Hugging Face directory
     fingerprint: str  # of its weights, model.experts_path included. Checkpoints and answers carry it
+    own_fingerprint: str  # of the weights in `model_dir`
     plan: Plan  # who does what
     formulas: Mapping[int, ExpertFormula]  # MoE layer -> what its experts compute
     root: str  # module name of the language model
@@ -103,6 +109,7 @@ def prepare(config: Config, manifest: Manifest | None = None) -> Prepared:
     config = model.config
     resolve_targets(config.lora.target_modules, model.module_names)
     data = for_stage(config.trainer.stage, load_data(config, model.model_dir, config.seed))
+    _check_held_out(config, data)
     batches = _batches(config, model.plan, data)
     load = resumed_load(config, model.plan.dims) or ExpertLoad()
     return Prepared(**vars(model), data=data, batches=batches, load=load)
@@ -163,7 +170,8 @@ def prepare_model(config: Config, *, training: bool, manifest: Manifest | None =
     return PreparedModel(
         config=config,
         model_dir=model_dir,
-        fingerprint=_fingerprint(index, gguf),
+        fingerprint=index.fingerprint if gguf is None else gguf.fingerprint_with(index),
+        own_fingerprint=index.fingerprint,
         plan=plan,
         formulas=whole.formulas,
         root=whole.root,
@@ -207,12 +215,6 @@ def adapter_info(config: Config, model_dir: str, notes: tuple[str, ...] = ()) ->
 def model_directory(config: Config) -> str:
     """The absolute path of the model's files; built-in models are built there on first use."""
     return os.path.abspath(resolve_model_dir(config.model))
-
-
-def _fingerprint(index: CheckpointIndex, gguf: GgufExperts | None) -> str:
-    if gguf is None:
-        return index.fingerprint
-    return hashlib.sha256(f"{index.fingerprint} {gguf.fingerprint}".encode()).hexdigest()
 
 
 def open_checkpoint(
@@ -346,6 +348,31 @@ def for_stage(stage: str, data: DataBundle) -> DataBundle:
     return replace(data, train=train, eval=held_out)
 
 
+def _check_held_out(config: Config, data: DataBundle) -> None:
+    """Refuse what needs held-out rows where there are none."""
+    for key in ("trainer.eval_every", "trainer.early_stopping", "trainer.save_best", "eval.after_training"):
+        value = value_of(config, key)
+        if value and value != "auto" and not data.eval:
+            off = "false" if value is True else "0"
+            raise nothing_held_out(config.data, len(data.train), f"{key}={show(value)}", f"{key}={off}")
+
+
+def evaluation_line(prepared: Prepared) -> str:
+    """When the held-out loss is measured, or why it is not."""
+    config, batches = prepared.config, prepared.batches
+    every = evaluation_interval(config, batches.total_steps, batches.held_out)
+    rows = f"held-out loss of {counted(batches.held_out, 'row')}"
+    if every:
+        unit = "" if isinstance(every, str) else " steps"
+        more = ends_until(every, batches.total_steps - 1, batches.steps_per_epoch)
+        return f"{rows} at start and end" + (f", and every {every}{unit}" if more else "")
+    if config.trainer.eval_every == 0:
+        return "no held-out loss (trainer.eval_every=0)"
+    if batches.held_out:
+        return f"no {rows}: the run is too short for it (trainer.eval_every=<steps> measures it)"
+    return f"no held-out loss: no rows are held out (data.eval_fraction={show(config.data.eval_fraction)})"
+
+
 def without_padding(prepared: Prepared, moves: str) -> tuple[Prepared, str]:
     """The same run with rows of one length only in each micro-batch, and a line for the user.
 
@@ -387,5 +414,6 @@ def _batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool = F
         steps_per_epoch=batches.steps_per_epoch,
         train=batches.waves,
         evaluate=held_out,
+        held_out=len(data.eval),
         cut=batches.waves_of,
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from kt_ray.config.schema import Config
+from kt_ray.data.held_out_split import nothing_held_out
 from kt_ray.data.load import read_split
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.errors import UserError
@@ -79,9 +80,12 @@ def held_out_rows(config: Config) -> list[Conversation]:
     The label of a preference pair is the better answer; rows with an unwanted answer (KTO) are left out.
 
     Raises:
-        UserError: rows without a question.
+        UserError: there are none, or rows without a question.
     """
     parts, _, held, _ = read_split(config.data, config.seed)
+    if config.generate.split == "eval" and not held:
+        count = sum(len(part.rows) for part in parts)
+        raise nothing_held_out(config.data, count, "generate.split=eval", "generate.split=all")
     rows = held if config.generate.split == "eval" else [row for part in parts for row in part.rows]
     raw_text = next((row for row in rows if row.text is not None), None)
     if raw_text is not None:

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from kt_ray.config.mapping import dated_name
+from kt_ray.config.resume_line import resume_line
 from kt_ray.config.schema import Config
 from kt_ray.config.secret_values import without_secrets
 from kt_ray.disk import only_warned, write_atomic
@@ -187,17 +188,20 @@ def place_to_write(config: Config) -> tuple[Path, int]:
     return path, sum(file.stat().st_size for file in files)
 
 
-def refuse_if_held(config: Config) -> None:
-    """The cheap look at the lock of the run directory that will be written, before the model is looked at.
+def refuse_taken(config: Config) -> None:
+    """The cheap look at the run directory that will be written, before the model is looked at.
 
     Raises:
-        UserError: another process writes it.
+        UserError: another process writes it, or as `RunDir.create`.
     """
     _, named = _root_and_named(config)
     checkpoint = checkpoint_to_resume(config)
     for run in (named, checkpoint.parent.parent if checkpoint and named is None else None):
         if run is not None:
             require_free(run)
+    if named is not None and (checkpoint is None or not _continues(checkpoint, named, config)):
+        _refuse_other_files(named)
+        _refuse_trained(named, config)
 
 
 def plain(value: Any) -> Any:
@@ -280,6 +284,20 @@ def _fresh(root: Path, named: Path | None, config: Config) -> tuple[Path, RunLoc
             except FileExistsError:
                 number += 1
                 path = root / f"{base.name}-{number}"
+    _refuse_other_files(named)
+    named.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(named)
+    try:
+        _refuse_trained(named, config)
+        if is_run(named):
+            _clear(named)
+    except BaseException:
+        lock.release()
+        raise
+    return named, lock
+
+
+def _refuse_other_files(named: Path) -> None:
     taken = named.is_dir() and any(path.name != LOCK for path in named.iterdir())
     if taken and not is_run(named):
         raise UserError(
@@ -288,22 +306,16 @@ def _fresh(root: Path, named: Path | None, config: Config) -> tuple[Path, RunLoc
             required="a new or empty directory",
             remedy="choose another run.name",
         )
-    named.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(named)
-    try:
-        if taken and _trained(named) and not config.run.overwrite:
-            on = " (add run.name and trainer.resume=latest to continue it)" if find_checkpoints(named) else ""
-            raise UserError(
-                "this directory already holds a run",
-                where=str(named),
-                remedy=f"choose another run.name, or set run.overwrite=true to delete that run{on}",
-            )
-        if taken:
-            _clear(named)
-    except BaseException:
-        lock.release()
-        raise
-    return named, lock
+
+
+def _refuse_trained(named: Path, config: Config) -> None:
+    if is_run(named) and _trained(named) and not config.run.overwrite:
+        on = f"to continue it, {resume_line(named)}; else " if find_checkpoints(named) else ""
+        raise UserError(
+            "this directory already holds a run",
+            where=str(named),
+            remedy=f"{on}choose another run.name, or set run.overwrite=true to delete that run",
+        )
 
 
 def _trained(run: Path) -> bool:
@@ -334,7 +346,7 @@ def _latest_checkpoint(root: Path, named: Path | None, model: str) -> Path:
                 where=str(named),
                 observed="no checkpoint" if named.is_dir() else "no such directory",
                 required="a run with a complete checkpoint under checkpoints/",
-                remedy="check run.name and run.root, or leave out trainer.resume to start afresh",
+                remedy="check run.name and run.root, or start the run again with run.overwrite=true",
             )
         return checkpoints[-1]
     newest = [

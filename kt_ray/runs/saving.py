@@ -19,7 +19,8 @@ from kt_ray.dims.weight_formats import BACKEND_STORAGE
 from kt_ray.disk import write_atomic
 from kt_ray.errors import UserError
 from kt_ray.model.pissa import doubled_shape
-from kt_ray.placement.balance import owners_of
+from kt_ray.optim.optimizers import learning_rate, number_of_steps
+from kt_ray.placement.balance import owners_of, residents_of
 from kt_ray.placement.expert_load import FILE as LOAD_FILE
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.memory import checkpoint_bytes
@@ -111,7 +112,8 @@ def save_checkpoint(
     with writing("checkpoint", partial):
         try:
             shards = cluster.save_shards(str(partial))
-            write_atomic(partial / LOAD_FILE, load.to_json(owners_of(plan.experts, plan.dims)))
+            held = owners_of(plan.experts, plan.dims), residents_of(plan.experts)
+            write_atomic(partial / LOAD_FILE, load.to_json(*held))
             shards.append(ShardInfo.of(partial / LOAD_FILE))
             epoch, step_in_epoch = divmod(step, batches.steps_per_epoch)
             manifest = Manifest(
@@ -145,6 +147,26 @@ def best_so_far(rundir: RunDir) -> tuple[int, float] | None:
         return None
     loss = manifest.state.get("eval_loss")
     return None if loss is None else (manifest.step, float(loss))
+
+
+def new_schedule(resume: ResumePoint, prepared: Prepared) -> str:
+    """A line for the user where the learning rate will jump up: a schedule that fell is planned anew.
+
+    Returns:
+        "" where it goes on as it was.
+    """
+    optim, step, total = prepared.config.optim, resume.manifest.step, prepared.batches.total_steps
+    before = resume.manifest.state.get("total_steps")
+    if before is None or before == total or not number_of_steps(optim.warmup, before) < step < total:
+        return ""
+    old, new = learning_rate(optim, step - 1, before), learning_rate(optim, step, total)
+    if new <= 1.2 * old:
+        return ""
+    return (
+        f"the learning rate was to fall over {before} steps and now falls over {total}: it jumps from "
+        f"{old:.2g} at step {step} to {new:.2g} at step {step + 1}. Another choice: a small constant rate, "
+        f"optim.schedule=constant optim.warmup=0 optim.lr={max(old, 0.1 * new):.2g}"
+    )
 
 
 def go_on_from(resume: ResumePoint, rundir: RunDir) -> list[str]:

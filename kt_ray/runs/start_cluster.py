@@ -31,6 +31,7 @@ def make_cluster(
     config, plan = model.config, model.plan
     start = model.start if model.start is not None and model.start.is_read else None
     specs = actor_specs(plan, config, model.model_dir, model.formulas, model.root, start)
+    specs = specs.expecting(model.own_fingerprint, model.fingerprint)
 
     def note(actor: str, layer: int, done: int, total: int) -> None:
         if progress is not None:

@@ -22,6 +22,7 @@ from kt_ray.dims.model_dims import ModelDims
 from kt_ray.hardware.machine import Hardware
 from kt_ray.hardware.rate_files import rates_for
 from kt_ray.hardware.rates import Rates
+from kt_ray.placement.devices import with_gpus
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.generation_memory import generates
 from kt_ray.placement.layout import layout_is_auto, layouts, with_layout
@@ -62,6 +63,7 @@ def choose_plan(
     Raises:
         UserError: as `make_plan` and `rates_for`.
     """
+    hardware = with_gpus(config.rule, hardware)
     lane = lane_rates(config, hardware, dims, rates)
     plan = make_plan(dims, config, hardware, load, lane)
     if generates(config) or dims.refusal or not plan.fits:

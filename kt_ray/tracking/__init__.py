@@ -1,4 +1,4 @@
-"""Where the figures of a run go: metrics.jsonl always, W&B on request, a plot, the terminal."""
+"""Where the figures of a run go: metrics.jsonl always, other trackers on request, a plot, the terminal."""
 
 from __future__ import annotations
 
@@ -6,26 +6,46 @@ from collections.abc import Sequence
 
 from kt_ray.config.schema import TrackingConfig
 from kt_ray.tracking.jsonl import JsonlTracker, read_jsonl, series
+from kt_ray.tracking.library_tracker import LibraryTracker
 from kt_ray.tracking.metrics import METRICS, StepMetrics
+from kt_ray.tracking.optional_trackers import (
+    MlflowTracker,
+    SwanLabTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+)
 from kt_ray.tracking.tracker import MultiTracker, Tracker
 from kt_ray.tracking.wandb_tracker import WandbTracker
 
 __all__ = [
     "METRICS",
     "JsonlTracker",
+    "MlflowTracker",
     "MultiTracker",
     "StepMetrics",
     "Tracker",
     "WandbTracker",
+    "library_trackers",
     "make_tracker",
     "read_jsonl",
     "series",
 ]
 
 
+_LIBRARIES: dict[str, type[LibraryTracker]] = {
+    "wandb": WandbTracker,
+    "tensorboard": TensorBoardTracker,
+    "mlflow": MlflowTracker,
+    "swanlab": SwanLabTracker,
+    "trackio": TrackioTracker,
+}
+
+
+def library_trackers(config: TrackingConfig) -> list[Tracker]:
+    """Those of tracking.name beside metrics.jsonl."""
+    return [_LIBRARIES[name](config) for name in config.names if name in _LIBRARIES]
+
+
 def make_tracker(config: TrackingConfig, extra: Sequence[Tracker] = ()) -> MultiTracker:
-    """The trackers of a run: metrics.jsonl, W&B with `tracking=wandb`, and `extra` (the Ray exporter)."""
-    trackers: list[Tracker] = [JsonlTracker()]
-    if config.name == "wandb":
-        trackers.append(WandbTracker(config))
-    return MultiTracker([*trackers, *extra])
+    """The trackers of a run: metrics.jsonl, those of tracking.name, and `extra` (the Ray exporter)."""
+    return MultiTracker([JsonlTracker(), *library_trackers(config), *extra])

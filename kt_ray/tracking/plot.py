@@ -11,6 +11,7 @@ from kt_ray.tracking.jsonl import read_jsonl, series
 
 log = logging.getLogger(__name__)
 
+_REACH = 20  # neighbours on each side that smoothing looks at
 _TRAIN, _HELD_OUT, _INK, _GRID = "#2a6fb0", "#c2571a", "#444444", "#dddddd"
 
 
@@ -42,13 +43,25 @@ def plot_loss(metrics_file: Path, image: Path, *, title: str | None = None) -> b
 
 
 def smooth(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Exponential moving average, divided by the weights seen so far so that it does not start at zero."""
-    smoothed, average, seen = [], 0.0, 0.0
-    for value in values:
-        average = weight * average + (1 - weight) * value
-        seen = weight * seen + (1 - weight)
-        smoothed.append(average / seen)
-    return smoothed
+    """Each value by a line through its neighbours on both sides, weighted by `weight` to their distance.
+
+    So the smoothed curve lies in the raw one: a moving average of what came before runs after it, and a
+    mean of both sides leaves it at the ends.
+    """
+    import numpy as np
+
+    distance = np.arange(-_REACH, _REACH + 1)
+    weights = weight ** np.abs(distance)
+
+    def sums(power: int, of: np.ndarray) -> np.ndarray:
+        return np.convolve(of, (weights * distance**power)[::-1])[_REACH : _REACH + len(of)]
+
+    loss = np.asarray(values, dtype=float)
+    if len(loss) < 2:
+        return list(loss)
+    count, first, second = (sums(power, np.ones(len(loss))) for power in range(3))
+    fitted = (second * sums(0, loss) - first * sums(1, loss)) / (count * second - first**2)
+    return [float(value) for value in fitted]
 
 
 def _draw(train: list[tuple[int, float]], held_out: list[tuple[int, float]], file: Path, title: str) -> None:
@@ -66,7 +79,16 @@ def _draw(train: list[tuple[int, float]], held_out: list[tuple[int, float]], fil
         if len(train) < 5:
             axes.plot(steps, losses, color=_TRAIN, marker="o", linewidth=1.5, label="training loss")
         else:
-            axes.plot(steps, losses, color=_TRAIN, alpha=0.35, linewidth=1, marker=dots, markersize=3)
+            axes.plot(
+                steps,
+                losses,
+                color=_TRAIN,
+                alpha=0.35,
+                linewidth=1,
+                marker=dots,
+                markersize=3,
+                label="training loss",
+            )
             axes.plot(steps, smooth(losses), color=_TRAIN, linewidth=2, label="training loss, smoothed")
     if held_out:
         steps, losses = [s for s, _ in held_out], [v for _, v in held_out]

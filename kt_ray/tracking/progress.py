@@ -27,6 +27,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from kt_ray.config.resume_line import chat_line
 from kt_ray.tracking.console import console as shared_console
 from kt_ray.tracking.metrics import Value
 
@@ -186,44 +187,46 @@ class LoadProgress(_Display):
         return f"{text}, {duration((entry.total - entry.done) / rate)} left" if rate > 0 else text
 
 
+_WIDTH = 100  # characters of a question or an answer
+
+
 @dataclass(frozen=True)
 class Summary:
     """What the final panel says. A loss is None if it was not measured."""
 
     run_dir: Path
     steps: int
+    rows: int  # trained on, each perhaps several times
+    seconds: float  # from the command to the adapter
     first_loss: float | None
     last_loss: float | None
     eval_before: float | None = None
     eval_after: float | None = None
-    adapter: Path | None = None
-    base_model: str | None = None
     recoveries: int = 0
     seconds_lost: float = 0.0
+    sample: tuple[str, ...] = ()  # a held-out question, the answer before, the answer after
 
     def text(self) -> str:
         """The panel's lines."""
-        lines = [f"steps          {self.steps}"]
-        for label, before, after in (
-            ("training loss ", self.first_loss, self.last_loss),
-            ("held-out loss ", self.eval_before, self.eval_after),
+        lines = [f"trained        {self.steps} steps on {self.rows} rows in {duration(self.seconds)}"]
+        for label, before, after, of in (
+            ("training loss ", self.first_loss, self.last_loss, ""),
+            ("held-out loss ", self.eval_before, self.eval_after, ", on rows that it was not trained on"),
         ):
             if before is not None and after is not None:
                 change = f"  ({100 * (after - before) / before:+.0f} %)" if before > 0 else ""
-                lines.append(f"{label} {before:.4f} → {after:.4f}{change}")
+                lines.append(f"{label} {before:.4f} → {after:.4f}{change}{of}")
+        for label, text in zip(("asked", "before", "after"), self.sample, strict=False):
+            lines.append(f"{label:14} {shortened(text, _WIDTH)}")
         if self.recoveries:
             lines.append(f"recoveries     {self.recoveries}, {duration(self.seconds_lost)} lost")
         lines.append(f"run directory  {self.run_dir}")
-        if self.adapter is not None:
-            lines += [
-                f"adapter        {self.adapter}",
-                "",
-                "Load it with:",
-                "  from transformers import AutoModelForCausalLM",
-                "  from peft import PeftModel",
-                f"  model = AutoModelForCausalLM.from_pretrained({(self.base_model or '<base model>')!r})",
-                f"  model = PeftModel.from_pretrained(model, {str(self.adapter)!r})",
-            ]
+        lines += [
+            f"adapter        {self.run_dir / 'adapter'}",
+            "",
+            "Talk to it:",
+            f"  {chat_line(self.run_dir)}",
+        ]
         return "\n".join(lines)
 
 
@@ -239,6 +242,12 @@ def show_summary(summary: Summary, screen: Console | None = None) -> None:
     else:
         # Without a terminal a box would wrap, and nothing in it could be copied.
         target.print(summary.text(), markup=False, soft_wrap=True)
+
+
+def shortened(text: str, limit: int) -> str:
+    """One line of at most `limit` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def duration(seconds: float) -> str:

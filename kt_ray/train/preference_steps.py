@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kt_ray.batch import REFERENCE, MicroBatch, Objective, Wave
+from kt_ray.batch import IGNORE, REFERENCE, MicroBatch, Objective, Wave
 from kt_ray.config.schema import Config
 from kt_ray.data.batches import mismatched
 from kt_ray.data.row_types import Row
@@ -35,6 +35,7 @@ class Preference:
     ) -> None:
         self.config = config
         self.stage = config.trainer.stage
+        self._simpo = self.stage == "dpo" and config.preference.loss == "simpo"
         self._last = [plan.worker(replica, plan.stages - 1).rank for replica in range(plan.replicas)]
         self._forward = forward
         self._reference: bool | str = REFERENCE if config.keeps_reference else False
@@ -49,12 +50,13 @@ class Preference:
             units=rows if self.stage == "kto" else rows // 2,
             kind=own.loss,
             beta=own.beta,
+            gamma=own.gamma,
             label_smoothing=own.label_smoothing,
             desirable_weight=own.desirable_weight,
             undesirable_weight=own.undesirable_weight,
             nll_tokens=sum(int((m.lengths[m.signs > 0] - 1).sum()) for m in _micro(waves)),
         )
-        if self.stage == "orpo":
+        if self.stage == "orpo" or self._simpo:  # without a reference
             return list(waves), objective
         if self.stage == "kto":
             objective = replace(objective, kl=self._kl(step, waves))
@@ -63,14 +65,15 @@ class Preference:
     def figures(
         self, waves: Sequence[Wave], objective: Objective, reports: Sequence[PassReport]
     ) -> dict[str, float]:
-        """Mean rewards (beta times the log-ratio to the reference; for ORPO to 1) and how they differ."""
+        """Mean rewards (beta times the log-ratio to the reference; for ORPO to 1; for SimPO beta times the
+        mean log-probability) and how they differ."""
         rewards, signs = [], []
         for wave, report in zip(waves, reports, strict=True):
             for replica, groups in enumerate(self._logps(report)):
                 for group, values in zip(wave[replica], groups, strict=True):
                     for micro, logps in zip(group, values, strict=True):
                         reference = 0.0 if micro.reference is None else micro.reference
-                        rewards.append(objective.beta * (logps - reference))
+                        rewards.append(objective.beta * (logps - reference) / self._lengths(micro))
                         signs.append(micro.signs)
         reward, sign = np.concatenate(rewards), np.concatenate(signs)
         figures = {
@@ -82,6 +85,10 @@ class Preference:
             return {**figures, "kl": objective.kl}
         margin = reward[0::2] - reward[1::2]
         return {**figures, "margin": float(margin.mean()), "accuracy": float((margin > 0).mean())}
+
+    def _lengths(self, micro: MicroBatch) -> np.ndarray | float:
+        """By what a reward is divided."""
+        return (micro.labels[:, 1:] != IGNORE).sum(axis=1) if self._simpo else 1.0
 
     def _kl(self, step: int, waves: Sequence[Wave]) -> float:
         # In the data's order: which answer meets which prompt must not depend on how the step is cut.

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from kt_ray.batch import Objective, PassSpec, Wave, trained_tokens
-from kt_ray.config.interval import seconds_of
+from kt_ray.config.interval import ends_after, evaluation_interval, seconds_of
 from kt_ray.config.schema import Config
 from kt_ray.data.row_types import Row
 from kt_ray.disk import only_warned
@@ -54,6 +54,7 @@ class StepBatches:
     # step (0-based) -> the step's waves, each the micro-batches per replica and group
     train: Callable[[int], Sequence[Wave]]
     evaluate: Sequence[Wave] = ()  # the held-out passes, each as waves; empty = no evaluation
+    held_out: int = 0  # the rows (pairs) of those passes
     # cuts any rows into waves as a step does (KTO)
     cut: Callable[[Sequence[Row]], Sequence[Wave]] | None = None
 
@@ -144,6 +145,7 @@ class Trainer:
         self._began = time.monotonic() if began is None else began
         self._longest = {"step": 0.0, "evaluation": 0.0, "checkpoint": 0.0}  # seconds
         self._last = batches.total_steps
+        self._eval_every = evaluation_interval(config, batches.total_steps, batches.held_out)
         self._passes = 0
         self._taken = first_step  # updates behind the cluster's state
         self._done = first_step  # steps that were taken at least once
@@ -193,7 +195,6 @@ class Trainer:
 
     def _walk(self) -> None:
         """From the state that the cluster is in to the last step. What was evaluated or saved stays so."""
-        trainer = self.config.trainer
         while True:
             taken = self._taken
             moved = taken > self.first_step
@@ -205,7 +206,7 @@ class Trainer:
             try:
                 new = moved or self._owes_evaluation
                 if self._evaluates and (
-                    taken == 0 or (new and (taken == self._last or taken % trainer.eval_every == 0))
+                    taken == 0 or (new and (taken == self._last or self._ends(self._eval_every, taken)))
                 ):
                     self._evaluate(taken)
                 if moved and taken < self._last:
@@ -254,9 +255,12 @@ class Trainer:
             return True
         if self._save_again_at is not None:  # the last one could not be written
             return time.monotonic() >= self._save_again_at
-        if isinstance(every, str):
-            return time.monotonic() - self._saved_at >= (seconds_of(every) or math.inf)
-        return bool(every) and taken % every == 0
+        if isinstance(every, str) and (seconds := seconds_of(every)) is not None:
+            return time.monotonic() - self._saved_at >= seconds
+        return self._ends(every, taken)
+
+    def _ends(self, every: int | str, taken: int) -> bool:
+        return ends_after(every, taken, self.batches.steps_per_epoch)
 
     def _save_before(self, error: Exception) -> None:
         """The end that an error brings: what was applied before it is whole in the actors. Not after a loss
@@ -308,7 +312,7 @@ class Trainer:
 
     @property
     def _evaluates(self) -> bool:
-        return bool(self.config.trainer.eval_every) and bool(self.batches.evaluate) and not self.stop
+        return bool(self._eval_every) and not self.stop
 
     def _balance(self, step: int, waves: Sequence[Wave]) -> tuple[float, tuple[float, ...]]:
         """The routers' load-balancing loss over the whole step, and its slopes for the training passes."""
@@ -339,6 +343,7 @@ class Trainer:
             seed=self.config.seed,
             wave=wave,
             loss_tokens=loss_tokens,
+            noise_alpha=self.config.trainer.neftune_noise_alpha,
             timeline=timeline,
             profile=str(self._profile) if self._profile is not None and traced else None,
             **more,

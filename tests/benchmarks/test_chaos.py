@@ -24,8 +24,8 @@ def test_twenty_deaths_leave_every_run_as_undisturbed(chaos: Any) -> None:
 
 def test_what_would_hide_a_difference_is_seen(chaos: Any, tmp_path: Path) -> None:
     """The judge looks at losses, adapter and leftovers."""
-    campaign = chaos.Campaign(tmp_path, "local", 0, 1.0, can_fill=False)
-    assert not any(target in ("disk", "actor", "raylet") for _, target in campaign.kinds)
+    campaign = chaos.Campaign(tmp_path, "local", 0, 1.0, own_disk=False)
+    assert not any(what == "full" or target in chaos.RAY for what, target in campaign.harm.kinds)
     run = tmp_path / "runs" / "a"
     (run / "adapter").mkdir(parents=True)
     (run / "adapter" / "adapter_model.safetensors").write_bytes(b"x")

@@ -169,12 +169,13 @@ def test_bad_run_names(name: str) -> None:
     ("experts", "message"),
     [
         ({"placement": "balanced"}, "rule.experts.placement=balanced needs a load"),
+        ({"placement": "kept"}, "rule.experts.placement=kept has nothing to keep: the run resumes"),
         ({"load": ""}, "rule.experts.load='' is empty"),
     ],
 )
-def test_placement_by_load_needs_a_load(experts: dict[str, Any], message: str) -> None:
+def test_placement_by_load_needs_what_it_names(experts: dict[str, Any], message: str) -> None:
     line = _line(_config(rule={"experts": experts}))
-    assert message in line and "To fix: set rule.experts.load=" in line
+    assert message in line and "To fix: set " in line and "rule.experts." in line
 
 
 @pytest.mark.parametrize(("key", "value"), [("seed", 3), ("tokenizer", "some/tokenizer")])

@@ -55,7 +55,7 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["+model=mini"], ["model has an option already", "+model=mini", "write model=mini"]),
     (["model=/data/DeepSeek"], ["model=/data/DeepSeek", "write model.path=/data/DeepSeek"]),
     (["data=my.jsonl"], ["data=my.jsonl", "write data.path=my.jsonl"]),
-    (["lora=5"], ["lora=5", "one of default, no_experts", "write lora=default"]),
+    (["lora=5"], ["lora=5", "one of default, no_experts", "choose one of these"]),
     # malformed arguments
     (["trainer"], ["malformed argument trainer", "KEY=VALUE", "write trainer=<value>"]),
     (["data.path=a=b.jsonl"], ["malformed argument data.path=a=b.jsonl", "'data.path=\"a=b.jsonl\"'"]),
@@ -96,7 +96,7 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["trainer.resume=latest", "run.overwrite=true"],
         ["run.overwrite=true", "trainer.resume=latest", "set run.overwrite=false"],
     ),
-    (["data.eval_fraction=1.5"], ["data.eval_fraction=1.5", "less than 1", "set data.eval_fraction=0.05"]),
+    (["data.eval_fraction=1.5"], ["data.eval_fraction=1.5", "less than 1", "set data.eval_fraction=1 or"]),
     (
         ["data.eval_split=test"],
         ["data.eval_split=test names a split of data.eval_path", "set data.eval_path="],
@@ -200,7 +200,7 @@ def test_modes_get_the_configuration(modes: list[Config]) -> None:
     train, plan = modes
     assert (train.mode, train.model.build) == ("train", "demo_base")
     assert Path(train.run.root).is_absolute()
-    assert (plan.mode, plan.model.name, plan.rule.stages, plan.lora.rank) == ("plan", "deepseek_v3", 4, 16)
+    assert (plan.mode, plan.model.name, plan.rule.gpus, plan.lora.rank) == ("plan", "deepseek_v3", 4, 16)
 
 
 def test_multirun_runs_every_combination_under_its_own_name(
@@ -232,12 +232,33 @@ def test_flags_beside_a_path(flags: list[str], capfd: pytest.CaptureFixture[str]
     assert (printed["path"], printed["seed"], printed["name"]) == ("m", 3, "custom")
 
 
-def test_multirun_goes_on_after_a_refused_job_and_reports_it(
+def test_a_bad_value_of_a_multirun_is_told_before_the_first_job(
     modes: list[Config], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["-m", "lora.rank=0,4"]) == BAD_INPUT
-    assert [c.lora.rank for c in modes] == [4]
-    assert "lora.rank=0" in capfd.readouterr().err
+    assert cli.main(["-m", "lora.rank=4,0", "data.path=absent.jsonl,null"]) == BAD_INPUT
+    out, err = capfd.readouterr()
+    assert modes == [] and out == ""
+    assert (
+        "lora.rank=0" in err
+        and "absent.jsonl" in err
+        and err.endswith("4 of 4 jobs are refused; none was started\n")
+    )
+
+
+def test_a_multirun_goes_on_after_a_job_that_failed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begun: list[int] = []
+
+    def run(config: Config) -> int:
+        begun.append(config.seed)
+        if config.seed == 1:
+            raise UserError("no room")
+        return 0
+
+    _mode_that(monkeypatch, run)
+    assert cli.main(["-m", "seed=1,2"]) == BAD_INPUT
+    assert begun == [1, 2] and "no room" in capfd.readouterr().err
 
 
 def _mode_that(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> None:
@@ -359,7 +380,8 @@ def test_launch_with_a_users_directory(tmp_path_factory: pytest.TempPathFactory,
 def test_launch_multirun_with_a_wrong_value(tmp_path: Path) -> None:
     done = _launch("-m", "lora.rank=0,999", cwd=tmp_path)
     assert done.returncode == BAD_INPUT
-    assert [line for line in done.stderr.splitlines() if "lora.rank" in line] == done.stderr.splitlines()
+    *faults, last = done.stderr.splitlines()
+    assert len(faults) == 2 and all("lora.rank" in line for line in faults) and "none was started" in last
     assert len(done.stderr.splitlines()) == 2
 
 

@@ -59,7 +59,8 @@ def test_every_model_composes_with_every_rule(model: str) -> None:
 def test_every_option_composes(group: str) -> None:
     for option in option_names(group):
         path = ["data.path=rows.jsonl"] if (group, option) == ("data", "jsonl") else []
-        compose([f"{group}={option}", *path])
+        plan = ["mode=plan"] if group == "tracking" else []  # training asks for the tracker's library
+        compose([f"{group}={option}", *path, *plan])
 
 
 @pytest.mark.parametrize("experiment", option_names("experiment"))
@@ -131,6 +132,15 @@ def test_paths_choose_the_generic_options() -> None:
     assert config.optim == Config().optim  # not the demo's learning rate
     assert expand(["model=deepseek_v3", "model.path=x"]) == ["model=deepseek_v3", "model.path=x"]
     assert expand(["experiment=smoke", "data.path=x"]) == ["experiment=smoke", "data.path=x"]
+
+
+def test_a_plan_without_data_is_not_for_the_rows_of_the_demo() -> None:
+    for given in ("model=deepseek_v3", "model.path=some/model", "experiment=deepseek_v3_amx_4gpu"):
+        data = compose(["mode=plan", given]).data
+        assert data.builtin is None and data.max_length * Config().trainer.batch_size >= 8192, given
+    for given in (["model=demo"], ["model=mini"], [], ["model=deepseek_v3", "data=demo"]):
+        assert compose(["mode=plan", *given]).data.builtin == "demo", given
+    assert compose(["model.path=some/model"]).data.builtin == "demo"  # mode=train says which rows it takes
 
 
 def test_options_of_a_users_own_directory(tmp_path: Path) -> None:

@@ -89,24 +89,42 @@ def test_group_given_a_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "meant"),
+    ("key", "value", "meant"),
     [
-        ("trainer.max_step", "trainer.max_steps"),
-        ("rule.experts.socket", "rule.experts.sockets"),
-        ("lora.Rank", "lora.rank"),
-        ("rank", "lora.rank"),
-        ("trianer.max_steps", "trainer.max_steps"),
-        ("experts.isa", "rule.experts.isa"),
-        ("optim.rank", "lora.rank"),
-        ("moed", "mode"),
+        ("trainer.max_step", 1, "trainer.max_steps"),
+        ("rule.experts.socket", 1, "rule.experts.sockets"),
+        ("lora.Rank", 1, "lora.rank"),
+        ("rank", 1, "lora.rank"),
+        ("lora_rank", 1, "lora.rank"),
+        ("trianer.max_steps", 1, "trainer.max_steps"),
+        ("experts.isa", 1, "rule.experts.isa"),
+        ("optim.rank", 1, "lora.rank"),
+        ("moed", "plan", "mode"),
     ],
 )
-def test_did_you_mean(key: str, meant: str) -> None:
+def test_did_you_mean(key: str, value: object, meant: str) -> None:
     assert closest_key(key) == meant
     with pytest.raises(UserError) as caught:
-        from_dict(_nest(key, 1))
+        from_dict(_nest(key, value))
     # The fault of "trianer.max_steps" is the group, which is met first.
     assert "did you mean" in caught.value.line() and meant.partition(".")[0] in caught.value.line()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("moed", 1),  # no mode
+        ("trainer.save_evry", [1]),  # nearly trainer.save_every, which is no list
+        ("lora.rnk", 0),  # no rank
+        ("generate.max_length", 64),  # data.max_length is about something else
+        ("learning", 1e-4),  # somewhat like many
+        ("name", "x"),  # the last part of several
+    ],
+)
+def test_what_does_not_fit_is_not_proposed(key: str, value: object) -> None:
+    with pytest.raises(UserError) as caught:
+        from_dict(_nest(key, value))
+    assert "did you mean" not in caught.value.line() and "write" not in caught.value.line()
 
 
 def test_nothing_alike_proposes_nothing() -> None:

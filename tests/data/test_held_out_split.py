@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from kt_ray.data.held_out_split import split
+from kt_ray.config.schema import Config, DataConfig, EvalConfig, TrainerConfig
+from kt_ray.data.held_out_split import as_split, split
 from kt_ray.data.row_types import Conversation, Turn
 from kt_ray.errors import UserError
 
@@ -51,6 +54,35 @@ def test_it_depends_on_the_seed_and_not_on_the_order_of_rows() -> None:
 def test_zero_holds_nothing_out_and_a_small_share_one_row() -> None:
     assert split(MANY, 0.0, 0) == (MANY, [])
     assert len(split(rows("a", "b", "c"), 0.01, 0)[1]) == 1
+
+
+@pytest.mark.parametrize(("count", "held"), [(99, 0), (100, 5), (2000, 100), (4000, 128)])
+def test_auto_leaves_small_sets_whole_and_is_bounded(count: int, held: int) -> None:
+    found = split(rows(*(f"q{i}" for i in range(count))), "auto", 0)
+    assert [len(part) for part in found] == [count - held, held]
+
+
+def test_auto_holds_nothing_out_rather_than_half_of_the_rows() -> None:
+    for few in (["a"] * 200, ["a", "b"] * 100):
+        assert [len(part) for part in split(rows(*few), "auto", 0)] == [200, 0]
+
+
+def test_a_number_of_rows() -> None:
+    found = rows(*(f"q{i}" for i in range(50)))
+    assert [len(part) for part in split(found, 7.0, 0)] == [43, 7]
+    with pytest.raises(UserError, match=r"no row would be left.*eval_fraction=50.*50 rows"):
+        split(found, 50.0, 0)
+
+
+def test_training_that_evaluates_nothing_keeps_every_row() -> None:
+    def held_out(mode: str, data: DataConfig | None = None, after: int = 0, **trainer: int) -> float | str:
+        config = Config(mode=mode, trainer=TrainerConfig(**trainer), eval=EvalConfig(after_training=after))
+        return as_split(replace(config, data=data or DataConfig())).eval_fraction
+
+    assert held_out("train", eval_every=0) == 0
+    assert held_out("train") == held_out("train", after=3, eval_every=0) == "auto"
+    assert held_out("train", DataConfig(eval_fraction=0.1), eval_every=0) == 0.1
+    assert held_out("predict", eval_every=0) == "auto"  # which asks for them
 
 
 def test_large_groups_only() -> None:

@@ -13,7 +13,7 @@ from kt_ray.config.compose import compose
 from kt_ray.config.schema import Config
 from kt_ray.doctor import measure_rates
 from kt_ray.errors import UserError
-from kt_ray.hardware.describe import this_host
+from kt_ray.hardware.describe import hardware_from_file, this_host
 from kt_ray.hardware.nominal import nominal_rates
 from kt_ray.hardware.rate_files import rates_for, rates_path, read_rates
 from kt_ray.hardware.rates import Curve, ExpertRate, Figure, Rates
@@ -34,6 +34,7 @@ def tiny(name: str, **sizes: Any) -> Any:
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """mode=doctor whose measurements are small, and whose cache and runs are of this test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)  # hardware.yaml
     measure = kt_ray.measure
     real_experts, real_disk = measure.measure_experts, measure.measure_disk
 
@@ -64,6 +65,7 @@ def test_doctor_measures_stores_and_says_where(
         assert word in text
     rates = rates_for(dataclasses.replace(config, mode="plan"), this_host())
     assert rates.source.startswith("measured on") and rates.date and rates == read_rates(path)
+    assert hardware_from_file("hardware.yaml").rates_file == str(path)
     dims = model_dims(config.model)
     own = rates.expert("auto", "bf16", dims.expert_width, dims.expert_intermediate)
     assert (own.hidden, own.inter) == (dims.expert_width, dims.expert_intermediate)

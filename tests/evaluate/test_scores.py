@@ -208,9 +208,9 @@ def test_the_table_before_and_after():
     )
     assert "| loss (nats/token) | 3.0000 | – | – |" in text and "> a dog" in text and "q1" not in text
     assert json.loads(json.dumps(both.to_dict()))["change"]["exact_match"] == 100
-    columns, rows = both.wandb_tables()["eval/metrics"]
+    columns, rows = both.tables()["eval/metrics"]
     assert columns == ["metric", "base", "adapter", "change"] and ["exact_match", 0.0, 100.0, 100.0] in rows
-    samples = both.wandb_tables()["eval/samples"]
+    samples = both.tables()["eval/samples"]
     assert samples[1] == [[1, "q0", "the cat", "a dog", "the cat"]]
 
 

@@ -28,6 +28,14 @@ def test_characters_of_several_bytes_come_whole() -> None:
     assert stream.text == "né猫!" and not stream.stopped
 
 
+def test_bytes_that_make_no_character_are_left_out() -> None:
+    cat = "猫".encode()
+    for given in (b"a" + cat[:2], b"a" + cat[1:] + cat + b"b", cat[:1] * 9 + b"ab"):
+        stream = TextStream(Bytes())
+        text = "".join([*map(stream.add, given), stream.end()])
+        assert text == stream.text == given.decode("utf-8", errors="ignore")
+
+
 @pytest.mark.parametrize(
     ("text", "stop", "expected"),
     [

@@ -140,8 +140,8 @@ def check(command: tuple[str, ...]) -> None:
 
 
 def _without_recipe(arguments: list[str]) -> list[str]:
-    """The arguments that stand beside recipe=FILE; the files that pages name are the reader's own."""
-    return [a for a in arguments if a.partition("=")[0] not in OWN_KEYS]
+    """The arguments beside recipe=FILE and resume=RUN; what pages name there is the reader's own."""
+    return [a for a in arguments if a.partition("=")[0] not in (*OWN_KEYS, "resume")]
 
 
 def launch_arguments(command: tuple[str, ...]) -> list[str] | None:

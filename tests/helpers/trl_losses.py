@@ -33,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "orpo 0.7": {"stage": "orpo", "beta": 0.7},
     "kto": {"stage": "kto", "beta": 0.1},
     "kto weights": {"stage": "kto", "beta": 0.4, "desirable_weight": 1.5, "undesirable_weight": 0.7},
+    "simpo": {"stage": "dpo", "kind": "simpo", "beta": 2.0, "gamma": 1.6},
+    "simpo 10": {"stage": "dpo", "kind": "simpo", "beta": 10.0, "gamma": 3.0},
 }
 
 
@@ -67,7 +69,8 @@ def batch(number: int) -> Batch:
 
 def trl_loss(case: dict[str, Any], data: Batch) -> Tensor:
     """trl's loss, differentiable in data.logits."""
-    return {"dpo": _dpo, "orpo": _orpo, "kto": _kto}[case["stage"]](case, data)
+    stage = "simpo" if case.get("kind") == "simpo" else case["stage"]
+    return {"dpo": _dpo, "simpo": _simpo, "orpo": _orpo, "kto": _kto}[stage](case, data)
 
 
 class _Model(torch.nn.Module):
@@ -145,13 +148,38 @@ def _orpo(case: dict[str, Any], data: Batch) -> Tensor:
     )
     trainer.concatenated_forward = lambda m, b: ORPOTrainer.concatenated_forward(trainer, m, b)
     trainer.odds_ratio_loss = lambda c, r: ORPOTrainer.odds_ratio_loss(trainer, c, r)
+    return ORPOTrainer.get_batch_loss_metrics(trainer, _Model(data.logits), _labelled(data))[0]
+
+
+def _simpo(case: dict[str, Any], data: Batch) -> Tensor:
+    from trl.experimental.cpo import CPOTrainer
+
+    trainer = _trainer(
+        beta=case["beta"],
+        simpo_gamma=case["gamma"],
+        loss_type="simpo",
+        label_smoothing=0.0,
+        cpo_alpha=0.0,
+        alpha=0.0,
+        is_encoder_decoder=False,
+        pad_token_id=0,
+        concatenated_inputs=CPOTrainer.concatenated_inputs,
+        get_batch_logps=CPOTrainer.get_batch_logps,
+    )
+    trainer.concatenated_forward = lambda m, b: CPOTrainer.concatenated_forward(trainer, m, b)
+    trainer.cpo_loss = lambda c, r: CPOTrainer.cpo_loss(trainer, c, r)
+    return CPOTrainer.get_batch_loss_metrics(trainer, _Model(data.logits), _labelled(data))[0]
+
+
+def _labelled(data: Batch) -> dict[str, Tensor]:
+    """The batch as ORPO's and CPO's trainers take it."""
     labels = data.ids.masked_fill(data.mask == 0, -100)
     rows = {}
     for name, part in (("chosen", slice(0, PAIRS)), ("rejected", slice(PAIRS, None))):
         rows[f"{name}_input_ids"] = data.ids[part]
         rows[f"{name}_attention_mask"] = _attention(data)[part]
         rows[f"{name}_labels"] = labels[part]
-    return ORPOTrainer.get_batch_loss_metrics(trainer, _Model(data.logits), rows)[0]
+    return rows
 
 
 def _kto(case: dict[str, Any], data: Batch) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any, cast
@@ -103,6 +104,17 @@ def test_equals_trls_recorded_values(name: str, parts: int) -> None:
     assert grad.norm(dim=(1, 2)).tolist() == pytest.approx(recorded[name]["gradient"], rel=1e-4, abs=1e-7)
 
 
+def test_simpo_needs_no_reference() -> None:
+    data = batch(40)
+    rows = micro_batch(data, [0, PAIRS])
+    goal = objective(CASES["simpo"], data)
+    with_one, _, _ = preference_loss(HEAD, data.logits[[0, PAIRS]], rows, goal, False)
+    without, _, _ = preference_loss(
+        HEAD, data.logits[[0, PAIRS]], dataclasses.replace(rows, reference=None), goal, False
+    )
+    assert with_one == without
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_installed_trl(name: str) -> None:
     pytest.importorskip("trl")
@@ -140,6 +152,9 @@ def by_the_papers(case: dict[str, Any], data: Batch) -> float:
         if case["stage"] == "orpo":
             p, q = (math.exp(policy[i] / lengths[i]) for i in (won, lost))
             total -= beta * math.log(sigmoid(math.log(p / (1 - p)) - math.log(q / (1 - q))))
+        elif case["kind"] == "simpo":
+            mean = [policy[i] / lengths[i] for i in (won, lost)]
+            total -= math.log(sigmoid(beta * mean[0] - beta * mean[1] - case["gamma"]))
         elif case["kind"] == "hinge":
             total += max(0.0, 1 - margin)
         elif case["kind"] == "ipo":
@@ -170,7 +185,7 @@ def test_equals_the_papers_formulas(case: dict[str, Any]) -> None:
         assert loss == pytest.approx(by_the_papers(case, data), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["dpo sigmoid", "orpo", "kto weights"])
+@pytest.mark.parametrize("name", ["dpo sigmoid", "orpo", "kto weights", "simpo"])
 def test_gradient_is_that_of_the_loss(name: str) -> None:
     """Against finite differences in the direction of the gradient."""
     data = batch(30)

@@ -37,6 +37,12 @@ def verdict(check: Check, status: str, *words: str) -> None:
     assert bool(check.remedy) == (status != PASS)
 
 
+@pytest.fixture(autouse=True)
+def own_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """hardware.yaml is written where the command runs."""
+    monkeypatch.chdir(tmp_path)
+
+
 def test_run_on_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     quick = ["mode=doctor", "cluster=local", "plan.rates=nominal"]  # test_doctor_rates.py measures
     config = compose([*quick, f"run.root={tmp_path}"])
@@ -46,7 +52,8 @@ def test_run_on_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     code = doctor.run(config)
     text = capsys.readouterr().out
     assert code == (1 if any(check.status == FAIL for check in checks) else 0)
-    assert "native engine" in text and " fail" in text.splitlines()[-1]
+    assert "native engine" in text and " fail" in text.splitlines()[-2]
+    assert "described in hardware.yaml" in text and (tmp_path / "hardware.yaml").is_file()
 
 
 def test_a_failure_gives_exit_code_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -99,10 +99,12 @@ def test_training_ends_with_a_table(model: Path) -> None:
 def test_losses_and_answers_of_both(
     model: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert evaluate(model, "generate.adapter=runs/t", "run.overwrite=true") == 0
+    answered = lines()  # at the end of training
+    assert evaluate(model, "generate.adapter=runs/t") == 0
     shown = capsys.readouterr().out
     found, whole = result(), lines()
-    assert found["rows"] == len(whole) == 12 and len(asked) == 24
+    assert found["rows"] == len(whole) == 12 and len(answered) == 3 and len(asked) == 2 * 9
+    assert all(row in whole for row in answered)
     assert "perplexity" in shown and "ROUGE-L" in shown and "may have learnt" not in shown
     losses = json.loads(Path("runs/t/losses.json").read_text())
     for side, trained_loss in zip(("base", "adapter"), held_out_losses(), strict=True):
@@ -122,6 +124,29 @@ def test_losses_and_answers_of_both(
     assert evaluate(model, "generate.adapter=runs/t") == 0
     assert evaluate(model, "run.name=t") == 0 and not asked
     assert result() == found
+
+
+def test_predictions_are_written_into_the_run_of_their_adapter(model: Path, asked: list[Any]) -> None:
+    """What training answered at its end, adapter and base, is kept and gone on with."""
+    before, answered = os.listdir("runs"), lines()
+    command = ["mode=predict", f"model.path={model}", *COMMON]
+    assert cli.main([*command, "generate.adapter=runs/t"]) == 0
+    whole = lines()
+    assert os.listdir("runs") == before and len(whole) == 12 and len(asked) == 2 * 9
+    assert all(row in whole for row in answered) and all("base" in row for row in whole)
+    # The path may be written otherwise, and mode=eval takes the same answers.
+    asked.clear()
+    assert cli.main([*command, f"generate.adapter={Path('runs/t/adapter').resolve()}"]) == 0
+    assert evaluate(model, "generate.adapter=runs/t") == 0 and not asked and lines() == whole
+
+    shutil.copytree("runs/t/adapter", "one/mine")
+    shutil.copytree("runs/t/adapter", "two/mine/adapter")
+    for place in ("one/mine", "two/mine", "two/mine/adapter"):
+        assert cli.main([*command, f"generate.adapter={place}", "generate.limit=1"]) == 0
+    made = sorted(set(os.listdir("runs")) - set(before))
+    assert len(made) == 2 and all(name.startswith("model-mine-") for name in made)
+    assert evaluate(model, "generate.adapter=one/mine", "generate.answer=adapter", "generate.limit=1") == 0
+    assert len(set(os.listdir("runs")) - set(before)) == 2 and lines() == whole
 
 
 def test_it_goes_on_where_it_stopped(
@@ -213,7 +238,8 @@ def test_other_rows_than_those_of_training_are_told(model: Path, capsys: pytest.
         (["mode=eval", "generate.adapter=runs/t", "data.eval_fraction=0"], "needs held-out rows"),
         (["mode=eval", "generate.adapter=runs/t", "eval.choice=on", "run.name=n"], "is no option"),
         (["mode=eval", "generate.adapter=runs/t", "generate.max_new_tokens=600"], "context"),
-        (["mode=eval", "generate.adapter=runs/t"], "other settings"),
+        (["mode=eval", "generate.adapter=runs/t", "generate.limit=2"], "1 of 3 rows are not asked for"),
+        (["mode=eval", "generate.adapter=runs/t", "generate.stop=[x]"], "other settings"),
         (["eval.after_training=2", "data.eval_fraction=0"], "needs held-out rows"),
         (["eval.after_training=2", "generate.max_new_tokens=600"], "context"),
         (
@@ -226,7 +252,6 @@ def test_other_rows_than_those_of_training_are_told(model: Path, capsys: pytest.
 def test_what_cannot_be_is_refused(
     model: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The run's own answers are of three rows: under "other settings" they are of fewer than asked for.
     before = sorted(os.listdir("runs"))
     assert cli.main([f"model.path={model}", *COMMON, *arguments]) == 2
     error = capsys.readouterr().err

@@ -59,6 +59,13 @@ def test_deepseek_v3_on_four_gpus(capsys: pytest.CaptureFixture[str]) -> None:
         assert wanted in text, wanted
 
 
+def test_a_step_of_unnamed_rows_is_a_real_one(capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = output(capsys, "model=deepseek_v3", "plan.hardware=4x4090_2xSPR")
+    assert "8 rows x 1024 tokens = 8,192 tokens at most (no rows are named: " in text
+    assert "run        length unknown" in text
+    assert "no rows are named" not in output(capsys, "model=mini")[1]
+
+
 def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = output(capsys, "experiment=deepseek_v3_amx_4gpu", "rule=amx_1gpu")
     assert code == 1
@@ -245,7 +252,8 @@ def test_hours_are_those_of_the_data_set(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_faster_links_are_predicted_faster() -> None:
     """More network, more tokens/s, until something else limits."""
-    config = compose(["mode=plan", "model=deepseek_v3", "plan.hardware=2x4090_2x8488c", "rule.nodes=2"])
+    given = ("model=deepseek_v3", "plan.hardware=2x4090_2x8488c", "rule.nodes=2", "data.max_length=128")
+    config = compose(["mode=plan", *given])
     hardware = hardware_for(config)
     plan = make_plan(model_dims(config.model), config, hardware)
     rates = rates_for(config, hardware)

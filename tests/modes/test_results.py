@@ -72,16 +72,13 @@ def test_eval_refuses_the_bases_answers_as_the_adapters(runs, capsys):
     assert "answers of the base model" in capsys.readouterr().err
 
 
-def test_eval_sends_tables_to_wandb(runs, monkeypatch):
+def test_eval_sends_tables_to_trackers(runs, monkeypatch):
     from kt_ray.runs import evaluation
 
     calls = []
 
     class Recorder:
-        def __init__(self, config):
-            pass
-
-        def start(self, run_dir, config):
+        def start(self, run_dir, config, *, first_step):
             calls.append(("run", run_dir.name))
 
         def table(self, name, columns, rows):
@@ -90,7 +87,8 @@ def test_eval_sends_tables_to_wandb(runs, monkeypatch):
         def finish(self, status):
             calls.append(("finish", status))
 
-    monkeypatch.setattr(evaluation, "WandbTracker", Recorder)
+    monkeypatch.setattr(evaluation, "library_trackers", lambda c: [Recorder()] if "wandb" in c.names else [])
+    assert cli.main(["mode=eval", "run.name=a"]) == 0 and not calls
     assert cli.main(["mode=eval", "run.name=a", "tracking=wandb"]) == 0
     assert calls[0] == ("run", "a") and calls[-1] == ("finish", "finished")
     assert ("table", "eval/samples", ["row", "prompt", "label", "base", "adapter"], 3) in calls

@@ -70,7 +70,7 @@ def test_a_signal_saves_and_the_line_it_prints_goes_on(tmp_path: Path, undisturb
     taken = steps(tmp_path / "a")
     assert line.startswith(f"SIGTERM: stopped after step {taken} of 14, saved: step_{taken:06d}. To go on: ")
     command = shlex.split(line.partition("To go on: ")[2])
-    assert command[:2] == ["python", "launch.py"] and command[-1] == "trainer.resume=latest"
+    assert command[:2] == ["python", "launch.py"] and command[2:] == [f"resume={tmp_path / 'a'}"]
     subprocess.run([sys.executable, *command[1:]], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     assert result(tmp_path / "a") == result(undisturbed)
 

@@ -184,6 +184,17 @@ def test_auto_keeps_the_checkpoints_own_placement() -> None:
     assert "bit for bit" not in note(plan(replace(load(), owners=owners), "balanced", resume="latest"))
 
 
+def test_kept_stays_whatever_the_load_says() -> None:
+    owners = owners_of(plan(load()).experts, DIMS)
+    turned = replace(load([1000, 10, 20, 950, 900, 30, 40, 10]), owners=owners)
+    made = plan(turned, "kept", resume="latest")
+    assert made.experts == plan(load()).experts != plan(turned, resume="latest").experts
+    assert "bit for bit" not in note(made)
+    assert plan(load(), "kept", resume="latest").experts == plan(None).experts, "contiguous stays, too"
+    with pytest.raises(UserError, match=r"4 expert actors.*required 2, as"):
+        plan(turned, "kept", resume="latest", sockets=4)
+
+
 def test_balanced_without_a_load_is_refused() -> None:
     with pytest.raises(UserError, match="no load is known") as caught:
         plan(None, "balanced", resume="latest")

@@ -39,7 +39,10 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         (tmp_path / FILE).write_text(load.to_json(table))
         found = read_load(tmp_path, DIMS)
         assert found is not None and (found.steps, found.slots, found.owners) == (1, load.slots, table)
-        assert found.source == str(tmp_path)
+        assert found.source == str(tmp_path) and found.residents == {}
+    (tmp_path / FILE).write_text(load.to_json(owners, dict.fromkeys(LAYERS, (0, 2))))
+    found = read_load(tmp_path, DIMS)
+    assert found is not None and found.residents == dict.fromkeys(LAYERS, (0, 2))
     assert len(load.to_json(owners).splitlines()) < 3 * len(LAYERS) + 4, "a line per layer"
 
 

@@ -13,6 +13,7 @@ from kt_ray.dims.config_json import dims_from_config
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import hardware_from_file
 from kt_ray.hardware.nominal import nominal_rates
+from kt_ray.placement.balance import residents_of
 from kt_ray.placement.expert_load import ExpertLoad
 from kt_ray.placement.lane_share import (
     ExpertSizes,
@@ -109,6 +110,12 @@ def test_plans() -> None:
     assert [actor.lane.resident[0][1] for actor in plan.experts if actor.lane] == [(1,), (5, 6)]
     assert all(actor.lane is not None and actor.lane.shares == ((0, 0.25),) for actor in plan.experts)
     assert any("the most used ones of run/x" in note for note in plan.notes)
+    before = ExpertLoad(5, slots, "run/x", residents=dict.fromkeys(layers, (0, 1, 4)))
+    kept = planned(before, gpu_resident=3, lane_device="cpu", placement="kept")
+    assert [actor.lane.resident[0][1] for actor in kept.experts if actor.lane] == [(0, 1), (4,)]
+    assert residents_of(kept.experts) == before.residents
+    more = planned(before, gpu_resident=4, lane_device="cpu", placement="kept")
+    assert set(residents_of(more.experts)[layers[0]]) == {0, 1, 5, 6}, "another number: the most used again"
     values = plan_to_dict(plan)["experts"][1]
     assert values["lane"] == {
         "device": "cpu",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kt_ray.config.checks import check
+from kt_ray.config.compose import compose
 from kt_ray.dims.config_json import dims_from_config
 from kt_ray.errors import UserError
 from kt_ray.hardware.describe import gpus_wanted, nominal_hardware
@@ -21,6 +22,10 @@ from kt_ray.placement.render import LAYOUT
 from tests.placement.configs import DEEPSEEK_V3, make_config, make_hardware, small_dims
 
 V3 = dims_from_config(DEEPSEEK_V3)
+SIZES: dict[str, Any] = {
+    "data": {"max_length": 512},
+    "trainer": {"batch_size": 16, "micro_batch_size": 1},
+}
 
 
 def host(gpus: int, gib: float, sockets: int = 2, memory: int = 2048 * GIB) -> Hardware:
@@ -30,11 +35,7 @@ def host(gpus: int, gib: float, sockets: int = 2, memory: int = 2048 * GIB) -> H
 
 
 def v3(gpus: int, gib: float, rule: dict[str, Any] | None = None, **trainer: Any) -> Plan:
-    config = make_config(
-        rule=rule,
-        data={"max_length": 512},
-        trainer={"batch_size": 16, "micro_batch_size": 1, **trainer},
-    )
+    config = make_config(rule=rule, data=SIZES["data"], trainer={**SIZES["trainer"], **trainer})
     return make_plan(V3, config, host(gpus, gib))
 
 
@@ -135,6 +136,23 @@ def test_auto_counts_as_one_where_no_plan_is_made() -> None:
     assert gpus_wanted(rule) == 1 and len(nominal_hardware(rule).gpus) == 1
     with pytest.raises(UserError, match=r"rule\.replicas"):
         check(make_config(rule={"replicas": "two"}, model={"build": "demo"}, data={"builtin": "demo"}))
+
+
+def test_a_rule_says_how_many_gpus_and_the_plan_lays_them_out() -> None:
+    """rule=amx_4gpu and its kin: the same plan as rule=auto on as many GPUs, on their own hardware too."""
+    auto = v3(4, 24)
+    some = make_plan(V3, make_config(rule={"gpus": 4}, **SIZES), host(8, 24))
+    assert (some.workers, some.budgets) == (auto.workers, auto.budgets)
+    rule = compose(["model=deepseek_v3", "mode=plan", "rule=amx_4gpu"]).rule
+    nominal = make_plan(V3, make_config(rule=vars(rule) | {"experts": {}, "ray": {}}), nominal_hardware(rule))
+    assert (len(nominal.hardware.gpus), nominal.stages, nominal.replicas) == (4, 2, 2) and nominal.fits
+
+
+def test_a_rule_for_more_gpus_than_there_are_is_refused() -> None:
+    config = make_config(rule={"name": "amx_4gpu", "gpus": 4})
+    with pytest.raises(UserError, match=r"rule\.gpus=4 of rule amx_4gpu.*2 GPUs.*set rule\.gpus=auto"):
+        make_plan(V3, config, host(2, 24))
+    assert not make_plan(V3, make_config(rule={"gpus": 4, "device": "cpu"}), host(0, 24)).hardware.gpus
 
 
 def test_it_is_the_plan_of_the_numbers_it_chose() -> None:

@@ -119,20 +119,30 @@ def test_absent_fields_are_llamafactorys_defaults(tmp_path: Path) -> None:
             {"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 50},
             {"data.eval_fraction": 0.1, "trainer.eval_every": 50},
         ),
+        ({"val_size": 100, "eval_strategy": "steps"}, {"data.eval_fraction": 100}),
         ({"val_size": 0.1, "evaluation_strategy": "steps", "logging_steps": 5}, {"trainer.eval_every": 5}),
         ({"save_strategy": "no"}, {"trainer.save_every": 0}),
+        ({"save_strategy": "epoch"}, {"trainer.save_every": "1epoch"}),
+        ({"val_size": 0.1, "eval_strategy": "epoch"}, {"trainer.eval_every": "1epoch"}),
         ({"save_total_limit": 3}, {"trainer.keep_checkpoints": 3}),
         ({"resume_from_checkpoint": True, "overwrite_output_dir": True}, {"trainer.resume": "latest"}),
         ({"resume_from_checkpoint": "saves/x/checkpoint-5"}, {"trainer.resume": "saves/x/checkpoint-5"}),
         ({"overwrite_output_dir": True}, {"run.overwrite": True}),
         ({"report_to": ["wandb"]}, {"tracking": "wandb"}),
-        ({"report_to": "tensorboard"}, {"tracking": "jsonl"}),
+        ({"report_to": "tensorboard"}, {"tracking": "tensorboard"}),
+        ({"report_to": "clearml"}, {"tracking": "jsonl"}),
+        ({"report_to": ["wandb", "mlflow"]}, {"tracking.name": ["wandb", "mlflow"]}),
+        (
+            {"use_swanlab": True, "report_to": "none", "swanlab_project": "mine", "swanlab_workspace": "us"},
+            {"tracking": "swanlab", "tracking.project": "mine", "tracking.entity": "us"},
+        ),
         ({"neat_packing": True}, {"data.packing": True}),
         ({"mask_history": True}, {"data.train_on": "last"}),
         ({"disable_shuffling": True}, {"data.shuffle": False}),
         ({"flash_attn": "disabled"}, {"model.attn_implementation": "eager"}),
         ({"bf16": True}, {"model.dtype": "bfloat16"}),
         ({"moe_aux_loss_coef": 0.001}, {"trainer.aux_loss": 0.001}),
+        ({"neftune_noise_alpha": 5}, {"trainer.neftune_noise_alpha": 5}),
         ({"ray_num_workers": 4, "per_device_train_batch_size": 2}, {"trainer.batch_size": 8}),
         ({"template": "qwen3"}, {"data.template": None}),
         ({"template": None}, {"data.template": None}),
@@ -144,6 +154,10 @@ def test_absent_fields_are_llamafactorys_defaults(tmp_path: Path) -> None:
         (
             {"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "ipo"},
             {"trainer.stage": "dpo", "preference.loss": "ipo"},
+        ),
+        (
+            {"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "simpo", "simpo_gamma": 1.0},
+            {"trainer.stage": "dpo", "preference.loss": "simpo", "preference.gamma": 1.0},
         ),
         ({"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "orpo"}, {"trainer.stage": "orpo"}),
         (
@@ -201,9 +215,8 @@ def test_an_optimize_rule_on_a_model_within_one_device(tmp_path: Path) -> None:
         ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "lr_scheduler_kwargs.num_cycles=2"),
         ({"template": "vicuna"}, "template=vicuna: has no counterpart"),
         ({"lora_target": "gate_proj"}, "lora_target=gate_proj: names only part"),
-        ({"val_size": 100}, "val_size=100: is a number of rows"),
         ({"train_on_prompt": True}, "train_on_prompt=true: answers are trained"),
-        ({"eval_strategy": "epoch", "val_size": 0.1}, "eval_strategy=epoch"),
+        ({"eval_strategy": "epoch"}, "eval_strategy=epoch: evaluates, but"),
         ({"eval_strategy": "steps"}, "eval_strategy=steps: evaluates, but"),
         ({"do_eval": True}, "do_eval=true: needs eval_strategy"),
         ({"adapter_name_or_path": "saves/x,saves/y"}, "adapter_name_or_path=saves/x,saves/y"),
@@ -230,7 +243,6 @@ def test_fields_that_are_off_are_not_refused(tmp_path: Path) -> None:
     off = {
         "use_dora": False,
         "quantization_bit": None,
-        "neftune_noise_alpha": 0,
         "pref_ftx": 0.0,
         "fp16": False,
     }
@@ -238,14 +250,14 @@ def test_fields_that_are_off_are_not_refused(tmp_path: Path) -> None:
 
 
 def test_one_error_lists_every_field_and_options_lift_it(tmp_path: Path) -> None:
-    path = recipe(tmp_path, template="vicuna", use_dora=True, val_size=100)
+    path = recipe(tmp_path, template="vicuna", use_dora=True, do_eval=True)
     with pytest.raises(UserError) as error:
         with_recipe([f"recipe={path}"], io.StringIO())
     line = error.value.line()
     assert "3 fields of the recipe cannot be mapped" in line
-    assert all(name in line for name in ("template=vicuna", "use_dora=true", "val_size=100", str(path)))
+    assert all(name in line for name in ("template=vicuna", "use_dora=true", "do_eval=true", str(path)))
     with pytest.raises(UserError, match=r"^1 field of the recipe cannot be mapped: use_dora=true"):
-        with_recipe([f"recipe={path}", "data.template=null", "data.eval_fraction=0.1"], io.StringIO())
+        with_recipe([f"recipe={path}", "data.template=null", "trainer.eval_every=0"], io.StringIO())
 
 
 def test_secrets_are_not_printed(tmp_path: Path) -> None:

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from kt_ray import cli
+from kt_ray.config.compose import compose
 from kt_ray.errors import UserError
 from kt_ray.modes import train
+from kt_ray.runs.before_after import _other_rows
+from kt_ray.runs.rundir import plain
 from tests.helpers.hf_reference import build_chat_checkpoint
 
 COMMON = [
@@ -114,3 +118,16 @@ def test_trouble_with_answers_leaves_the_run_finished(
     assert "Traceback" not in shown.out + shown.err
     assert "Traceback" in Path("runs/t/train.log").read_text()
     assert Path("runs/t/adapter/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_an_adapter_of_a_run_that_held_nothing_out(tmp_path: Path, evaluated: bool) -> None:
+    """data.eval_fraction=auto names the same rows both times, but that run trained on them."""
+    settings = ["data.path=rows.jsonl", "model.path=m", "trainer.save_every=0"]
+    then = compose([*settings, *([] if evaluated else ["trainer.eval_every=0"])])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain(then)))
+    asked = ["mode=eval", "generate.adapter=a"]
+    told = list(_other_rows(compose([*settings, *asked]), tmp_path))
+    assert bool(told) != evaluated and all(
+        "trainer.eval_every=0, which holds no row out" in line for line in told
+    )

@@ -9,7 +9,6 @@ import pytest
 
 from kt_ray import cli
 from kt_ray.config.compose import compose
-from kt_ray.config.interval import seconds_of
 from kt_ray.modes.plan import model_dims
 from kt_ray.placement.memory import checkpoint_bytes
 from kt_ray.runs.disk_room import disk_need
@@ -45,6 +44,9 @@ def test_a_checkpoint_and_an_adapter_are_as_large_as_predicted(tmp_path: Path, o
         ({"save_every": 10, "keep_checkpoints": 0}, 100, 0.1, 10),
         ({"save_every": 10, "keep_checkpoints": 4}, 35, 0.1, 4),
         ({"save_every": 10, "save_best": True, "eval_every": 5}, 100, 0.1, 4),
+        ({"save_every": "1epoch"}, 100, 0.1, 2),  # of 50 steps
+        ({"save_every": "0.25epoch"}, 100, 0.1, 3),
+        ({"save_every": 0, "save_best": True, "eval_every": "1epoch"}, 60, 0.1, 2),
         ({"save_every": 10}, None, 0.1, 3),  # an unknown number of steps
         ({"save_every": 10, "keep_checkpoints": 0}, None, 0.1, 1),
     ],
@@ -53,15 +55,7 @@ def test_checkpoints_at_once(
     settings: dict[str, Any], steps: int | None, seconds: float, at_once: int
 ) -> None:
     config = compose([f"trainer.{key}={value}" for key, value in settings.items()])
-    assert disk_need(model_dims(config.model), config, steps, seconds).checkpoints == at_once
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90s", 90), ("30min", 1800), ("1.5h", 5400), ("2 h", 7200), ("5", None), ("0s", None), ("1d", None)],
-)
-def test_intervals(text: str, seconds: float | None) -> None:
-    assert seconds_of(text) == seconds
+    assert disk_need(model_dims(config.model), config, steps, seconds, 50).checkpoints == at_once
 
 
 def test_mode_plan_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

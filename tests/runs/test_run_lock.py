@@ -18,7 +18,7 @@ import pytest
 from kt_ray.errors import UserError
 from kt_ray.runs import run_lock
 from kt_ray.runs.run_lock import RunLock, locked, require_free
-from kt_ray.runs.rundir import RunDir, refuse_if_held
+from kt_ray.runs.rundir import RunDir, refuse_taken
 
 HOLD = """
 import sys, time
@@ -77,7 +77,7 @@ def test_nothing_of_a_live_run_is_touched(
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     settings = {"overwrite": {"overwrite": True}, "resume": {"resume": "latest"}, "fresh": {}}[how]
     config = make_config(tmp_path, name="a", **settings)
-    for attempt in (refuse_if_held, RunDir.create):
+    for attempt in (refuse_taken, RunDir.create):
         with pytest.raises(UserError, match="another run writes this directory"):
             attempt(config)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before

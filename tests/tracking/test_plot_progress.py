@@ -51,8 +51,16 @@ def test_plot_without_points_or_with_a_bad_place_does_not_raise(tmp_path, caplog
 
 def test_smooth():
     assert smooth([2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])
-    assert smooth([1.0, 2.0], weight=0.5) == pytest.approx([1.0, (0.5 * 0.5 * 1 + 0.5 * 2) / 0.75])
-    assert smooth([]) == []
+    assert smooth([]) == [] and smooth([4.0]) == [4.0] and smooth([4.0, 2.0]) == pytest.approx([4.0, 2.0])
+    # It runs neither after a falling curve nor away from its ends, and it does smooth.
+    falling = [8.0 - 0.05 * step for step in range(100)]
+    assert smooth(falling) == pytest.approx(falling)
+    noise = [(-1.0) ** step for step in range(100)]
+    noisy = smooth([a + b for a, b in zip(falling, noise, strict=True)])
+    assert max(abs(a - b) for a, b in zip(noisy, falling, strict=True)) < 0.35
+    # A step is halved where it is: as much of it comes early as late.
+    step = smooth([1.0] * 50 + [0.0] * 50)
+    assert step[49] + step[50] == pytest.approx(1.0, abs=1e-6) and step[49] > 0.5 > step[50]
 
 
 class Clock:
@@ -123,13 +131,16 @@ def test_load_bars_on_a_terminal():
 @pytest.mark.parametrize("terminal", [False, True])
 def test_summary(terminal):
     screen = Console(file=io.StringIO(), force_terminal=terminal, width=150)
-    summary = Summary(Path("/r/[a]"), 50, 4.0, 2.0, 4.2, 2.1, Path("/r/[a]/adapter"), "/models/x")
+    sample = ("Who are\nyou?", "A person. " * 30, "[Aye], the keeper.")
+    summary = Summary(Path("/r/[a]"), 50, 275, 185.0, 4.0, 2.0, 4.2, 2.1, sample=sample)
     show_summary(summary, screen)
     text = screen.file.getvalue()
+    assert "50 steps on 275 rows in 3:05" in text
     assert "4.0000 → 2.0000  (-50 %)" in text and "held-out loss  4.2000 → 2.1000" in text
-    assert "PeftModel.from_pretrained(model, '/r/[a]/adapter')" in text
-    assert "from_pretrained('/models/x')" in text
-    assert "held-out" not in Summary(Path("/r"), 1, 1.0, 1.0).text()
+    assert "asked          Who are you?" in text and "after          [Aye], the keeper." in text
+    assert "A person. A person." in text and "A person. " * 15 not in text
+    assert text.splitlines()[-1].split()[2:] == ["'resume=/r/[a]'", "mode=chat"]
+    assert "held-out" not in Summary(Path("/r"), 1, 1, 1.0, 1.0, 1.0).text()
 
 
 def test_units():

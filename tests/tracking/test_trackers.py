@@ -15,7 +15,14 @@ import numpy as np
 import pytest
 
 from kt_ray.config.schema import TrackingConfig
-from kt_ray.tracking import JsonlTracker, MultiTracker, WandbTracker, make_tracker, read_jsonl
+from kt_ray.tracking import (
+    JsonlTracker,
+    MlflowTracker,
+    MultiTracker,
+    WandbTracker,
+    make_tracker,
+    read_jsonl,
+)
 
 
 def test_jsonl_one_object_per_line_flushed_at_once(tmp_path):
@@ -117,6 +124,8 @@ def test_make_tracker():
     assert make_tracker(TrackingConfig(), [extra]).trackers[1:] == [extra]
     both = make_tracker(TrackingConfig(name="wandb"), [extra])
     assert [type(t) for t in both.trackers] == [JsonlTracker, WandbTracker, Failing]
+    several = make_tracker(TrackingConfig(name=["mlflow", "jsonl", "wandb", "mlflow"]))
+    assert [type(t) for t in several.trackers] == [JsonlTracker, MlflowTracker, WandbTracker]
 
 
 # --- W&B -------------------------------------------------------------------------------------------------
@@ -253,7 +262,7 @@ def test_wandb_hangs(run_dir, monkeypatch, caplog, stuck):
 def test_wandb_that_falls_behind_is_switched_off(run_dir, monkeypatch, caplog):
     release = threading.Event()
     try:
-        monkeypatch.setattr("kt_ray.tracking.wandb_tracker._QUEUE", 8)
+        monkeypatch.setattr("kt_ray.tracking.library_tracker._QUEUE", 8)
         fake_wandb(monkeypatch, log=lambda record: release.wait(30))
         assert drive(run_dir, wandb_tracker(), steps=50) < 5
         (warning,) = warnings_of(caplog)
@@ -295,10 +304,11 @@ def test_wandb_mode(run_dir, monkeypatch, mode, key, expected):
     tracker.finish("finished")
 
 
-def test_tracking_imports_neither_ray_nor_wandb():
+def test_tracking_imports_neither_ray_nor_any_tracker():
     code = (
         "import sys, kt_ray.tracking\n"
-        "print(sorted({'ray', 'wandb', 'torch', 'matplotlib'} & set(sys.modules)))"
+        "libraries = {'wandb', 'tensorboard', 'mlflow', 'swanlab', 'trackio'}\n"
+        "print(sorted({'ray', 'torch', 'matplotlib', *libraries} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

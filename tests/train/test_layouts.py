@@ -42,9 +42,9 @@ def curve(path: Path, *overrides: str, stop: int = STEPS) -> list[float]:
 
 @pytest.mark.parametrize(("dropout", "layouts"), [(0.1, [*LAYOUTS]), (0.0, [ALL_AT_ONCE])])
 def test_every_layout_gives_the_same_curve(tmp_path: Path, dropout: float, layouts: list[str]) -> None:
-    """With dropout, whose masks must not depend on the layout either; without it, all at once."""
+    """With dropout and noise, which must not depend on the layout either; without them, all at once."""
     path = build_checkpoint(tmp_path, "deepseek_v3")
-    common = [f"lora.dropout={dropout}"]
+    common = [f"lora.dropout={dropout}", f"trainer.neftune_noise_alpha={2 * dropout}"]
     expected = curve(path, *common)
     assert expected[-1] < 0.9 * expected[0], "the curve must go somewhere, or the comparison says nothing"
     for name in layouts:
@@ -114,6 +114,7 @@ def test_resumed_run_is_bit_identical(tmp_path: Path, actors: int, device: str) 
         f"rule.experts.sockets={actors}",
         "optim.lr=0.02",
         "lora.dropout=0.1",
+        "trainer.neftune_noise_alpha=0.2",
         "optim.weight_decay=0.01",
     ]
     config = config_for(path, *overrides)

@@ -90,11 +90,12 @@ def go(monkeypatch: pytest.MonkeyPatch) -> Go:
         held_out: list[float] | None = None,
         more_held_out: dict[int, float] | None = None,
         lost_at_best: tuple[int, ...] = (),
+        steps_per_epoch: int = 8,
         **options: Any,
     ) -> tuple[Trainer, Scripted, list[str]]:
         config = compose(["cluster=local", "trainer.eval_every=0", *settings])
-        every = config.trainer.eval_every or 1
-        by_step = {i * every: x for i, x in enumerate(held_out or [])} | (more_held_out or {})
+        every = config.trainer.eval_every if isinstance(config.trainer.eval_every, int) else 0
+        by_step = {i * (every or 1): x for i, x in enumerate(held_out or [])} | (more_held_out or {})
         cluster = Scripted(losses or {}, norms or {}, by_step)
         told: list[str] = []
 
@@ -108,7 +109,7 @@ def go(monkeypatch: pytest.MonkeyPatch) -> Go:
 
         fail = dict.fromkeys(lost_at_best, True)
         events = Events(save=save, say=told.append, best=best)
-        batches = StepBatches(total, total, lambda step: [WAVE], [WAVE] if held_out else ())
+        batches = StepBatches(total, steps_per_epoch, lambda step: [WAVE], [WAVE] if held_out else (), 4)
         trainer = Trainer(config, cast(Cluster, cluster), batches, events, **options)
         try:
             trainer.run()

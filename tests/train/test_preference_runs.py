@@ -16,7 +16,7 @@ from kt_ray.config.schema import Config, LoraConfig
 from kt_ray.data.batches import Batches, mismatched
 from kt_ray.data.row_types import Pair, Row
 from kt_ray.errors import UserError
-from kt_ray.model.preference_losses import dpo_losses, kto_losses, orpo_losses
+from kt_ray.model.preference_losses import dpo_losses, kto_losses, orpo_losses, simpo_losses
 from kt_ray.runs.prepare import for_stage
 from kt_ray.train.trainer import StepBatches, Trainer
 from tests.helpers.hf_reference import Reference, build_checkpoint, random_rows
@@ -64,8 +64,10 @@ def expected_loss(stage: str, policy: Reference, base: Reference, rows: list[Row
             kl = max(0.0, float((answers(policy, others) - answers(base, others)).mean()))
         wanted = torch.tensor([r.sign > 0 for r in rows])
         return kto_losses(mine - theirs, wanted, Objective("kto", 0, kl=kl)).mean()
+    mean = mine / torch.tensor([r.trained for r in rows])
+    if stage == "simpo":
+        return simpo_losses(mean, Objective("dpo", 0, beta=2.0, gamma=1.0)).mean()
     if stage == "orpo":
-        mean = mine / torch.tensor([r.trained for r in rows])
         nll = -torch.cat([token_logps(policy, r) for r in rows[0::2]]).mean()
         return nll + orpo_losses(mean, Objective("orpo", 0)).mean()
     return dpo_losses(mine - theirs, torch.zeros(()), Objective("dpo", 0)).mean()
@@ -91,7 +93,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("stage", ["dpo", "orpo", "kto"])
+@pytest.mark.parametrize("stage", ["dpo", "simpo", "orpo", "kto"])
 def test_loss_and_gradients(path: Path, stage: str, layout: str) -> None:
     units = data_rows([1, -1, -1, 1, 1]) if stage == "kto" else pairs()
     rows = [r for u in units for r in ((u.chosen, u.rejected) if isinstance(u, Pair) else (u,))]
@@ -100,12 +102,15 @@ def test_loss_and_gradients(path: Path, stage: str, layout: str) -> None:
     wanted = expected_loss(stage, policy, base, rows)
     wanted.backward()
     expected = {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in policy.parameters.items()}
-    config = config_for(path, *LAYOUTS[layout], f"trainer.stage={stage}")
+    simpo = ["trainer.stage=dpo", "preference.loss=simpo", "preference.beta=2", "preference.gamma=1"]
+    settings = simpo if stage == "simpo" else [f"trainer.stage={stage}"]
+    config = config_for(path, *LAYOUTS[layout], *settings)
     with local_cluster(path, config) as cluster:
         cluster.set_parameters({k: v.detach() for k, v in policy.parameters.items()})
         trainer = trainer_for(cluster, config, units)
         assert trainer._preference is not None
         waves, objective = trainer._preference.prepared(0, trainer.batches.train(0))
+        passes = trainer._passes
         reports = [trainer._pass(0, "train", wave, objective.units, objective=objective)[1] for wave in waves]
         gradients = cluster.gradients()
         figures = trainer._preference.figures(waves, objective, reports)
@@ -113,6 +118,12 @@ def test_loss_and_gradients(path: Path, stage: str, layout: str) -> None:
     errors = relative(gradients, expected)
     assert max(errors.values()) <= 1e-4, max(errors.items(), key=lambda item: item[1])
     assert {"reward_chosen", "reward_rejected"} < set(figures)
+    assert (passes == 0) is (stage in ("simpo", "orpo"))  # what has no reference makes no pass for it
+    if stage == "simpo":
+        with torch.no_grad():
+            rewards = 2.0 * answers(policy, rows) / torch.tensor([r.trained for r in rows])
+        margin = float((rewards[0::2] - rewards[1::2]).mean())
+        assert figures["margin"] == pytest.approx(margin, rel=1e-4)
 
 
 def test_a_fresh_adapter_is_its_own_reference_and_learns(path: Path) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kt_ray.actors.expert_actor import ExpertActor
 from kt_ray.actors.specs import actor_specs
+from kt_ray.checkpoint.index import CheckpointIndex
 from kt_ray.checkpoint.manifest import Manifest, step_name
 from kt_ray.checkpoint.training import begin_checkpoint, commit_checkpoint
 from kt_ray.config.schema import Config
@@ -39,9 +41,8 @@ class Run:
     """A whole run with the deaths asked for, and all that it told."""
 
     def __init__(self, model: Path, root: Path, deaths: list[Death], *settings: str) -> None:
-        self.config: Config = config_for(
-            model, "optim.lr=0.02", "lora.dropout=0.1", "trainer.eval_every=2", *settings
-        )
+        random = ("lora.dropout=0.1", "trainer.neftune_noise_alpha=0.2")
+        self.config: Config = config_for(model, "optim.lr=0.02", *random, "trainer.eval_every=2", *settings)
         self.root = root
         self.records: list[Any] = []
         self.evaluated: list[int] = []
@@ -49,7 +50,9 @@ class Run:
         self.back: list[int] = []
         self.lines: list[str] = []
         plan = plan_for(model, self.config)
-        self.cluster = MortalCluster(plan, actor_specs(plan, self.config, str(model)))
+        weights = CheckpointIndex.open(model).fingerprint
+        specs = actor_specs(plan, self.config, str(model)).expecting(weights, weights)
+        self.cluster = MortalCluster(plan, specs)
         self.cluster.deaths = deaths
         self.cluster.say = self.lines.append
         self.summary: Summary | None = None
@@ -73,6 +76,7 @@ class Run:
                 plan.wave,
             ),
             evaluate=[waves_of(random_rows(4, seed=9), self.config, plan)],
+            held_out=4,
         )
         events = Events(
             on_step=self.records.append,
@@ -353,28 +357,46 @@ def test_a_lost_message_costs_one_repeated_step(
     assert "nothing committed was lost" in run.lines[1]
 
 
-def test_a_model_that_is_gone_ends_the_run(model: Path, tmp_path: Path) -> None:
+def moved(model: Path) -> str:
+    model.rename(model.with_name("moved"))
+    return ""
+
+
+def trained_on(model: Path) -> str:
+    """The same tensors with other values, as when another fine-tune is copied over the model."""
+    file = next(model.glob("*.safetensors"))
+    save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return "the model's files have changed since this run began"
+
+
+@pytest.mark.parametrize("victim", [EXPERTS[0], WORKERS[1]])
+@pytest.mark.parametrize("damage", [moved, trained_on])
+def test_a_model_that_is_gone_or_another_ends_the_run(
+    model: Path, tmp_path: Path, damage: Callable[[Path], str], victim: Address
+) -> None:
     """...with one error: it names the directory, and says how the run goes on."""
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
     run = Run(
         copy,
         tmp_path / "saved",
-        [Death(EXPERTS[0], "run_pass", passes(4), 2)],
+        [Death(victim, "run_pass", passes(4), 2)],
         "rule=cpu_2workers_2sockets",
         "trainer.save_every=2",
     )
     happens = run.cluster.due
+    said: list[str] = []
 
     def due(*call: Any) -> Death | None:
         death = happens(*call)
         if death is not None:
-            copy.rename(tmp_path / "moved")
+            said.append(damage(copy))
         return death
 
     run.cluster.due = due  # type: ignore[method-assign]
-    with pytest.raises(UserError, match=rf"{copy}.*continue with trainer\.resume=latest$"):
+    with pytest.raises(UserError, match=rf"{copy}.*continue with trainer\.resume=latest$") as error:
         run.go()
+    assert said[0] in str(error.value)
 
 
 def test_a_signal_during_a_recovery_does_not_wait_for_the_load(

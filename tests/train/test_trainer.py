@@ -85,6 +85,20 @@ def test_saving_by_time(go: Go, monkeypatch: pytest.MonkeyPatch) -> None:  # noq
     assert go("trainer.save_every=0")[2] == ["save 8"]
 
 
+def test_saving_and_evaluating_by_epoch(go: Go) -> None:  # noqa: F811
+    assert go("trainer.save_every=1epoch", steps_per_epoch=3)[2] == ["save 3", "save 6", "save 8"]
+    assert go("trainer.save_every=0.5epoch", steps_per_epoch=3)[2] == [f"save {n}" for n in (2, 3, 5, 6, 8)]
+    held_out = {0: 3.0, 3: 2.0, 6: 1.5, 8: 1.0}
+    trainer, _, told = go(
+        *("trainer.eval_every=1epoch", "trainer.save_every=0", "trainer.save_best=true"),
+        held_out=[3.0],
+        more_held_out=held_out,
+        steps_per_epoch=3,
+    )
+    assert trainer.summary.eval_losses == held_out
+    assert told == ["save 3", "best 3 2.0", "save 6", "best 6 1.5", "save 8", "best 8 1.0"]
+
+
 @pytest.mark.parametrize(("owes", "told"), [(False, []), (True, ["best 4 2.5"])])
 def test_a_state_that_was_saved_and_not_evaluated_is_evaluated_after_the_resume(
     go: Go,  # noqa: F811

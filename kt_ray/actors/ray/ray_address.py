@@ -93,8 +93,8 @@ def answers(address: str, timeout: float = 5.0) -> bool:
         return False
 
 
-def free_port(host: str, first: int) -> int:
-    """The first port from `first` on that nobody listens on at `host`.
+def free_port(host: str, first: int) -> int | None:
+    """The first of PORTS_TRIED ports from `first` on that nobody listens on at `host`; None = all are taken.
 
     Ray looks for one itself only as long as no port is named; a named one that is taken is an error.
     """
@@ -114,12 +114,7 @@ def free_port(host: str, first: int) -> int:
                     remedy="set them to an address of this host and a free port, or cluster.dashboard=false",
                 ) from error
             return port
-    raise UserError(
-        "no free port for the dashboard",
-        where="cluster.dashboard_port",
-        observed=f"{first} to {first + PORTS_TRIED - 1} are taken",
-        remedy="set cluster.dashboard_port to a free one, or cluster.dashboard=false",
-    )
+    return None
 
 
 def dashboard_hint(url: str | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import threading
@@ -22,7 +23,14 @@ from kt_ray import torch_environment
 from kt_ray.actors.cluster import NOTICE, ActorCluster, Handle, LoadNote
 from kt_ray.actors.ray.ray_access import check_open_dashboard, guard_token, token_to_join, token_to_start
 from kt_ray.actors.ray.ray_actor import Peer, RemoteActor
-from kt_ray.actors.ray.ray_address import Running, dashboard_hint, dashboard_url, free_port, running_cluster
+from kt_ray.actors.ray.ray_address import (
+    PORTS_TRIED,
+    Running,
+    dashboard_hint,
+    dashboard_url,
+    free_port,
+    running_cluster,
+)
 from kt_ray.actors.ray.ray_guard import RayGuard
 from kt_ray.actors.ray.ray_hosts import Hosts, find_hosts, own_cpus
 from kt_ray.actors.ray.ray_placement import (
@@ -156,12 +164,14 @@ class RayCluster(ActorCluster):
         os.environ.setdefault("RAY_memory_usage_threshold", "0.99")
         # A GCS of our own does not come back: a minute's wait for it (Ray's default) gains nothing.
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
+        # Ray's 30 s are short beside other programs.
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(math.ceil(self.config.start_timeout)))
         # Ray's workers are nice by default; training is what this machine is here for.
         os.environ.setdefault("RAY_worker_niceness", "0")
         torch_environment.apply()
         self._guard = RayGuard()
         context = self._start_local(self._guard)
-        self.dashboard_url = dashboard_url(context) if self.config.dashboard else None
+        self.dashboard_url = dashboard_url(context) or None  # Ray's is empty without one
         notes += guard_token()
         why = "no running cluster found, started" if self.config.address == "auto" else "started"
         return [
@@ -170,31 +180,42 @@ class RayCluster(ActorCluster):
         ]
 
     def _start_local(self, guard: RayGuard) -> Any:
-        """A Ray of this run's own. Another run may take the dashboard's port between our look and Ray's."""
+        """A Ray of this run's own, in up to START_ATTEMPTS attempts, the last without the dashboard.
+
+        On a busy host Ray's processes are late, and another program may take the dashboard's port between
+        our look and Ray's.
+        """
+        first = self.config.dashboard_port
         for attempt in range(1, START_ATTEMPTS + 1):
+            last = attempt == START_ATTEMPTS
             # Named here only when it is shown: without a dashboard the port must not matter.
-            port = (
-                free_port(self.config.dashboard_host, self.config.dashboard_port)
-                if self.config.dashboard
-                else None
-            )
+            wanted = self.config.dashboard and not last
+            port = free_port(self.config.dashboard_host, first) if wanted else None
+            if wanted and port is None:
+                logger.warning("ports %d to %d are taken: no dashboard", first, first + PORTS_TRIED - 1)
             try:
                 with guard.own_ray(), _deaf_to_hangups():
                     return self._init(
                         address="local",
-                        include_dashboard=self.config.dashboard,
+                        include_dashboard=port is not None,
                         dashboard_host=self.config.dashboard_host,
                         dashboard_port=port,
                     )
-            except (OSError, RuntimeError, ValueError, RayError) as error:
+            except Exception as error:  # Ray raises plain ones for a dashboard or a node that is late
                 ray.shutdown()
-                if attempt == START_ATTEMPTS:
+                guard.sweep()
+                why = _last_line(error)
+                if last:
                     raise TryAgain(
                         "Ray cannot be started on this host",
-                        observed=error,
-                        remedy="look into /tmp/ray/session_latest/logs, or set cluster=local (no Ray)",
+                        observed=why,
+                        required=f"a start within Ray's own time limits, in {START_ATTEMPTS} attempts",
+                        remedy="start the run again when the host is less busy, set cluster=local (no Ray), "
+                        "or look into /tmp/ray/session_latest/logs",
                     ) from error
-                logger.warning("Ray did not start, once more: %s", " ".join(str(error).split()))
+                without = " without its dashboard" if port and attempt + 1 == START_ATTEMPTS else ""
+                logger.warning("Ray did not start, once more%s: %s", without, why)
+                first = port + 1 if port is not None else first
         raise AssertionError("unreachable")
 
     def _join(self, running: Running) -> None:
@@ -203,11 +224,11 @@ class RayCluster(ActorCluster):
             logger.warning("%s", note)
         try:
             context = self._init(address=running.address)
-        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        except Exception as error:  # of many classes: connections, versions, tokens, time-outs
             raise UserError(
                 "the Ray cluster cannot be joined",
                 where=f"{running.address} (from {running.source})",
-                observed=error,
+                observed=_last_line(error),
                 remedy="if it wants a token, set RAY_AUTH_MODE=token and put the token into "
                 "~/.ray/auth_token (or name its file in RAY_AUTH_TOKEN_PATH); use the cluster's "
                 "versions of Ray and Python; or set cluster.address=local",
@@ -500,6 +521,12 @@ def _deaf_to_hangups() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def _last_line(error: Exception) -> str:
+    """The reason in an error of Ray's: of a dashboard's it holds the log's last lines."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 def _name(address: Address) -> str:

@@ -57,6 +57,10 @@ class RayGuard:
             else:
                 os.environ[VARIABLE] = outer
 
+    def sweep(self) -> None:
+        """End what a start that failed has left running."""
+        _end_all(self._token, set())
+
     def end(self) -> None:
         """Nothing is left to guard."""
         self._process.kill()
@@ -118,6 +122,11 @@ def watch(driver: int, token: str) -> None:
             known = guarded(token, known)
             pause = min(_LONGEST, 2 * pause)
             due = time.monotonic() + pause
+    _end_all(token, known)
+
+
+def _end_all(token: str, known: set[Process]) -> None:
+    """Kill the processes that are `guarded`, until there are none."""
     end = time.monotonic() + _PATIENCE
     while (known := guarded(token, known)) and time.monotonic() < end:
         for pid, start in known:

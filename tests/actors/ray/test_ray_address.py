@@ -81,7 +81,8 @@ def test_a_cluster_that_is_gone(monkeypatch: pytest.MonkeyPatch, dead: str, alon
 
 def test_the_dashboard_takes_the_next_free_port(listening: str) -> None:
     taken = int(listening.rpartition(":")[2])
-    assert taken < free_port("127.0.0.1", taken) < taken + PORTS_TRIED
+    assert taken < (free_port("127.0.0.1", taken) or 0) < taken + PORTS_TRIED
+    assert free_port("127.0.0.1", 65536) is None  # nothing left to try
     with pytest.raises(UserError, match=r"cannot listen.*cluster\.dashboard_host"):
         free_port("203.0.113.1", 8265)  # of no host: reserved for documentation
 

@@ -34,6 +34,7 @@ COMMON = (
     "cluster.dashboard=false",
     "optim.lr=0.02",
     "lora.dropout=0.1",
+    "trainer.neftune_noise_alpha=0.2",
 )
 
 
@@ -211,29 +212,63 @@ def test_an_actor_that_cannot_load_names_the_fault(checkpoint: Path) -> None:
         cluster.shutdown()
 
 
-@pytest.mark.parametrize("failures", [0, 2, 3])
-def test_a_dashboard_port_that_another_run_takes_meanwhile(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failures: int
-) -> None:
-    """Between our look at the port and Ray's there is time for another run."""
+LATE = "The last 20 lines of dashboard.log:\nTraceback\nOSError: [Errno 98] address already in use\n"
+
+
+def starts(
+    monkeypatch: pytest.MonkeyPatch, errors: list[Exception], **config: Any
+) -> tuple[list[tuple[bool, int | None]], list[str], Any]:
+    """`_start_local` where the first attempts raise `errors`: (dashboard, port) of each attempt, what was
+    cleaned up, and how to start."""
     cluster = RayCluster.__new__(RayCluster)
-    cluster.config = ClusterConfig(dashboard_port=9000)
-    asked: list[int] = []
-    monkeypatch.setattr(ray_cluster_module, "free_port", lambda host, first: first + len(asked))
-    monkeypatch.setattr(ray_cluster_module.ray, "shutdown", lambda: None)
+    cluster.config = ClusterConfig(dashboard_port=9000, **config)
+    asked: list[tuple[bool, int | None]] = []
+    cleaned: list[str] = []
+    monkeypatch.setattr(ray_cluster_module.ray, "shutdown", lambda: cleaned.append("shutdown"))
 
     def init(**how: Any) -> str:
-        asked.append(how["dashboard_port"])
-        if len(asked) <= failures:
-            raise ValueError("the port is in use")
+        asked.append((how["include_dashboard"], how["dashboard_port"]))
+        if len(asked) <= len(errors):
+            raise errors[len(asked) - 1]
         return "context"
 
     monkeypatch.setattr(cluster, "_init", init)
-    guard: Any = SimpleNamespace(own_ray=contextlib.nullcontext)
-    if failures == 3:
-        with pytest.raises(TryAgain, match=r"Ray cannot be started on this host.*the port is in use"):
-            cluster._start_local(guard)
-    else:
-        assert cluster._start_local(guard) == "context"
-    assert asked == [9000, 9001, 9002][: failures + 1]
-    assert caplog.text.count("Ray did not start, once more") == min(failures, 2)
+    guard: Any = SimpleNamespace(own_ray=contextlib.nullcontext, sweep=lambda: cleaned.append("sweep"))
+    return asked, cleaned, lambda: cluster._start_local(guard)
+
+
+def test_a_start_that_fails_is_tried_on_another_port_and_then_without_the_dashboard(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between our look at the port and Ray's there is time for another program. Ray's errors are plain."""
+    monkeypatch.setattr(ray_cluster_module, "free_port", lambda host, first: first)
+    asked, cleaned, start = starts(monkeypatch, [ValueError("9000 is already occupied"), Exception(LATE)])
+    assert start() == "context"
+    assert asked == [(True, 9000), (True, 9001), (False, None)]
+    assert cleaned == ["shutdown", "sweep"] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "Ray did not start, once more: 9000 is already occupied",
+        "Ray did not start, once more without its dashboard: OSError: [Errno 98] address already in use",
+    ]
+
+
+def test_a_host_too_busy_for_ray_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = Exception("The current node timed out during startup.\n")
+    asked, cleaned, start = starts(monkeypatch, [late] * 3, dashboard=False)
+    with pytest.raises(TryAgain) as raised:
+        start()
+    line = "Ray cannot be started on this host; found The current node timed out during startup.; required"
+    assert raised.value.line().startswith(line) and "cluster=local" in raised.value.remedy
+    assert asked == [(False, None)] * 3 and cleaned == ["shutdown", "sweep"] * 3
+    assert caplog.text.count("once more: The current node timed out") == 2
+
+
+def test_without_a_free_port_there_is_no_dashboard(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray_cluster_module, "free_port", lambda host, first: None)
+    asked, _, start = starts(monkeypatch, [])
+    assert start() == "context" and asked == [(False, None)]
+    assert "ports 9000 to 9049 are taken: no dashboard" in caplog.text

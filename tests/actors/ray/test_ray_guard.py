@@ -112,3 +112,18 @@ def test_nothing_of_a_killed_run_stays(place: Place, tmp_path: Path) -> None:
     until(lambda: not [p for p in of_it if p.is_running() and not gone(p.pid)], 15)
     assert place.left(5.0) == []
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "kt_ray" in name or "plasma" in name}
+
+
+def test_what_a_failed_start_left_is_ended_and_nothing_else() -> None:
+    guard = RayGuard()
+    command = ["sleep", "60"]
+    with guard.own_ray():
+        left = subprocess.Popen(command)
+    with subprocess.Popen(command) as other:
+        try:
+            guard.sweep()
+            assert left.wait(5) == -signal.SIGKILL and other.poll() is None
+            assert guard._process.poll() is None  # the next attempt is guarded, too
+        finally:
+            other.kill()
+            guard.end()

@@ -34,6 +34,7 @@ COMMON = (
     "cluster.dashboard=false",
     "optim.lr=0.02",
     "lora.dropout=0.1",
+    "trainer.neftune_noise_alpha=0.2",
     "trainer.save_every=2",
 )
 Parameters = dict[str, torch.Tensor]

@@ -185,7 +185,7 @@ DATA: list[Case] = [
     Case(
         "max_length of one token",
         TINY + " data.max_length=1",
-        ["data.max_length=1", "at least 2", "set data.max_length=512"],
+        ["data.max_length=1", "at least 2", "set data.max_length=1024"],
     ),
     Case(
         "held-out file missing",

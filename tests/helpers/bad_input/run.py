@@ -101,7 +101,7 @@ RUN: list[Case] = [
     Case(
         "run name that is taken",
         TINY + " run.name=done",
-        ["already holds a run", "{dir}/runs/done", "run.overwrite=true", "trainer.resume=latest"],
+        ["already holds a run", "{dir}/runs/done", "run.overwrite=true", "resume="],
         lambda p: p.run,
     ),
     Case(

@@ -1,0 +1,156 @@
+"""CPUs and GPUs by name, with the figures of their data sheets, and names of whole hosts made of them.
+
+`2x4090_2x9654_1024gb` is a host of two RTX 4090, two EPYC 9654 and 1,024 GiB over both sockets. A hardware
+file may name a part as well (`cpu: EPYC 9654`, `name: RTX 4090`) and leave out what is said here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kt_ray.errors import UserError
+from kt_ray.hardware.rates import Figure
+
+CUDA_GIVES = 0.985  # of a card's memory as sold: the driver and the firmware keep the rest
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """One socket. cores: those that compute experts; isa: the best; figures: as a hardware file's rates."""
+
+    name: str
+    cores: int
+    isa: str
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+
+
+class GpuSheet(NamedTuple):
+    """A card: GiB that CUDA gives, dense bf16 FLOP/s with float32 sums, bytes/s of memory and of PCIe."""
+
+    gib: float
+    flops: float
+    memory: float
+    pcie: float
+
+
+def _cpu(
+    name: str,
+    cores: int,
+    isa: str,
+    clock: float,
+    why: str,
+    channels: int,
+    modules: str,
+    more: Mapping[str, Figure] | None = None,
+) -> Cpu:
+    """clock in GHz; modules: "DDR5-4800", with a remark in brackets where the data sheet has another."""
+    rate = channels * int(modules.split("-")[1].split()[0]) * 8e6  # 8 bytes per transfer and channel
+    sheet = f"data sheet: {channels} channels {modules} are {rate / 1e9:g} GB/s; assumed: 80 % of it"
+    dram = Figure(round(0.8 * rate / 1e9) * 1e9, sheet)
+    return Cpu(name, cores, isa, {"clock": Figure(clock * 1e9, why), "dram": dram, **(more or {})})
+
+
+def _base(clock: float, boost: float) -> str:
+    return f"data sheet: base {clock:g} GHz, boost {boost:g}"
+
+
+_UNDER_AMX = "assumed: sustained under AMX on all cores (docs/kernels.md)"
+_TWO_FMA = "two 512-bit FMA per cycle"
+_FASTER = "assumed: below Zen4's, since products are twice as fast beside the same decoding"
+_ZEN5 = {
+    "avx512_bf16_bf16_per_cycle": Figure(128, "Zen 5: two 512-bit vdpbf16ps per cycle"),
+    "avx512_f32_per_cycle": Figure(64, f"Zen 5: {_TWO_FMA}"),
+    "avx512_bf16_f32_per_cycle": Figure(64, f"Zen 5: {_TWO_FMA}"),
+    "avx512_bf16_forward": Figure(0.7, _FASTER),
+    "avx512_bf16_backward": Figure(0.62, _FASTER),
+}
+_ICE_LAKE = {
+    "avx512_f32_per_cycle": Figure(64, f"data sheet: {_TWO_FMA}"),
+    "avx512_forward": Figure(0.64, _FASTER),
+    "avx512_backward": Figure(0.55, _FASTER),
+}
+_FOUR = "DDR5-3600 (what four modules run at)"
+
+# What a user writes -> the CPU. How much of the peak the engine reaches is nominal.py's, by instruction set.
+CPUS: dict[str, Cpu] = {
+    "5950x": _cpu("Ryzen 9 5950X", 16, "avx2", 3.4, _base(3.4, 4.9), 2, "DDR4-3200"),
+    "7950x": _cpu("Ryzen 9 7950X", 16, "avx512_bf16", 4.5, _base(4.5, 5.7), 2, _FOUR),
+    "9950x": _cpu("Ryzen 9 9950X", 16, "avx512_bf16", 4.3, _base(4.3, 5.7), 2, _FOUR, _ZEN5),
+    "13900k": _cpu("Core i9-13900K", 8, "avx2", 3.0, f"{_base(3.0, 5.8)}; P-cores only", 2, _FOUR),
+    "7742": _cpu("EPYC 7742", 64, "avx2", 2.25, _base(2.25, 3.4), 8, "DDR4-3200"),
+    "7763": _cpu("EPYC 7763", 64, "avx2", 2.45, _base(2.45, 3.5), 8, "DDR4-3200"),
+    "9354": _cpu("EPYC 9354", 32, "avx512_bf16", 3.25, _base(3.25, 3.8), 12, "DDR5-4800"),
+    "9654": _cpu("EPYC 9654", 96, "avx512_bf16", 2.4, _base(2.4, 3.7), 12, "DDR5-4800"),
+    "9355": _cpu(
+        "EPYC 9355", 32, "avx512_bf16", 3.5, "data sheet: base 3.55 GHz, all cores", 12, "DDR5-6000", _ZEN5
+    ),
+    "6348": _cpu(
+        *("Xeon Gold 6348", 28, "avx512", 2.2, "data sheet: base 2.6 GHz; assumed: 2.2 under AVX-512", 8),
+        "DDR4-3200",
+        _ICE_LAKE,
+    ),
+    "8480": _cpu("Xeon Platinum 8480+", 56, "amx", 2.0, _UNDER_AMX, 8, "DDR5-4800"),
+    "8488c": _cpu("Xeon Platinum 8488C", 48, "amx", 2.0, _UNDER_AMX, 8, "DDR5-4800"),
+}
+
+# A part of the card's name -> its data sheet.
+GPUS: dict[str, GpuSheet] = {
+    "4090": GpuSheet(23.6, 165.2e12, 1008e9, 25e9),
+    "5090": GpuSheet(31.3, 209.5e12, 1792e9, 50e9),
+    "3090": GpuSheet(23.7, 71e12, 936e9, 25e9),
+    "A100": GpuSheet(39.4, 312e12, 1555e9, 25e9),
+    "H100": GpuSheet(79.1, 989e12, 3350e9, 50e9),
+    "H200": GpuSheet(139.8, 989e12, 4800e9, 50e9),
+    "L40": GpuSheet(44.4, 181e12, 864e9, 25e9),
+}
+
+_HOST = re.compile(
+    r"(?:(?P<gpus>\d+)x(?P<gpu>[a-z0-9]+)(?:-(?P<gib>\d+)gb)?_)?"
+    r"(?:(?P<sockets>\d+)x)?(?P<cpu>[a-z0-9]+)_(?P<memory>\d+)gb",
+    re.IGNORECASE,
+)
+
+
+def cpu_named(name: str) -> Cpu | None:
+    """The CPU that a text names ("EPYC 9654", "Intel(R) Xeon(R) Platinum 8480+"); None = not in the table."""
+    return next((cpu for key, cpu in CPUS.items() if re.search(rf"(?<!\w){key}(?![0-9])", name, re.I)), None)
+
+
+def gpu_named(name: str) -> GpuSheet | None:
+    """The data sheet of the card that a text names; None = not in the table."""
+    return next((sheet for key, sheet in GPUS.items() if key.lower() in name.lower()), None)
+
+
+def named_host(name: str) -> dict[str, Any]:
+    """The content of a hardware file for a host named by its parts.
+
+    Raises:
+        UserError: the name is not made like one, or a part is not in the tables.
+    """
+    found = _HOST.fullmatch(name)
+    cpu = cpu_named(found["cpu"]) if found else None
+    if not found or cpu is None or (found["gpu"] and gpu_named(found["gpu"]) is None):
+        raise UserError(
+            "plan.hardware names no host",
+            where="plan.hardware",
+            observed=name,
+            required="a file, wizard, or GPUs, CPUs and memory of all sockets as 2x4090_2x9654_1024gb or "
+            f"1x7950x_128gb; CPUs {', '.join(CPUS)}; GPUs {', '.join(GPUS)} (of another size: 4090-48gb)",
+            remedy="set plan.hardware=wizard: it asks six questions and writes hardware.yaml",
+        )
+    sockets = int(found["sockets"] or 1)
+    host: dict[str, Any] = {
+        "sockets": [{"count": sockets, "cpu": cpu.name, "memory_gib": int(found["memory"]) / max(1, sockets)}]
+    }
+    if found["gpu"]:
+        card = {"count": int(found["gpus"]), "name": found["gpu"].upper()}
+        if found["gib"]:
+            card |= {
+                "name": f"{card['name']} {found['gib']} GB",
+                "memory_gib": int(found["gib"]) * CUDA_GIVES,
+            }
+        host["gpus"] = [card]
+    return host

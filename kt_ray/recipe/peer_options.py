@@ -1,0 +1,126 @@
+"""Options of other programs on the command line: what they are called here, or why there is none."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from kt_ray.config.fields import closest, closest_key, fields, groups, joined, show
+from kt_ray.config.files import option_groups, option_names
+from kt_ray.config.mapping import fits
+from kt_ray.errors import UserError
+from kt_ray.recipe.command import override
+from kt_ray.recipe.field_table import Field, field_table, names_elsewhere
+from kt_ray.recipe.llamafactory import read_field
+from kt_ray.recipe.reading import masked
+
+# Groups of a training run: a name behind one of them (trainer.save_steps) is looked up without it.
+_TRAINING = ("model", "rule", "data", "lora", "optim", "trainer", "preference", "tracking", "run", "training")
+# Several fields of others are factors of these: none of them is the value.
+_PRODUCTS = ("trainer.batch_size",)
+_NEAR = 0.85  # how alike (difflib's ratio) a misspelled one must be
+_PATHS = ("model.path", "data.path", "data.eval_path")
+
+
+class _Answer(NamedTuple):
+    what: str  # of one option
+    write: list[str]  # what to write in its place; [] = nothing
+    remedy: str = ""  # where that does not say it
+
+
+def refuse_peer_options(keys: Sequence[str]) -> None:
+    """Answers the options of Hugging Face, PEFT, TRL, LLaMA-Factory, Axolotl and Unsloth all at once.
+
+    Args:
+        keys: KEY=VALUE arguments, no flags.
+
+    Raises:
+        UserError: there are some; with what to write instead.
+    """
+    found = {key: answer for key in keys if (answer := _answer(key))}
+    if not found:
+        return
+    answers = list(found.values())
+    write = " ".join(text for answer in answers for text in answer.write)
+    parts = [f"write {write}"] if write else []
+    parts += dict.fromkeys(answer.remedy for answer in answers if answer.remedy)
+    raise UserError(
+        "; ".join(answer.what for answer in answers),
+        observed=" ".join(masked(key.partition("=")[0].lstrip("-+~"), key) for key in found),
+        remedy="; ".join(parts),
+    )
+
+
+def _answer(argument: str) -> _Answer | None:
+    """About one KEY=VALUE; None = it is an option of kt_ray, or of nobody."""
+    given, _, text = argument.lstrip("-+~").partition("=")
+    name = given.partition("@")[0]
+    if not name or {name, joined(name)} & {*fields(), *groups(), *option_groups(), *map(joined, fields())}:
+        return None  # our own names are checked, and spelled, elsewhere
+    group, _, last = name.replace("-", "_").rpartition(".")
+    if group and group not in _TRAINING:
+        return None
+    known = [*names_elsewhere(), *field_table()]
+    whole = f"{group}_{last}"  # lora.target is lora_target
+    found = next((word for word in (last, whole) if word in known), None)
+    if found is None and closest_key(name) is None:
+        found = closest(last, known, _NEAR)
+    if found is None:
+        return None
+    meant, value = names_elsewhere().get(found, found), _value(text)
+    if meant in fields():
+        return _direct(name, [meant], value, "")
+    return _of_field(name, meant, field_table()[meant], value)
+
+
+def _of_field(name: str, meant: str, field: Field, value: Any) -> _Answer:
+    if field.kind == "ignored" or (field.kind == "fixed" and (value is None or field.accepts(value))):
+        return _Answer(f"{name} is no option here: {field.text}", [], f"leave out {name}")
+    if field.kind == "fixed":
+        return _Answer(f"{name}={show(value)} is not possible: {field.text}", [], f"leave out {name}")
+    text = re.sub(r"^default [^;]*(; )?", "", field.text)  # LLaMA-Factory's default
+    if value is None:
+        return _direct(name, list(field.keys), None, text)
+    reading = read_field(meant, value)
+    refused = any(refusal.field.startswith(f"{meant}=") for refusal in reading.refused)
+    stated = [o for o in reading.overrides.values() if o.key in field.keys and f"{meant}=" in o.source]
+    chosen = [o for o in stated if "(default)" not in o.source]
+    if chosen and not refused:
+        notes = "".join(f" ({o.note})" for o in chosen if o.note)
+        if len(chosen) < len(stated):
+            notes += f" ({text})"
+        what = f"{name} is {' and '.join(o.key for o in chosen)} here{notes}"
+        return _Answer(what, [shlex.quote(override(o.key, o.value)) for o in chosen])
+    as_it_is = not (stated or refused) or (isinstance(value, str) and value[:1] in ("/", ".", "~"))
+    return _direct(name, list(field.keys), value if as_it_is else None, text)
+
+
+def _direct(name: str, keys: list[str], value: Any, text: str) -> _Answer:
+    """The same value under our key, where that is what it means; else the keys with how they are set."""
+    key = next((k for k in keys if k in _PATHS), keys[0])
+    if key in _PATHS:
+        same = isinstance(value, str) and ("/" in value or "." in value)
+    else:
+        same = value is not None and len(keys) == 1 and key in fields() and key not in _PRODUCTS
+    if key in option_groups() and value in option_names(key):
+        return _Answer(f"{name} is {key} here", [f"{key}={value}"])
+    if same and fits(key, value):
+        return _Answer(f"{name} is {key} here", [shlex.quote(override(key, value))])
+    how = f" ({text})" if text else ""
+    return _Answer(f"{name} is {' and '.join(keys)} here{how}", [], f"set {' or '.join(keys)}")
+
+
+def _value(text: str) -> Any:
+    """A value as Hydra reads it; None = none is given, or several."""
+    try:
+        parsed = OverridesParser.create().parse_override(f"key={text}") if text else None
+    except HydraException:
+        return text
+    if parsed is None or parsed.is_sweep_override():
+        return None
+    return parsed.value()

@@ -1,0 +1,124 @@
+"""resume=runs/NAME on the command line: the run's own configuration, with what the command line changes.
+
+With mode=chat or predict it is the run's model and adapter that are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kt_ray.config.fields import show
+from kt_ray.config.secret_values import MASK, is_secret
+from kt_ray.errors import UserError
+from kt_ray.runs.rundir import find_checkpoints, flatten, is_run, read_config
+
+_EXAMPLE = "write resume=runs/NAME, and behind it what is to change"
+
+
+@dataclass(frozen=True)
+class ResumeCommand:
+    """A run to go on with."""
+
+    run: Path
+    checkpoint: Path | None  # one that was named; None = the newest intact one
+    changes: tuple[str, ...]  # the other keys, KEY=VALUE
+
+    @classmethod
+    def of(cls, keys: Sequence[str]) -> ResumeCommand | None:
+        """The one that resume=DIRECTORY among the keys asks for; None = there is none.
+
+        Raises:
+            UserError: it names no run, or stands beside what chooses everything itself.
+        """
+        named = [key for key in keys if key.startswith("resume=")]
+        if not named:
+            return None
+        path = Path(named[-1].partition("=")[2].strip("'\"")).expanduser().absolute()
+        changes = tuple(key for key in keys if key not in named)
+        for key in changes:
+            if key.startswith(("recipe", "experiment=")):
+                observed = f"{named[-1]} {key}"
+                raise UserError(
+                    "two of these choose everything", observed=observed, remedy=f"leave out {key}"
+                )
+        run = path.parent.parent if path.parent.name == "checkpoints" else path
+        if not is_run(run):
+            beside = Path("runs", path.name)
+            raise UserError(
+                "resume names no run",
+                where=named[-1],
+                observed="no config.yaml" if path.is_dir() else "no such directory",
+                required="the directory of a run, or one of its checkpoints/step_...",
+                remedy=f"write resume={beside}" if is_run(beside) else _EXAMPLE,
+            )
+        return cls(run, path if path != run else None, changes)
+
+    def configuration(self, composed: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """The configuration to go on with, and lines that say what differs from the run's.
+
+        Args:
+            composed: the defaults with the changes, of which only these are taken.
+
+        Raises:
+            UserError: config.yaml cannot be read, or lacks what it does not show.
+        """
+        saved = read_config(self.run / "config.yaml")
+        before = flatten(saved)
+        names = [change.lstrip("+~").partition("=")[0].partition("@")[0] for change in self.changes]
+        for name in names:
+            _take(saved, composed, name.split("."))
+        for key, value in flatten(saved).items():
+            if MASK in show(value) and before.get(key) == value:
+                _unmask(saved, key, self.run)
+        run = saved.setdefault("run", {})
+        elsewhere = any(name == "run" or name.startswith(("run.name", "run.root")) for name in names)
+        if not any(name.startswith("run.overwrite") for name in names):
+            run["overwrite"] = False
+        run.setdefault("root", str(self.run.parent))
+        if not elsewhere:  # the directory may have moved
+            run |= {"root": str(self.run.parent), "name": self.run.name}
+        if saved.get("mode") in ("chat", "predict"):  # of the adapter that the run has made
+            if not any(name == "generate" or name.startswith("generate.adapter") for name in names):
+                saved.setdefault("generate", {})["adapter"] = str(self.run)
+        elif "trainer.resume" not in names:
+            newest = find_checkpoints(self.run)[-1:] if elsewhere else []
+            checkpoint = self.checkpoint or next(iter(newest), None)
+            saved.setdefault("trainer", {})["resume"] = str(checkpoint or "latest")
+        after = flatten(saved)
+        differ = {key for key in {*before, *after} if before.get(key) != after.get(key)}
+        lines = [
+            f"  {key}: {show(before.get(key))} → {show(after.get(key))}"
+            for key in sorted(differ - {"run.root", "run.overwrite", "trainer.resume", "generate.adapter"})
+        ]
+        return saved, [f"goes on as {self.run} began" + (", but for" if lines else ""), *lines]
+
+
+def _take(saved: dict[str, Any], composed: Mapping[str, Any], path: list[str]) -> None:
+    """The value at `path` from `composed` instead; gone where it is not there."""
+    name, *rest = path
+    if name not in composed:
+        saved.pop(name, None)
+    elif rest and isinstance(composed[name], Mapping):
+        inner = saved.get(name)
+        saved[name] = inner = inner if isinstance(inner, dict) else {}
+        _take(inner, composed[name], rest)
+    else:
+        saved[name] = composed[name]
+
+
+def _unmask(saved: dict[str, Any], key: str, run: Path) -> None:
+    """A secret goes back to its default; what only holds one must be given again."""
+    *path, last = key.split(".")
+    if not is_secret(last):
+        raise UserError(
+            "the run's config.yaml does not show a secret that it was given",
+            where=f"{run / 'config.yaml'}, {key}",
+            observed=show(flatten(saved)[key]),
+            remedy=f"add {key}=<value> to the command",
+        )
+    for name in path:
+        saved = saved[name]
+    del saved[last]

@@ -1,0 +1,188 @@
+"""resume=runs/NAME: the run's own configuration, and what the command line changes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kt_ray import cli
+from kt_ray.checkpoint.manifest import Manifest
+from kt_ray.config.compose import compose
+from kt_ray.config.resume_line import chat_line, resume_line
+from kt_ray.config.schema import Config, OptimConfig
+from kt_ray.errors import BAD_INPUT
+from kt_ray.runs.rundir import RunDir
+from kt_ray.runs.saving import ResumePoint, new_schedule
+from tests.checkpoint.test_training import save
+
+BEGUN = [
+    *("rule=cpu_replicas_2", "data.path=rows.jsonl", "data.max_length=300", "optim=muon", "optim.lr=2e-3"),
+    *(
+        "lora.rank=4",
+        "trainer.max_steps=10",
+        "trainer.batch_size=4",
+        "seed=7",
+        "run.name=a",
+        "run.overwrite=true",
+    ),
+]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """runs/a in the working directory, with a checkpoint of step 5."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    begin(BEGUN)
+    return tmp_path / "runs"
+
+
+def begin(arguments: list[str]) -> Config:
+    config = compose(arguments)
+    run = RunDir.create(config)
+    run.close()
+    save(run.path, 5)
+    return config
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configurations that a mode would have been run with."""
+    seen: list[Config] = []
+
+    def dispatch(config: Config) -> int:
+        seen.append(config)
+        return 0
+
+    monkeypatch.setattr(cli, "dispatch", dispatch)
+    return seen
+
+
+def test_a_run_goes_on_with_its_own_configuration(runs: Path, given: list[Config], capfd: Any) -> None:
+    assert cli.main(["resume=runs/a"]) == 0
+    begun = compose(BEGUN)
+    trainer = dataclasses.replace(begun.trainer, resume="latest")
+    run = dataclasses.replace(begun.run, overwrite=False)
+    assert given == [dataclasses.replace(begun, trainer=trainer, run=run)]
+    assert capfd.readouterr().out == f"goes on as {runs / 'a'} began\n"
+
+
+@pytest.mark.parametrize("mode", ["chat", "predict"])
+def test_its_model_and_adapter_answer(runs: Path, given: list[Config], mode: str, capfd: Any) -> None:
+    assert cli.main(["resume=runs/a", f"mode={mode}", "generate.temperature=0.5"]) == 0
+    assert cli.main(["resume=runs/a", f"mode={mode}", "generate.adapter=null"]) == 0
+    own, bare = given
+    assert (own.generate.adapter, own.generate.temperature) == (str(runs / "a"), 0.5)
+    assert own.rule.name == "cpu_replicas_2" and own.trainer.resume is None
+    assert bare.generate.adapter is None
+    assert "generate.adapter" not in capfd.readouterr().out
+
+
+def test_what_changes_is_shown_and_nothing_else_does(runs: Path, given: list[Config], capfd: Any) -> None:
+    changes = ["trainer.max_steps=20", "rule=cpu_1worker_1socket", "data.path=~/x.jsonl", "~optim.eps"]
+    assert cli.main(["resume=runs/a", *changes]) == 0
+    (config,) = given
+    out = capfd.readouterr().out
+    assert (
+        "  trainer.max_steps: 10 → 20\n" in out
+        and "  rule.name: cpu_replicas_2 → cpu_1worker_1socket\n" in out
+    )
+    assert "optim.lr" not in out and "data.max_length" not in out and "trainer.resume" not in out
+    assert config.trainer.max_steps == 20 and config.rule == compose(["rule=cpu_1worker_1socket"]).rule
+    # A path chooses no group here: the rest of the run's data options stays.
+    assert config.data.path == str(Path("~/x.jsonl").expanduser()) and config.data.max_length == 300
+    assert (config.optim.name, config.optim.lr, config.optim.eps) == ("muon", 2e-3, OptimConfig().eps)
+
+
+def test_a_run_that_was_moved_and_one_that_branches_off(runs: Path, given: list[Config]) -> None:
+    (runs / "a").rename(runs / "moved")
+    assert cli.main(["resume=runs/moved"]) == 0
+    assert cli.main([f"resume={runs}/moved/checkpoints/latest", "mode=plan"]) == 0
+    assert cli.main(["resume=runs/moved/", "run.name=b"]) == 0
+    latest, named, branch = given
+    assert (latest.run.name, latest.run.root, latest.trainer.resume) == ("moved", str(runs), "latest")
+    assert named.mode == "plan" and named.trainer.resume == str(runs / "moved/checkpoints/latest")
+    assert branch.run.name == "b" and branch.trainer.resume == str(runs / "moved/checkpoints/step_000005")
+
+
+def test_a_masked_secret_is_never_taken_for_a_value(
+    runs: Path, given: list[Config], capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    begin([*BEGUN, "run.name=s", "serve.api_key=geheim42", "tracking.project=of-0123456789abcdef"])
+    assert "***" in (runs / "s/config.yaml").read_text()
+    assert cli.main(["resume=runs/s"]) == BAD_INPUT
+    err = capfd.readouterr().err
+    assert "tracking.project" in err and "To fix: add tracking.project=<value>" in err and given == []
+    assert cli.main(["resume=runs/s", "tracking.project=p"]) == 0
+    assert given[0].serve.api_key is None and given[0].tracking.project == "p"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["resume=runs/b"], ["resume names no run", "no such directory", "resume=runs/NAME"]),
+        (["resume=a"], ["resume names no run", "write resume=runs/a"]),
+        (["resume=runs/a", "experiment=smoke"], ["choose everything", "leave out experiment=smoke"]),
+        (["resume=runs/a", "-m", "seed=1,2"], ["is no sweep", "leave out -m"]),
+        (["resume=runs/a", "--cfg", "job"], ["prints nothing", "leave out --cfg", "runs/a/config.yaml"]),
+        (["resume=runs/a", "lora.rnk=4"], ["unknown key lora.rnk", "write lora.rank=4"]),
+        (["resume=runs/a", "trainer.max_steps=0"], ["trainer.max_steps=0", "at least 1"]),
+    ],
+)
+def test_bad_commands(
+    runs: Path, given: list[Config], arguments: list[str], expected: list[str], capfd: Any
+) -> None:
+    assert cli.main(arguments) == BAD_INPUT
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and [part for part in expected if part not in err] == [], err
+    assert given == []
+
+
+def test_a_damaged_configuration_is_named(runs: Path, capfd: Any) -> None:
+    (runs / "a/config.yaml").write_text("lora: [8")
+    assert cli.main(["resume=runs/a"]) == BAD_INPUT
+    assert "config.yaml" in capfd.readouterr().err
+
+
+def test_the_line_is_short_and_works_from_where_it_is_printed(runs: Path, tmp_path: Path) -> None:
+    assert resume_line(runs / "a") == "python launch.py resume=runs/a"
+    assert chat_line(runs / "a") == "python launch.py resume=runs/a mode=chat"
+    assert resume_line(Path("/else where/a")) == "python launch.py 'resume=/else where/a'"
+
+
+@pytest.mark.parametrize(
+    ("optim", "before", "total", "said"),
+    [
+        ({}, 10, 20, True),  # finished: from nearly nothing up again
+        ({}, 10, 10, False),
+        ({}, 12, 11, False),  # it only falls faster
+        ({"schedule": "constant"}, 10, 20, False),
+        ({"warmup": 50}, 60, 90, False),  # it was rising
+        ({"schedule": "wsd", "decay": 0.5}, 10, 20, True),
+    ],
+)
+def test_a_schedule_that_begins_to_rise_again_is_said(
+    optim: dict[str, Any], before: int, total: int, said: bool
+) -> None:
+    prepared = types.SimpleNamespace(
+        config=Config(optim=OptimConfig(**{"lr": 1e-3, **optim})),
+        batches=types.SimpleNamespace(total_steps=total),
+    )
+    manifest = Manifest(
+        step=10, seed=0, data={}, model="m", fields={}, shards=(), state={"total_steps": before}
+    )
+    line = new_schedule(ResumePoint(Path("x"), manifest), prepared)  # type: ignore[arg-type]
+    assert bool(line) is said
+    if said:
+        assert "at step 11" in line and "optim.schedule=constant" in line
+
+
+def test_config_yaml_holds_all_that_a_run_is_made_of(runs: Path) -> None:
+    saved = yaml.safe_load((runs / "a/config.yaml").read_text())
+    assert set(saved) == {field.name for field in dataclasses.fields(Config)}
