@@ -253,3 +253,4 @@ def test_a_reference_takes_memory(first: Path, pairs: Path, prepared: Make) -> N
 def test_what_cannot_go_together(overrides: list[str], match: str) -> None:
     with pytest.raises(UserError, match=match):
         compose(["data=demo", *overrides])
+    compose(["mode=chat", "lora.adapter=x", "generate.adapter=y"])  # as resume=RUN mode=chat does
