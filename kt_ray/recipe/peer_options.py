@@ -95,7 +95,7 @@ def _of_field(name: str, meant: str, field: Field, value: Any) -> _Answer:
         if len(chosen) < len(stated):
             notes += f" ({text})"
         what = f"{name} is {' and '.join(o.key for o in chosen)} here{notes}"
-        return _Answer(what, [shlex.quote(override(o.key, o.value)) for o in chosen])
+        return _Answer(what, [_written(o.key, o.value) for o in chosen])
     as_it_is = not (stated or refused) or (isinstance(value, str) and value[:1] in ("/", ".", "~"))
     return _direct(name, list(field.keys), value if as_it_is else None, text)
 
@@ -110,7 +110,7 @@ def _direct(name: str, keys: list[str], value: Any, text: str) -> _Answer:
     if key in option_groups() and value in option_names(key):
         return _Answer(f"{name} is {key} here", [f"{key}={value}"])
     if same and fits(key, value):
-        return _Answer(f"{name} is {key} here", [shlex.quote(override(key, value))])
+        return _Answer(f"{name} is {key} here", [_written(key, value)])
     how = f" ({text})" if text else ""
     return _Answer(f"{name} is {' and '.join(keys)} here{how}", [], f"set {' or '.join(keys)}")
 
@@ -124,3 +124,10 @@ def _value(text: str) -> Any:
     if parsed is None or parsed.is_sweep_override():
         return None
     return parsed.value()
+
+
+def _written(key: str, value: Any) -> str:
+    """As one types it in a shell, with no more quotes than it takes."""
+    bare = f"{key}={value}"
+    plain = isinstance(value, str) and _value(value) == value and shlex.quote(bare) == bare
+    return bare if plain else shlex.quote(override(key, value))

@@ -407,7 +407,6 @@ def test_launch_multirun_with_a_wrong_value(tmp_path: Path) -> None:
     assert done.returncode == BAD_INPUT
     *faults, last = done.stderr.splitlines()
     assert len(faults) == 2 and all("lora.rank" in line for line in faults) and "none was started" in last
-    assert len(done.stderr.splitlines()) == 2
 
 
 def test_configuration_imports_nothing_heavy() -> None:
