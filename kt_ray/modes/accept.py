@@ -61,7 +61,7 @@ def _check(config: Config) -> None:
                 "mode=accept runs the tests and benchmarks of a checkout",
                 where=str(REPO),
                 required=f"{folder}/ beside kt_ray/",
-                remedy="clone the repository, install it there (make demo), and start this command from it",
+                remedy="clone the repository, install it there (make check), and start this command from it",
             )
     if config.accept.kt is not None and not Path(config.accept.kt).exists():
         raise UserError(
