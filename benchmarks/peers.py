@@ -48,7 +48,7 @@ class Peer:
         self.batches = Batches(
             data.train,
             trainer.batch_size,
-            trainer.micro_batch_size,
+            config.micro_batch_rows(1),
             shuffle=config.data.shuffle,
             seed=config.seed,
             pad_id=data.pad_id,

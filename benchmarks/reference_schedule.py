@@ -145,7 +145,7 @@ def reference_terms(dims: ModelDims, config: Config, hardware: Hardware, rates: 
     """
     step = published_for(dims, hardware)
     tokens = config.trainer.batch_size * config.data.max_length
-    micro = config.trainer.micro_batch_size * config.data.max_length
+    micro = config.micro_batch_rows(1) * config.data.max_length
     if step is not None:
         tokens, micro = step.tokens or tokens, step.micro
     micro = min(micro, tokens)

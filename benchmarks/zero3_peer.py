@@ -37,11 +37,11 @@ from kt_ray.optim.optimizers import learning_rate  # noqa: E402
 def engine_config(config: Config) -> dict[str, Any]:
     """DeepSpeed's configuration: its defaults but for what the comparison fixes."""
     trainer = config.trainer
-    accumulate = trainer.batch_size // trainer.micro_batch_size
+    accumulate = trainer.batch_size // config.micro_batch_rows(1)
     cpu = {"device": "cpu", "pin_memory": False}  # there is nothing to pin for
     return {
         "train_batch_size": trainer.batch_size,
-        "train_micro_batch_size_per_gpu": trainer.micro_batch_size,
+        "train_micro_batch_size_per_gpu": config.micro_batch_rows(1),
         "gradient_accumulation_steps": accumulate,
         "gradient_clipping": config.optim.max_grad_norm or 0.0,
         "bf16": {"enabled": True},
@@ -60,7 +60,7 @@ class Zero3Peer:
     def __init__(self, impl: str, config: Config, model_dir: str, total_steps: int) -> None:
         self.config, self.total_steps = config, total_steps
         trainer = config.trainer
-        if trainer.batch_size % trainer.micro_batch_size:
+        if trainer.batch_size % config.micro_batch_rows(1):
             raise ValueError("trainer.batch_size must be a multiple of trainer.micro_batch_size")
         had = _EXTENSIONS.is_dir() and any(_EXTENSIONS.rglob("*.so"))
         _single_process()
@@ -76,7 +76,7 @@ class Zero3Peer:
         self.batches = Batches(
             data.train,
             trainer.batch_size,
-            trainer.micro_batch_size,
+            config.micro_batch_rows(1),
             shuffle=config.data.shuffle,
             seed=config.seed,
             pad_id=data.pad_id,

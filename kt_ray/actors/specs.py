@@ -132,7 +132,7 @@ def stage_specs(
             lora=config.lora,
             loss_chunk=config.trainer.loss_chunk,
             keep_quantized=config.model.keep_quantized,
-            padded=config.trainer.micro_batch_size > 1,
+            padded=config.packs_micro_batches or config.micro_batch_rows(plan.replicas) > 1,
             start=start,
         )
         for worker in plan.workers

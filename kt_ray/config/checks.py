@@ -563,7 +563,7 @@ def _trainer(c: Config) -> Iterator[Fault]:
         )
     if any(step < 1 for step in trainer.profile_steps):
         yield Fault("trainer.profile_steps", "counts steps from 1", "at least 1")
-    if trainer.micro_batch_size > rows:
+    if isinstance(trainer.micro_batch_size, int) and trainer.micro_batch_size > rows:
         yield Fault(
             "trainer.micro_batch_size",
             f"is more than trainer.batch_size={rows}",

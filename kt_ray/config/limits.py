@@ -19,7 +19,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
             *("rule.gpus", "rule.stages", "rule.replicas", "rule.worker_threads", "rule.groups"),
-            *("rule.wave",),
+            *("rule.wave", "trainer.micro_batch_size"),
             *("rule.experts.sockets", "rule.experts.threads", "rule.ray.worker_cpus", "rule.ray.expert_cpus"),
             *("trainer.loss_chunk", "data.eval_fraction", "generate.cache_tokens"),
         ),

@@ -151,7 +151,7 @@ class TrainerConfig:
     epochs: float = 1.0
     max_steps: int | None = None
     batch_size: int = 8
-    micro_batch_size: int = 1
+    micro_batch_size: int | str = "auto"
     eval_every: int | str = "auto"
     save_every: int | str = "30min"
     keep_checkpoints: int = 2
@@ -316,6 +316,11 @@ class ServeConfig:
     max_body: int = 8388608
 
 
+# Positions of a micro-batch of short rows at auto: from about so many on, a layer's products take longer than
+# reading its weights and starting its kernels.
+MICRO_TOKENS = 512
+
+
 @dataclass(frozen=True)
 class Config:
     """Everything."""
@@ -350,3 +355,24 @@ class Config:
     def keeps_reference(self) -> bool:
         """Whether the reference of a preference loss is a copy of the adapter that the run starts from."""
         return self.lora.adapter is not None and self.has_reference
+
+    @property
+    def packs_micro_batches(self) -> bool:
+        """Whether rows share micro-batches by their lengths (auto, and every row counts by itself)."""
+        return self.trainer.micro_batch_size == "auto" and self.trainer.stage in ("sft", "pt")
+
+    def micro_batch_rows(self, replicas: int) -> int:
+        """Rows (pairs) of a micro-batch; at auto of rows as long as data.max_length, two for each replica."""
+        trainer = self.trainer
+        if isinstance(trainer.micro_batch_size, int):
+            return trainer.micro_batch_size
+        if not self.packs_micro_batches:
+            return 1
+        fair = trainer.batch_size // (2 * replicas)
+        return max(1, min(MICRO_TOKENS // self.data.max_length, fair))
+
+    def micro_batch_tokens(self, replicas: int) -> int | None:
+        """Positions of a micro-batch, at the most, where rows share it by length; None = they do not."""
+        data = self.data
+        widest = -(-data.max_length // data.pad_to_multiple_of) * data.pad_to_multiple_of
+        return self.micro_batch_rows(replicas) * widest if self.packs_micro_batches else None

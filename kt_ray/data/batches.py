@@ -106,6 +106,30 @@ def mismatched(rows: Sequence[Row], max_length: int) -> list[Row]:
     return result
 
 
+def shared_micro_batches(
+    rows: Sequence[Row], least: int, shares: int, budget: int, multiple: int = 1
+) -> list[Sequence[Row]]:
+    """Rows of similar length together, the widest of each times their number at most `budget` positions.
+
+    A function of the rows in their order. Micro-batches come in the order of their first rows, so that long
+    and short ones are mixed as the rows are.
+
+    Args:
+        least: rows that a micro-batch may hold anyway; more only while there is one for each of `shares`.
+        multiple: as in `micro_batch`.
+    """
+    widths = [math.ceil(len(row.input_ids) / multiple) * multiple for row in rows]
+    most = max(least, len(rows) // shares)
+    parts: list[list[int]] = []
+    for i in sorted(range(len(rows)), key=lambda i: -widths[i]):  # stable
+        last = parts[-1] if parts else []
+        if last and len(last) < most and (len(last) + 1) * widths[last[0]] <= budget:
+            last.append(i)
+        else:
+            parts.append([i])
+    return [[rows[i] for i in part] for part in sorted(sorted(part) for part in parts)]
+
+
 def wave(
     rows: Sequence[Row],
     micro_batch_size: int,
@@ -115,14 +139,26 @@ def wave(
     multiple: int = 1,
     unpadded: bool = False,
 ) -> Wave:
-    """The micro-batches of one pass as PassSpec wants them.
+    """The one pass of rows that become micro-batches in order; see `wave_of`."""
+    parts = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
+    return wave_of(parts, replicas, groups, pad_id, multiple, unpadded)
 
-    Rows become micro-batches in order; micro-batch i goes to replica i % replicas; a replica's share is
+
+def wave_of(
+    parts: Sequence[Sequence[Row]],
+    replicas: int = 1,
+    groups: int = 1,
+    pad_id: int = 0,
+    multiple: int = 1,
+    unpadded: bool = False,
+) -> Wave:
+    """The micro-batches of one pass as PassSpec wants them: `parts` are the rows of each.
+
+    Micro-batch i goes to replica i % replicas; a replica's share is
     cut into `groups` contiguous groups whose sizes differ by one at most. With few rows a replica may
     have empty groups, always the last ones. `pad_id` may be any id: padding is neither attended to nor
     trained. The rest as in `Batches`.
     """
-    parts = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
     if unpadded:
         alike = (itertools.groupby(part, key=lambda row: len(row.input_ids)) for part in parts)
         parts, multiple = [list(group) for runs in alike for _, group in runs], 1
@@ -145,19 +181,28 @@ def step_waves(
     pad_id: int = 0,
     multiple: int = 1,
     unpadded: bool = False,
+    budget: int | None = None,
 ) -> list[Wave]:
     """The passes of a step: as few waves as `largest` allows, all but the last of the same size.
 
     Args:
         largest: micro-batches of a replica per wave at the most; None = all in one.
+        budget: positions of a micro-batch, which rows share by their lengths (`shared_micro_batches`); None =
+            micro_batch_size rows each, in order.
     """
     if not rows:
         return []
-    micro = math.ceil(len(rows) / (micro_batch_size * replicas))  # of the first replica, which has most
+    if budget is None:
+        parts = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
+    else:
+        parts = shared_micro_batches(rows, micro_batch_size, replicas * groups, budget, multiple)
+    micro = math.ceil(len(parts) / replicas)  # of the first replica, which has most
     waves = math.ceil(micro / (largest or micro))
-    count = math.ceil(micro / waves) * micro_batch_size * replicas
-    parts = [rows[i : i + count] for i in range(0, len(rows), count)]
-    return [wave(part, micro_batch_size, replicas, groups, pad_id, multiple, unpadded) for part in parts]
+    count = math.ceil(micro / waves) * replicas
+    return [
+        wave_of(parts[i : i + count], replicas, groups, pad_id, multiple, unpadded)
+        for i in range(0, len(parts), count)
+    ]
 
 
 def eval_waves(
@@ -170,6 +215,7 @@ def eval_waves(
     largest: int | None = None,
     multiple: int = 1,
     unpadded: bool = False,
+    budget: int | None = None,
 ) -> list[Wave]:
     """All rows once, in source order, as passes of `batch_size` rows, or of what `largest` allows."""
     parts = [flat(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
@@ -177,7 +223,7 @@ def eval_waves(
         w
         for part, unit in parts
         for w in step_waves(
-            part, unit * micro_batch_size, replicas, groups, largest, pad_id, multiple, unpadded
+            part, unit * micro_batch_size, replicas, groups, largest, pad_id, multiple, unpadded, budget
         )
     ]
 
@@ -204,6 +250,7 @@ class Batches:
     group_by_length: bool = False  # batches of rows of similar length, see `grouped_order`
     # micro-batches of rows of one length: for models that padding moves
     unpadded: bool = False
+    budget: int | None = None  # positions of a micro-batch, see `step_waves`
     # The latest epoch and its order.
     _epoch: tuple[int, np.ndarray] | None = field(default=None, init=False)
 
@@ -245,4 +292,5 @@ class Batches:
             self.pad_id,
             self.multiple,
             self.unpadded,
+            self.budget,
         )

@@ -73,8 +73,9 @@ def _noted(plan: Plan, reason: str) -> Plan:
 
 
 def _micro_batches(config: Config) -> int:
-    """Micro-batches of a step, all replicas."""
-    return math.ceil(config.trainer.batch_size / config.trainer.micro_batch_size)
+    """Micro-batches of a step, all replicas; at auto each row could be one."""
+    size = config.trainer.micro_batch_size
+    return math.ceil(config.trainer.batch_size / (size if isinstance(size, int) else 1))
 
 
 def _first_reason(config: Config, plan: Plan) -> str:

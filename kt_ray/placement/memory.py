@@ -110,7 +110,7 @@ def load_of(config: Config, wave: int, groups: int) -> Load:
     trainer, row = config.trainer, widest_row(config.data)
     replicas = config.rule.replica_count
     step_rows = math.ceil(trainer.batch_size / replicas)
-    micro = min(trainer.micro_batch_size, step_rows)
+    micro = min(config.micro_batch_rows(replicas), step_rows)
     rows = min(step_rows, wave * micro)
     group_rows = min(rows, math.ceil(math.ceil(rows / micro) / groups) * micro)
     total = min(trainer.batch_size, rows * replicas) * row
@@ -310,7 +310,7 @@ def mask_bytes(dims: ModelDims, config: Config, load: Load, dtype: str) -> int:
     """
     data, row = config.data, load.row
     eager = config.model.attn_implementation == "eager" or dims.model_type in WITHOUT_SDPA
-    partial = data.packing or data.pad_to_multiple_of > 1 or load.micro > row
+    partial = data.packing or data.pad_to_multiple_of > 1 or load.micro > row or config.packs_micro_batches
     windows = {window for _, window in dims.pair_widths} or {0}
     kinds = sum(1 for window in windows if eager or partial or 0 < window < row)
     return kinds * load.replica * row * (ELEMENT_BYTES[dtype] if eager else 1)

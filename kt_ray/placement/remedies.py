@@ -105,7 +105,7 @@ def _candidates(config: Config, rules: Mapping[str, RuleConfig]) -> Iterator[tup
     for name, other in rules.items():
         if name != rule.name:
             yield Remedy(f"rule={name}", _placed(other)), replace(config, rule=other)
-    if config.trainer.micro_batch_size > 1:
+    if config.micro_batch_rows(rule.replica_count) > 1:
         yield change("trainer.micro_batch_size", 1, "same results, more and smaller attention passes")
     for rows in _halves(config.trainer.batch_size, rule.replica_count):
         yield change("trainer.batch_size", rows, "fewer rows per optimizer step")

@@ -32,7 +32,7 @@ class Fit(NamedTuple):
 def micro_batches(config: Config) -> int:
     """Micro-batches of the largest replica in a step."""
     rows = math.ceil(config.trainer.batch_size / config.rule.replica_count)
-    return math.ceil(rows / config.trainer.micro_batch_size)
+    return math.ceil(rows / config.micro_batch_rows(config.rule.replica_count))
 
 
 def waves_of(micro: int, wave: int) -> int:

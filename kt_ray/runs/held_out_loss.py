@@ -61,7 +61,9 @@ def open_held_out(generation: PreparedGeneration, ids: Sequence[int], directory:
     rows = [row for row in answers if row.sample_id in selected and row.sign >= 0]
     settings = {**model_settings(generation), "rows": _digest(rows)}
     plan, trainer = generation.plan, config.trainer
-    sizes = (trainer.batch_size, trainer.micro_batch_size, plan.replicas, plan.groups)
+    # At auto each row by itself: padding moves some models, and speed counts less here.
+    micro = trainer.micro_batch_size if isinstance(trainer.micro_batch_size, int) else 1
+    sizes = (trainer.batch_size, micro, plan.replicas, plan.groups)
     multiple = data.pad_to_multiple_of
     waves = eval_waves(rows, *sizes, bundle.pad_id, largest=plan.wave, multiple=multiple)
     file = directory / LOSSES_FILE

@@ -397,7 +397,8 @@ def without_padding(prepared: Prepared, moves: str) -> tuple[Prepared, str]:
 
 def _batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool = False) -> StepBatches:
     trainer = config.trainer
-    sizes = (trainer.batch_size, trainer.micro_batch_size, plan.replicas, plan.groups)
+    sizes = (trainer.batch_size, config.micro_batch_rows(plan.replicas), plan.replicas, plan.groups)
+    budget = config.micro_batch_tokens(plan.replicas)
     batches = Batches(
         data.train,
         *sizes,
@@ -408,13 +409,20 @@ def _batches(config: Config, plan: Plan, data: DataBundle, *, unpadded: bool = F
         multiple=config.data.pad_to_multiple_of,
         group_by_length=config.data.group_by_length,
         unpadded=unpadded,
+        budget=budget,
     )
     total = trainer.max_steps
     if total is None:
         total = max(1, math.ceil(trainer.epochs * batches.steps_per_epoch))
     multiple = config.data.pad_to_multiple_of
     held_out = eval_waves(
-        data.eval, *sizes, data.pad_id, largest=plan.wave, multiple=multiple, unpadded=unpadded
+        data.eval,
+        *sizes,
+        data.pad_id,
+        largest=plan.wave,
+        multiple=multiple,
+        unpadded=unpadded,
+        budget=budget,
     )
     return StepBatches(
         total_steps=total,

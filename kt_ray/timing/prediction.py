@@ -306,7 +306,8 @@ def _candidates(config: Config, hardware: Hardware) -> Iterator[tuple[dict[str, 
     for factor in (2, 4):
         rows = trainer.batch_size * factor
         yield {"trainer.batch_size": rows}, "a larger step: fewer updates per epoch"
-    for size in (trainer.micro_batch_size * 2, trainer.micro_batch_size // 2):
+    micro = config.micro_batch_rows(rule.replica_count)
+    for size in (micro * 2, micro // 2):
         if 1 <= size <= math.ceil(trainer.batch_size / rule.replica_count):
             yield {"trainer.micro_batch_size": size}, rounding
     for backend in ("AMXINT8", "AMXINT4"):

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from kt_ray.batch import IGNORE, PassSpec, trained_tokens
+from kt_ray.batch import IGNORE, MicroBatch, PassSpec, trained_tokens
 from kt_ray.data.batches import (
     Batches,
     Wave,
@@ -107,6 +107,41 @@ def test_steps_are_cut_into_as_few_and_even_waves_as_allowed(
     waves = step_waves(ROWS[:rows], micro, replicas, 1, largest)
     assert [len(samples(w)) for w in waves] == sizes
     assert sorted(i for w in waves for i in samples(w)) == sorted(ids(ROWS[:rows]))
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize(("replicas", "groups"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_rows_of_similar_length_share_micro_batches(replicas: int, groups: int, multiple: int) -> None:
+    lengths = [90, 3, 40, 5, 88, 41, 4, 100, 6, 39, 2, 7]
+    rows = [Row(np.arange(n), np.arange(n), sample_id=i) for i, n in enumerate(lengths)]
+    budget = 104
+
+    def cut(rows: list[Row]) -> list[MicroBatch]:
+        waves = step_waves(rows, 1, replicas, groups, None, multiple=multiple, budget=budget)
+        return [mb for wave_ in waves for share in wave_ for group in share for mb in group]
+
+    micro = cut(rows)
+    assert sorted(i for mb in micro for i in mb.sample_ids.tolist()) == list(range(len(rows)))
+    assert all(mb.input_ids.size <= budget for mb in micro)
+    assert replicas * groups <= len(micro) < len(rows)  # every replica and group has some
+    assert max(len(mb.lengths) for mb in micro) <= max(1, len(rows) // (replicas * groups))
+    padding = sum(mb.input_ids.size - mb.tokens for mb in micro)
+    assert padding < 0.2 * sum(lengths) + multiple * len(rows)
+    assert [mb.sample_ids.tolist() for mb in cut(rows)] == [mb.sample_ids.tolist() for mb in micro]
+    # long and short ones are mixed as the rows are, not long ones first
+    firsts = [int(mb.sample_ids[0]) for mb in step_micro(rows, budget)]
+    assert firsts == sorted(firsts) and firsts[0] == 0
+
+
+def step_micro(rows: list[Row], budget: int) -> list[MicroBatch]:
+    [((micro,),)] = step_waves(rows, 1, budget=budget)
+    return list(micro)
+
+
+def test_rows_as_long_as_may_be_are_cut_as_the_plan_counts_them() -> None:
+    rows = [Row(np.arange(16), np.arange(16), sample_id=i) for i in range(8)]
+    for planned in (1, 2, 4):
+        assert [len(mb.lengths) for mb in step_micro(rows, planned * 16)] == [planned] * (8 // planned)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8, 13])

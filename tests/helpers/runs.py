@@ -33,6 +33,7 @@ COMMON = (
     "lora.rank=4",
     "lora.alpha=8",
     "rule.worker_threads=1",
+    "trainer.micro_batch_size=1",
     "trainer.step_timeout=120",
     "optim.warmup=0",
 )
@@ -63,7 +64,7 @@ def waves_of(rows: Sequence[Row], config: Config, plan: Plan, *, unpadded: bool 
     """The rows of one step, for PassSpec."""
     data = [DataRow(np.array(r.ids), np.array(r.labels), r.sample) for r in rows]
     multiple = config.data.pad_to_multiple_of
-    size = config.trainer.micro_batch_size
+    size = config.micro_batch_rows(plan.replicas)
     return wave(data, size, plan.replicas, plan.groups, multiple=multiple, unpadded=unpadded)
 
 
@@ -95,11 +96,12 @@ def steps(
         steps_per_epoch=len(batches),
         train=lambda step: step_waves(
             [DataRow(np.array(r.ids), np.array(r.labels), r.sample) for r in batches[step % len(batches)]],
-            config.trainer.micro_batch_size,
+            config.micro_batch_rows(cluster.plan.replicas),
             cluster.plan.replicas,
             cluster.plan.groups,
             cluster.plan.wave,
             multiple=config.data.pad_to_multiple_of,
+            budget=config.micro_batch_tokens(cluster.plan.replicas),
         ),
     )
     trainer = Trainer(config, cluster, step_batches, first_step=first)

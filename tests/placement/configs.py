@@ -231,7 +231,7 @@ def make_config(
         "data": {"max_length": 16},
         "lora": {},
         "optim": {},
-        "trainer": {},
+        "trainer": {"micro_batch_size": 1},
         "tracking": {},
         "plan": {},
         "accept": {},

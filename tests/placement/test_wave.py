@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from kt_ray.config.schema import Config
+from kt_ray.placement.memory import load_of
 from kt_ray.placement.plan import make_plan
 from kt_ray.placement.plan_types import Budget, Plan
 from kt_ray.placement.wave import ROOM, BudgetOf, choose_groups, fit
@@ -104,3 +106,27 @@ def test_a_plan_that_lacks_memory_takes_smaller_waves() -> None:
 
 def _kept(plan: Plan) -> list[int]:
     return [b.items["kept activations"] for b in plan.budgets if "kept activations" in b.items]
+
+
+@pytest.mark.parametrize(
+    ("length", "batch_size", "replicas", "rows"),
+    [(128, 8, 1, 4), (128, 8, 2, 2), (128, 8, 8, 1), (128, 64, 1, 4), (200, 64, 1, 2), (1024, 64, 1, 1)],
+)
+def test_micro_batches_at_auto_fill_512_positions_and_leave_every_replica_two(
+    length: int, batch_size: int, replicas: int, rows: int
+) -> None:
+    settings: dict[str, Any] = {"batch_size": batch_size, "micro_batch_size": "auto"}
+    config = make_config(data={"max_length": length}, trainer=settings, rule={"replicas": replicas})
+    assert config.micro_batch_rows(replicas) == rows
+    assert config.micro_batch_tokens(replicas) == rows * length
+    plan = make_plan(small_dims(), config, make_hardware())
+    assert plan.wave == math.ceil(math.ceil(batch_size / replicas) / rows)
+    assert load_of(config, plan.wave, plan.groups).micro == rows * length
+
+
+def test_pairs_and_verdicts_do_not_share_micro_batches_by_length() -> None:
+    for stage in ("dpo", "orpo", "kto"):
+        config = make_config(data={"max_length": 16}, trainer={"micro_batch_size": "auto", "stage": stage})
+        assert config.micro_batch_rows(1) == 1 and config.micro_batch_tokens(1) is None
+    given = make_config(data={"max_length": 16}, trainer={"micro_batch_size": 3})
+    assert given.micro_batch_rows(1) == 3 and given.micro_batch_tokens(1) is None

@@ -25,6 +25,7 @@ LAYOUTS = {
     ],
     "micro-batch 8": ["trainer.micro_batch_size=8"],
     "micro-batch 3": ["trainer.micro_batch_size=3"],
+    "micro-batches of rows of similar length": ["trainer.micro_batch_size=auto", "data.max_length=64"],
     "rows padded to multiples of 16": ["data.pad_to_multiple_of=16"],
     "recompute": ["rule.experts.activations=recompute"],
     "waves of 3 micro-batches": ["rule.wave=3"],

@@ -70,7 +70,7 @@ class Run:
                     DataRow(np.array(r.ids), np.array(r.labels), r.sample)
                     for r in BATCHES[step % len(BATCHES)]
                 ],
-                self.config.trainer.micro_batch_size,
+                self.config.micro_batch_rows(plan.replicas),
                 plan.replicas,
                 plan.groups,
                 plan.wave,
