@@ -188,6 +188,11 @@ def test_by_default_what_is_held_out_is_evaluated(capfd: pytest.CaptureFixture[s
     assert train(60) == 0
     assert "60 rows in all" in (out := capfd.readouterr().out) and "no held-out loss: no rows are held" in out
     assert not [r for r in records("of60") if "eval_loss" in r]
+    figures = ("trainer.eval_every=2", "eval.after_training=3", "run.overwrite=true")
+    assert train(60, *figures) == 0, "what a small set cannot give is said, and ends nothing"
+    assert "no held-out loss and no questions at the end: no rows are held" in capfd.readouterr().out
+    assert train(60, *figures, "data.eval_fraction=0") == 2
+    assert "trainer.eval_every=2" in capfd.readouterr().err
     assert train(60, "trainer.save_best=true", "run.overwrite=true") == 2
     assert "trainer.save_best=true" in (err := capfd.readouterr().err) and "set data.eval_fraction=0.1" in err
 

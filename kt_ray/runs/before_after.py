@@ -103,13 +103,13 @@ def _other_rows(config: Config, run: Path) -> Iterable[str]:
 def final_questions(prepared: Prepared) -> tuple[PreparedGeneration, list[Question]] | None:
     """What base and adapter will be asked after training: the first eval.after_training held-out rows.
 
-    None = eval.after_training is 0.
+    None = eval.after_training is 0, or data.eval_fraction=auto held nothing out.
 
     Raises:
         UserError: the family cannot generate, or a row does not fit the model's context.
     """
     config = prepared.config
-    if not config.eval.after_training:
+    if not config.eval.after_training or not prepared.data.eval:
         return None
     model = replace(prepared, config=settings_after(config))
     generation = generation_of(model, prepared.data.tokenizer)

@@ -356,8 +356,10 @@ def for_stage(stage: str, data: DataBundle) -> DataBundle:
 
 
 def _check_held_out(config: Config, data: DataBundle) -> None:
-    """Refuse what needs held-out rows where there are none."""
-    for key in ("trainer.eval_every", "trainer.early_stopping", "trainer.save_best", "eval.after_training"):
+    """Refuse what needs held-out rows where there are none; figures alone are done without where
+    data.eval_fraction=auto leaves a small set whole (`evaluation_line` says so)."""
+    figures = ("trainer.eval_every", "eval.after_training") if config.data.eval_fraction != "auto" else ()
+    for key in (*figures, "trainer.early_stopping", "trainer.save_best"):
         value = value_of(config, key)
         if value and value != "auto" and not data.eval:
             off = "false" if value is True else "0"
@@ -377,7 +379,9 @@ def evaluation_line(prepared: Prepared) -> str:
         return "no held-out loss (trainer.eval_every=0)"
     if batches.held_out:
         return f"no {rows}: the run is too short for it (trainer.eval_every=<steps> measures it)"
-    return f"no held-out loss: no rows are held out (data.eval_fraction={show(config.data.eval_fraction)})"
+    what = "no held-out loss" + (" and no questions at the end" if config.eval.after_training else "")
+    fraction = show(config.data.eval_fraction)
+    return f"{what}: no rows are held out (data.eval_fraction={fraction}; 0.1 holds a tenth out)"
 
 
 def without_padding(prepared: Prepared, moves: str) -> tuple[Prepared, str]:

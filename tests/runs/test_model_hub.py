@@ -134,7 +134,7 @@ def here(config: Config) -> Path:
 
 
 def test_a_name_of_the_hub_is_a_path() -> None:
-    implied = ["model=custom", "model.path=hf://Qwen/Qwen3-235B-A22B", "mode=plan"]
+    implied = ["data=jsonl", "model=custom", "model.path=hf://Qwen/Qwen3-235B-A22B", "mode=plan"]
     assert expand(["model=Qwen/Qwen3-235B-A22B", "mode=plan"]) == implied
     assert expand(["model=hf://Qwen/Qwen3-235B-A22B", "mode=plan"]) == implied
     config = compose(["mode=plan", "model=some-org/Tiny.MoE-v1@main"])
