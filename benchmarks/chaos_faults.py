@@ -44,8 +44,8 @@ TRAINING: dict[tuple[str, str], int] = {
 TOLD = {
     "full": ("no room", "cannot be written", "No space left"),
     "read_only": ("cannot be written", "cannot be removed", "not permitted", "not writable"),
-    "gone": ("model",),
-    "changed": ("model",),
+    "gone": ("config.json", "model.safetensors", "tokenizer"),
+    "changed": ("have changed since this run began", "belongs to another model"),
 }
 PAUSE = (5.0, 30.0)  # seconds of a process that goes on afterwards
 SHORT = (2.0, 12.0)  # seconds of a disk or a model that is not there
@@ -250,7 +250,10 @@ class Faults:
             aside.rename(file)
 
     def _changed(self, run: Path, _what: str, _target: str) -> str:
-        """Other weights of the same shapes lie in the model's place for a while."""
+        """Other weights of the same shapes lie in the model's place for a while. A run that has saved nothing
+        starts from what is there: nothing tells it that these are others."""
+        if not any((run / "checkpoints").glob("step_*")):
+            return ""
         file = self.model / "model.safetensors"
         aside, other = file.with_suffix(".bak"), file.with_suffix(".new")
         content = bytearray(file.read_bytes())
