@@ -45,7 +45,7 @@ TOLD = {
     "full": ("no room", "cannot be written", "No space left"),
     "read_only": ("cannot be written", "cannot be removed", "not permitted", "not writable"),
     "gone": ("config.json", "model.safetensors", "tokenizer"),
-    "changed": ("have changed since this run began", "belongs to another model"),
+    "changed": ("not those that this run began with", "belongs to another model"),
 }
 PAUSE = (5.0, 30.0)  # seconds of a process that goes on afterwards
 SHORT = (2.0, 12.0)  # seconds of a disk or a model that is not there

@@ -244,8 +244,10 @@ class Supervisor:
         if self._config_file() == self._marker:
             return self._config  # no driver of ours has begun the run
         if self._saved() - self._present:
-            # Bit for bit: experts that were placed anew by load would add up in another order.
-            kept = {"trainer.resume": "latest", "run.overwrite": False, "rule.experts.placement": "kept"}
+            kept: dict[str, Any] = {"trainer.resume": "latest", "run.overwrite": False}
+            if self._config.rule.experts.placement != "contiguous":
+                # Bit for bit: experts that were placed anew by load would add up in another order.
+                kept["rule.experts.placement"] = "kept"
             return with_keys(self._config, kept)
         resume = self._config.trainer.resume
         if resume is not None and (resume == "latest" or self.path in Path(resume).parents):

@@ -121,7 +121,7 @@ class PlainActor(ABC):
                 f"{start.directory}/{WEIGHTS} on {self.host_name}",
                 found,
                 f"digest {start.digest[:12]}, as when the run began",
-                "put the former files back, where all nodes find them, or begin a new run",
+                "put the former files back, where all nodes find them",
             )
         reader.read_into(self.lora("param").items(), self._spec.lora.scale, others="kept")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -160,11 +161,11 @@ def check_unchanged(fingerprint: str, expected: str, where: object) -> None:
     """
     if fingerprint != expected:
         raise damaged(
-            "the model's files have changed since this run began",
-            where,
+            "the model's files are not those that this run began with",
+            f"{where} on {socket.gethostname()}",
             f"fingerprint {fingerprint[:12]}",
-            f"fingerprint {expected[:12]}",
-            "put the files back (the same on every host) and go on with trainer.resume=latest",
+            f"fingerprint {expected[:12]}, as the driver found them",
+            "put the files back, the same on every host",
         )
 
 

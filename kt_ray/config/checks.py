@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from kt_ray.config.fields import closest, fields, show
 from kt_ray.config.interval import EPOCHS_FORM, FORM, epochs_of, seconds_of
 from kt_ray.config.limits import BOUNDS, GENERATING, LISTED, NOT_EMPTY, WORDS
-from kt_ray.config.schema import Config
+from kt_ray.config.schema import Config, PreferenceConfig
 from kt_ray.errors import UserError
 
 # Seeds are 64-bit counters of the random streams; the sign bit stays free.
@@ -534,6 +534,12 @@ def _optim(c: Config) -> Iterator[Fault]:
 
 def _trainer(c: Config) -> Iterator[Fault]:
     trainer, resume, loss, rows = c.trainer, c.trainer.resume, c.preference.loss, c.trainer.batch_size
+    if c.preference.gamma != PreferenceConfig.gamma and (trainer.stage != "dpo" or loss != "simpo"):
+        yield Fault(
+            "preference.gamma",
+            f"has no meaning for trainer.stage={trainer.stage} with preference.loss={loss}",
+            "trainer.stage=dpo with preference.loss=simpo",
+        )
     if c.preference.label_smoothing and (trainer.stage != "dpo" or loss not in ("sigmoid", "robust")):
         yield Fault(
             "preference.label_smoothing",

@@ -107,7 +107,7 @@ def mismatched(rows: Sequence[Row], max_length: int) -> list[Row]:
 
 
 def shared_micro_batches(
-    rows: Sequence[Row], least: int, shares: int, budget: int, multiple: int = 1
+    rows: Sequence[Row], least: int, shares: int, budget: int, multiple: int = 1, alike: bool = False
 ) -> list[Sequence[Row]]:
     """Rows of similar length together, the widest of each times their number at most `budget` positions.
 
@@ -116,14 +116,15 @@ def shared_micro_batches(
 
     Args:
         least: rows that a micro-batch may hold anyway; more only while there is one for each of `shares`.
-        multiple: as in `micro_batch`.
+        multiple: as in `micro_batch`. alike: rows of one length only.
     """
     widths = [math.ceil(len(row.input_ids) / multiple) * multiple for row in rows]
     most = max(least, len(rows) // shares)
     parts: list[list[int]] = []
     for i in sorted(range(len(rows)), key=lambda i: -widths[i]):  # stable
         last = parts[-1] if parts else []
-        if last and len(last) < most and (len(last) + 1) * widths[last[0]] <= budget:
+        fits = not alike or (last and widths[last[0]] == widths[i])
+        if last and fits and len(last) < most and (len(last) + 1) * widths[last[0]] <= budget:
             last.append(i)
         else:
             parts.append([i])
@@ -195,7 +196,9 @@ def step_waves(
     if budget is None:
         parts = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
     else:
-        parts = shared_micro_batches(rows, micro_batch_size, replicas * groups, budget, multiple)
+        multiple = 1 if unpadded else multiple
+        shares = replicas * groups
+        parts = shared_micro_batches(rows, micro_batch_size, shares, budget, multiple, alike=unpadded)
     micro = math.ceil(len(parts) / replicas)  # of the first replica, which has most
     waves = math.ceil(micro / (largest or micro))
     count = math.ceil(micro / waves) * replicas

@@ -111,7 +111,9 @@ def load_of(config: Config, wave: int, groups: int) -> Load:
     replicas = config.rule.replica_count
     step_rows = math.ceil(trainer.batch_size / replicas)
     micro = min(config.micro_batch_rows(replicas), step_rows)
-    rows = min(step_rows, wave * micro)
+    # Micro-batches are dealt out whole, so one replica may get more rows than its share.
+    most = math.ceil(math.ceil(trainer.batch_size / micro) / replicas)
+    rows = min(trainer.batch_size, min(wave, most) * micro)
     group_rows = min(rows, math.ceil(math.ceil(rows / micro) / groups) * micro)
     total = min(trainer.batch_size, rows * replicas) * row
     return Load(total, rows * row, min(total, group_rows * row * replicas), micro * row, row)

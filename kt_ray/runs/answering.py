@@ -223,6 +223,11 @@ def _check_settings(file: Path, settings: dict[str, Any]) -> None:
                 required=f"{name}={settings[name]}",
                 remedy=_REMEDY,
             )
+    if isinstance(before.get("rows"), str):
+        observed = "a digest of all questions in the place of one for each"
+        raise UserError(
+            "an earlier version wrote these predictions", where=str(file), observed=observed, remedy=_REMEDY
+        )
     rows, asked = check_shape(before.get("rows"), {str: str}, file, what, _REMEDY, "rows"), settings["rows"]
     others = [id for id, row in rows.items() if asked.get(id) != row]
     if others:

@@ -206,7 +206,7 @@ def _losses(home: Path) -> tuple[dict[str, dict[str, float]], str]:
 
 
 def losses_of_run(directory: Path) -> dict[str, dict[str, float]]:
-    """The run's held-out loss before the first step (the base's), and at its adapter's step; {} = no run."""
+    """The run's held-out loss of the base (before the first step), and at its adapter's step; {} = no run."""
     config = settings_of(directory)
     if not config or config.get("trainer.stage", "sft") not in ("sft", "pt"):
         return {}  # a preference loss is not in nats per token
@@ -217,7 +217,7 @@ def losses_of_run(directory: Path) -> dict[str, dict[str, float]]:
         from kt_ray.checkpoint.housekeeping import best_step  # its package imports torch
 
         step = best_step(directory / "checkpoints")
-    # LoRA begins without effect: before the first step the model is the base.
-    by_side = {"base": 0, "adapter": step or None}
+    # LoRA begins without effect, so before the first step the model is the base, but for a run from an adapter.
+    by_side = {"base": None if config.get("lora.adapter") else 0, "adapter": step or None}
     losses = {side: evaluated[at] for side, at in by_side.items() if at in evaluated}
     return {side: {"loss": loss, "perplexity": perplexity(loss)} for side, loss in losses.items()}

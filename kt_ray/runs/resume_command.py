@@ -73,6 +73,9 @@ class ResumeCommand:
         for key, value in flatten(saved).items():
             if MASK in show(value) and before.get(key) == value:
                 _unmask(saved, key, self.run)
+        experts = saved.get("rule", {}).get("experts", {})
+        if experts.get("placement") == "kept" and not any(name.startswith("rule") for name in names):
+            experts["placement"] = "auto"  # the supervisor's word for its own restarts
         run = saved.setdefault("run", {})
         elsewhere = any(name == "run" or name.startswith(("run.name", "run.root")) for name in names)
         if not any(name.startswith("run.overwrite") for name in names):

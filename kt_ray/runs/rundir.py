@@ -38,10 +38,11 @@ _RESULTS = (
     *("eval.json", "eval.md", "report.html"),
 )
 _FILES = (
-    *("plan.json", "env.json", "metrics.jsonl", "train.log", "supervisor.log", "loss.png", "wandb_id"),
+    *("plan.json", "env.json", "metrics.jsonl", "train.log", "supervisor.log", "loss.png"),
+    *("wandb_id", "mlflow_id", "swanlab_id", "trackio_run"),
     *_RESULTS,
 )
-_DIRECTORIES = ("checkpoints", "adapter", "wandb", "timelines")
+_DIRECTORIES = ("checkpoints", "adapter", "timelines", "profile", "wandb", "tensorboard", "swanlab")
 _CONFIG = "config.yaml"  # written first: a directory that holds it is a run
 
 

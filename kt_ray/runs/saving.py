@@ -229,4 +229,9 @@ def _stage_fields(config: Config) -> dict[str, Any]:
     stage = config.trainer.stage
     if stage == "sft":
         return {}
-    return {"trainer.stage": stage} | ({"preference": asdict(config.preference)} if stage in STAGES else {})
+    if stage not in STAGES:
+        return {"trainer.stage": stage}
+    preference = asdict(config.preference)
+    if preference["loss"] != "simpo":  # checkpoints of versions without the key stay valid
+        del preference["gamma"]
+    return {"trainer.stage": stage, "preference": preference}

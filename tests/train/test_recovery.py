@@ -366,7 +366,7 @@ def trained_on(model: Path) -> str:
     """The same tensors with other values, as when another fine-tune is copied over the model."""
     file = next(model.glob("*.safetensors"))
     save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
-    return "the model's files have changed since this run began"
+    return "the model's files are not those that this run began with"
 
 
 @pytest.mark.parametrize("victim", [EXPERTS[0], WORKERS[1]])
