@@ -2,7 +2,15 @@
 
 import sys
 
-from kt_ray.cli import main
+try:
+    from kt_ray.cli import main
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.startswith("kt_ray"):
+        raise
+    sys.exit(
+        f"error: {sys.executable} lacks {error.name}. To fix: `. .venv/bin/activate` after `make demo`, "
+        "or install kt_ray into this Python: pip install -e ."
+    )
 
 if __name__ == "__main__":
     sys.exit(main())

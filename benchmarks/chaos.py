@@ -68,6 +68,7 @@ class Campaign:
         self.harm = Faults(work, self.model, seed, kinds, own_disk=own_disk)
         self.harm.second_driver = self._second
         self.faults: list[dict[str, Any]] = []
+        self.missed: Counter[str] = Counter()  # faults that found nothing to hit
         self.runs: list[dict[str, Any]] = []
         self.problems: list[str] = []
 
@@ -140,7 +141,9 @@ class Campaign:
             elif time.monotonic() > due and len(self.faults) < faults and time.monotonic() < deadline:
                 phase = self._phase(run)
                 what, target, hit = self.harm.strike(run)
-                if hit:
+                if not hit:
+                    self.missed[f"{what} {target}"] += 1
+                else:
                     self.faults.append(
                         {"run": run.name, "what": what, "target": target, "phase": phase, "hit": hit}
                     )
@@ -159,13 +162,14 @@ class Campaign:
         # Near its end the first one may let go of the run; what overwrites it then does what it was told.
         early = self._phase(run) in ("loading", "steps")
         how = "run.overwrite=true" if early else "trainer.resume=latest"
-        process = self._start(run.name, how, "trainer.restarts=0", log="second")
+        log = f"second-{len(self.faults)}"
+        process = self._start(run.name, how, "trainer.restarts=0", log=log)
         try:
             code = process.wait(60)
         except subprocess.TimeoutExpired:  # the first one had just ended, and this one holds the run now
             process.terminate()
             return f"took over, ended with {process.wait()}"
-        text = (self.work / "second.log").read_text()
+        text = (self.work / f"{log}.log").read_text()
         if code != 2 or "another run writes this directory" not in text:
             self.problems.append(f"a second driver ended with {code}")
         return "refused"
@@ -234,6 +238,14 @@ def disk() -> Iterator[tuple[Path, bool]]:
         if own:
             subprocess.run(["umount", "-l", str(work / "runs")], check=False)
         shutil.rmtree(work, ignore_errors=True)
+
+
+def kept_logs(work: Path) -> Path:
+    """A directory with the campaign's logs, which stays."""
+    kept = Path(tempfile.mkdtemp(prefix="chaos-problem-"))
+    for log in work.glob("*.log"):
+        shutil.copy(log, kept)
+    return kept
 
 
 def inside(faults: int, seed: int) -> dict[str, Any]:
@@ -307,10 +319,12 @@ def main() -> int:
     with disk() as (work, own):
         if given.serve:
             record = serve(work, given.faults, 60 * given.minutes, given.every, given.seed)
+            if record["problems"]:
+                print(f"logs: {kept_logs(work)}")
             if given.json:
                 common.write_json(given.json, [record], about)
             print("\n".join([str(record["answers"]), *record["problems"]]))
-            return 1 if record["problems"] else 0
+            return 1 if record["problems"] or not record["faults"] else 0
         campaign = Campaign(work, given.cluster, given.seed, given.every, own)
         campaign.undisturbed()
         campaign.go(given.faults, 60 * given.minutes)
@@ -324,6 +338,7 @@ def main() -> int:
             "left_out": campaign.harm.left_out,
             "faults": len(campaign.faults),
             "by_kind": dict(Counter(f"{f['what']} {f['target']}" for f in campaign.faults)),
+            "missed": dict(campaign.missed),
             "by_phase": dict(Counter(f["phase"] for f in campaign.faults)),
             "runs": campaign.runs,
             "calm_seconds": campaign.calm_seconds,
@@ -334,9 +349,7 @@ def main() -> int:
         }
         campaign.harm.close()
         if campaign.problems:
-            kept = Path(tempfile.mkdtemp(prefix="chaos-problem-"))
-            for log in work.glob("*.log"):
-                shutil.copy(log, kept)
+            kept = kept_logs(work)
             shutil.copytree(
                 work / "runs", kept / "runs", symlinks=True, ignore=shutil.ignore_patterns("*.safetensors")
             )
@@ -345,7 +358,7 @@ def main() -> int:
         common.write_json(given.json, [record], about)
     print(f"{record['faults']} faults in {len(record['runs'])} runs, goodput {record['goodput']:.2f}")
     print("\n".join(record["problems"]) or "every run as undisturbed; nothing left; no hand was needed")
-    return 1 if record["problems"] else 0
+    return 1 if record["problems"] or not record["faults"] else 0
 
 
 if __name__ == "__main__":

@@ -78,8 +78,9 @@ def dispatch(config: Config) -> int:
 def run(config: Config) -> int:
     """Runs the mode in this process."""
     torch_environment.apply()  # no torch is imported yet
+    config = located(config)
     try:
-        return int(importlib.import_module(f"kt_ray.modes.{config.mode}").run(located(config)))
+        return int(importlib.import_module(f"kt_ray.modes.{config.mode}").run(config))
     except ModuleNotFoundError as error:
         if error.name != "kt_ray.native._native":
             raise
@@ -178,7 +179,9 @@ def _check_flags(arguments: Sequence[str]) -> None:
         name = flag[2:].replace("-", "_")
         key = name if name in fields() or name in groups() else closest_key(name)
         match = closest(flag, FLAGS)
-        if match and name not in fields():
+        if name == "resume":
+            remedy = f"write resume={value or 'runs/NAME'}, without dashes"
+        elif match and name not in fields():
             remedy = f"write {match}"
         else:
             refuse_peer_options(unknown)

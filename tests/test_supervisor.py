@@ -123,6 +123,12 @@ def test_a_restart_keeps_the_placement_of_experts(place: Place) -> None:
     assert placements == ["auto", "auto", "kept"]
 
 
+def test_contiguous_experts_need_no_word_to_stay(place: Place) -> None:
+    contiguous = "rule.experts.placement=contiguous"
+    assert place.go(["begin save=1 kill=9", "begin exit=0"], contiguous) == 0
+    assert [c["rule"]["experts"]["placement"] for c in place.configs()] == ["contiguous"] * 2
+
+
 def test_restarts_are_counted(place: Place, capfd: Any) -> None:
     acts = ["begin save=1 kill=9", "begin step=2 kill=9", "begin step=3 kill=9", "exit=0"]
     assert place.go(acts, "trainer.restarts=2") == 1

@@ -151,9 +151,10 @@ class Manifest:
                 where,
                 ", ".join(f"{k}={now.get(k)}" for k in changed),
                 ", ".join(f"{k}={self.fields.get(k)}" for k in changed),
-                "go on with resume=runs/NAME, which takes them from the run, or set these keys as required (data: "
-                "the same rows, tokenizer, data.max_length and held-out rows, which data.eval_fraction=auto "
-                "leaves out with trainer.eval_every=0), or start without trainer.resume",
+                "go on with resume=runs/NAME, which takes them from the run, or set these keys as required "
+                "(data: the same rows, tokenizer, data.max_length and held-out rows, which "
+                "data.eval_fraction=auto leaves out with trainer.eval_every=0), or start without "
+                "trainer.resume",
             )
 
 

@@ -20,6 +20,7 @@ from kt_ray.config.checks import check, single_keys, value_of
 from kt_ray.config.fields import closest, closest_key, fields, groups, hints, show, type_name
 from kt_ray.config.files import hardware_file, is_hardware_path
 from kt_ray.config.schema import Config
+from kt_ray.config.secret_values import MASK, is_secret
 from kt_ray.errors import UserError
 
 
@@ -157,7 +158,7 @@ def unknown_key(key: str, value: Any, text: str = "") -> UserError:
     Args:
         text: as the value is written; "" = as `show` writes it.
     """
-    given = text or show(value)
+    given = MASK if is_secret(key) and value is not None else text or show(value)
     if key in REMOVED:
         return UserError(f"{key} was removed", observed=f"{key}={given}", remedy=REMOVED[key])
     if match := closest_key(key, lambda known: fits(known, value)):

@@ -217,7 +217,7 @@ def losses_of_run(directory: Path) -> dict[str, dict[str, float]]:
         from kt_ray.checkpoint.housekeeping import best_step  # its package imports torch
 
         step = best_step(directory / "checkpoints")
-    # LoRA begins without effect, so before the first step the model is the base, but for a run from an adapter.
+    # LoRA begins without effect: before the first step the model is the base, but for a run from an adapter.
     by_side = {"base": None if config.get("lora.adapter") else 0, "adapter": step or None}
     losses = {side: evaluated[at] for side, at in by_side.items() if at in evaluated}
     return {side: {"loss": loss, "perplexity": perplexity(loss)} for side, loss in losses.items()}

@@ -20,7 +20,8 @@ def first_look(config: Config) -> None:
     """
     if config.mode == "train":
         refuse_taken(config)
-    if config.mode in _OF_MODEL and config.model.path is not None:
+    on_hub = (config.model.path or "").startswith("hf://")  # looked for by `located`
+    if config.mode in _OF_MODEL and config.model.path is not None and not on_hub:
         dims_from_dir(resolve_model_dir(config.model))
     if config.mode in _OF_ROWS:
         require_files(config.data)

@@ -1,6 +1,6 @@
 """resume=runs/NAME on the command line: the run's own configuration, with what the command line changes.
 
-With mode=chat or predict it is the run's model and adapter that are used.
+With mode=chat, predict or serve it is the run's model and adapter that are used.
 """
 
 from __future__ import annotations
@@ -10,11 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kt_ray.config.fields import show
+from kt_ray.config.fields import fields, show
 from kt_ray.config.secret_values import MASK, is_secret
 from kt_ray.errors import UserError
 from kt_ray.runs.rundir import find_checkpoints, flatten, is_run, read_config
 
+# Where modes that answer take adapters from.
+_ANSWERING = {
+    "chat": ("generate", "adapter"),
+    "predict": ("generate", "adapter"),
+    "serve": ("serve", "adapters"),
+}
 _EXAMPLE = "write resume=runs/NAME, and behind it what is to change"
 
 
@@ -34,6 +40,8 @@ class ResumeCommand:
             UserError: it names no run, or stands beside what chooses everything itself.
         """
         named = [key for key in keys if key.startswith("resume=")]
+        if strange := next((key for key in keys if key == "resume" or key.startswith("+resume")), None):
+            raise UserError("resume names no run", observed=strange, remedy=_EXAMPLE)
         if not named:
             return None
         path = Path(named[-1].partition("=")[2].strip("'\"")).expanduser().absolute()
@@ -66,6 +74,7 @@ class ResumeCommand:
             UserError: config.yaml cannot be read, or lacks what it does not show.
         """
         saved = read_config(self.run / "config.yaml")
+        gone = [f"  {key}={_shown(key, value)} is no option any more" for key, value in _drop_unknown(saved)]
         before = flatten(saved)
         names = [change.lstrip("+~").partition("=")[0].partition("@")[0] for change in self.changes]
         for name in names:
@@ -83,9 +92,12 @@ class ResumeCommand:
         run.setdefault("root", str(self.run.parent))
         if not elsewhere:  # the directory may have moved
             run |= {"root": str(self.run.parent), "name": self.run.name}
-        if saved.get("mode") in ("chat", "predict"):  # of the adapter that the run has made
-            if not any(name == "generate" or name.startswith("generate.adapter") for name in names):
-                saved.setdefault("generate", {})["adapter"] = str(self.run)
+        mode = saved.get("mode")
+        if mode in _ANSWERING:  # with the adapter that the run has made
+            group, key = _ANSWERING[mode]
+            if not any(name == group or name.startswith(f"{group}.{key}") for name in names):
+                own = str(self._adapter())
+                saved.setdefault(group, {})[key] = {self.run.name: own} if mode == "serve" else own
         elif "trainer.resume" not in names:
             newest = find_checkpoints(self.run)[-1:] if elsewhere else []
             checkpoint = self.checkpoint or next(iter(newest), None)
@@ -93,10 +105,38 @@ class ResumeCommand:
         after = flatten(saved)
         differ = {key for key in {*before, *after} if before.get(key) != after.get(key)}
         lines = [
-            f"  {key}: {show(before.get(key))} → {show(after.get(key))}"
+            f"  {key}: {_shown(key, before.get(key))} → {_shown(key, after.get(key))}"
             for key in sorted(differ - {"run.root", "run.overwrite", "trainer.resume", "generate.adapter"})
+            if not key.startswith("serve.adapters")
         ]
+        lines = gone + lines
         return saved, [f"goes on as {self.run} began" + (", but for" if lines else ""), *lines]
+
+    def _adapter(self) -> Path:
+        if not (self.run / "adapter" / "adapter_config.json").is_file():
+            raise UserError(
+                "the run has written no adapter yet",
+                where=str(self.run),
+                remedy=f"finish it with resume={self.run}, or ask the base model with generate.adapter=null",
+            )
+        return self.run
+
+
+def _shown(key: str, value: Any) -> str:
+    return MASK if value is not None and is_secret(key) else show(value)
+
+
+def _drop_unknown(saved: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Takes out what is no option of this version, and returns it."""
+    gone = []
+    for key, value in flatten(saved).items():
+        if not any(key == known or key.startswith(f"{known}.") for known in fields()):
+            *path, last = key.split(".")
+            group = saved
+            for name in path:
+                group = group[name]
+            gone.append((key, group.pop(last, value)))
+    return gone
 
 
 def _take(saved: dict[str, Any], composed: Mapping[str, Any], path: list[str]) -> None:

@@ -347,7 +347,7 @@ def _latest_checkpoint(root: Path, named: Path | None, model: str) -> Path:
                 where=str(named),
                 observed="no checkpoint" if named.is_dir() else "no such directory",
                 required="a run with a complete checkpoint under checkpoints/",
-                remedy="check run.name and run.root, or start the run again with run.overwrite=true",
+                remedy="check run.name and run.root, or begin anew: trainer.resume=null run.overwrite=true",
             )
         return checkpoints[-1]
     newest = [

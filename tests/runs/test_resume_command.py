@@ -74,6 +74,9 @@ def test_a_run_goes_on_with_its_own_configuration(runs: Path, given: list[Config
 
 @pytest.mark.parametrize("mode", ["chat", "predict"])
 def test_its_model_and_adapter_answer(runs: Path, given: list[Config], mode: str, capfd: Any) -> None:
+    assert cli.main(["resume=runs/a", f"mode={mode}"]) == BAD_INPUT
+    assert "has written no adapter yet" in capfd.readouterr().err and given == []
+    write_adapter(runs / "a")
     assert cli.main(["resume=runs/a", f"mode={mode}", "generate.temperature=0.5"]) == 0
     assert cli.main(["resume=runs/a", f"mode={mode}", "generate.adapter=null"]) == 0
     own, bare = given
@@ -81,6 +84,41 @@ def test_its_model_and_adapter_answer(runs: Path, given: list[Config], mode: str
     assert own.rule.name == "cpu_replicas_2" and own.trainer.resume is None
     assert bare.generate.adapter is None
     assert "generate.adapter" not in capfd.readouterr().out
+
+
+def write_adapter(run: Path) -> None:
+    (run / "adapter").mkdir()
+    (run / "adapter" / "adapter_config.json").write_text("{}")
+
+
+def test_it_is_served_with_its_adapter_and_no_secret_is_shown(
+    runs: Path, given: list[Config], capfd: Any
+) -> None:
+    write_adapter(runs / "a")
+    assert cli.main(["resume=runs/a", "mode=serve", "serve.api_key=geheim42"]) == 0
+    (config,) = given
+    assert config.serve.adapters == {"a": str(runs / "a")} and config.serve.api_key == "geheim42"
+    out = capfd.readouterr().out
+    assert "serve.api_key: null → ***" in out and "geheim42" not in out
+
+
+def test_what_is_no_option_any_more_is_left_out(runs: Path, given: list[Config], capfd: Any) -> None:
+    file = runs / "a" / "config.yaml"
+    saved = yaml.safe_load(file.read_text())
+    saved["cluster"]["load_timeout"] = 7200.0
+    file.write_text(yaml.safe_dump(saved))
+    assert cli.main(["resume=runs/a"]) == 0 and len(given) == 1
+    assert "  cluster.load_timeout=7200.0 is no option any more\n" in capfd.readouterr().out
+
+
+def test_a_restart_by_the_supervisor_leaves_no_placement_behind(runs: Path, given: list[Config]) -> None:
+    file = runs / "a" / "config.yaml"
+    saved = yaml.safe_load(file.read_text())
+    saved["rule"]["experts"]["placement"] = "kept"
+    file.write_text(yaml.safe_dump(saved))
+    assert cli.main(["resume=runs/a"]) == 0
+    assert cli.main(["resume=runs/a", "rule.experts.placement=kept"]) == 0
+    assert [config.rule.experts.placement for config in given] == ["auto", "kept"]
 
 
 def test_what_changes_is_shown_and_nothing_else_does(runs: Path, given: list[Config], capfd: Any) -> None:
@@ -128,6 +166,8 @@ def test_a_masked_secret_is_never_taken_for_a_value(
     [
         (["resume=runs/b"], ["resume names no run", "no such directory", "resume=runs/NAME"]),
         (["resume=a"], ["resume names no run", "write resume=runs/a"]),
+        (["--resume=runs/a"], ["write resume=runs/a, without dashes"]),
+        (["+resume=runs/a"], ["write resume=runs/NAME"]),
         (["resume=runs/a", "experiment=smoke"], ["choose everything", "leave out experiment=smoke"]),
         (["resume=runs/a", "-m", "seed=1,2"], ["is no sweep", "leave out -m"]),
         (["resume=runs/a", "--cfg", "job"], ["prints nothing", "leave out --cfg", "runs/a/config.yaml"]),
