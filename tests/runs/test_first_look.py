@@ -30,6 +30,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["mode=preview", "data.path=nothing"], "the data file does not exist"),
     (["model.path=absent", "data.path=rows.jsonl"], "the model directory does not exist"),
     (["model.path=nothing"], "the model directory does not exist"),
+    (["model=org/name", "data.path=rows.jsonl"], "hf download org/name"),
     (["mode=chat", "model.path=."], "holds no config.json"),
     (["run.name=taken"], "this directory already holds a run"),
     (["run.name=taken", "trainer.restarts=3"], "this directory already holds a run"),
@@ -50,7 +51,8 @@ def test_what_is_not_there_is_told_at_once(tmp_path: Path, monkeypatch: Any) -> 
     before = sorted(tmp_path.rglob("*"))
 
     arguments = json.dumps([arguments for arguments, _ in REFUSED])
-    environment = {**os.environ, "HOME": str(tmp_path / "home"), "PYTHONPATH": str(REPO)}
+    hub = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path.parent / "hub")}
+    environment = {**os.environ, **hub, "HOME": str(tmp_path / "home"), "PYTHONPATH": str(REPO)}
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, arguments],
         env=environment,

@@ -175,6 +175,13 @@ def test_latest_passes_a_torn_checkpoint_over(
     assert "resume from the previous good checkpoint" in capfd.readouterr().err
 
 
+def test_preference_checkpoints_of_versions_without_gamma_stay_valid() -> None:
+    fields = saving._stage_fields(compose(["trainer.stage=dpo"]))
+    assert "gamma" not in fields["preference"] and fields["preference"]["beta"] == 0.1
+    simpo = saving._stage_fields(compose(["trainer.stage=dpo", "preference.loss=simpo"]))
+    assert simpo["preference"]["gamma"] == 0.5
+
+
 def test_rows_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
     flat = prepare.flat
