@@ -77,8 +77,10 @@ def complete(model_dir: str, check: Callable[[], None]) -> None:
     """
     folder = Path(model_dir)
     found = _SNAPSHOT.fullmatch(str(folder))
+    if found is None:
+        return
     shards = _shards(folder)
-    if found is None or (shards and all((folder / shard).is_file() for shard in shards)):
+    if shards and all((folder / shard).is_file() for shard in shards):
         return
     check()
     repo, commit = f"{found['org']}/{found['name']}", found["commit"]

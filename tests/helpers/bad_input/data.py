@@ -175,7 +175,7 @@ DATA: list[Case] = [
     Case(
         "every row too long, all dropped",
         TINY + " data.max_length=3 data.overflow=drop",
-        ["no row is left", "3 tokens", "all 11 rows dropped", "set data.max_length="],
+        ["no row is left", "3 tokens", "all 12 rows dropped", "set data.max_length="],
     ),
     Case(
         "max_length that leaves no answer",

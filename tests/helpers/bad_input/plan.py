@@ -135,5 +135,5 @@ PLAN: list[Case] = [
         TINY + " lora.target_modules=none lora.experts=false",
         ["leaves nothing to train", "set lora.target_modules=auto or lora.experts=true"],
     ),
-    Case("unknown cluster", TINY + " cluster=slurm", ["cluster=slurm", "local, ray", "write cluster=local"]),
+    Case("unknown cluster", TINY + " cluster=slurm", ["cluster=slurm", "local, ray", "choose one of these"]),
 ]
