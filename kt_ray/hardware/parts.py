@@ -121,7 +121,14 @@ def cpu_named(name: str) -> Cpu | None:
 
 def gpu_named(name: str) -> GpuSheet | None:
     """The data sheet of the card that a text names; None = not in the table."""
-    return next((sheet for key, sheet in GPUS.items() if key.lower() in name.lower()), None)
+    return next((sheet for key, sheet in GPUS.items() if _has_model(name, key)), None)
+
+
+def _has_model(name: str, key: str) -> bool:
+    """Whether `key` stands in `name` as a whole model number: 4090 does in "RTX4090", A100 does not in
+    "RTX A1000", nor H200 in "GH200"."""
+    before = "0-9" if key[0].isdigit() else "0-9a-z"
+    return re.search(rf"(?<![{before}]){key}(?![0-9])", name, re.IGNORECASE) is not None
 
 
 def named_host(name: str) -> dict[str, Any]:

@@ -44,14 +44,15 @@ def rates_for(config: Config, hardware: Hardware) -> Rates:
     if named is not None:
         rates = read_rates(named)
         if not hardware.present:
-            return _noted(rates, f"rates of {rates.cpu}, {rates.cores} cores, used for {hardware.source}")
+            rates = _noted(rates, f"rates of {rates.cpu}, {rates.cores} cores, used for {hardware.source}")
+            return _with_gpu(rates, hardware)
         wrong = mismatch(rates, hardware)
         if wrong:
             raise UserError(
                 "the rates are of other hardware", where=f"plan.rates={named}",
                 observed=wrong[0], required=wrong[1], remedy=_REMEDY,
             )  # fmt: skip
-        return rates
+        return _with_gpu(rates, hardware)
     nominal = nominal_rates(hardware)
     if config.plan.rates == NOMINAL or not hardware.present:
         return nominal
@@ -68,7 +69,17 @@ def rates_for(config: Config, hardware: Hardware) -> Rates:
     if wrong:
         note = f"stored rates not used: they are of {wrong[0]}, this host has {wrong[1]}; run mode=doctor"
         return _noted(nominal, note)
-    return rates
+    return _with_gpu(rates, hardware)
+
+
+def _with_gpu(rates: Rates, hardware: Hardware) -> Rates:
+    """Nominal figures for the GPUs of `hardware` where the rates are of a host that has none."""
+    if not hardware.gpus or (rates.gpu is not None and rates.link is not None):
+        return rates
+    nominal = nominal_rates(hardware)
+    gpu = rates.gpu or nominal.gpu
+    note = f"these rates are of a host without a GPU: nominal ones for {gpu.name if gpu else 'the GPU'}"
+    return _noted(dataclasses.replace(rates, gpu=gpu, link=rates.link or nominal.link), note)
 
 
 def _noted(rates: Rates, note: str) -> Rates:

@@ -124,7 +124,7 @@ def write_own(hardware: Hardware, cpu: str, rates: Path | None) -> str:
         }
         if rates is not None:
             data["rates"] = str(rates)
-        write_hardware(FILE, f"{OF_DOCTOR}: {cpu}", data)
+        write_hardware(FILE, f"{OF_DOCTOR}: {cpu}. Replaced by the next mode=doctor; change a copy", data)
     except OSError as error:
         return f"{FILE} was not written: {error.strerror}"
     return f"this host is described in {FILE}: change a copy of it, and plan for it with plan.hardware=COPY"

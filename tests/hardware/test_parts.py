@@ -16,7 +16,7 @@ from kt_ray.hardware import wizard
 from kt_ray.hardware.describe import ISAS, hardware_for, hardware_from_file, this_host
 from kt_ray.hardware.machine import Gpu, Hardware
 from kt_ray.hardware.nominal import defaults, nominal_rates
-from kt_ray.hardware.parts import CPUS, GPUS, cpu_named, named_host
+from kt_ray.hardware.parts import CPUS, GPUS, cpu_named, gpu_named, named_host
 from kt_ray.hardware.rate_files import rates_for, write_rates
 from kt_ray.modes.plan import model_dims
 from kt_ray.timing.choose import choose_plan
@@ -55,6 +55,13 @@ def test_the_parts_of_a_name() -> None:
     assert cpu_named("AMD EPYC 9654 96-Core Processor") is CPUS["9654"]
     assert cpu_named("Intel(R) Xeon(R) Platinum 8480C") is CPUS["8480"]
     assert cpu_named("AMD Ryzen 9 7950X3D") is None  # another clock, another cache
+
+
+def test_a_card_is_known_by_its_whole_number() -> None:
+    for name in ("NVIDIA GeForce RTX 4090", "RTX4090", "4090", "rtx 4090 D"):
+        assert gpu_named(name) is GPUS["4090"]
+    assert gpu_named("NVIDIA A100-SXM4-40GB") is GPUS["A100"] and gpu_named("NVIDIA L40S") is GPUS["L40"]
+    assert all(gpu_named(name) is None for name in ("NVIDIA RTX A1000", "NVIDIA GH200 480GB", "14090"))
 
 
 @pytest.mark.parametrize("name", ["2x4090_2x9999_64gb", "2x4099_2x9654_64gb", "2x9654", "my_box"])
@@ -151,6 +158,7 @@ def test_doctor_describes_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     measured = dataclasses.replace(nominal_rates(host), source="measured on a test", cpu="a CPU")
     write_rates(measured, rates)
     assert "plan.hardware=COPY" in wizard.write_own(host, "a CPU", rates)
+    assert "Replaced by the next mode=doctor; change a copy." in Path("hardware.yaml").read_text()
     config, found = planned("hardware.yaml")
     assert [s.cores for s in found.sockets] == [s.cores for s in host.sockets] and found.isas == host.isas
     assert found.gpus == tuple(dataclasses.replace(gpu, uuid="") for gpu in found.gpus)

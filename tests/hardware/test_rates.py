@@ -268,7 +268,25 @@ def test_a_named_file_must_be_of_this_host_unless_hardware_is_described(tmp_path
     with pytest.raises(UserError, match="999 cores"):
         rates_for(with_plan(rates=str(file)), host)
     rates = rates_for(with_plan(rates=str(file)), hardware_from_file(PROFILES[0]))
-    assert rates.cores == 999 and "used for" in rates.notes[-1]
+    assert rates.cores == 999 and any("used for" in note for note in rates.notes)
+
+
+def test_a_gpu_that_the_measured_host_lacks_has_nominal_rates(tmp_path: Path) -> None:
+    host, file = dataclasses.replace(this_host(), gpus=()), tmp_path / "rates.json"
+    write_rates(measured(host), file)
+    assert measured(host).gpu is None
+    box = tmp_path / "box.yaml"
+    box.write_text(
+        f"isa: {host.best_isa}\nsockets: [{{cores: 4, memory_gib: 64}}]\n"
+        f"gpus: [{{name: RTX 4090}}]\nrates: {file}\n"
+    )
+    described = hardware_from_file(box)
+    rates, nominal = rates_for(with_plan(), described), nominal_rates(described)
+    assert rates.gpu == nominal.gpu is not None and rates.link == nominal.link is not None
+    assert rates.source == "measured on a test" and "host without a GPU: nominal ones" in rates.notes[-1]
+    own = dataclasses.replace(measured(host), gpu=nominal.gpu, link=nominal.link)
+    write_rates(own, file)
+    assert "used for" in rates_for(with_plan(), described).notes[-1]
 
 
 def test_plan_keys_keep_each_other(tmp_path: Path) -> None:
