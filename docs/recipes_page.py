@@ -156,7 +156,10 @@ def _rest() -> Iterator[str]:
     yield ""
     yield "## Hub names"
     yield ""
-    yield "`model_name_or_path` may be a hub name of these, for mode=plan (a regular expression each):"
+    yield (
+        "`model_name_or_path` may be any hub name. Of these (a regular expression each) the package has the "
+        "dimensions: `mode=plan` with the option beside them needs no network:"
+    )
     yield ""
     for pattern, option in HUB:
         yield f"- `{pattern}`: `model={option}`"

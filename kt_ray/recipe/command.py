@@ -14,7 +14,7 @@ from kt_ray.recipe.llamafactory import read
 from kt_ray.recipe.reading import Override, Reading
 from kt_ray.terminal import visible
 
-_PLAIN = re.compile(r"[A-Za-z_./][\w./-]*|[\d.]+(epochs?|min|h|s)")
+_PLAIN = re.compile(r"[A-Za-z_./][\w./@-]*|[\d.]+(epochs?|min|h|s)")
 _WORDS = ("null", "true", "false", "nan", "inf")
 OWN_KEYS = ("recipe", "recipe.devices", "recipe.accelerate")
 _ROWS = (

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kt_ray.config.fields import closest
+from kt_ray.config.files import HUB_NAME
 from kt_ray.config.limits import WORDS
 from kt_ray.errors import UserError
 from kt_ray.parse import check_shape, read_yaml_text
@@ -21,7 +22,7 @@ from kt_ray.recipe.ktransformers import map_kt, merge_kt_config
 from kt_ray.recipe.reading import Reading, masked
 from kt_ray.recipe.templates import map_template
 
-# Hub names whose dimensions conf/model has: enough to plan.
+# Hub names whose dimensions conf/model has: enough to plan without a network.
 HUB = (
     (r"(deepseek-ai|opensourcerelease|unsloth)/DeepSeek-(V3|R1)(?!.*(Distill|Zero|Lite)).*", "deepseek_v3"),
     (r"deepseek-ai/DeepSeek-V2-Lite.*", "deepseek_v2_lite"),
@@ -156,7 +157,8 @@ def _short(name: str, value: Any) -> str:
 
 
 def _model(reading: Reading) -> tuple[Path | None, str | None]:
-    """model, model.path and the computing type. Returns the directory, or the option of a hub name."""
+    """model, model.path and the computing type. Returns the directory, or the option with a hub name's
+    dimensions."""
     given = reading.get("model_name_or_path")
     path, option = None, None
     if not isinstance(given, str):
@@ -165,11 +167,13 @@ def _model(reading: Reading) -> tuple[Path | None, str | None]:
         path = there
         reading.set("model", "custom", "model_name_or_path")
         reading.set("model.path", str(there), "model_name_or_path")
-    elif option := next((name for pattern, name in HUB if re.fullmatch(pattern, given)), None):
-        note = "dimensions only, for mode=plan; to train, add model.path=<directory>"
-        reading.set("model", option, "model_name_or_path", note=note)
+    elif HUB_NAME.fullmatch(given):
+        option = next((name for pattern, name in HUB if re.fullmatch(pattern, given)), None)
+        note = "" if option is None else f"; a plan without a network: mode=plan model={option}"
+        note = f"from the hub, or its cache here{note}"
+        reading.set("model", given.removeprefix("hf://"), "model_name_or_path", note=note)
     else:
-        text = "is no directory here, and no hub name whose dimensions are known (download it)"
+        text = "is no directory here, and no hub name"
         reading.refuse("model_name_or_path", text, "model", "model.path")
     if reading.flag("bf16") or reading.flag("pure_bf16"):
         reading.set("model.dtype", "bfloat16", "bf16" if reading.flag("bf16") else "pure_bf16")

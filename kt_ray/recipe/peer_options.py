@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -12,6 +13,7 @@ from hydra.errors import HydraException
 
 from kt_ray.config.fields import closest, closest_key, fields, groups, joined, show
 from kt_ray.config.files import option_groups, option_names
+from kt_ray.config.limits import GENERATING
 from kt_ray.config.mapping import fits
 from kt_ray.errors import UserError
 from kt_ray.recipe.command import override
@@ -42,7 +44,8 @@ def refuse_peer_options(keys: Sequence[str]) -> None:
     Raises:
         UserError: there are some; with what to write instead.
     """
-    found = {key: answer for key in keys if (answer := _answer(key))}
+    mode = next((key.partition("=")[2] for key in keys if key.startswith("mode=")), "")
+    found = {key: answer for key in keys if (answer := _answer(key, mode))}
     if not found:
         return
     answers = list(found.values())
@@ -56,13 +59,17 @@ def refuse_peer_options(keys: Sequence[str]) -> None:
     )
 
 
-def _answer(argument: str) -> _Answer | None:
-    """About one KEY=VALUE; None = it is an option of kt_ray, or of nobody."""
+def _answer(argument: str, mode: str) -> _Answer | None:
+    """About one KEY=VALUE; None = it is an option of kt_ray, or of nobody. `mode`: "" = none is given."""
     given, _, text = argument.lstrip("-+~").partition("=")
     name = given.partition("@")[0]
-    if not name or {name, joined(name)} & {*fields(), *groups(), *option_groups(), *map(joined, fields())}:
+    if not name or name in (*fields(), *groups(), *option_groups()):
         return None  # our own names are checked, and spelled, elsewhere
-    group, _, last = name.replace("-", "_").rpartition(".")
+    spelled = name.replace("-", "_")
+    ours = {*groups(), *option_groups(), *map(joined, fields())}
+    if joined(name) in ours and spelled not in names_elsewhere():  # model_name is no model.name elsewhere
+        return None
+    group, _, last = spelled.rpartition(".")
     if group and group not in _TRAINING:
         return None
     known = [*names_elsewhere(), *field_table()]
@@ -73,9 +80,29 @@ def _answer(argument: str) -> _Answer | None:
     if found is None:
         return None
     meant, value = names_elsewhere().get(found, found), _value(text)
+    if isinstance(value, str) and value and (answer := _of_adapter(name, meant, value, mode)):
+        return answer
     if meant in fields():
         return _direct(name, [meant], value, "")
     return _of_field(name, meant, field_table()[meant], value)
+
+
+def _of_adapter(name: str, meant: str, value: str, mode: str) -> _Answer | None:
+    """About the directory of an adapter, which is asked, or trained further; None = it is none."""
+    if name != "adapter" and meant != "adapter_name_or_path":
+        return None
+    if mode == "serve":
+        return _Answer(f"{name} is serve.adapters here", [], f"set serve.adapters={{NAME: {value}}}")
+    if mode in GENERATING:
+        return _Answer(f"{name} is generate.adapter here", [_written("generate.adapter", value)])
+    if name == "adapter" and ("/" in value or Path(value).is_dir()):  # Axolotl's is lora or qlora
+        asked = f"to ask it, {_written('resume', value)} mode=chat or {_written('generate.adapter', value)}"
+        return _Answer(
+            f"{name} is generate.adapter here, or lora.adapter in training",
+            [],
+            f"{asked} with mode=chat or predict; to train it further, {_written('lora.adapter', value)}",
+        )
+    return None
 
 
 def _of_field(name: str, meant: str, field: Field, value: Any) -> _Answer:

@@ -36,7 +36,7 @@ def test_examples_compose(path: Path) -> None:
     assert config.trainer.batch_size == given["gradient_accumulation_steps"]
     assert config.trainer.micro_batch_size == 1
     assert config.trainer.epochs == given["num_train_epochs"]
-    assert config.model.config is not None  # dimensions are known by the hub's name
+    assert config.model.path == f"hf://{given['model_name_or_path']}"
     assert Path(config.run.root, config.run.name or "") == Path(given["output_dir"]).absolute()
 
 
@@ -227,8 +227,8 @@ def test_an_optimize_rule_on_a_model_within_one_device(tmp_path: Path) -> None:
         ({"kt_config": {"kt_lora_rank": 16}, "lora_rank": 8}, "kt_lora_rank=16: differs from lora_rank=8"),
         ({"kt_optimize_rule": "rules/mine.yaml"}, "kt_optimize_rule=rules/mine.yaml: is not there"),
         (
-            {"model_name_or_path": "meta-llama/Llama-3-8B"},
-            "model_name_or_path=meta-llama/Llama-3-8B: is no directory",
+            {"model_name_or_path": "Llama-3-8B"},
+            "model_name_or_path=Llama-3-8B: is no directory",
         ),
         ({"learning_rate": "fast"}, "learning_rate=fast: is no number"),
         ({"bf16": "yes"}, "bf16=yes: is neither true nor false"),

@@ -57,6 +57,9 @@ TYPED: list[tuple[str, str, str]] = [
     ("kt_num_gpu_experts=4", "rule.experts.gpu_resident=4", ""),
     # Axolotl
     ("base_model=./moe", "model.path=./moe", ""),
+    ("base_model=Qwen/Qwen3-30B-A3B", "model=Qwen/Qwen3-30B-A3B", "from the hub"),
+    ("model_name_or_path=my-lab/moe@v2", "model=my-lab/moe@v2", "from the hub"),
+    ("adapter=runs/a", "", "generate.adapter here, or lora.adapter in training"),
     ("sequence_len=4096", "data.max_length=4096", ""),
     ("sample_packing=true", "data.packing=true", ""),
     ("num_epochs=2", "trainer.epochs=2", ""),
@@ -70,6 +73,8 @@ TYPED: list[tuple[str, str, str]] = [
     ("load_in_4bit=true", "", "rule.experts.backend=AMXINT8"),
     ("use_gradient_checkpointing=unsloth", "", "the plan (mode=plan) decides what is recomputed"),
     ("random_state=3407", "seed=3407", ""),
+    ("model_name=unsloth/Qwen3-30B-A3B", "model=unsloth/Qwen3-30B-A3B", ""),
+    ("model-name=./moe", "model.path=./moe", ""),
     # slips of the hand
     ("mod=plan", "mode=plan", ""),
     ("lr=1e-4", "optim.lr=0.0001", ""),
@@ -115,6 +120,31 @@ def test_all_of_a_command_line_are_answered_at_once(capfd: pytest.CaptureFixture
     error = capfd.readouterr().err
     assert "write optim.lr=0.0001 lora.rank=8 model.dtype=bfloat16; leave out fp16" in error
     assert "trainer.max_steps" not in error and "abc" not in error
+
+
+def test_a_models_name_among_others_is_no_label(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["model_name=unsloth/moe", "learning_rate=1e-4", "data=demo"]) == BAD_INPUT
+    assert "write model=unsloth/moe optim.lr=0.0001" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["chat", "predict"])
+@pytest.mark.parametrize("typed", ["adapter=runs/a", "adapter=mine", "adapter_path=runs/a"])
+def test_an_adapter_that_is_asked(mode: str, typed: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([f"mode={mode}", typed]) == BAD_INPUT
+    written = f"generate.adapter={typed.partition('=')[2]}"
+    assert capfd.readouterr().err.strip().endswith(f"To fix: write {written}")
+    compose([f"mode={mode}", written])
+
+
+def test_an_adapter_that_is_served_has_a_name(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["mode=serve", "adapter=runs/a"]) == BAD_INPUT
+    assert capfd.readouterr().err.strip().endswith("To fix: set serve.adapters={NAME: runs/a}")
+    compose(["mode=serve", "serve.adapters={mine: runs/a}"])
+
+
+def test_an_adapter_with_no_mode_may_be_asked_or_trained(capfd: pytest.CaptureFixture[str]) -> None:
+    error = _answer("adapter=runs/a", capfd)
+    assert "resume=runs/a mode=chat" in error and error.endswith("to train it further, lora.adapter=runs/a")
 
 
 def test_a_name_from_elsewhere_in_a_recipe_is_explained() -> None:
