@@ -22,7 +22,7 @@ _SIGNS = {None: 0, True: 1, False: -1}  # of Row, by the verdict
 
 
 class Encoded:
-    """The tokens of every conversation, from the cache where it has them."""
+    """The tokens of every conversation, from the cache where it has them, or why it has none."""
 
     def __init__(self, rows: Sequence[Conversation], encoder: ChatEncoder, cache: TokenCache) -> None:
         sides = [side for row in rows for side in _sides(row)]
@@ -34,18 +34,38 @@ class Encoded:
         self.cached = entry is not None  # whether they came from the cache
         if entry is None:
             before = len(encoder.notes)
-            entry = [encoder.encode(side) for side in sides], []
-            if key:
-                cache.write(key, entry[0], encoder.notes[before:])
-        encoder.notes += [note for note in entry[1] if note not in encoder.notes]
-        tokens = iter(entry[0])
+            results = [_encoded(encoder, side) for side in sides]
+            good = [result for result in results if not isinstance(result, UserError)]
+            if key and len(good) == len(results):
+                cache.write(key, good, encoder.notes[before:])
+        else:
+            results = list(entry[0])
+            encoder.notes += [note for note in entry[1] if note not in encoder.notes]
+        each = iter(results)
         # by identity: equal rows of two sources may have other system prompts
-        self._tokens = {id(row): [next(tokens) for _ in _sides(row)] for row in rows}
+        self._results = {id(row): [next(each) for _ in _sides(row)] for row in rows}
         self._rows = list(rows)  # keeps the identities alive
 
     def __call__(self, row: Conversation) -> list[Tokens]:
-        """(ids, labels) of a row; of a pair, chosen and rejected."""
-        return self._tokens[id(row)]
+        """(ids, labels) of a row; of a pair, chosen and rejected.
+
+        Raises:
+            UserError: the encoder refused it.
+        """
+        tokens: list[Tokens] = []
+        for result in self._results[id(row)]:
+            if isinstance(result, UserError):
+                raise result
+            tokens.append(result)
+        return tokens
+
+
+def _encoded(encoder: ChatEncoder, side: Conversation) -> Tokens | UserError:
+    try:
+        return encoder.encode(side)
+    except UserError as fault:
+        fault.__cause__ = fault.__context__ = None  # their frames hold the template's whole state
+        return fault.with_traceback(None)
 
 
 def _sides(row: Conversation) -> list[Conversation]:
@@ -66,29 +86,33 @@ def encode_rows(
         spare: sample ids that no row has, for the second row on that a text is cut into.
 
     Raises:
-        UserError: a row without a trained token before cutting, or nothing left after it.
+        UserError: rows that the encoder refused or without a trained token before cutting, unless
+            data.bad_rows=skip; nothing left.
     """
     kept: list[Row | Pair] = []
-    bad = BadRows(data.bad_rows == "skip")
-    good = 0
+    faults: dict[str, UserError] = {}  # by the row's place: a weight takes rows several times
+    good: set[str] = set()  # places
     for conversation, sample in samples:
-        sides = [Row(*tokens, sample, sign=_SIGNS[conversation.label]) for tokens in encoded(conversation)]
+        try:
+            tokens = encoded(conversation)
+        except UserError as fault:
+            faults.setdefault(conversation.where, fault)
+            continue
+        sides = [Row(*side, sample, sign=_SIGNS[conversation.label]) for side in tokens]
         if conversation.rejected is not None:
             # Sample ids of their own, so that the sides' dropout differs.
             sides = [replace(row, sample_id=2 * sample + i, sign=1 - 2 * i) for i, row in enumerate(sides)]
         masked = next((row for row in sides if row.trained == 0), None)
         if masked is not None:  # computed for nothing: its mask is a mistake, or its answer is empty
-            bad.add(
-                UserError(
-                    "no token of the row is trained",
-                    where=conversation.where,
-                    observed=f"{len(masked.input_ids)} tokens, all masked",
-                    required="an answer of at least one token",
-                    remedy="fill or delete that row, or check the chat template with mode=preview",
-                )
+            faults[conversation.where] = UserError(
+                "no token of the row is trained",
+                where=conversation.where,
+                observed=f"{len(masked.input_ids)} tokens, all masked",
+                required="an answer of at least one token",
+                remedy="fill or delete that row, or check the chat template with mode=preview",
             )
             continue
-        good += 1
+        good.add(conversation.where)
         report.source_rows += 1
         report.longest = max(report.longest, *(len(row.input_ids) for row in sides))
         units = [sides]
@@ -115,7 +139,10 @@ def encode_rows(
                 report.trained += row.trained
                 report.tokens_lost += len(whole.input_ids) - len(row.input_ids)
                 report.trained_lost += whole.trained - row.trained
-    if left_out := bad.settle(good, "the data"):
+    bad = BadRows(data.bad_rows == "skip")
+    for refused in faults.values():
+        bad.add(refused)
+    if left_out := bad.settle(len(good), "the data"):
         report.notes.append(left_out)
     if samples and not kept:
         raise UserError(

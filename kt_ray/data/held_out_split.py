@@ -25,10 +25,22 @@ def as_split(config: Config) -> DataConfig:
 
 
 def held_out_count(fraction: float | str, rows: int) -> int:
-    """How many of `rows` rows data.eval_fraction holds out: a share below 1, a number from 1 on, or auto."""
+    """How many of `rows` rows data.eval_fraction holds out: a share below 1, a number from 1 on, or auto.
+
+    Raises:
+        UserError: it is a number, and no row would be left.
+    """
     if isinstance(fraction, str):
         return min(AUTO_MOST, round(AUTO_SHARE * rows)) if rows >= AUTO_FROM else 0
     if fraction >= 1:
+        if int(fraction) >= rows:
+            raise UserError(
+                "no row would be left to train on",
+                where=f"data.eval_fraction={int(fraction)}",
+                observed=f"{rows} rows",
+                required="fewer held-out rows than there are rows",
+                remedy="set data.eval_fraction=0.05, or to a smaller number of rows",
+            )
         return int(fraction)
     return max(1, round(fraction * rows)) if fraction else 0
 
@@ -62,14 +74,6 @@ def split(
     target, auto = held_out_count(fraction, len(rows)), fraction == "auto"
     if target == 0:
         return list(rows), []
-    if target >= len(rows) and isinstance(fraction, float | int) and fraction >= 1:
-        raise UserError(
-            "no row would be left to train on",
-            where=f"data.eval_fraction={target}",
-            observed=f"{len(rows)} rows",
-            required="fewer held-out rows than there are rows",
-            remedy="set data.eval_fraction=0.05, or to a smaller number of rows",
-        )
     groups = _groups(rows)
     if len(groups) < 2 and not auto:
         raise UserError(

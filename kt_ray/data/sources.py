@@ -208,29 +208,28 @@ def _some(rows: Sequence[Conversation], count: int, seed: int) -> list[Conversat
 
 
 def count_rows(data: DataConfig) -> int | None:
-    """Training rows of `data` per epoch: those of its sources by their weights, less what is held out.
+    """Training rows of `data` per epoch: what is not held out of its sources' rows, by their weights.
 
     Rows that later turn out too long (data.overflow=drop) are counted, and packed ones one by one. None
     when no data are named, or they are on the hub: planning downloads nothing.
 
     Raises:
-        UserError: a file is missing or cannot be read.
+        UserError: a file is missing or cannot be read, or all rows would be held out.
     """
     if data.builtin is None and data.path is None and data.sources is None:
         return None
-    total = 0.0
+    total, taken = 0, 0.0
     for source in sources_of(data):
         paths = [source.path] if isinstance(source.path, str) else source.path
         if any(is_hub(path) for path in paths):
             return None
         count = sum(rows_in(path, source.key, source.split) for path in paths)
-        total += source.weight * (count if source.limit is None else min(count, source.limit))
-    rows = round(total)
-    if data.limit is not None:
-        rows = min(rows, data.limit)
-    if data.eval_path is None:
-        rows -= held_out_count(data.eval_fraction, rows)
-    return rows
+        limits = [source.limit, None if data.limit is None else data.limit - total]
+        count = min([count, *(limit for limit in limits if limit is not None)])
+        total += count
+        taken += source.weight * count
+    held_out = held_out_count(data.eval_fraction, total) if data.eval_path is None else 0
+    return round(taken * (total - held_out) / max(1, total))
 
 
 def rows_in(path: str, key: str, split: str | None = None) -> int:

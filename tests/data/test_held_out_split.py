@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kt_ray.config.schema import Config, DataConfig, EvalConfig, TrainerConfig
 from kt_ray.data.held_out_split import as_split, split
 from kt_ray.data.row_types import Conversation, Turn
+from kt_ray.data.sources import count_rows
 from kt_ray.errors import UserError
 
 
@@ -67,11 +69,18 @@ def test_auto_holds_nothing_out_rather_than_half_of_the_rows() -> None:
         assert [len(part) for part in split(rows(*few), "auto", 0)] == [200, 0]
 
 
-def test_a_number_of_rows() -> None:
+def test_a_number_of_rows(tmp_path: Path) -> None:
     found = rows(*(f"q{i}" for i in range(50)))
     assert [len(part) for part in split(found, 7.0, 0)] == [43, 7]
-    with pytest.raises(UserError, match=r"no row would be left.*eval_fraction=50.*50 rows"):
+    match = r"no row would be left.*eval_fraction=50.*50 rows"
+    with pytest.raises(UserError, match=match):
         split(found, 50.0, 0)
+    file = tmp_path / "rows.jsonl"  # counted for a plan, which reads no row
+    file.write_text('{"instruction": "a", "output": "b"}\n' * 50)
+    with pytest.raises(UserError, match=match):
+        count_rows(DataConfig(path=str(file), eval_fraction=50.0))
+    half = {"path": str(file), "weight": 0.5}  # of which 40 are held out before the weight
+    assert count_rows(DataConfig(sources=[half], eval_fraction=40.0)) == 5
 
 
 def test_training_that_evaluates_nothing_keeps_every_row() -> None:

@@ -13,8 +13,9 @@ import pytest
 from kt_ray.batch import IGNORE
 from kt_ray.config.schema import Config
 from kt_ray.data import load_data
+from kt_ray.data.cache import TokenCache
 from kt_ray.errors import UserError
-from tests.data.conftest import trained_texts
+from tests.data.conftest import PLAIN, trained_texts
 
 Build = Callable[..., Config]
 # Tokens around question and answer: one per byte of the role headers and line breaks, four special ones.
@@ -170,6 +171,64 @@ def test_an_all_masked_row_is_named(config: Build, tmp_path: Path) -> None:
 def lines(path: Path, *rows: Any) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+@pytest.fixture
+def quiet(tmp_path: Path) -> dict[str, str]:
+    """A model with a template that refuses every "!"."""
+    file = tmp_path / "quiet.jinja"
+    refusal = "{% if '!' in m['content'] %}{{ raise_exception('no shouting') }}{% endif %}"
+    file.write_text(PLAIN.replace("%}", f"%}}{refusal}", 1))
+    return {"chat_template": str(file)}
+
+
+SHOUTED = [("q", "a"), ("r", "b!"), ("s!", "c"), ("t", "d")]
+
+
+def test_rows_that_the_template_refuses_are_told_at_once(
+    config: Build, tmp_path: Path, quiet: dict[str, str]
+) -> None:
+    path = alpaca(tmp_path / "a.jsonl", *SHOUTED)
+    match = r"^2 of 4 rows of the data are bad: the chat template refuses the conversation \(line 2, line 3\)"
+    with pytest.raises(UserError, match=match):
+        load(config(path=path, model=quiet))
+    with pytest.raises(UserError, match=r"refuses the conversation; at .*line 2; found .*no shouting"):
+        load(config(path=alpaca(tmp_path / "b.jsonl", *SHOUTED[:2]), model=quiet))
+
+
+def test_rows_that_the_template_refuses_are_left_out(
+    config: Build, tmp_path: Path, quiet: dict[str, str]
+) -> None:
+    path = alpaca(tmp_path / "a.jsonl", *SHOUTED)
+    held_out = alpaca(tmp_path / "b.jsonl", ("u", "e!"), ("v", "f"), ("w", "g"))
+    chosen = config(path=path, eval_path=held_out, bad_rows="skip", model=quiet)
+    cache = TokenCache(tmp_path / "cache", 1.0, worth=1)
+    bundle = load_data(chosen, "", 0, cache=cache)
+    assert [row.sample_id for row in bundle.train] == [0, 3] and len(bundle.eval) == 2
+    told = "\n".join(bundle.report.lines())
+    assert "train: the data: 2 of 4 rows left out" in told and "(line 2, line 3)" in told
+    assert "1 of 3 rows left out" in told and not list((tmp_path / "cache").glob("*"))
+
+
+def test_a_pair_goes_with_either_side(config: Build, tmp_path: Path, quiet: dict[str, str]) -> None:
+    answers = [("good", "bad"), ("good!", "bad"), ("good", "bad!"), ("good", "worse")]
+    rows = [{"prompt": f"q{i}", "chosen": a, "rejected": b} for i, (a, b) in enumerate(answers)]
+    path = lines(tmp_path / "a.jsonl", *rows)
+    bundle = load_data(config(path=path, bad_rows="skip", model=quiet), "", 0, ("pairs",))
+    texts = [
+        trained_texts(bundle.tokenizer, row.input_ids, row.labels)
+        for pair in bundle.train
+        for row in (pair.chosen, pair.rejected)
+    ]
+    assert texts == [[f"{text}<|im_end|>"] for text in ("good", "bad", "good", "worse")]
+
+
+def test_copies_of_a_row_are_one_bad_row(config: Build, tmp_path: Path, quiet: dict[str, str]) -> None:
+    sources = [{"path": alpaca(tmp_path / "a.jsonl", *SHOUTED), "weight": 2}]
+    bundle = load(config(sources=sources, bad_rows="skip", model=quiet))
+    assert len(bundle.train) == 4
+    (note,) = bundle.report.train.notes
+    assert "2 of 4 rows left out" in note and note.count("line 2") == 1
 
 
 def test_preference_pairs(config: Build, tmp_path: Path) -> None:
