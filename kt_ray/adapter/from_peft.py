@@ -46,6 +46,12 @@ def adapter_directory(path: str, key: str = "generate.adapter") -> str:
     )
 
 
+def digest_of(directory: str | Path) -> str:
+    """SHA-256 of an adapter's file of weights, in hexadecimal."""
+    with (Path(directory) / WEIGHTS).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def settings_of(readers: Sequence[AdapterReader]) -> LoraConfig:
     """LoRA settings under which a model has all parameters of all these adapters."""
     rank = max(reader.rank for reader in readers)
@@ -106,8 +112,7 @@ class AdapterReader:
     @cached_property
     def digest(self) -> str:
         """Of the file of weights."""
-        with (self.lora.path / WEIGHTS).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return digest_of(self.lora.path)
 
     @property
     def adapts_experts(self) -> bool:

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from kt_ray.adapter.from_peft import AdapterReader, adapter_directory
+from kt_ray.adapter.from_peft import AdapterReader, adapter_directory, digest_of
 from kt_ray.checkpoint import ExpertLayout
 from kt_ray.checkpoint.index import some
 from kt_ray.checkpoint.manifest import Manifest
@@ -34,17 +34,42 @@ def open_start(
     Args:
         model_dir: of the model; None = not known (mode=plan).
         manifest: of the checkpoint that the run continues. Its state is what came of the adapter, so the
-            files are read only if the reference of a preference loss is in them: else the reader is None.
+            files are read only if the reference of a preference loss is in them: else the reader is None,
+            and they may be gone, but not be another adapter's.
 
     Raises:
-        UserError: no adapter; no plain LoRA; several scales; settings that are not the adapter's.
+        UserError: no adapter; another one than the checkpoint's; no plain LoRA; several scales; settings that
+            are not the adapter's.
     """
     if config.lora.adapter is None:
         return config, None
     if manifest is not None and DIGEST in manifest.fields and not config.keeps_reference:
+        _check_same(config.lora.adapter, str(manifest.fields[DIGEST]))
         return replace(config, lora=_as_before(config.lora, manifest)), None
     reader = AdapterReader(adapter_directory(config.lora.adapter, "lora.adapter"), model_dir)
     return replace(config, lora=_of_adapter(config.lora, reader)), reader
+
+
+def _check_same(named: str, digest: str) -> None:
+    """Refuse an adapter that the run did not start from; one that is gone is not missed.
+
+    Args:
+        digest: of the weights that it started from.
+    """
+    try:
+        directory = adapter_directory(named, "lora.adapter")
+    except UserError:
+        return
+    found = digest_of(directory)
+    if found != digest:
+        raise UserError(
+            "the run to be resumed started from another adapter",
+            where=f"lora.adapter={named}",
+            observed=f"weights with digest {found[:12]}",
+            required=f"{digest[:12]}, as in the checkpoint",
+            remedy="name the adapter that it started from (it may be deleted: the checkpoint goes on without "
+            "it), or leave out trainer.resume for a new run from this one",
+        )
 
 
 def _as_before(given: LoraConfig, manifest: Manifest) -> LoraConfig:

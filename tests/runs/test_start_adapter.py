@@ -13,10 +13,13 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from kt_ray import cli
+from kt_ray.adapter.from_peft import digest_of
+from kt_ray.checkpoint.manifest import Manifest
 from kt_ray.config.compose import compose
 from kt_ray.errors import UserError
 from kt_ray.placement.plan_types import Plan
 from kt_ray.runs.prepare import Prepared, prepare
+from kt_ray.runs.start_adapter import DIGEST, open_start
 from tests.helpers.hf_reference import build_chat_checkpoint, build_checkpoint
 from tests.helpers.random_adapter import random_adapter
 
@@ -120,7 +123,8 @@ def test_a_resumed_run_is_the_same_run(
     shutil.rmtree(adapter)
     gone = cli.main([*common, "run.name=gone", resume])
     if stage == "sft":
-        assert (changed, gone) == (0, 0) and losses(tmp_path / "gone") == whole[2:]
+        assert (changed, gone) == (2, 0) and losses(tmp_path / "gone") == whole[2:]
+        assert "the run to be resumed started from another adapter" in error
         assert weights(tmp_path / "gone") == weights(tmp_path / "whole")
     else:
         assert (changed, gone) == (2, 2)
@@ -128,6 +132,22 @@ def test_a_resumed_run_is_the_same_run(
         assert "not an adapter directory" in capsys.readouterr().err
     assert cli.main([*common[:-1], "lora.rank=4", "run.name=without", resume]) == 2
     assert "lora.adapter (digest of its weights)" in capsys.readouterr().err
+
+
+def test_a_resumed_run_refuses_another_adapter(tmp_path: Path) -> None:
+    adapter = tmp_path / "start"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    manifest = Manifest(2, 0, {}, "", {DIGEST: digest_of(adapter), "lora.rank": 4}, ())
+    config = compose(["data=demo", f"lora.adapter={adapter}"])
+    resumed, reader = open_start(config, None, manifest)
+    assert (resumed.lora.rank, reader) == (4, None)
+    (adapter / "adapter_model.safetensors").write_bytes(b"others")
+    with pytest.raises(UserError, match=r"started from another adapter; at lora\.adapter=.*start"):
+        open_start(config, None, manifest)
+    shutil.rmtree(adapter)
+    assert open_start(config, None, manifest) == (resumed, None)
 
 
 Make = Callable[..., Prepared]
