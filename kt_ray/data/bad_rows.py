@@ -42,7 +42,12 @@ class BadRows:
             raise type(first)(
                 first.what, where=first.where, observed=first.observed, required=first.required, remedy=remedy
             )
-        raise UserError(f"{some} of {name} are bad: {self._listed()}", remedy=remedy)
+        alike = first.observed and all(fault.what == first.what for fault in self._faults)
+        raise UserError(
+            f"{some} of {name} are bad: {self._listed()}",
+            observed=f"{first.observed} (the first)" if alike else None,
+            remedy=remedy,
+        )
 
     def _listed(self) -> str:
         """The first rows, by what is wrong with them."""

@@ -190,6 +190,7 @@ def test_rows_that_the_template_refuses_are_told_at_once(
 ) -> None:
     path = alpaca(tmp_path / "a.jsonl", *SHOUTED)
     match = r"^2 of 4 rows of the data are bad: the chat template refuses the conversation \(line 2, line 3\)"
+    match += "; found TemplateError: no shouting"
     with pytest.raises(UserError, match=match):
         load(config(path=path, model=quiet))
     with pytest.raises(UserError, match=r"refuses the conversation; at .*line 2; found .*no shouting"):
