@@ -111,9 +111,11 @@ def load_of(config: Config, wave: int, groups: int) -> Load:
     replicas = config.rule.replica_count
     step_rows = math.ceil(trainer.batch_size / replicas)
     micro = min(config.micro_batch_rows(replicas), step_rows)
-    # Micro-batches are dealt out whole, so one replica may get more rows than its share.
-    most = math.ceil(math.ceil(trainer.batch_size / micro) / replicas)
-    rows = min(trainer.batch_size, min(wave, most) * micro)
+    # Micro-batches are dealt out whole, so the first replica may get more rows than its share.
+    number = math.ceil(trainer.batch_size / micro)
+    missing = number * micro - trainer.batch_size  # rows that the last one lacks
+    first = math.ceil(number / replicas) * micro - (missing if (number - 1) % replicas == 0 else 0)
+    rows = min(first, wave * micro)
     group_rows = min(rows, math.ceil(math.ceil(rows / micro) / groups) * micro)
     total = min(trainer.batch_size, rows * replicas) * row
     return Load(total, rows * row, min(total, group_rows * row * replicas), micro * row, row)
