@@ -66,7 +66,7 @@ bench: $(TOOLS)  ## the short benchmarks, JSON into benchmarks/results/
 	$(PY) benchmarks/moe_layer.py --shape deepseek_v2_lite --tokens 512 --rank 8 --threads 2 --json benchmarks/results/moe_layer.json
 	$(PY) benchmarks/train_step.py --against hf,peft --json benchmarks/results/train_step.json
 
-chaos: $(TOOLS)  ## hours: 200 faults in trainings under Ray, 200 in one process, 100 of a server, 1,000 deaths of actors
+chaos: $(TOOLS)  ## hours: 200 faults under Ray, 200 in one process, 100 of a server, 1,000 deaths of actors
 	$(PY) benchmarks/chaos.py --faults 200 --minutes 240 --cluster ray --json benchmarks/results/chaos_ray.json
 	$(PY) benchmarks/chaos.py --faults 200 --minutes 120 --cluster local --json benchmarks/results/chaos_local.json
 	$(PY) benchmarks/chaos.py --faults 1000 --inside --json benchmarks/results/chaos_inside.json
