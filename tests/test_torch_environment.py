@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from kt_ray import cli, torch_environment
+from kt_ray.config.schema import Config
 
 OURS = {name: value for ours, _ in torch_environment.GROUPS for name, value in ours.items()}
 
@@ -51,5 +52,5 @@ def test_dispatch_sets_them_before_the_mode_is_imported(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch_environment, "apply", lambda: order.append("set"))
     monkeypatch.setattr("importlib.import_module", imported)
-    assert cli.dispatch(type("C", (), {"mode": "plan"})()) == 0  # type: ignore[arg-type]
+    assert cli.dispatch(Config(mode="plan")) == 0
     assert order == ["set", "import", "run"]
