@@ -19,6 +19,7 @@ EXPERTS = {"bf16": 25, "q4_k": 75}  # 150 and 127 MiB
 # Beside the formulas: pages of code and of Python objects that the first real call touches, malloc's own
 # (freed small buffers between live ones), and counters of pages that the kernel keeps per thread.
 CONSTANT = 2 << 20
+HUGE_PAGE = 2 << 20
 
 PROGRAM = """
 import gc, json, re, sys
@@ -71,7 +72,7 @@ shape = EngineShape(H, I, RANK, engine.isa)
 call = sum(map(rounded, shape.call(T, T * K).values())) + rounded(shape.thread())
 kept = sum(map(rounded, shape.saved(T, T * K).values()))
 held, seen = [], []
-for _ in range(20):
+for _ in range(40):
     one_step(engine, weights, True)
     held.append(engine.scratch_bytes)
     seen.append(resident("VmRSS"))
@@ -111,6 +112,6 @@ def test_weights_once_and_what_is_stated(kind: str, tmp_path: Path) -> None:
     beside = seen["kept"] + seen["call"] + seen["results"] + CONSTANT
     assert seen["peak"] <= 1.05 * seen["weights"] + beside
     assert len(set(seen["held"])) == 1, "scratch grows"
-    # Less than at first is no growth: the system may take pages back.
-    assert max(seen["seen"][1:]) - seen["seen"][0] <= 1 << 20, "resident memory grows"
-    assert seen["seen"][-1] - min(seen["seen"]) <= 2 << 20, "resident memory grows"
+    # Two huge pages of slack: the kernel turns small pages into one when it likes, and takes pages back.
+    # A leak of 110 kB per call shows; what a call returns is 2 MiB.
+    assert seen["seen"][-1] - min(seen["seen"]) <= 2 * HUGE_PAGE, "resident memory grows"
